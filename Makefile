@@ -1,0 +1,28 @@
+# Each target does everything by itself, set-up included. Needs Python 3.11 or newer, and nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: demo test lint types docs clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "fedsim needs Python 3.11 or newer; say: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed  ## federated averaging on real handwritten digits
+	$(BIN)/fedsim run $(ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed
+	$(BIN)/mypy
+
+test: lint types  ## lint, types, tests, doctests, notebooks
+	$(BIN)/python -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,195 @@
+"""The tables, one generator each: it yields parts ``{"rows": what is printed, ...: what is only recorded}``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import workload
+from benchmarks.worker import ContenderError, Entrant, Worker
+
+PEERS = ("fedjax", "pfl", "drjax", "flower")
+CHECKED_ROUNDS = 3
+TOLERANCE = 1e-3  # of the largest change of any parameter over the checked rounds
+
+Part = dict[str, Any]
+
+
+def rotate(entrants: Collection[Entrant], args: argparse.Namespace) -> None:
+    """A B C A B C: every contender in turn, over and over, so that a machine that drifts drifts for all."""
+    with ExitStack() as stack:
+        for entrant in entrants:
+            stack.callback(entrant.close)
+        for _ in range(args.repeats):
+            for entrant in entrants:
+                entrant.turn(args.seconds)
+
+
+def ratio(ours: Entrant, theirs: Entrant) -> float | None:
+    """How many times longer theirs takes for a client step: the median over rotations of the ratios within one."""
+    pairs = zip(theirs.times, ours.times, strict=False)
+    ratios = [a["us_per_step"] / b["us_per_step"] for a, b in pairs]
+    return median(ratios) if ratios else None
+
+
+def rounds(args: argparse.Namespace) -> Iterator[Part]:
+    """Time of whole rounds at 10 clients, all contenders in rotation, and relative to fedsim's."""
+    names = [name for name in args.contenders or ("fedsim", "floor", *PEERS) if name not in args.without]
+    for model in args.models:
+        checks = {} if args.unchecked else check(model, names, args)
+        one = workload.Task(model=model, device=args.device)
+        many = dataclasses.replace(one, per_dispatch=1 if model == "cnn" else 20)
+        entrants = {
+            name: Entrant(name, many if name in ("fedsim", "floor") else one, visits=name == "flower") for name in names
+        }
+        if "fedsim" in names and many != one:  # what several rounds a dispatch are worth
+            entrants["fedsim, one round a dispatch"] = Entrant("fedsim", one)
+        rotate(entrants.values(), args)
+        if len({entrant.about["digest"] for entrant in entrants.values() if entrant.about}) > 1:
+            raise ContenderError("the contenders were given different data")
+        rows = []
+        for label, entrant in entrants.items():
+            equal = checks.get(entrant.name, {}).get("equal")
+            row: Part = {"model": model, "contender": label, "equal": equal, "turns": len(entrant.times)}
+            if entrant.times:
+                row |= {key: median(t[key] for t in entrant.times) for key in ("us_per_step", "ms_per_round")}
+                row["relative_to_fedsim"] = ratio(entrants["fedsim"], entrant) if "fedsim" in entrants else None
+            rows.append(row | {"failure": entrant.failure})
+        turns = {label: entrant.times for label, entrant in entrants.items()}
+        about = {label: entrant.about for label, entrant in entrants.items()}
+        yield {"rows": rows, "checks": checks, "turns": turns, "about": about}
+
+
+def check(model: str, names: list[str], args: argparse.Namespace) -> dict[str, Part]:
+    """Has contenders train the same rounds from the same parameters, and compares each with the plain reference.
+
+    See `workload.population` on why shuffling does not matter. Dropout is off, for its draws cannot agree. Flower is
+    checked with plain averaging: its Adam corrects the bias of round r as if it were round r + 1.
+    """
+    checks: dict[str, Part] = {}
+    references: dict[str, list[np.ndarray]] = {}
+    start = workload.initial_leaves(model)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if name == "floor":  # nothing federated to check; its model and steps are the reference's
+                continue
+            server, path = "average" if name == "flower" else "adam", f"{folder}/{name}.npz"
+            task = workload.Task(model=model, data="repeated", dropout=False, server=server, device=args.device)
+            try:
+                if server not in references:
+                    with Worker("floor", task) as floor:
+                        floor("reference", path=f"{folder}/{server}", rounds=CHECKED_ROUNDS)
+                    references[server] = list(np.load(f"{folder}/{server}.npz").values())
+                with Worker(name, task) as worker:
+                    steps = worker("run", rounds=CHECKED_ROUNDS)["result"]
+                    worker("save", path=path)
+            except ContenderError as failure:
+                checks[name] = {"equal": False, "failure": str(failure)}
+                continue
+            saved, expected = list(np.load(path).values()), references[server]
+            moved = max(np.abs(a - b).max() for a, b in zip(expected, start, strict=True))
+            error = float(max(np.abs(a - b).max() for a, b in zip(saved, expected, strict=True)) / moved)
+            right = steps == CHECKED_ROUNDS * sum(map(task.steps, workload.population(task).sizes))
+            checks[name] = {"equal": right and error < TOLERANCE, "error": error, "steps": steps, "server": server}
+    return checks
+
+
+def scale(args: argparse.Namespace) -> Iterator[Part]:
+    """fedsim's time a client step and peak memory with 1,000 clients a round against 10, of one population of 1,000."""
+    for model in args.models:
+        entrants = {}
+        for clients in (10, 1000):
+            several = 20 if clients == 10 and model != "cnn" else 1
+            task = workload.Task(model=model, population=1000, clients=clients, per_dispatch=several, device=args.device)
+            entrants[clients] = Entrant("fedsim", task)
+        rotate(entrants.values(), args)
+        small, large = entrants.values()
+        if small.failure or large.failure:
+            raise ContenderError(str(small.failure or large.failure))
+        rows: list[Part] = [
+            {"model": model, "clients": clients, "us_per_step": median(t["us_per_step"] for t in entrant.times),
+             "peak_mib": entrant.times[-1]["peak_mib"]}
+            for clients, entrant in entrants.items()
+        ]  # fmt: skip
+        memory = rows[1]["peak_mib"] / rows[0]["peak_mib"]
+        rows.append({"model": model, "clients": "ratio", "us_per_step": ratio(small, large), "peak_mib": memory})
+        turns = {clients: entrant.times for clients, entrant in entrants.items()}
+        yield {"rows": rows, "turns": turns, "about": {"fedsim": small.about}}
+
+
+def mnist(args: argparse.Namespace) -> Iterator[Part]:
+    """Seconds of 100 rounds of softmax regression: 1,000 clients of 69 examples, 10 a round, batch 10, averaging."""
+    task = workload.Task(
+        model="softmax", data="mnist", population=1000, batch=10, server="average", per_dispatch=20, device=args.device
+    )
+    with Worker("fedsim", task) as worker:
+        worker("run", rounds=20)
+        seconds = [worker("run", rounds=100)["seconds"] for _ in range(args.repeats)]
+    yield {
+        "rows": [{"contender": "fedsim", "rounds": 100, "seconds": median(seconds)}],
+        "turns": seconds,
+        "about": worker.about,
+    }
+
+
+def femnist(args: argparse.Namespace) -> Iterator[Part]:
+    """Accuracy and time on real handwriting: dense, 10 clients a round, several seeds; FedJAX and fedsim in turn."""
+    if args.femnist is None:
+        print("left out: give --femnist a folder with femnist_train.h5 and femnist_test.h5", file=sys.stderr)
+        return
+    source = str(args.femnist.resolve())
+    runs: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
+    with ExitStack() as stack:
+        workers = {}
+        for name in runs:
+            several = 20 if name == "fedsim" else 1
+            task = workload.Task(
+                model="dense", data="femnist", source=source, b2=0.999, per_dispatch=several, device=args.device
+            )
+            workers[name] = stack.enter_context(Worker(name, task))
+            workers[name]("run", rounds=20)  # compiles
+        for seed in range(args.seeds):
+            for name, worker in workers.items():
+                worker("reset", seed=seed)
+                seconds = worker("run", rounds=args.femnist_rounds)["seconds"]
+                runs[name].append({"seed": seed, "seconds": seconds, **worker("evaluate")["result"]})
+    rows = [
+        {"contender": name, "rounds": args.femnist_rounds, "seeds": args.seeds}
+        | {key: mean(result[key] for result in results) for key in ("accuracy", "client_mean", "seconds")}
+        for name, results in runs.items()
+    ]
+    yield {"rows": rows, "runs": runs, "about": {name: worker.about for name, worker in workers.items()}}
+
+
+def evaluation(args: argparse.Namespace) -> Iterator[Part]:
+    """Seconds to evaluate 77,483 examples of 3,400 clients, global and per client, dense: FedJAX and fedsim in turn."""
+    source = str(args.sizes.resolve()) if args.sizes else None
+    task = workload.Task(model="dense", data="evaluation", source=source, device=args.device)
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(name, task)) for name in ("fedsim", "fedjax")}
+        results = {name: worker("evaluate")["result"] for name, worker in workers.items()}  # compiles
+        times: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(args.repeats):
+            for name, worker in workers.items():
+                times[name].append(worker("evaluate")["seconds"])
+    equal = all(abs(results["fedsim"][key] - results["fedjax"][key]) < 1e-4 for key in ("accuracy", "client_mean"))
+    rows = [
+        {"contender": name, "equal": equal, "seconds": median(seconds),
+         "relative_to_fedsim": median(a / b for a, b in zip(seconds, times["fedsim"], strict=True))}
+        for name, seconds in times.items()
+    ]  # fmt: skip
+    about = {name: worker.about for name, worker in workers.items()}
+    yield {"rows": rows, "results": results, "turns": times, "about": about}
+
+
+TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
+    table.__name__: table for table in (rounds, scale, mnist, femnist, evaluation)
+}

@@ -1,0 +1,147 @@
+"""What every contender is given: task, data, initial parameters. NumPy only, so the same bytes for all."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+Layer = tuple[np.ndarray, np.ndarray]  # (bias, weight): the order in which JAX flattens Haiku's {"b": ..., "w": ...}.
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {  # weights in Haiku's layout: [in, out], [height, width, in, out]
+    "softmax": [(784, 10)],
+    "logistic": [(784, 62)],
+    "dense": [(784, 200), (200, 200), (200, 62)],
+    "cnn": [(3, 3, 1, 32), (3, 3, 32, 64), (9216, 128), (128, 62)],
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One federated training: model, data and hyperparameters. Defaults: Reddi et al. 2021's server Adam on EMNIST-62.
+
+    Attributes:
+      data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" (for the equality check, see `population`),
+        "mnist" (69 examples each), "evaluation" (3,400 clients, 77,483 examples) or "femnist" (TFF's HDF5 files).
+      server: "adam", or "average": the clients' weighted mean becomes the model.
+      per_dispatch: rounds that a contender which can do so may hand to its devices at once.
+      source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").
+    """
+
+    model: str
+    data: str = "emnist"
+    population: int = 500
+    clients: int = 10
+    batch: int = 20
+    client_lr: float = 10**-1.5
+    server: str = "adam"
+    server_lr: float = 10**-2.5
+    b2: float = 0.99
+    eps: float = 1e-4
+    dropout: bool = True
+    per_dispatch: int = 1
+    seed: int = 0
+    device: str = "cpu"
+    source: str | None = None
+
+    def steps(self, size: int) -> int:
+        """Client steps of one epoch; the last batch may be partial."""
+        return -(-int(size) // self.batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """Packed clients: ``x: [n, 28, 28, 1] uint8``, ``y: [n] int32``, ``sizes: [clients] int64``, in client order."""
+
+    x: np.ndarray
+    y: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def offsets(self) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(self.sizes)])
+
+    def client(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(*self.offsets[index : index + 2])
+        return self.x[rows], self.y[rows]
+
+    def floats(self) -> np.ndarray:
+        """``x / 255``, float32, for the peers whose own data sets hold floats."""
+        return np.multiply(self.x, np.float32(1 / 255), dtype=np.float32)
+
+    def digest(self) -> str:
+        """What contenders compare to show that they were given the same bytes."""
+        digest = hashlib.sha256()
+        for array in (self.x, self.y, self.sizes):
+            digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()[:16]
+
+
+def population(task: Task, split: str = "train") -> Population:
+    """The clients of ``task``.
+
+    In "repeated", for the equality check, a client holds one image many times. Every batch of it is then the same,
+    whatever the order and however a library completes the last batch (mask, wrap around, leave short), so libraries
+    that shuffle by different generators must still agree: on batches, steps, weights, averaging and server step.
+    """
+    rng = np.random.default_rng(0)
+    if task.data == "femnist":
+        return _femnist(Path(task.source or "."), split)
+    if task.data == "repeated":
+        sizes = np.array([7, 20, 33, 60, 45, 19, 21, 40, 3, 52])
+        return Population(*(np.repeat(a, sizes, axis=0) for a in _examples(rng, len(sizes))), sizes)
+    if task.data == "evaluation":
+        sizes = _evaluation_sizes(rng, task.source)
+    elif task.data == "mnist":
+        sizes = np.full(task.population, 69)
+    else:
+        sizes = np.clip(rng.normal(198, 77, task.population), 19, 420).astype(np.int64)
+    return Population(*_examples(rng, int(sizes.sum()), classes=10 if task.data == "mnist" else 62), sizes)
+
+
+def initial_layers(model: str, seed: int = 0) -> list[Layer]:
+    """Haiku's initialisation (normal cut at 2 deviations of 1/sqrt(fan in), bias 0), drawn by NumPy."""
+    rng = np.random.default_rng(seed)
+    layers = []
+    for shape in SHAPES[model]:
+        weight = np.clip(rng.standard_normal(shape), -2, 2) / np.sqrt(np.prod(shape[:-1]))
+        layers.append((np.zeros(shape[-1], np.float32), weight.astype(np.float32)))
+    return layers
+
+
+def initial_leaves(model: str, seed: int = 0) -> list[np.ndarray]:
+    """`initial_layers` as JAX flattens the Haiku parameters of these models."""
+    return [array for layer in initial_layers(model, seed) for array in layer]
+
+
+def _examples(rng: np.random.Generator, n: int, classes: int = 62) -> tuple[np.ndarray, np.ndarray]:
+    """Learnable images: half the class's prototype, half noise; made in blocks, so that this is not the peak memory."""
+    prototypes = rng.integers(0, 128, (classes, 28, 28, 1), np.uint8)
+    y = rng.integers(0, classes, n, np.int32)
+    x = np.empty((n, 28, 28, 1), np.uint8)
+    for start in range(0, n, 4096):
+        block = x[start : start + 4096]
+        block[:] = prototypes[y[start : start + 4096]] + rng.integers(0, 128, block.shape, np.uint8)
+    return x, y
+
+
+def _evaluation_sizes(rng: np.random.Generator, source: str | None) -> np.ndarray:
+    """EMNIST's true number of test examples per writer if a CSV gives it, else sizes of the same count and sum."""
+    if source is None:
+        return 1 + rng.multinomial(77_483 - 3_400, rng.dirichlet(np.full(3_400, 4.0)))
+    with open(source, newline="") as file:
+        return np.array([int(row["num_examples"]) for row in csv.DictReader(file)])
+
+
+def _femnist(folder: Path, split: str) -> Population:
+    """TFF's layout, with ink = 1 (the files hold 255 for paper)."""
+    import h5py
+
+    with h5py.File(folder / f"femnist_{split}.h5") as file:
+        clients = [(c["pixels"][()], c["label"][()]) for c in file["examples"].values()]
+    x = 255 - np.concatenate([pixels for pixels, _ in clients])[..., None]
+    y = np.concatenate([labels for _, labels in clients]).astype(np.int32)
+    return Population(x, y, np.array([len(labels) for _, labels in clients]))

@@ -1,0 +1,12 @@
+"""Strict numerics and eight virtual devices for every test and doctest."""
+
+import tempfile
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Many tests compile the same small programs; one session's cache halves its time.
+jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="fedsim-tests-"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

@@ -1,0 +1,133 @@
+"""`Algorithm`: two pure functions, `init` and `apply`, on a frozen record of hyperparameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+
+from fedsim.aggregators import Aggregator, Mean
+from fedsim.data import Batch, Batches, Cohort, FederatedData
+from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo
+
+State = Any
+Shared = Any
+ClientState = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Algorithm:
+    """A federated algorithm: subclass it as ``@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)``.
+
+    Either write the parts of a round, `client_init`, `client_step`, `client_final` and `server_update` (and `broadcast`,
+    if clients do not get the whole state), and any executor runs them compiled; or override `apply` with a loop in plain
+    Python: ``for client_id, dataset, key in cohort: ...``. All hooks are pure.
+
+    Attributes:
+      batches: how a client cuts its examples into batches, and how many steps it takes.
+      aggregator: how updates become one.
+      execution: how a cohort is run. It changes the speed and never the answer.
+      nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round and counts it in the info;
+        ``"raise"`` raises ``FloatingPointError`` (and waits for every round to see whether it must).
+
+    Guarantees:
+      - `apply` does not change its arguments, and its answer depends on them alone.
+      - An empty client contributes nothing; a round in which nothing arrives returns the state as it was.
+      - A non-finite update never reaches the aggregator.
+
+    A federated count of examples, which is not about neural networks at all:
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from fedsim.data import UniformSampler
+    >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    ... class MeanOfX(Algorithm):
+    ...     def init(self, key): return jnp.zeros(())
+    ...     def client_init(self, shared, client): return jnp.zeros(())
+    ...     def client_step(self, shared, state, batch): return state + jnp.sum(batch.examples["x"], where=batch.mask)
+    ...     def client_final(self, shared, state, client):
+    ...         size = client.num_examples.astype(jnp.float32)
+    ...         return ClientUpdate(state / size, size)
+    ...     def server_update(self, state, update): return update
+    >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
+    >>> algorithm = MeanOfX(batches=Batches(size=2))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), Cohort.of(data, ["0", "1"]))
+    >>> float(state), info.clients["num_examples"].tolist()
+    (3.0, [2, 1])
+    """
+
+    batches: Batches
+    aggregator: Aggregator = dataclasses.field(default_factory=Mean)
+    execution: Execution = dataclasses.field(default_factory=Auto)
+    nonfinite: Literal["drop", "raise"] = "drop"
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("drop", "raise"):
+            raise ValueError(f"Expected nonfinite to be 'drop' or 'raise', got nonfinite={self.nonfinite!r}.")
+
+    def init(self, key: jax.Array) -> State:
+        """The state before the first round: a pytree of arrays holding exactly what the next round needs."""
+        raise NotImplementedError(f"{type(self).__name__} must define init(key).")
+
+    def broadcast(self, state: State) -> Shared:
+        """What the server sends to every client; by default its whole state."""
+        return state
+
+    def client_init(self, shared: Shared, client: Client) -> ClientState:
+        """A client's state before its first step: a pytree of arrays of fixed shapes."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_init, or override apply.")
+
+    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
+        """One step on one batch; what ``batch.mask`` marks False must not count."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_step, or override apply.")
+
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
+        """What the client sends back after its last step."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_final, or override apply.")
+
+    def server_update(self, state: State, update: Any) -> State:
+        """The state after the round, from the state before it and the aggregated update."""
+        raise NotImplementedError(f"{type(self).__name__} must define server_update, or override apply.")
+
+    def check(self, data: FederatedData) -> None:
+        """Raises ``ValueError`` if this algorithm cannot read ``data``; called once per population, before compiling."""
+
+    def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        """One round: broadcast, every client's steps, fold, server update."""
+        state, info = self.execution.run_one(self, state, cohort)
+        self._raise_if_dropped(info, [cohort])
+        return state, info
+
+    def apply_rounds(
+        self, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+    ) -> tuple[State, RoundInfo]:
+        """Several rounds in one dispatch, which keeps the host out of the loop; the same answer as `apply` one by one.
+
+        Args:
+          state: the state before the first round.
+          cohorts: one per round.
+          max_rounds: calls with up to this many cohorts share one compiled program.
+
+        Returns:
+          The state after the last round, and infos stacked along a new first axis ``[rounds]``.
+        """
+        if type(self).apply is not Algorithm.apply:
+            infos = []
+            for cohort in cohorts:
+                state, info = self.apply(state, cohort)
+                infos.append(info)
+            return state, jax.tree.map(lambda *rows: jax.numpy.stack(rows), *infos)
+        state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
+        self._raise_if_dropped(stacked, cohorts)
+        return state, stacked
+
+    def _raise_if_dropped(self, info: RoundInfo, cohorts: Sequence[Cohort]) -> None:
+        if self.nonfinite == "raise" and jax.numpy.any(info.num_dropped > 0):
+            dropped = jax.device_get(info.clients["dropped"]).reshape(len(cohorts), -1)
+            row, position = map(int, next(zip(*dropped.nonzero(), strict=True)))
+            cohort = cohorts[row]
+            raise FloatingPointError(
+                f"The update of client {cohort.client_ids[position]!r} in round {cohort.round} holds a NaN or an infinity. "
+                "Lower the client learning rate, or set nonfinite='drop' to leave such updates out."
+            )

@@ -1,0 +1,81 @@
+"""Federated averaging.
+
+B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-efficient learning of deep networks from
+decentralized data", AISTATS 2017 (Algorithm 1), generalized to any client and server optimizer by S. Reddi, Z. Charles,
+M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated optimization", ICLR 2021
+(Algorithm 1, FedOpt): https://arxiv.org/abs/1602.05629, https://arxiv.org/abs/2003.00295.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedsim import metrics, tree
+from fedsim.algorithms._gradient_server import GradientServer, ServerState
+from fedsim.data import Batch
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+Schedule = Callable[[jax.Array], optax.GradientTransformation]
+
+
+class ClientState(NamedTuple):
+    """Local parameters, the client optimizer's state, and the sum of training losses over examples seen."""
+
+    params: Params
+    opt_state: optax.OptState
+    loss: metrics.Mean
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedAvg(GradientServer):
+    """FedAvg: clients train from the server's parameters, the server steps along the mean of their movements.
+
+    Each client i takes its local steps with ``client_optimizer`` from x and sends x - x_i; the server treats the weighted
+    mean as a gradient of ``server_optimizer``. With the default, SGD of rate 1, x becomes the weighted mean of the x_i.
+
+    Attributes:
+      client_optimizer: an optax transformation, made anew for every client and round; or, for a schedule over rounds, a
+        function from the round's number ``int32 []`` to one: ``lambda round: optax.sgd(0.1 * 0.99**round)``.
+      model, server_optimizer, weighting: see `GradientServer`.
+
+    >>> import numpy as np, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    >>> algorithm = FedAvg(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1),
+    ...                    batches=fedsim.Batches(size=2))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> info.clients["num_steps"].tolist(), info.clients["weight"].tolist()
+    ([2, 1], [4.0, 2.0])
+    """
+
+    client_optimizer: optax.GradientTransformation | Schedule
+
+    def client_loss(self, shared: ServerState, params: Params, batch: Batch) -> jax.Array:
+        """The loss that a client's step descends: the hook that FedProx and its kin override."""
+        return self.model.train_loss(params, batch)
+
+    def client_init(self, shared: ServerState, client: Client) -> ClientState:
+        optimizer = self._client_optimizer(shared.round)
+        return ClientState(shared.params, optimizer.init(shared.params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+
+    def client_step(self, shared: ServerState, state: ClientState, batch: Batch) -> ClientState:
+        loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
+        updates, opt_state = self._client_optimizer(shared.round).update(gradient, state.opt_state, state.params)
+        seen = jnp.sum(batch.mask, dtype=jnp.float32)
+        return ClientState(
+            optax.apply_updates(state.params, updates), opt_state, state.loss.merge(metrics.Mean(loss * seen, seen))
+        )
+
+    def client_final(self, shared: ServerState, state: ClientState, client: Client) -> ClientUpdate:
+        return ClientUpdate(tree.subtract(shared.params, state.params), self.weight(client), {"loss": state.loss.result()})
+
+    def _client_optimizer(self, round_number: jax.Array) -> optax.GradientTransformation:
+        optimizer = self.client_optimizer
+        return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)

@@ -1,0 +1,40 @@
+"""Federated averaging with server momentum.
+
+T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for federated visual
+classification", 2019 (FedAvgM): https://arxiv.org/abs/1909.06335. Default momentum 0.9 as in Reddi et al. 2021.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._gradient_server import positive
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedAvgM(FedAvg):
+    """FedAvg whose server keeps a velocity of mean movements: v = momentum v + Δ, x = x - server_learning_rate v.
+
+    Attributes:
+      server_learning_rate: step along the velocity.
+      momentum: in [0, 1).
+
+    >>> FedAvgM(model=None, batches=None, client_optimizer=optax.sgd(0.1), momentum=1.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected 0 <= momentum < 1, got momentum=1.0.
+    """
+
+    server_learning_rate: float = 1.0
+    momentum: float = 0.9
+    server_optimizer: optax.GradientTransformation = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(server_learning_rate=self.server_learning_rate)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Expected 0 <= momentum < 1, got momentum={self.momentum}.")
+        object.__setattr__(self, "server_optimizer", optax.sgd(self.server_learning_rate, self.momentum))

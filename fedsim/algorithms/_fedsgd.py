@@ -1,0 +1,64 @@
+"""Federated SGD.
+
+B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-efficient learning of deep networks from
+decentralized data", AISTATS 2017, section 2 (FedSGD): https://arxiv.org/abs/1602.05629.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import metrics, tree
+from fedsim.algorithms._gradient_server import GradientServer, ServerState
+from fedsim.data import Batch, Batches
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+
+class ClientState(NamedTuple):
+    """Sum of per-example gradients, and sum of losses, over the examples seen."""
+
+    gradient: Params
+    loss: metrics.Mean
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedSGD(GradientServer):
+    """FedSGD: each client sends the gradient of its mean loss at the server's parameters; the server takes one step.
+
+    The gradient is summed over batches, so ``batches.size`` bounds memory and does not change the answer, unless the model
+    itself looks across a batch or draws randomness.
+
+    Attributes:
+      model, server_optimizer, weighting: see `GradientServer`. Set the learning rate by ``server_optimizer``.
+      batches: default: one pass, 256 examples at a time, in stored order.
+
+    >>> import numpy as np, optax, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    >>> algorithm = FedSGD(model=fedsim.models.emnist_logistic(), server_optimizer=optax.sgd(0.1))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> info.clients["num_steps"].tolist()
+    [1, 1]
+    """
+
+    batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
+
+    def client_init(self, shared: ServerState, client: Client) -> ClientState:
+        zeros = jax.tree.map(jnp.zeros_like, shared.params)
+        return ClientState(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)))
+
+    def client_step(self, shared: ServerState, state: ClientState, batch: Batch) -> ClientState:
+        loss, gradient = jax.value_and_grad(self.model.train_loss)(shared.params, batch)
+        seen = jnp.sum(batch.mask, dtype=jnp.float32)
+        return ClientState(
+            tree.add(state.gradient, tree.scale(gradient, seen)), state.loss.merge(metrics.Mean(loss * seen, seen))
+        )
+
+    def client_final(self, shared: ServerState, state: ClientState, client: Client) -> ClientUpdate:
+        gradient = tree.scale(state.gradient, 1 / jnp.maximum(state.loss.weight, 1))
+        return ClientUpdate(gradient, self.weight(client), {"loss": state.loss.result()})

@@ -1,0 +1,102 @@
+"""How a client cuts its examples into batches: by index, so that nothing of a client's size is ever built."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng
+
+
+class Batch(NamedTuple):
+    """What one client step sees.
+
+    Attributes:
+      examples: feature name to array, first axis ``[size]``.
+      mask: ``bool [size]``; False marks padding, whose rows hold real but arbitrary examples.
+      key: this step's own PRNG key (dropout, noise).
+      step: the step's number within this client's round, ``int32 []``, from 0.
+    """
+
+    examples: dict[str, jax.Array]
+    mask: jax.Array
+    key: jax.Array
+    step: jax.Array | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Local work of a client: how many examples a step reads, and how many steps it takes.
+
+    The examples are shuffled anew for every epoch and round, laid end to end over the epochs and cut into batches (as
+    FedJAX and TFF do: a batch may hold the end of one epoch and the start of the next). The last batch may be partial:
+    its mask says so. With ``steps``, every client takes exactly that many full batches, however many examples it has.
+
+    Attributes:
+      size: examples a batch.
+      epochs: passes over the client's examples; ignored if ``steps`` is given.
+      steps: number of batches, instead of epochs.
+      max_steps: at most this many batches.
+      shuffle: False reads the examples in their stored order.
+      drop_remainder: leave a last partial batch out.
+
+    Raises:
+      ValueError: a number is not positive.
+
+    >>> [Batches(size=20).num_steps(n) for n in (0, 19, 20, 21)]
+    [0, 1, 1, 2]
+    >>> Batches(size=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected size >= 1, got size=0: give the number of examples per batch.
+    """
+
+    size: int
+    epochs: int = 1
+    steps: int | None = None
+    max_steps: int | None = None
+    shuffle: bool = True
+    drop_remainder: bool = False
+
+    def __post_init__(self) -> None:
+        meanings = {
+            "size": "the number of examples per batch",
+            "epochs": "the number of passes over a client's examples",
+            "steps": "a number of batches, or None to go by epochs",
+            "max_steps": "a largest number of batches, or None for no limit",
+        }
+        for name, meaning in meanings.items():
+            value = getattr(self, name)
+            if value is None and name in ("steps", "max_steps"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"Expected {name} >= 1, got {name}={value!r}: give {meaning}.")
+
+    def num_steps(self, num_examples: Any) -> Any:
+        """Steps of a client with ``num_examples`` (a Python int, or an integer array of NumPy or JAX, traced or not).
+
+        A client without examples takes none.
+        """
+        smaller: Any = jnp.minimum
+        if isinstance(num_examples, int | np.ndarray | np.integer):  # What is on the host stays there.
+            smaller = min if isinstance(num_examples, int) else np.minimum
+        if self.steps is not None:
+            steps = self.steps * smaller(num_examples, 1)
+        else:
+            spare = 0 if self.drop_remainder else self.size - 1
+            steps = (num_examples * self.epochs + spare) // self.size
+        return steps if self.max_steps is None else smaller(steps, self.max_steps)
+
+    def indices(self, seed_words: Any, num_examples: Any, step: Any, xp: Any = jnp) -> tuple[Any, Any]:
+        """Which of a client's examples are in batch ``step``: indices ``int32 [size]`` and mask ``bool [size]``."""
+        position = xp.arange(self.size, dtype=xp.int32) + xp.asarray(step).astype(xp.int32) * xp.int32(self.size)
+        num_examples = xp.maximum(xp.asarray(num_examples).astype(xp.int32), 1)
+        epoch, index = position // num_examples, position % num_examples
+        mask = xp.ones_like(position, bool) if self.steps is not None else epoch < self.epochs
+        if self.shuffle:
+            index = rng.permute(seed_words, epoch, num_examples, index, xp)
+        return index, mask

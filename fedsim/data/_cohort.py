@@ -1,0 +1,78 @@
+"""`Cohort`: who takes part in a round, and with which randomness."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from fedsim import rng
+from fedsim.data._federated_data import ClientDataset, FederatedData
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cohort:
+    """The clients of one round.
+
+    Iterating gives ``(client_id, dataset, key)`` for each, where ``key`` is the client's own key in this round.
+
+    Attributes:
+      data: the population.
+      clients: ``int32 [n]``, positions in the population, no client twice.
+      round: the round's number, from 0; it enters every key.
+      key: the run's root key.
+
+    >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
+    >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
+    [('b', 3), ('a', 2)]
+    """
+
+    data: FederatedData
+    clients: np.ndarray
+    round: int
+    key: jax.Array
+
+    def __post_init__(self) -> None:
+        clients = np.asarray(self.clients, np.int32)
+        object.__setattr__(self, "clients", clients)
+        if clients.size == 0:
+            raise ValueError("The cohort is empty: expected at least one client.")
+        if clients.min() < 0 or clients.max() >= self.data.num_clients:
+            raise ValueError(f"Expected clients in [0, {self.data.num_clients}), got {clients.min()} to {clients.max()}.")
+        if len(np.unique(clients)) != len(clients):
+            raise ValueError("A client occurs more than once in the cohort; each may take part once a round.")
+
+    @classmethod
+    def of(cls, data: FederatedData, client_ids: Sequence[str], *, round: int = 0, seed: int | jax.Array = 0) -> Cohort:
+        """A cohort of named clients.
+
+        Raises:
+          KeyError: a name that the population lacks.
+          ValueError: no names, or one twice.
+        """
+        return cls(data, np.array([data.index(i) for i in client_ids], np.int32), round, rng.root(seed))
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    @property
+    def client_ids(self) -> list[str]:
+        """Names, in cohort order."""
+        return [self.data.client_ids[int(i)] for i in self.clients]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Number of examples of each client, ``int64 [n]``."""
+        return self.data.sizes[self.clients]
+
+    def keys(self) -> jax.Array:
+        """Each client's key of this round, ``[n]``."""
+        return rng.client_keys(self.key, self.round, self.clients)
+
+    def __iter__(self) -> Iterator[tuple[str, ClientDataset, jax.Array]]:
+        keys = self.keys()
+        for i, client in enumerate(self.clients):
+            dataset = self.data.client(int(client))
+            yield dataset.client_id, dataset, keys[i]

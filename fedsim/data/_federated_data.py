@@ -1,0 +1,350 @@
+"""`FederatedData`: every client's examples, packed; `ClientDataset`: one client's, to hold in the hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim import rng
+from fedsim.data._batching import Batch, Batches
+
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClientDataset:
+    """One client's examples.
+
+    Attributes:
+      client_id: its name.
+      examples: feature name to ``np.ndarray [n, ...]`` (views into the packed columns: do not write to them).
+
+    >>> data = FederatedData.from_clients({"a": {"x": np.arange(3)}})
+    >>> len(data["a"]), data["a"]["x"].tolist()
+    (3, [0, 1, 2])
+    """
+
+    client_id: str
+    examples: Mapping[str, np.ndarray]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.examples.values())))
+
+    def __getitem__(self, feature: str) -> np.ndarray:
+        return self.examples[feature]
+
+    def batches(self, batches: Batches, key: jax.Array) -> Iterator[Batch]:
+        """The batches this client trains on when ``key`` is its key of the round: the same that compiled rounds see.
+
+        >>> data = FederatedData.from_clients({"a": {"x": np.arange(3)}})
+        >>> [batch.mask.tolist() for batch in data["a"].batches(Batches(size=2), rng.root(0))]
+        [[True, True], [True, False]]
+        """
+        seed_words = np.asarray(rng.words(rng.stream(key, "shuffle")))
+        step_key = rng.stream(key, "step")
+        for step in range(int(batches.num_steps(len(self)))):
+            index, mask = batches.indices(seed_words, len(self), step, np)
+            examples = {name: column[index] for name, column in self.examples.items()}
+            yield Batch(examples, mask, jax.random.fold_in(step_key, step), step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class FederatedData:
+    """A population of clients, packed: one contiguous column per feature, and where each client's rows start.
+
+    Client ``i`` owns rows ``offsets[i] : offsets[i + 1]`` of every column, so any client is a slice, a client may be
+    empty, and columns may be memory-mapped files that are larger than memory (see `FederatedData.open`).
+
+    Attributes:
+      columns: feature name to array ``[rows, ...]``.
+      offsets: ``int64 [clients + 1]``, rising from 0 to rows.
+      client_ids: a name per client, unique.
+
+    Raises:
+      ValueError: no clients, no features, columns of different lengths, offsets that do not fit, repeated names.
+
+    >>> data = FederatedData.from_clients({"ann": {"x": np.zeros([3, 2])}, "bob": {"x": np.ones([1, 2])}})
+    >>> data.num_clients, data.num_examples, data.sizes.tolist(), data["bob"]["x"].tolist()
+    (2, 4, [3, 1], [[1.0, 1.0]])
+    """
+
+    columns: Mapping[str, np.ndarray]
+    offsets: np.ndarray
+    client_ids: Sequence[str]
+
+    def __post_init__(self) -> None:
+        offsets = np.asarray(self.offsets, np.int64)
+        object.__setattr__(self, "offsets", offsets)
+        if not self.columns:
+            raise ValueError("Expected at least one feature column, got none.")
+        if len(self.client_ids) == 0:
+            raise ValueError("The population is empty: expected at least one client.")
+        if offsets.shape != (len(self.client_ids) + 1,) or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
+            raise ValueError(
+                f"Expected offsets of shape [{len(self.client_ids) + 1}] (one more than clients) that rise from 0, "
+                f"got shape {list(offsets.shape)}."
+            )
+        for name, column in self.columns.items():
+            if len(column) != offsets[-1]:
+                raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
+        if offsets[-1] >= 2**31:
+            raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
+        if len(self._index) != len(self.client_ids):
+            seen: set[str] = set()
+            twice = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+            raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
+
+    @classmethod
+    def from_arrays(
+        cls,
+        columns: Mapping[str, Any],
+        *,
+        sizes: Sequence[int] | np.ndarray | None = None,
+        clients: Sequence[Any] | np.ndarray | None = None,
+        client_ids: Sequence[str] | None = None,
+    ) -> FederatedData:
+        """Packs arrays, split either by ``sizes`` (consecutive rows) or by ``clients`` (each row's owner).
+
+        Args:
+          columns: feature name to array ``[rows, ...]``.
+          sizes: number of rows of each client, in order.
+          clients: ``[rows]``, the owner of each row; clients are ordered by first appearance in sorted order of owners,
+            and a client's rows keep their order.
+          client_ids: names, with ``sizes`` only; default ``"0", "1", ...``.
+
+        Raises:
+          ValueError: neither or both of ``sizes`` and ``clients``, or lengths that do not fit.
+
+        >>> data = FederatedData.from_arrays({"y": [5, 6, 7]}, clients=["b", "a", "b"])
+        >>> {client.client_id: client["y"].tolist() for client in data.clients()}
+        {'a': [6], 'b': [5, 7]}
+        """
+        columns = {name: np.asarray(column) for name, column in columns.items()}
+        if (sizes is None) == (clients is None):
+            raise ValueError("Give either sizes (rows per client) or clients (the owner of each row).")
+        if clients is not None:
+            owners, owner = np.unique(np.asarray(clients), return_inverse=True)
+            for name, column in columns.items():
+                if len(column) != len(owner):
+                    raise ValueError(f"Feature {name!r} has {len(column)} rows, and clients names {len(owner)} owners.")
+            order = np.argsort(owner, kind="stable")
+            columns = {name: column[order] for name, column in columns.items()}
+            sizes, client_ids = np.bincount(owner, minlength=len(owners)), [str(o) for o in owners]
+        sizes = np.asarray(sizes, np.int64)
+        if sizes.size and sizes.min() < 0:
+            raise ValueError(f"Expected sizes >= 0, got {sizes.min()} for client number {int(sizes.argmin())}.")
+        ids = [str(i) for i in range(len(sizes))] if client_ids is None else list(client_ids)
+        if len(ids) != len(sizes):
+            raise ValueError(f"Got {len(ids)} client_ids for {len(sizes)} sizes.")
+        return cls(columns, np.concatenate([[0], np.cumsum(sizes)]), ids)
+
+    @classmethod
+    def from_clients(cls, clients: Mapping[str, Mapping[str, Any]]) -> FederatedData:
+        """Packs ``{client id: {feature: array [n, ...]}}``.
+
+        Raises:
+          ValueError: no clients, or a client whose features, shapes or dtypes differ from the first one's; it is named.
+
+        >>> FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"y": np.zeros(2)}})
+        Traceback (most recent call last):
+        ...
+        ValueError: Client 'b' has features ['y'], and client 'a' has ['x']: every client needs the same features.
+        """
+        if not clients:
+            raise ValueError("The population is empty: expected at least one client.")
+        arrays = {name: {f: np.asarray(a) for f, a in features.items()} for name, features in clients.items()}
+        first_id, first = next(iter(arrays.items()))
+        sizes = []
+        for client_id, features in arrays.items():
+            check_same_features(first_id, first, client_id, features)
+            lengths = {feature: len(array) for feature, array in features.items()}
+            if len(set(lengths.values())) != 1:
+                raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}.")
+            sizes.append(next(iter(lengths.values())))
+        columns = {feature: np.concatenate([a[feature] for a in arrays.values()]) for feature in first}
+        return cls.from_arrays(columns, sizes=sizes, client_ids=list(arrays))
+
+    @classmethod
+    def from_partition(cls, columns: Mapping[str, Any], partition: Sequence[np.ndarray]) -> FederatedData:
+        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `dirichlet_partition`.
+
+        >>> data = FederatedData.from_partition({"y": [5, 6, 7]}, [np.array([2]), np.array([0, 1])])
+        >>> [client["y"].tolist() for client in data.clients()]
+        [[7], [5, 6]]
+        """
+        order = np.concatenate([np.zeros(0, np.int64), *(np.asarray(rows, np.int64) for rows in partition)])
+        packed = {name: np.asarray(column)[order] for name, column in columns.items()}
+        return cls.from_arrays(packed, sizes=[len(rows) for rows in partition])
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> FederatedData:
+        """Opens a file that `save` wrote, its columns memory-mapped: a population may be larger than memory.
+
+        Raises:
+          FileNotFoundError: no such file.
+          ValueError: not an HDF5 file, a truncated or damaged one, or not one that `save` wrote.
+        """
+        from fedsim.data import _hdf5  # It builds on this class, hence not at the top.
+
+        return _hdf5.open_packed(path)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the population to one packed HDF5 file, which takes its name only once it is whole.
+
+        The columns lie contiguous under ``/columns``; ``/offsets`` is ``int64 [clients + 1]`` and ``/client_ids`` holds
+        fixed-length UTF-8.
+
+        Raises:
+          FileNotFoundError: the folder does not exist.
+          ValueError: a column's dtype, or a client's name, that HDF5 cannot hold.
+
+        >>> import tempfile
+        >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(0)}})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     data.save(f"{folder}/population.h5")
+        ...     again = FederatedData.open(f"{folder}/population.h5")
+        >>> again.client_ids, again["ann"]["x"].tolist(), type(again.columns["x"]).__name__
+        (['ann', 'bob'], [0, 1, 2], 'memmap')
+        """
+        from fedsim.data import _hdf5
+
+        _hdf5.save_packed(self, path)
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients, empty ones counted."""
+        return len(self.client_ids)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of all clients together."""
+        return int(self.offsets[-1])
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray:
+        """Number of examples of each client, ``int64 [clients]``."""
+        return np.diff(self.offsets)
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of all columns."""
+        return sum(int(np.prod(column.shape)) * column.dtype.itemsize for column in self.columns.values())
+
+    @functools.cached_property
+    def _index(self) -> dict[str, int]:
+        return {client_id: i for i, client_id in enumerate(self.client_ids)}
+
+    def __len__(self) -> int:
+        return self.num_clients
+
+    def __repr__(self) -> str:
+        columns = ", ".join(f"{name}: {c.dtype} {list(c.shape[1:])}" for name, c in self.columns.items())
+        return f"FederatedData({self.num_clients} clients, {self.num_examples} examples; {columns})"
+
+    def __contains__(self, client_id: str) -> bool:
+        return client_id in self._index
+
+    def __getitem__(self, client_id: str) -> ClientDataset:
+        return self.client(self.index(client_id))
+
+    def index(self, client_id: str) -> int:
+        """A client's position in the population.
+
+        Raises:
+          KeyError: no client has this name.
+        """
+        try:
+            return self._index[client_id]
+        except KeyError:
+            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients.") from None
+
+    def client(self, index: int) -> ClientDataset:
+        """The client at a position (see `index`)."""
+        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return ClientDataset(self.client_ids[index], {name: column[rows] for name, column in self.columns.items()})
+
+    def clients(self) -> Iterator[ClientDataset]:
+        """All clients, in order."""
+        return (self.client(i) for i in range(self.num_clients))
+
+    def select(self, client_ids: Sequence[str]) -> FederatedData:
+        """A population of these clients only, in this order (a copy of their rows)."""
+        chosen = [self.index(client_id) for client_id in client_ids]
+        columns = {name: self.gather(name, chosen) for name in self.columns}
+        return FederatedData.from_arrays(columns, sizes=self.sizes[chosen], client_ids=list(client_ids))
+
+    def gather(self, feature: str, clients: Sequence[int] | np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """One feature's rows of these clients, end to end: ``[sum of sizes, ...]``.
+
+        The cost does not grow with the population.
+        """
+        column, offsets = self.columns[feature], self.offsets
+        if out is None:
+            out = np.empty((int(self.sizes[clients].sum()), *column.shape[1:]), column.dtype)
+        row = 0
+        for client in clients:
+            start, stop = offsets[client], offsets[client + 1]
+            out[row : row + stop - start] = column[start:stop]
+            row += stop - start
+        return out
+
+    def check_finite(self) -> None:
+        """Raises ``ValueError`` at the first NaN or infinity, naming feature and client. The outcome is remembered."""
+        _ = self._finite
+
+    def check_labels(self, feature: str, num_classes: int) -> None:
+        """Raises ``ValueError`` unless every label lies in ``[0, num_classes)``, naming the client."""
+        low, high, low_row, high_row = self._label_range(feature)
+        if self.num_examples and not 0 <= low <= high < num_classes:
+            label, row = (low, low_row) if low < 0 else (high, high_row)
+            raise ValueError(
+                f"Client {self._owner(row)!r} has label {feature}={label}, and the model has classes 0 to "
+                f"{num_classes - 1}. Pick the model of this dataset, or give it num_classes={high + 1}."
+            )
+
+    @functools.cached_property
+    def _finite(self) -> bool:
+        for name, column in self.columns.items():
+            if jax.numpy.issubdtype(column.dtype, jax.numpy.floating):  # bfloat16 too, which NumPy does not know.
+                for start in range(0, len(column), _CHUNK_ROWS):
+                    bad = ~np.isfinite(column[start : start + _CHUNK_ROWS])
+                    if bad.any():
+                        row = start + int(np.flatnonzero(bad.reshape(len(bad), -1).any(1))[0])
+                        raise ValueError(
+                            f"Feature {name!r} of client {self._owner(row)!r} holds a NaN or an infinity (example "
+                            f"{row - int(self.offsets[self.index(self._owner(row))])}). Clean or drop that example."
+                        )
+        return True
+
+    def _label_range(self, feature: str) -> tuple[int, int, int, int]:
+        cache = self.__dict__.setdefault("_label_ranges", {})
+        if feature not in cache:
+            labels = np.asarray(self.columns[feature])
+            low, high = (int(labels.argmin()), int(labels.argmax())) if len(labels) else (0, 0)
+            cache[feature] = (int(labels[low]), int(labels[high]), low, high) if len(labels) else (0, -1, 0, 0)
+        return cache[feature]
+
+    def _owner(self, row: int) -> str:
+        return self.client_ids[int(np.searchsorted(self.offsets, row, side="right")) - 1]
+
+
+def check_same_features(first_id: str, first: Mapping[str, Any], client_id: str, features: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` unless both clients have the same features, with the same shapes per example and dtypes."""
+    if set(features) != set(first):
+        raise ValueError(
+            f"Client {client_id!r} has features {sorted(features)}, and client {first_id!r} has {sorted(first)}: "
+            "every client needs the same features."
+        )
+    for name, array in features.items():
+        other = first[name]
+        if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
+            raise ValueError(
+                f"Feature {name!r} of client {client_id!r} is {array.dtype} {list(array.shape[1:])} per example, and "
+                f"that of client {first_id!r} is {other.dtype} {list(other.shape[1:])}: they must agree."
+            )

@@ -1,0 +1,14 @@
+"""Execution: how a cohort is run (debug, jit, pmap), and how a population is evaluated."""
+
+from fedsim.execution._contract import Client as Client
+from fedsim.execution._contract import ClientUpdate as ClientUpdate
+from fedsim.execution._contract import RoundInfo as RoundInfo
+from fedsim.execution._debug import Debug as Debug
+from fedsim.execution._debug import StageError as StageError
+from fedsim.execution._devices import use_all_cores as use_all_cores
+from fedsim.execution._evaluate import Evaluation as Evaluation
+from fedsim.execution._evaluate import evaluate as evaluate
+from fedsim.execution._execution import Auto as Auto
+from fedsim.execution._execution import Execution as Execution
+from fedsim.execution._execution import Jit as Jit
+from fedsim.execution._execution import Pmap as Pmap

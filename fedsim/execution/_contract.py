@@ -1,0 +1,81 @@
+"""What execution asks of an algorithm, and what it gives back: the vocabulary of one round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import jax
+
+from fedsim.aggregators import Aggregator
+from fedsim.data import Batch, Batches, FederatedData
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+State = Any
+Shared = Any
+ClientState = Any
+
+
+class Client(NamedTuple):
+    """What a client knows of itself.
+
+    Attributes:
+      position: where it is in the population, ``int32 []``.
+      num_examples: ``int32 []``.
+      num_steps: batches that it will train on this round, ``int32 []``.
+      key: its own PRNG key of this round.
+    """
+
+    position: jax.Array
+    num_examples: jax.Array
+    num_steps: jax.Array
+    key: jax.Array
+
+
+class ClientUpdate(NamedTuple):
+    """What a client sends back.
+
+    Attributes:
+      update: a pytree of arrays, folded by the aggregator.
+      weight: ``float32 []``, its share in the aggregate. 0: as if it had not taken part.
+      info: name to scalar or small array, reported per client in the round's info.
+    """
+
+    update: Any
+    weight: jax.Array
+    info: Mapping[str, jax.Array] = {}
+
+
+class RoundInfo(NamedTuple):
+    """What people plot of one round; it never feeds back. Arrays stay on the device until asked for.
+
+    Attributes:
+      clients: per client, in cohort order ``[n]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
+        did not count), ``dropped bool`` (its update was not finite), and all that the algorithm's `ClientUpdate.info` holds.
+      num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
+      num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.
+    """
+
+    clients: Mapping[str, jax.Array]
+    num_dropped: jax.Array
+    num_aggregated: jax.Array
+
+
+class FederatedProgram(Protocol):
+    """The three parts of a round that an executor runs: all pure, all traceable. `fedsim.Algorithm` is one."""
+
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def aggregator(self) -> Aggregator: ...
+    @property
+    def nonfinite(self) -> Literal["drop", "raise"]: ...
+
+    def check(self, data: FederatedData) -> None: ...
+    def broadcast(self, state: State) -> Shared: ...
+    def client_init(self, shared: Shared, client: Client) -> ClientState: ...
+    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState: ...
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate: ...
+    def server_update(self, state: State, update: Any) -> State: ...

@@ -1,0 +1,140 @@
+"""Evaluation of a whole population in one compiled pass over its packed examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from fedsim.data import FederatedData
+from fedsim.execution import _placement
+from fedsim.execution._execution import Auto, Jit
+from fedsim.execution._placement import AXIS
+from fedsim.metrics import Mean
+from fedsim.model import Model, Params
+
+
+class Evaluation(NamedTuple):
+    """Metrics of a population.
+
+    Attributes:
+      overall: metric name to its mean over all examples, a float.
+      clients: metric name to ``Mean`` with leaves ``float32 [clients]``, in the population's order. ``.result()`` divides;
+        a client without examples has weight 0.
+    """
+
+    overall: dict[str, float]
+    clients: dict[str, Mean]
+
+    def over_clients(self, metric: str) -> dict[str, float]:
+        """Mean, standard deviation and worst 10 % (the mean of the lowest tenth, at least one) over non-empty clients.
+
+        >>> means = Mean(np.array([1.0, 0.0, 2.0, 0.0]), np.array([2.0, 2.0, 2.0, 0.0]))
+        >>> Evaluation({}, {"accuracy": means}).over_clients("accuracy")["worst 10%"]
+        0.0
+        """
+        weight = np.asarray(self.clients[metric].weight)
+        values = np.sort(np.asarray(self.clients[metric].total)[weight > 0] / weight[weight > 0])
+        if not len(values):
+            return {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
+        worst = values[: max(1, len(values) // 10)]
+        return {"mean": float(values.mean()), "std": float(values.std()), "worst 10%": float(worst.mean())}
+
+
+def evaluate(
+    model: Model, params: Params, data: FederatedData, *, execution: Jit | None = None, batch_size: int = 256
+) -> Evaluation:
+    """Evaluates one set of parameters on every example of every client.
+
+    The clients' borders do not matter to the computation: examples are read end to end in full batches over all devices,
+    and each one's metrics are added to its client's sums. Many small clients cost no more than one large one.
+
+    Args:
+      model: gives ``apply_for_eval`` and ``metrics``.
+      params: its parameters.
+      data: the population.
+      execution: which devices, and whether data is resident or streamed; default `Auto`.
+      batch_size: examples per step and device: speed and memory only.
+
+    Raises:
+      ValueError: the data is not what the model reads, or ``batch_size`` is not positive.
+
+    >>> import haiku as hk
+    >>> model = Model.from_haiku(hk.transform(lambda examples: hk.Linear(2)(examples["x"])), features={
+    ...     "x": jax.ShapeDtypeStruct((3,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)})
+    >>> data = FederatedData.from_arrays({"x": np.ones([5, 3], np.float32), "y": np.zeros(5, np.int32)}, sizes=[4, 1])
+    >>> evaluation = evaluate(model, model.init(jax.random.key(0)), data)
+    >>> evaluation.clients["accuracy"].weight.tolist()
+    [4.0, 1.0]
+    """
+    if batch_size < 1:
+        raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    model.check(data)
+    execution = execution or Auto()
+    mesh = execution.mesh()
+    resident = _placement.is_resident(data, mesh, execution.memory)
+    compiled = _compiled(model, mesh, resident, batch_size)
+    params = _placement.replicate(params, mesh)
+    if _placement.must_wait(mesh):
+        jax.block_until_ready(params)
+    if resident:
+        columns = _placement.resident_columns(data, mesh)
+        owner = _placement.resident_owner(data, mesh)
+        totals = compiled(columns, owner, params, np.zeros(data.num_clients, np.int8), np.int32(data.num_examples))
+    else:
+        totals = None
+        for columns, owner, rows in _placement.streamed_chunks(data, mesh, batch_size):
+            part = compiled(columns, owner, params, np.zeros(data.num_clients, np.int8), np.int32(rows))
+            totals = part if totals is None else jax.tree.map(jnp.add, totals, part)
+    clients = jax.device_get(totals)
+    overall = {}
+    for name, mean in clients.items():
+        weight = float(np.sum(mean.weight, dtype=np.float64))
+        overall[name] = float(np.sum(mean.total, dtype=np.float64)) / weight if weight else 0.0
+    return Evaluation(overall, clients)
+
+
+def _compiled(model: Model, mesh: Any, resident: bool, batch_size: int) -> Callable[..., dict[str, Mean]]:
+    kept = vars(model).setdefault("_compiled_evaluation", {})
+    how = (mesh, resident, batch_size)
+    if how not in kept:
+        kept[how] = _compile(model, mesh, resident, batch_size)
+    return kept[how]
+
+
+def _compile(model: Model, mesh: Any, resident: bool, batch_size: int) -> Callable[..., dict[str, Mean]]:
+    """``(columns, owner int32 [rows], params, zeros [clients], rows) -> sums [clients]``; rows are dealt out by device."""
+
+    def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, clients: jax.Array, rows: jax.Array) -> Any:
+        device = jax.lax.axis_index(AXIS)
+        if resident:
+            share = -(-rows // mesh.size)
+            start, stop = device * share, jnp.minimum((device + 1) * share, rows)
+        else:
+            share = owner.shape[0]
+            start, stop = jnp.int32(0), jnp.clip(rows - device * share, 0, share)
+
+        def step(i: jax.Array, totals: dict[str, Mean]) -> dict[str, Mean]:
+            row = start + i * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
+            mask = row < stop
+            row = jnp.minimum(row, owner.shape[0] - 1)
+            examples = {name: column.at[row].get(mode="promise_in_bounds") for name, column in columns.items()}
+            outputs = model.apply_for_eval(params, examples)
+            who = owner[row]
+
+            def add(total: jax.Array | float, values: jax.Array | float) -> jax.Array:
+                return jnp.asarray(total).at[who].add(jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0))
+
+            return {name: Mean(*map(add, totals[name], metric(examples, outputs))) for name, metric in model.metrics.items()}
+
+        zeros = jnp.zeros(clients.shape, jnp.float32)
+        totals = {name: Mean(zeros, zeros) for name in model.metrics}
+        return jax.lax.psum(jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, totals), AXIS)
+
+    placed = P() if resident else P(AXIS)
+    specs = (placed, placed, P(), P(), P())
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))

@@ -1,0 +1,220 @@
+"""`Execution`: how a cohort is run, as a value. Choosing it changes the speed and never the answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fedsim import tree
+from fedsim.data import Cohort
+from fedsim.execution import _placement
+from fedsim.execution._cohort_loop import Lane, roster, run_sequential, run_side_by_side
+from fedsim.execution._contract import FederatedProgram, RoundInfo, State
+from fedsim.execution._placement import AXIS, Memory
+from fedsim.execution._plan import Layout, plan_round
+
+
+class Execution:
+    """How rounds are run. Subclasses are frozen dataclasses: recorded with a run, never a global."""
+
+    def run(
+        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+    ) -> tuple[State, RoundInfo]:
+        """Runs one round per cohort, in order.
+
+        Args:
+          program: the algorithm.
+          state: its state before the first of these rounds; not changed.
+          cohorts: one or more, all of the same population, root key and size.
+          max_rounds: calls with any number of cohorts up to this share one compiled program; default: as many as given.
+
+        Returns:
+          The state after the last round, and each round's info, stacked: leaves ``[rounds, ...]``.
+        """
+        raise NotImplementedError
+
+    def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        """`run` for a single round, with an info that is not stacked."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Jit(Execution):
+    """Compiled, on one device.
+
+    Attributes:
+      lanes: clients side by side on the device. None: 1 on a CPU (more are slower there), up to 16 elsewhere.
+      memory: ``"resident"``: the whole population on the device; ``"stream"``: only the cohorts' rows, gathered while the
+        previous rounds train; ``"auto"``: resident if it fits.
+
+    >>> Jit(lanes=4)
+    Jit(lanes=4, memory='auto')
+    """
+
+    lanes: int | None = None
+    memory: Memory = "auto"
+
+    def __post_init__(self) -> None:
+        if self.lanes is not None and self.lanes < 1:
+            raise ValueError(f"Expected lanes >= 1, got lanes={self.lanes}, or None to choose by the device.")
+        if self.memory not in ("auto", "resident", "stream"):
+            raise ValueError(f"Expected memory to be 'auto', 'resident' or 'stream', got memory={self.memory!r}.")
+
+    def mesh(self) -> Mesh:
+        """The devices in use."""
+        return _mesh(1)
+
+    def run(
+        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+    ) -> tuple[State, RoundInfo]:
+        state, infos = self._dispatch(program, state, cohorts, max(max_rounds or 0, len(cohorts)), stacked=True)
+        if infos.num_dropped.shape[0] > len(cohorts):
+            infos = jax.tree.map(lambda x: x[: len(cohorts)], infos)
+        return state, infos
+
+    def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        return self._dispatch(program, state, [cohort], 1, stacked=False)
+
+    def _dispatch(
+        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], rounds: int, stacked: bool
+    ) -> tuple[State, RoundInfo]:
+        check_cohorts(program, cohorts)
+        data, mesh = cohorts[0].data, self.mesh()
+        layout = Layout(len(cohorts[0]), mesh.size, self._lanes(len(cohorts[0]), mesh))
+        plans = [plan_round(cohort, layout.devices, layout.lanes) for cohort in cohorts]
+        resident = _placement.is_resident(data, mesh, self.memory)
+        if resident:
+            columns = _placement.resident_columns(data, mesh)
+        else:
+            columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
+        compiled = _compiled(program, mesh, layout, resident, stacked)
+        state, key = _placement.replicate((state, cohorts[0].key), mesh)
+        packed = layout.pack(plans, rounds)
+        if not resident or _placement.must_wait(mesh):
+            # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
+            jax.block_until_ready(state)
+        return compiled(columns, state, key, packed, np.int32(len(plans)))
+
+    def _lanes(self, clients: int, mesh: Mesh) -> int:
+        if self.lanes is not None:
+            return self.lanes
+        return 1 if mesh.devices.flat[0].platform == "cpu" else min(16, -(-clients // mesh.size))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pmap(Jit):
+    """Compiled, the cohort spread over several local devices (`jax.shard_map`, the modern pmap), one all-reduce a round.
+
+    On a CPU make every core a device before JAX starts: `fedsim.use_all_cores`.
+
+    Attributes:
+      devices: how many local devices; None: all.
+
+    Raises:
+      ValueError: more devices than there are.
+    """
+
+    devices: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.devices is not None and self.devices < 1:
+            raise ValueError(f"Expected devices >= 1, got devices={self.devices}, or None for all.")
+
+    def mesh(self) -> Mesh:
+        there = jax.local_device_count()
+        if self.devices is not None and self.devices > there:
+            raise ValueError(
+                f"devices={self.devices} are asked for, and there are {there}. Ask for fewer; on a CPU call "
+                f"fedsim.use_all_cores({self.devices}) before JAX starts."
+            )
+        return _mesh(self.devices or there)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Auto(Pmap):
+    """`Pmap` over all local devices, which is `Jit` where there is one."""
+
+
+@functools.cache
+def _mesh(devices: int) -> Mesh:
+    return Mesh(np.array(jax.local_devices()[:devices]), (AXIS,))
+
+
+def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
+    """Raises ``ValueError`` before anything is compiled: data that the program cannot read, cohorts that do not match."""
+    if not cohorts:
+        raise ValueError("Expected at least one cohort, got none.")
+    first = cohorts[0]
+    for cohort in cohorts:
+        same_key = cohort.key is first.key or bool(cohort.key == first.key)
+        if cohort.data is not first.data or len(cohort) != len(first) or not same_key:
+            raise ValueError("Cohorts that run together need one population, one size and one root key: run them apart.")
+    checked = vars(program).setdefault("_checked", weakref.WeakSet())
+    if first.data not in checked:
+        program.check(first.data)
+        checked.add(first.data)
+
+
+def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> Callable[..., Any]:
+    """One jitted function per program and way of running it, kept with the program so that both go together."""
+    kept = vars(program).setdefault("_compiled", {})
+    how = (mesh, layout, resident, stacked)
+    if how not in kept:
+        kept[how] = _compile(program, mesh, layout, resident, stacked)
+    return kept[how]
+
+
+def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> Callable[..., Any]:
+    platform = mesh.devices.flat[0].platform
+
+    def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
+        plan = layout.unpack(packed)
+        device = jax.lax.axis_index(AXIS)
+        lane = Lane(program, columns, program.broadcast(state), roster(plan, key))
+        queues, lengths = plan.queue[device], plan.length[device]
+        if layout.lanes == 1:
+            accumulator, clients = run_sequential(lane, queues[0], lengths[0])
+        else:
+            accumulator, clients = run_side_by_side(lane, queues, lengths, 1 if platform == "cpu" else 8)
+        # Every client's line was written by one device only; elsewhere it is 0.
+        accumulator = program.aggregator.merge_devices(accumulator, AXIS)
+        clients = jax.lax.psum(clients, AXIS)
+        clients["dropped"] = clients["dropped"] > 0
+        info = RoundInfo(
+            clients=clients,
+            num_dropped=jnp.sum(clients["dropped"], dtype=jnp.int32),
+            num_aggregated=jnp.sum(clients["weight"] != 0, dtype=jnp.int32),
+        )
+        return finish_round(program, state, accumulator, info.num_aggregated), info
+
+    def rounds(columns: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array) -> tuple[State, RoundInfo]:
+        if not stacked:
+            return one_round(columns, state, key, plan[0])
+
+        def body(r: jax.Array, carry: tuple[State, RoundInfo]) -> tuple[State, RoundInfo]:
+            state, infos = carry
+            state, info = one_round(columns, state, key, plan[r])
+            return state, jax.tree.map(lambda rows, row: rows.at[r].set(row), infos, info)
+
+        _, shapes = jax.eval_shape(lambda s: one_round(columns, s, key, plan[0]), state)
+        room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, num_rounds, body, (state, room))
+
+    specs = (P() if resident else P(AXIS), P(), P(), P(), P())
+    # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
+    return jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+
+
+def finish_round(program: FederatedProgram, state: State, accumulator: Any, num_aggregated: jax.Array) -> State:
+    """The server's part: a round in which nothing arrived leaves the state as it was."""
+    return tree.select(num_aggregated > 0, program.server_update(state, program.aggregator.finish(accumulator)), state)

@@ -1,0 +1,84 @@
+"""The plan of a round: who runs where, as a few integers of fixed shape, so that one trace serves any cohort."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedsim.data import Cohort
+
+
+class RoundPlan(NamedTuple):
+    """One round's plan, all ``int32``; ``clients`` means clients in cohort order.
+
+    Attributes:
+      round: ``[]``.
+      client: ``[clients]``, position in the population.
+      start: ``[clients]``, first row in the columns that the device reads.
+      size: ``[clients]``, number of rows.
+      queue: ``[devices, lanes, clients]``, positions in the cohort, in the order in which the lane trains them.
+      length: ``[devices, lanes]``, how many entries of each queue count.
+    """
+
+    round: Any
+    client: Any
+    start: Any
+    size: Any
+    queue: Any
+    length: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shape of a plan. Packed end to end it is one array, hence one transfer a dispatch."""
+
+    clients: int
+    devices: int
+    lanes: int
+
+    def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
+        """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
+        packed = np.zeros((rounds, 1 + (3 + self.devices * self.lanes) * self.clients + self.devices * self.lanes), np.int32)
+        for row, plan in zip(packed, plans, strict=False):
+            np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
+        return packed
+
+    def unpack(self, row: Any) -> RoundPlan:
+        """The inverse, for one packed row, traced or not."""
+        shapes = [(), (self.clients,), (self.clients,), (self.clients,)]
+        shapes += [(self.devices, self.lanes, self.clients), (self.devices, self.lanes)]
+        fields, at = [], 0
+        for shape in shapes:
+            words = int(np.prod(shape, dtype=np.int64))
+            fields.append(row[at : at + words].reshape(shape))
+            at += words
+        return RoundPlan(*fields)
+
+
+def plan_round(cohort: Cohort, devices: int, lanes: int) -> RoundPlan:
+    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan)."""
+    sizes = cohort.sizes
+    clients = len(cohort)
+    queues: list[list[int]] = [[] for _ in range(devices * lanes)]
+    # Lane-major order spreads a small cohort over the devices before it fills any device's lanes.
+    load = [(0, lane, device) for lane in range(lanes) for device in range(devices)]
+    for position in np.argsort(-sizes, kind="stable").tolist():
+        rows, lane, device = heapq.heappop(load)
+        queues[device * lanes + lane].append(position)
+        # Even an empty client takes a little time, hence the 1.
+        heapq.heappush(load, (rows + int(sizes[position]) + 1, lane, device))
+    queue = np.zeros((devices * lanes, clients), np.int32)
+    for row, positions in zip(queue, queues, strict=True):
+        row[: len(positions)] = positions
+    return RoundPlan(
+        round=np.int32(cohort.round),
+        client=cohort.clients,
+        start=cohort.data.offsets[cohort.clients].astype(np.int32),
+        size=sizes.astype(np.int32),
+        queue=queue.reshape(devices, lanes, clients),
+        length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
+    )

@@ -1,0 +1,128 @@
+"""`Model`: what an algorithm needs to know of a neural network, made from any Haiku transform."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import metrics as metrics_lib
+
+if TYPE_CHECKING:
+    from fedsim.data import Batch, FederatedData
+
+Params = Any
+Examples = Mapping[str, jax.Array]
+Feature = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """Pure functions of parameters and examples; identity decides equality.
+
+    ``examples`` is a dict of arrays whose first axis is the example, e.g. ``{"x": uint8 [n, 28, 28, 1], "y": int32 [n]}``.
+
+    Attributes:
+      init: ``key -> params``.
+      apply_for_train: ``(params, examples, key) -> outputs``; the key feeds dropout and the like.
+      apply_for_eval: ``(params, examples) -> outputs``; deterministic.
+      loss: ``(examples, outputs) -> float32 [n]``, one loss per example.
+      metrics: name to ``(examples, outputs) -> Mean`` with per-example leaves ``float32 [n]``.
+      features: the contract: name to ``jax.ShapeDtypeStruct`` of ONE example of each feature that the model reads; a tuple
+        of them where it accepts several dtypes.
+      num_classes: labels ``examples["y"]`` must lie in ``[0, num_classes)``; None: not checked.
+
+    >>> model = Model.from_haiku(
+    ...     hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
+    ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+    ...     num_classes=3)
+    >>> params = model.init(jax.random.key(0))
+    >>> model.apply_for_eval(params, {"x": jnp.ones([5, 2])}).shape
+    (5, 3)
+    """
+
+    init: Callable[[jax.Array], Params]
+    apply_for_train: Callable[[Params, Examples, jax.Array], Any]
+    apply_for_eval: Callable[[Params, Examples], Any]
+    loss: Callable[[Examples, Any], jax.Array]
+    metrics: Mapping[str, Callable[[Examples, Any], metrics_lib.Mean]]
+    features: Mapping[str, Feature]
+    num_classes: int | None = None
+
+    @classmethod
+    def from_haiku(
+        cls,
+        transformed: hk.Transformed,
+        *,
+        features: Mapping[str, Feature],
+        loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
+        metrics: Mapping[str, Callable[[Examples, Any], metrics_lib.Mean]] | None = None,
+        num_classes: int | None = None,
+        train_kwargs: Mapping[str, Any] | None = None,
+        eval_kwargs: Mapping[str, Any] | None = None,
+    ) -> Model:
+        """A model from an ``hk.transform``ed function of ``examples`` (and keyword arguments that differ in training).
+
+        ``metrics`` defaults to loss and accuracy of a classifier whose outputs are logits ``[n, num_classes]``.
+        """
+        train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
+        if metrics is None:
+            metrics = {"loss": metrics_lib.mean_cross_entropy, "accuracy": metrics_lib.accuracy}
+
+        def init(key: jax.Array) -> Params:
+            first = {name: _accepted(feature)[0] for name, feature in features.items()}
+            examples = {name: jnp.zeros((1, *spec.shape), spec.dtype) for name, spec in first.items()}
+            return transformed.init(key, examples, **train_kwargs)
+
+        return cls(
+            init=init,
+            apply_for_train=lambda params, examples, key: transformed.apply(params, key, examples, **train_kwargs),
+            apply_for_eval=lambda params, examples: transformed.apply(params, None, examples, **eval_kwargs),
+            loss=loss,
+            metrics=dict(metrics),
+            features=dict(features),
+            num_classes=num_classes,
+        )
+
+    def train_loss(self, params: Params, batch: Batch) -> jax.Array:
+        """Mean training loss over the real examples of ``batch``: a scalar ``float32``, 0 for an all-padding batch."""
+        outputs = self.apply_for_train(params, batch.examples, batch.key)
+        return metrics_lib.masked_mean(self.loss(batch.examples, outputs), batch.mask)
+
+    def check(self, data: FederatedData) -> None:
+        """Raises ``ValueError`` unless ``data`` has what the model reads: features, shapes, dtypes, labels, finite values."""
+        for name, feature in self.features.items():
+            accepted = _accepted(feature)
+            if name not in data.columns:
+                raise ValueError(
+                    f"The model reads feature {name!r}, which the data lacks; it has {sorted(data.columns)}. "
+                    "Rename a column, or pick the model of this dataset."
+                )
+            column = data.columns[name]
+            if tuple(column.shape[1:]) not in {tuple(spec.shape) for spec in accepted}:
+                raise ValueError(
+                    f"Feature {name!r} has shape {list(column.shape[1:])} per example, and the model expects "
+                    f"{list(accepted[0].shape)}. Reshape the column, or pick the model of this dataset."
+                )
+            if _kind(column.dtype) not in {_kind(spec.dtype) for spec in accepted}:
+                raise ValueError(
+                    f"Feature {name!r} has dtype {column.dtype}, and the model expects "
+                    f"{' or '.join(str(np.dtype(spec.dtype)) for spec in accepted)}. Convert the column before packing it."
+                )
+        data.check_finite()
+        if self.num_classes is not None and "y" in self.features:
+            data.check_labels("y", self.num_classes)
+
+
+def _accepted(feature: Feature) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return feature if isinstance(feature, tuple) else (feature,)
+
+
+def _kind(dtype: Any) -> str:
+    """Signed and unsigned integers are read alike; floats and integers are not."""
+    return np.dtype(dtype).kind.replace("u", "i")

@@ -1,0 +1,31 @@
+"""Models for scikit-learn's embedded digits: 1,797 images of 8 by 8 pixels, ten classes.
+
+Features: ``x: uint8 [8, 8, 1]``, 0 = paper, 16 = ink (or floats in [0, 1]); ``y: int32 []``, the digit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedsim.model import Model
+from fedsim.models._dense import dense, logistic
+
+_SHAPE, _CLASSES, _INK = (8, 8, 1), 10, 16
+
+
+def digits_logistic() -> Model:
+    """Multinomial logistic regression on the 64 pixels: 650 parameters.
+
+    >>> digits_logistic().num_classes
+    10
+    """
+    return logistic(_SHAPE, _CLASSES, scale=_INK)
+
+
+def digits_dense(*, hidden: Sequence[int] = (32,)) -> Model:
+    """A perceptron on the 64 pixels: 2,410 parameters with its one hidden layer of 32.
+
+    >>> digits_dense().features["x"].shape
+    (8, 8, 1)
+    """
+    return dense(_SHAPE, _CLASSES, hidden=hidden, scale=_INK)

@@ -1,0 +1,38 @@
+"""Models by name, for command lines and configuration files."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from fedsim.model import Model
+from fedsim.models._dense import dense, logistic
+from fedsim.models._digits import digits_dense, digits_logistic
+from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
+
+MODELS: dict[str, Callable[..., Model]] = {
+    factory.__name__: factory
+    for factory in (dense, digits_dense, digits_logistic, emnist_cnn, emnist_dense, emnist_logistic, logistic)
+}
+"""Every model of `fedsim.models` by its function's name."""
+
+
+def get(name: str, **kwargs: Any) -> Model:
+    """The model that ``fedsim.models.<name>(**kwargs)`` makes.
+
+    Raises:
+      ValueError: for a name that is not in `MODELS`; the message has the nearest ones.
+
+    >>> get("emnist_dense", hidden=(100,)).num_classes
+    62
+    >>> get("emnist_cn")
+    Traceback (most recent call last):
+    ...
+    ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'emnist_dense'?
+    """
+    if name not in MODELS:
+        near = [repr(match) for match in difflib.get_close_matches(name, MODELS, n=2)]
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(MODELS)}."
+        raise ValueError(f"There is no model {name!r}. {hint}")
+    return MODELS[name](**kwargs)

@@ -1,0 +1,139 @@
+"""Every random draw, named.
+
+A run has one root key. All else is derived from it by position, never by order of use::
+
+    cohort of round r          permutation of the population keyed by  words(stream(root, "sampling")), r
+    client c in round r        client_key(root, r, c) = fold_in(fold_in(stream(root, "clients"), r), c)
+    its shuffle, epoch e       permutation of its examples keyed by    words(stream(client key, "shuffle")), e
+    its step t (dropout, ...)  fold_in(stream(client key, "step"), t)
+    initial parameters         stream(root, "init")
+
+Hence two seeds differ in everything, one seed repeats bit for bit, a resumed run equals an unbroken one, and any
+client of any round can be replayed alone.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Halves of fewer than three bits mix visibly worse (a chi-square test on 5 positions sees it in 20,000 draws).
+_MIN_BITS = 6
+_HALF_ROUNDS = 8
+
+
+def root(seed: int | jax.Array) -> jax.Array:
+    """The root key of a seed; a key passes through.
+
+    Raises:
+      ValueError: ``seed`` is negative or does not fit 63 bits.
+
+    >>> bool(root(7) == root(root(7)))
+    True
+    """
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return seed
+    seed = operator.index(seed)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}.")
+    key = jax.random.key(seed & 0xFFFFFFFF)
+    # Without x64, jax.random.key would drop the upper word of a large seed without a word of warning.
+    return key if seed < 2**32 else jax.random.fold_in(key, np.uint32(seed >> 32))
+
+
+def stream(key: jax.Array, name: str) -> jax.Array:
+    """The key of a named purpose: same key and name, same stream; another name, an independent one.
+
+    >>> bool(stream(root(0), "shuffle") == stream(root(0), "dropout"))
+    False
+    """
+    return jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
+
+
+def client_keys(root_key: jax.Array, round_number: jax.Array | int, clients: jax.Array | np.ndarray) -> jax.Array:
+    """Keys ``[n]`` of the clients ``int32 [n]`` (their indices in the population) in one round.
+
+    >>> client_keys(root(0), 3, jnp.arange(5)).shape
+    (5,)
+    """
+    round_key = jax.random.fold_in(stream(root_key, "clients"), round_number)
+    return jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+
+
+def words(key: jax.Array) -> jax.Array:
+    """The first two words of a key, ``uint32 [..., 2]``: what `permute` is keyed by.
+
+    >>> words(root(0)).dtype
+    dtype('uint32')
+    """
+    return jax.random.key_data(key)[..., :2]
+
+
+def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -> Any:
+    """Where a keyed permutation of ``0 .. size-1`` sends ``index``, without writing the permutation down.
+
+    An unbalanced Feistel network over the smallest power of two that holds ``size``, with cycle-walking (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a bijection for every key and size. The cost per
+    index does not depend on ``size``, so neither a client's examples nor a population is ever sorted to be shuffled.
+
+    Args:
+      seed_words: ``uint32 [2]``.
+      epoch: which permutation of the family, ``int32``, a scalar or of ``index``'s shape.
+      size: ``int32`` scalar, at least 1 (0 is treated as 1).
+      index: ``int32 [n]``, each in ``[0, size)``.
+      xp: ``jax.numpy``, or ``numpy`` for the same numbers on the host.
+
+    Returns:
+      ``int32 [n]``, each in ``[0, size)``.
+
+    >>> [int(i) for i in np.sort(permute(np.array([1, 2], np.uint32), 0, 5, np.arange(5), np))]
+    [0, 1, 2, 3, 4]
+    """
+    u32 = xp.uint32
+    index = xp.asarray(index).astype(u32)
+    last = xp.maximum(xp.asarray(size).astype(xp.int32), 1).astype(u32) - u32(1)
+    bits = xp.maximum(_bit_length(last, xp), u32(_MIN_BITS))
+    low_bits = bits >> u32(1)
+    high_mask = (u32(1) << (bits - low_bits)) - u32(1)
+    low_mask = (u32(1) << low_bits) - u32(1)
+    epoch_words = xp.zeros_like(index) + xp.asarray(epoch).astype(u32)
+    salt = _mix(epoch_words + xp.asarray(seed_words[..., 1]).astype(u32), xp)
+    salt = _mix(salt ^ xp.asarray(seed_words[..., 0]).astype(u32), xp)
+    round_keys = [_mix(salt + u32(0x9E3779B9 * (j + 1) & 0xFFFFFFFF), xp) for j in range(_HALF_ROUNDS)]
+
+    def encrypt(value: Any) -> Any:
+        high, low = value >> low_bits, value & low_mask
+        for j in range(0, _HALF_ROUNDS, 2):
+            high = high ^ (_mix(low + round_keys[j], xp) & high_mask)
+            low = low ^ (_mix(high + round_keys[j + 1], xp) & low_mask)
+        return (high << low_bits) | low
+
+    def walk(value: Any) -> Any:
+        return xp.where(value > last, encrypt(value), value)
+
+    value = encrypt(index)
+    if xp is np:
+        while np.any(value > last):
+            value = walk(value)
+    else:
+        value = jax.lax.while_loop(lambda v: jnp.any(v > last), walk, value)
+    return value.astype(xp.int32)
+
+
+def _mix(x: Any, xp: Any) -> Any:
+    """A 32-bit integer hash (xor-shifts and odd multiplications; constants of C. Wellons' hash prospector)."""
+    u32 = xp.uint32
+    x = (x ^ (x >> u32(16))) * u32(0x7FEB352D)
+    x = (x ^ (x >> u32(15))) * u32(0x846CA68B)
+    return x ^ (x >> u32(16))
+
+
+def _bit_length(x: Any, xp: Any) -> Any:
+    if xp is np:
+        return np.uint32(int(x).bit_length())
+    return jnp.uint32(32) - jax.lax.clz(x)

@@ -1,0 +1,63 @@
+"""Evaluation of a population against a NumPy loop over its clients."""
+
+import federation
+import jax
+import numpy as np
+import pytest
+
+import fedsim
+
+
+def numpy_evaluation(params, data):
+    w, b = (np.asarray(params["linear"][name], np.float64) for name in "wb")
+    per_client = []
+    for client in data.clients():
+        logits = client["x"] @ w + b
+        log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        loss = -log_p[np.arange(len(client)), client["y"]]
+        per_client.append((len(client), loss.sum(), (logits.argmax(1) == client["y"]).sum()))
+    return np.array(per_client, np.float64)
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 7, 256])
+def test_agrees_with_numpy(memory, devices, batch_size):
+    model, data = federation.model(), federation.data()
+    params = model.init(jax.random.key(0))
+    execution = fedsim.Pmap(devices=devices, memory=memory)
+    evaluation = fedsim.evaluate(model, params, data, execution=execution, batch_size=batch_size)
+    sizes, losses, right = numpy_evaluation(params, data).T
+    np.testing.assert_allclose(evaluation.overall["loss"], losses.sum() / sizes.sum(), rtol=1e-5)
+    np.testing.assert_allclose(evaluation.overall["accuracy"], right.sum() / sizes.sum(), rtol=1e-6)
+    np.testing.assert_array_equal(evaluation.clients["accuracy"].weight, sizes)
+    np.testing.assert_array_equal(evaluation.clients["accuracy"].total, right)
+    np.testing.assert_allclose(evaluation.clients["loss"].total, losses, rtol=1e-5, atol=1e-6)
+    # The empty client has weight 0 and result 0, and is left out of the statistics over clients.
+    means = right[sizes > 0] / sizes[sizes > 0]
+    over = evaluation.over_clients("accuracy")
+    np.testing.assert_allclose(
+        [over["mean"], over["std"], over["worst 10%"]], [means.mean(), means.std(), means.min()], rtol=1e-6
+    )
+
+
+def test_streams_in_several_chunks(monkeypatch):
+    monkeypatch.setattr("fedsim.execution._placement._CHUNK_BYTES", 64)
+    model, data = federation.model(), federation.data()
+    params = model.init(jax.random.key(0))
+    resident = fedsim.evaluate(model, params, data, execution=fedsim.Jit(memory="resident"), batch_size=2)
+    streamed = fedsim.evaluate(model, params, data, execution=fedsim.Pmap(devices=2, memory="stream"), batch_size=2)
+    federation.assert_trees_close(resident, streamed)
+
+
+def test_a_population_of_empty_clients():
+    model, data = federation.model(), federation.data(sizes=(0, 0))
+    evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), data)
+    assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
+    assert evaluation.over_clients("accuracy") == {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
+
+
+def test_bad_batch_size_is_named():
+    model, data = federation.model(), federation.data()
+    with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
+        fedsim.evaluate(model, model.init(jax.random.key(0)), data, batch_size=0)

@@ -1,0 +1,256 @@
+"""Executors: placement, tracing, errors."""
+
+import dataclasses
+
+import federation
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import aggregators, rng
+from fedsim.execution import StageError
+from fedsim.execution._plan import Layout, plan_round
+
+
+def fedavg(**changes):
+    settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
+    return fedsim.algorithms.FedAvg(**(settings | changes))
+
+
+def test_executor_choice_at_apply_time_is_honoured():
+    """Replacing the value on an algorithm that has run before changes where it runs, at once."""
+    algorithm = fedavg(execution=fedsim.Jit())
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    assert len(jax.tree.leaves(state)[0].devices()) == 1
+    spread = dataclasses.replace(algorithm, execution=fedsim.Pmap(devices=4))
+    state, _ = spread.apply(state, federation.cohort(round=1))
+    assert len(jax.tree.leaves(state)[0].devices()) == 4
+    state, _ = algorithm.apply(state, federation.cohort(round=2))
+    assert len(jax.tree.leaves(state)[0].devices()) == 1
+
+    steps = []
+
+    class Watched(fedsim.algorithms.FedAvg):
+        def client_step(self, shared, state, batch):
+            steps.append(isinstance(batch.step, jax.core.Tracer))
+            return super().client_step(shared, state, batch)
+
+    watched = Watched(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
+    watched = dataclasses.replace(watched, execution=fedsim.Debug())
+    watched.apply(watched.init(jax.random.key(0)), federation.cohort())
+    assert steps
+    assert not any(steps)
+
+
+def test_debug_error_names_stage_client_and_shapes():
+    class Broken(fedsim.algorithms.FedAvg):
+        def client_step(self, shared, state, batch):
+            if int(batch.step) == 1:
+                raise ArithmeticError("no luck")
+            return super().client_step(shared, state, batch)
+
+    algorithm = Broken(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Debug()
+    )
+    with pytest.raises(StageError) as caught:
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    message = str(caught.value)
+    assert "ArithmeticError in client_step 1 of client 'client0': no luck" in message
+    assert "float32[4, 3]" in message
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+
+
+def test_streaming_compiles_few_programs_for_any_sizes():
+    algorithm = fedavg(execution=fedsim.Pmap(devices=2, memory="stream"))
+    population = federation.data(sizes=[1, 100, 2, 0, 17, 64, 5, 9, 33, 1, 1, 250])
+    state = algorithm.init(jax.random.key(0))
+    for cohort in fedsim.UniformSampler(population, clients=3, seed=0).rounds(12):
+        state, _ = algorithm.apply(state, cohort)
+    assert next(iter(algorithm._compiled.values()))._cache_size() == 1
+
+
+def test_memory_mapped_columns_give_the_same_answer(tmp_path):
+    population = federation.data()
+    columns = {}
+    for name, column in population.columns.items():
+        np.save(tmp_path / f"{name}.npy", column)
+        columns[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+    mapped = fedsim.FederatedData(columns, population.offsets, population.client_ids)
+    states = []
+    for data, memory in ((population, "resident"), (mapped, "stream")):
+        algorithm = fedavg(execution=fedsim.Jit(memory=memory))
+        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))[0])
+    federation.assert_trees_close(*states)
+
+
+def test_any_client_of_any_round_can_be_replayed_alone():
+    """A cohort of one moves the server exactly as far as that client's own part of a larger round says."""
+    population = federation.data(sizes=(7, 3, 12))
+    algorithm = fedavg(execution=fedsim.Jit())
+    state = algorithm.init(jax.random.key(0))
+    _, info = algorithm.apply(state, fedsim.Cohort.of(population, ["client0", "client1", "client2"], round=5, seed=3))
+    _, alone = algorithm.apply(state, fedsim.Cohort.of(population, ["client2"], round=5, seed=3))
+    np.testing.assert_array_equal(np.asarray(info.clients["loss"])[2], np.asarray(alone.clients["loss"])[0])
+
+
+def test_shuffle_differs_between_rounds_and_repeats_between_runs():
+    population = federation.data(sizes=(40,))
+
+    def order(round):
+        (_, dataset, key), *_ = fedsim.Cohort.of(population, ["client0"], round=round)
+        batches = dataset.batches(fedsim.Batches(size=8), key)
+        return np.concatenate([batch.examples["x"][batch.mask, 0] for batch in batches])
+
+    np.testing.assert_array_equal(order(0), order(0))
+    assert not np.array_equal(order(0), order(1))
+    np.testing.assert_array_equal(np.sort(order(0)), np.sort(order(1)))
+
+
+def test_two_experiment_seeds_give_different_client_keys():
+    population = federation.data()
+    words = [np.asarray(jax.random.key_data(federation.cohort(population, seed=seed).keys())) for seed in (0, 1)]
+    assert not np.any(np.all(words[0] == words[1], axis=1))
+    expected = jax.random.fold_in(jax.random.fold_in(rng.stream(rng.root(0), "clients"), 0), 2)
+    np.testing.assert_array_equal(words[0][2], jax.random.key_data(expected))
+
+
+@pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 1), (3, 2), (8, 4)])
+def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes):
+    population = federation.data(sizes=list(range(1, 41)))
+    plan = plan_round(federation.cohort(population), devices, lanes)
+    given = [plan.queue[d, l, :n] for (d, l), n in np.ndenumerate(plan.length)]
+    assert sorted(np.concatenate(given).tolist()) == list(range(40))
+    loads = [plan.size[positions].sum() for positions in given]
+    # Graham's bound for longest-first list scheduling.
+    best = max(plan.size.max(), plan.size.sum() / len(loads))
+    assert max(loads) <= 4 / 3 * best + 1
+    layout = Layout(40, devices, lanes)
+    for field, unpacked in zip(plan, layout.unpack(layout.pack([plan], 2)[0]), strict=True):
+        np.testing.assert_array_equal(field, unpacked)
+
+
+def test_a_custom_aggregator_is_folded_like_the_mean():
+    """A monoid that is not a sum (the largest update seen) goes through lanes and devices by its own merge."""
+
+    class Largest(aggregators.Aggregator):
+        def zero(self, update):
+            return jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), update)
+
+        def accumulate(self, accumulator, update, weight):
+            return jax.tree.map(lambda a, u: jnp.where(weight > 0, jnp.maximum(a, u), a), accumulator, update)
+
+        def merge(self, a, b):
+            return jax.tree.map(jnp.maximum, a, b)
+
+        def finish(self, accumulator):
+            return accumulator
+
+    states = []
+    for how in (fedsim.Debug(), fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3), fedsim.Pmap(devices=2, lanes=2)):
+        algorithm = fedavg(aggregator=Largest(), execution=how)
+        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0])
+    for state in states[1:]:
+        federation.assert_trees_close(state, states[0])
+
+
+def test_aggregation_with_zero_total_weight():
+    mean = aggregators.Mean()
+    fold = mean.accumulate(mean.zero({"w": jnp.zeros(2)}), {"w": jnp.ones(2)}, jnp.float32(0))
+    assert mean.finish(fold)["w"].tolist() == [0.0, 0.0]
+    np.testing.assert_array_equal(jax.jit(mean.finish)(fold)["w"], [0.0, 0.0])
+
+
+def test_dropout_is_keyed_by_the_step_and_the_same_in_every_executor():
+    def forward(examples, is_train):
+        hidden = hk.Linear(8)(examples["x"])
+        if is_train:
+            hidden = jnp.where(jax.random.bernoulli(hk.next_rng_key(), 0.5, hidden.shape), 2 * hidden, 0)
+        return hk.Linear(federation.NUM_CLASSES)(hidden)
+
+    model = fedsim.Model.from_haiku(
+        hk.transform(forward),
+        features=federation.FEATURES,
+        train_kwargs={"is_train": True},
+        eval_kwargs={"is_train": False},
+    )
+    states = []
+    for how in (fedsim.Debug(), fedsim.Jit(), fedsim.Pmap(devices=2, lanes=2)):
+        algorithm = fedavg(model=model, execution=how)
+        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0])
+    federation.assert_trees_close(states[1], states[0])
+    federation.assert_trees_close(states[2], states[0])
+    other, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(seed=1))
+    assert not np.allclose(jax.tree.leaves(other.params)[1], jax.tree.leaves(states[2].params)[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fedsim.Jit(lanes=0), "Expected lanes >= 1, got lanes=0"),
+        (lambda: fedsim.Jit(memory="disk"), "Expected memory to be 'auto', 'resident' or 'stream', got memory='disk'"),
+        (lambda: fedsim.Pmap(devices=0), "Expected devices >= 1, got devices=0"),
+        (lambda: fedavg(nonfinite="ignore"), "Expected nonfinite to be 'drop' or 'raise'"),
+        (
+            lambda: fedavg(execution=fedsim.Pmap(devices=99)).apply(None, federation.cohort()),
+            "devices=99 are asked for, and there are 8",
+        ),
+        (lambda: fedavg().apply_rounds(None, []), "Expected at least one cohort"),
+        (
+            lambda: fedavg().apply_rounds(None, [federation.cohort(), federation.cohort()]),
+            "Cohorts that run together need one population",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"y": np.zeros(2, np.int32)}, "reads feature 'x', which the data lacks"),
+        (
+            {"x": np.zeros([2, 5], np.float32), "y": np.zeros(2, np.int32)},
+            r"has shape \[5\] per example, and the model expects \[3\]",
+        ),
+        ({"x": np.zeros([2, 3], np.int32), "y": np.zeros(2, np.int32)}, "has dtype int32, and the model expects float32"),
+        (
+            {"x": np.zeros([2, 3], np.float32), "y": np.array([0, 4])},
+            "Client 'b' has label y=4, and the model has classes 0 to 3",
+        ),
+        ({"x": np.zeros([2, 3], np.float32), "y": np.array([-1, 0])}, "Client 'a' has label y=-1"),
+        ({"x": np.array([[0, 0, 0], [0, np.nan, 0]], np.float32), "y": np.zeros(2, np.int32)}, "'x' of client 'b' holds a NaN"),
+    ],
+)
+def test_bad_data_is_refused_before_anything_is_compiled(columns, message):
+    population = fedsim.FederatedData.from_arrays(columns, sizes=[1, 1], client_ids=["a", "b"])
+    algorithm = fedavg()
+    with pytest.raises(ValueError, match=message):
+        algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(population, ["a", "b"]))
+    assert not vars(algorithm).get("_compiled")
+    with pytest.raises(ValueError, match=message):
+        fedsim.evaluate(algorithm.model, algorithm.init(jax.random.key(0)).params, population)
+
+
+def test_a_plain_python_apply_runs_like_any_other():
+    """The third depth of extension: a loop over clients in Python."""
+
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Count(fedsim.Algorithm):
+        def init(self, key):
+            return jnp.zeros((), jnp.int32)
+
+        def apply(self, state, cohort):
+            sizes = [len(dataset) for _, dataset, _ in cohort]
+            return state + sum(sizes), {"clients": jnp.int32(len(sizes))}
+
+    count = Count(batches=fedsim.Batches(size=1))
+    cohorts = [federation.cohort(), federation.cohort(round=1)]
+    state, infos = count.apply_rounds(count.init(jax.random.key(0)), cohorts)
+    assert int(state) == 2 * 39
+    assert infos["clients"].tolist() == [8, 8]

@@ -1,0 +1,44 @@
+"""A small federation that tests share: data with empty and uneven clients, and a model that is quick to compile."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedsim
+
+NUM_CLASSES = 4
+FEATURES = {"x": jax.ShapeDtypeStruct((3,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+def data(sizes=(7, 0, 3, 12, 1, 5, 9, 2), seed=0) -> fedsim.FederatedData:
+    draw = np.random.default_rng(seed)
+    rows = int(sum(sizes))
+    columns = {
+        "x": draw.normal(size=(rows, 3)).astype(np.float32),
+        "y": draw.integers(0, NUM_CLASSES, rows).astype(np.int32),
+    }
+    return fedsim.FederatedData.from_arrays(columns, sizes=sizes, client_ids=[f"client{i}" for i in range(len(sizes))])
+
+
+def model() -> fedsim.Model:
+    return fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.Linear(NUM_CLASSES)(examples["x"])), features=FEATURES, num_classes=NUM_CLASSES
+    )
+
+
+def cohort(population=None, round=0, seed=0) -> fedsim.Cohort:
+    population = population or data()
+    return fedsim.Cohort.of(population, population.client_ids, round=round, seed=seed)
+
+
+def assert_trees_close(a, b, rtol=1e-5, atol=1e-6):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=rtol, atol=atol)
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))

@@ -1,0 +1,181 @@
+"""`fedsim.models.Conv2D` against `hk.Conv2D`: the same parameters must give the same outputs and derivatives."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.models import Conv2D, conv2d
+
+# (kernel, stride, padding, channels in, channels out, height, width); 16 channels and more take Winograd's way.
+CASES = [
+    (1, (2, 1), "VALID", 3, 4, 5, 6),
+    (3, 1, "VALID", 1, 8, 8, 7),
+    (3, 1, "SAME", 3, 5, 8, 7),
+    (3, 2, "SAME", 3, 5, 8, 7),
+    (3, (2, 1), "VALID", 3, 5, 8, 7),
+    (5, 1, "SAME", 3, 4, 9, 6),
+    ((3, 5), 1, "VALID", 3, 4, 8, 9),
+    ((3, 5), 2, "SAME", 3, 4, 8, 9),
+    (2, 1, "SAME", 3, 4, 5, 6),
+    (3, 1, "VALID", 16, 24, 8, 7),
+    (3, 1, "SAME", 24, 16, 5, 4),
+    (3, 2, "SAME", 16, 16, 7, 6),
+]
+
+
+def parameters(seed, kernel, channels, out):
+    kernel = [kernel] * 2 if isinstance(kernel, int) else kernel
+    w = normal(seed, *kernel, channels, out) / np.float32(np.sqrt(np.prod(kernel) * channels))
+    return {"conv2_d": {"w": w, "b": normal(seed + 1, out)}}
+
+
+def network(layer, *args, **kwargs):
+    return hk.without_apply_rng(hk.transform(lambda x: layer(*args, **kwargs)(x)))
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def close(actual, expected, tolerance=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), actual, expected)
+
+
+def outputs_and_gradients(net, params, x):
+    """Outputs, and gradients by parameters and input of a loss whose gradients are of the order of one."""
+
+    def loss(params, x):
+        outputs = net.apply(params, x)
+        weights = normal(9, *outputs.shape) / np.sqrt(outputs.size)
+        return jnp.sum(outputs * weights + outputs**2 / (2 * outputs.size)), outputs
+
+    return jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x)
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "channels", "out", "height", "width"), CASES)
+def test_outputs_and_gradients_equal_haiku(kernel, stride, padding, channels, out, height, width):
+    x = normal(0, 2, height, width, channels)
+    kwargs = {"stride": stride, "padding": padding}
+    ours, haikus = network(Conv2D, out, kernel, **kwargs), network(hk.Conv2D, out, kernel, **kwargs)
+    params = parameters(1, kernel, channels, out)
+    close(*jax.jit(lambda params, x: [outputs_and_gradients(net, params, x) for net in (ours, haikus)])(params, x))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"with_bias": False, "name": "first", "w_init": jnp.ones, "b_init": jnp.ones}])
+def test_initial_parameters_equal_haiku(kwargs):
+    x = jnp.ones([1, 4, 4, 2])
+    ours = network(Conv2D, 3, 3, **kwargs).init(jax.random.key(0), x)
+    haikus = network(hk.Conv2D, 3, 3, **kwargs).init(jax.random.key(0), x)
+    jax.tree.map(np.testing.assert_array_equal, ours, haikus)
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_sgd_inside_fori_loop_equals_haiku_outside(channels):
+    x, target = normal(0, 4, 6, 6, channels), normal(1, 4, 6, 6, 16)
+    ours, haikus = network(Conv2D, 16, 3), network(hk.Conv2D, 16, 3)
+    start = parameters(0, 3, channels, 16)
+
+    def step(net, params):
+        gradient = jax.grad(lambda params: jnp.mean((net.apply(params, x) - target) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradient)
+
+    looped = jax.jit(lambda params, n: jax.lax.fori_loop(0, n, lambda _, params: step(ours, params), params))
+    expected, haiku_step = start, jax.jit(lambda params: step(haikus, params))
+    for _ in range(5):
+        expected = haiku_step(expected)
+    close(looped(start, 5), expected)
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_vmap_over_weights_equals_haiku_one_by_one(channels):
+    x = normal(0, 3, 2, 6, 5, channels)
+    ours, haikus = network(Conv2D, 16, 3, padding="VALID"), network(hk.Conv2D, 16, 3, padding="VALID")
+    params = [parameters(client, 3, channels, 16) for client in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    together = jax.jit(jax.vmap(lambda params, x: outputs_and_gradients(ours, params, x)))(stacked, x)
+    alone = jax.jit(lambda params, x: outputs_and_gradients(haikus, params, x))
+    for client in range(3):
+        one = jax.tree.map(lambda leaf, client=client: leaf[client], together)
+        close(one, alone(params[client], x[client]))
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_is_compiled_to_matrix_products_only(channels):
+    x, w = normal(0, 3, 2, 6, 6, channels), normal(1, 3, 3, 3, channels, 16)
+    gradient = jax.vmap(jax.grad(lambda w, x: jnp.sum(conv2d(x, w) ** 2)))
+    text = jax.jit(gradient).lower(w, x).as_text()
+    assert "dot_general" in text
+    assert "convolution" not in text
+    control = jax.vmap(jax.grad(lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME"))))
+    assert "convolution" in jax.jit(control).lower(normal(0, 3, 4, 2, 3, 3), normal(1, 3, 1, 2, 6, 6)).as_text()
+
+
+def test_gradient_of_a_first_layer_leaves_out_the_images():
+    x, w = normal(0, 2, 6, 6, 1), normal(1, 3, 3, 1, 8)
+    count = lambda argnums: str(  # noqa: E731
+        jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(conv2d(x, w) ** 2), argnums))(w, x)
+    ).count("dot_general[")
+    assert (count(0), count((0, 1))) == (2, 3)  # forward and dw; and dx
+
+
+@pytest.mark.parametrize("channels", [2, 16])
+def test_second_derivatives_equal_haiku_in_both_modes(channels):
+    x = normal(0, 2, 5, 5, channels)
+    ours, haikus = network(Conv2D, 16, 3), network(hk.Conv2D, 16, 3)
+    params, direction = parameters(1, 3, channels, 16), parameters(2, 3, channels, 16)
+
+    def curvature(net, forward):
+        gradient = jax.grad(lambda params: jnp.mean(jnp.tanh(net.apply(params, x)) ** 2))
+        if forward:
+            return jax.jvp(gradient, (params,), (direction,))[1]
+        inner = lambda params: sum(  # noqa: E731
+            jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (gradient(params), direction)), strict=True)
+        )
+        return jax.grad(inner)(params)
+
+    expected, reverse, forward = jax.jit(lambda: (curvature(haikus, False), curvature(ours, False), curvature(ours, True)))()
+    close(reverse, expected)
+    close(forward, expected)
+
+
+def test_one_image_and_half_precision():
+    x = normal(0, 6, 6, 16)
+    net, haikus = network(Conv2D, 16, 3), network(hk.Conv2D, 16, 3)
+    params = parameters(1, 3, 16, 16)
+    close(*jax.jit(lambda params: [net.apply(params, x), haikus.apply(params, x)])(params))
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    outputs = jax.jit(net.apply)(half, x.astype(jnp.bfloat16))
+    assert outputs.dtype == jnp.bfloat16
+    close(outputs.astype(jnp.float32), haikus.apply(params, x), tolerance=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"rate": 2}, "rate=2"),
+        ({"data_format": "NCHW"}, "NHWC only"),
+        ({"mask": np.ones([3, 3, 1, 4])}, "mask"),
+        ({"feature_group_count": 2}, "feature_group_count=2"),
+        ({"padding": "CIRCULAR"}, "CIRCULAR"),
+        ({"padding": ((1, 1), (1, 1))}, "Pad the images first"),
+        ({"stride": 0}, "stride"),
+        ({"kernel_shape": (3, 3, 3)}, "kernel_shape"),
+        ({"kernel_shape": 9, "padding": "VALID"}, "does not fit"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(kwargs, message):
+    net = network(Conv2D, **{"output_channels": 4, "kernel_shape": 3, **kwargs})
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        net.init(jax.random.key(0), jnp.ones([1, 8, 8, 1]))
+
+
+def test_inputs_that_are_no_float_images_are_refused():
+    net = network(Conv2D, 4, 3)
+    with pytest.raises(ValueError, match="uint8"):
+        net.init(jax.random.key(0), jnp.ones([1, 8, 8, 1], jnp.uint8))
+    with pytest.raises(ValueError, match=r"\[8, 8\]"):
+        net.init(jax.random.key(0), jnp.ones([8, 8]))
+    with pytest.raises(ValueError, match="3 channels"):
+        conv2d(jnp.ones([1, 8, 8, 3]), jnp.ones([3, 3, 1, 4]))
