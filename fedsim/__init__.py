@@ -2,6 +2,7 @@
 
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
+from fedsim import datasets as datasets
 from fedsim import metrics as metrics
 from fedsim import models as models
 from fedsim.algorithm import Algorithm as Algorithm

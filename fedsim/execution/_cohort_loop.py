@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fedsim import rng, tree
 from fedsim.data import Batch
-from fedsim.execution._contract import Client, ClientUpdate, FederatedProgram, Shared
+from fedsim.execution._contract import Client, ClientUpdate, FederatedProgram, RoundInfo, Shared
 from fedsim.execution._plan import RoundPlan
 
 Info = dict[str, jax.Array]
@@ -81,14 +81,19 @@ def sanitize(result: ClientUpdate, client: Client) -> tuple[Any, Info]:
     finite = tree.all_finite(result.update) & jnp.isfinite(weight)
     update = tree.select(finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
-    info |= {
-        "num_examples": client.num_examples,
-        "num_steps": client.num_steps,
-        "weight": jnp.where(finite, weight, 0.0),
-        # An integer while devices add up their rows; it becomes a bool at the end of the round.
-        "dropped": (~finite).astype(jnp.int32),
-    }
-    return update, info
+    # All of one dtype with the updates, so that one all-reduce brings everything together.
+    return update, info | {"weight": jnp.where(finite, weight, 0.0), "dropped": (~finite).astype(jnp.float32)}
+
+
+def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array) -> RoundInfo:
+    """The round's info from the lines ``[clients, ...]`` that `sanitize` wrote; what the plan knows is not communicated."""
+    dropped = lines["dropped"] > 0
+    steps = jnp.asarray(program.batches.num_steps(sizes), jnp.int32)
+    return RoundInfo(
+        clients=lines | {"num_examples": sizes, "num_steps": steps, "dropped": dropped},
+        num_dropped=jnp.sum(dropped, dtype=jnp.int32),
+        num_aggregated=jnp.sum(lines["weight"] != 0, dtype=jnp.int32),
+    )
 
 
 def run_sequential(lane: Lane, queue: jax.Array, length: jax.Array) -> tuple[Any, Info]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.data import Cohort
-from fedsim.execution._cohort_loop import sanitize
+from fedsim.execution._cohort_loop import round_info, sanitize
 from fedsim.execution._contract import Client, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, check_cohorts, finish_round
 
@@ -60,11 +60,7 @@ class Debug(Execution):
                 accumulator = program.aggregator.zero(update)
             accumulator = program.aggregator.accumulate(accumulator, update, line["weight"])
             lines.append(line)
-        clients = jax.tree.map(lambda *rows: jnp.stack(rows), *lines)
-        clients["dropped"] = clients["dropped"] > 0
-        info = RoundInfo(
-            clients, jnp.sum(clients["dropped"], dtype=jnp.int32), jnp.sum(clients["weight"] != 0, dtype=jnp.int32)
-        )
+        info = round_info(program, jax.tree.map(lambda *rows: jnp.stack(rows), *lines), jnp.asarray(cohort.sizes, jnp.int32))
         state = _stage("server_update", "the server", finish_round, program, state, accumulator, info.num_aggregated)
         return state, info
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.data import Cohort
 from fedsim.execution import _placement
-from fedsim.execution._cohort_loop import Lane, roster, run_sequential, run_side_by_side
+from fedsim.execution._cohort_loop import Lane, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import FederatedProgram, RoundInfo, State
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, plan_round
@@ -183,18 +183,12 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
         lane = Lane(program, columns, program.broadcast(state), roster(plan, key))
         queues, lengths = plan.queue[device], plan.length[device]
         if layout.lanes == 1:
-            accumulator, clients = run_sequential(lane, queues[0], lengths[0])
+            accumulator, lines = run_sequential(lane, queues[0], lengths[0])
         else:
-            accumulator, clients = run_side_by_side(lane, queues, lengths, 1 if platform == "cpu" else 8)
-        # Every client's line was written by one device only; elsewhere it is 0.
+            accumulator, lines = run_side_by_side(lane, queues, lengths, 1 if platform == "cpu" else 8)
         accumulator = program.aggregator.merge_devices(accumulator, AXIS)
-        clients = jax.lax.psum(clients, AXIS)
-        clients["dropped"] = clients["dropped"] > 0
-        info = RoundInfo(
-            clients=clients,
-            num_dropped=jnp.sum(clients["dropped"], dtype=jnp.int32),
-            num_aggregated=jnp.sum(clients["weight"] != 0, dtype=jnp.int32),
-        )
+        # Every client's line was written by one device only; elsewhere it is 0.
+        info = round_info(program, jax.lax.psum(lines, AXIS), plan.size)
         return finish_round(program, state, accumulator, info.num_aggregated), info
 
     def rounds(columns: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array) -> tuple[State, RoundInfo]:

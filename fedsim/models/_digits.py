@@ -25,7 +25,7 @@ def digits_logistic() -> Model:
 def digits_dense(*, hidden: Sequence[int] = (32,)) -> Model:
     """A perceptron on the 64 pixels: 2,410 parameters with its one hidden layer of 32.
 
-    >>> digits_dense().features["x"].shape
+    >>> digits_dense().features["x"][0].shape
     (8, 8, 1)
     """
     return dense(_SHAPE, _CLASSES, hidden=hidden, scale=_INK)

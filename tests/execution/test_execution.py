@@ -1,6 +1,7 @@
 """Executors: placement, tracing, errors."""
 
 import dataclasses
+import re
 
 import federation
 import haiku as hk
@@ -12,7 +13,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, rng
-from fedsim.execution import StageError
+from fedsim.execution import StageError, _placement
 from fedsim.execution._plan import Layout, plan_round
 
 
@@ -155,6 +156,21 @@ def test_a_custom_aggregator_is_folded_like_the_mean():
         states.append(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0])
     for state in states[1:]:
         federation.assert_trees_close(state, states[0])
+
+
+def test_one_all_reduce_a_round():
+    """Updates, weights and every client's line come together in a single collective."""
+    algorithm = fedavg(execution=fedsim.Pmap(devices=2))
+    cohort = federation.cohort()
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    mesh = algorithm.execution.mesh()
+    layout = Layout(len(cohort), 2, 1)
+    columns = _placement.resident_columns(cohort.data, mesh)
+    key = _placement.replicate(cohort.key, mesh)
+    plan = layout.pack([plan_round(cohort, 2, 1)], 1)
+    (compiled,) = algorithm._compiled.values()
+    text = compiled.lower(columns, state, key, plan, np.int32(1)).compile().as_text()
+    assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
 def test_aggregation_with_zero_total_weight():

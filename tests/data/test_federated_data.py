@@ -1,0 +1,160 @@
+"""Tests of `FederatedData` and `ClientDataset`."""
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fedsim import rng
+from fedsim.data import Batches, FederatedData
+
+
+def population(sizes=(3, 0, 2)):
+    rows = sum(sizes)
+    return FederatedData.from_arrays({"x": np.arange(rows * 2.0).reshape(rows, 2), "y": np.arange(rows)}, sizes=sizes)
+
+
+def test_every_client_is_a_slice_of_the_columns():
+    data = population()
+    assert (data.num_clients, len(data), data.num_examples) == (3, 3, 5)
+    assert data.sizes.tolist() == [3, 0, 2]
+    assert data.offsets.tolist() == [0, 3, 3, 5]
+    assert data.client_ids == ["0", "1", "2"]
+    assert [client["y"].tolist() for client in data.clients()] == [[0, 1, 2], [], [3, 4]]
+    assert np.shares_memory(data["2"]["x"], data.columns["x"])
+    assert data.nbytes == 5 * 2 * 8 + 5 * 8
+
+
+def test_repr_is_a_line_however_large_the_population():
+    assert repr(population()) == "FederatedData(3 clients, 5 examples; x: float64 [2], y: int64 [])"
+
+
+def test_clients_are_found_by_name():
+    data = population()
+    assert "2" in data
+    assert "3" not in data
+    assert data.index("2") == 2
+    assert data["2"].client_id == "2"
+    with pytest.raises(KeyError, match="'nobody' among 3 clients"):
+        data["nobody"]
+
+
+def test_from_arrays_by_owner_keeps_each_clients_order():
+    owners = np.array([7, 3, 7, 7, 3])
+    data = FederatedData.from_arrays({"y": np.arange(5)}, clients=owners)
+    assert data.client_ids == ["3", "7"]
+    assert [client["y"].tolist() for client in data.clients()] == [[1, 4], [0, 2, 3]]
+
+
+def test_from_clients_and_from_partition_agree_with_from_arrays():
+    data = population()
+    again = FederatedData.from_clients({c.client_id: c.examples for c in data.clients()})
+    parts = [np.arange(data.offsets[i], data.offsets[i + 1]) for i in range(3)]
+    third = FederatedData.from_partition(data.columns, parts)
+    for other in (again, third):
+        assert other.client_ids == data.client_ids
+        np.testing.assert_array_equal(other.offsets, data.offsets)
+        for name in data.columns:
+            np.testing.assert_array_equal(other.columns[name], data.columns[name])
+
+
+def test_select_and_gather_take_clients_in_the_order_asked():
+    data = population()
+    chosen = data.select(["2", "0"])
+    assert chosen.client_ids == ["2", "0"]
+    assert chosen["0"]["y"].tolist() == [0, 1, 2]
+    assert data.gather("y", [2, 1, 0]).tolist() == [3, 4, 0, 1, 2]
+    out = np.full(7, -1)
+    assert data.gather("y", np.array([2, 0]), out) is out
+    assert out.tolist() == [3, 4, 0, 1, 2, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FederatedData({}, np.array([0, 0]), ["a"]), "at least one feature"),
+        (lambda: FederatedData({"x": np.zeros(0)}, np.array([0]), []), "population is empty"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 3]), ["a", "b"]), r"offsets of shape \[3\]"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([1, 3]), ["a"]), "rise from 0"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 4, 3]), ["a", "b"]), "rise from 0"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 2]), ["a"]), "'x' has 3 rows.* sum to 2"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 2, 3]), ["a", "a"]), "'a' occurs more than once"),
+        (lambda: FederatedData({"x": np.broadcast_to(0, 2**31)}, np.array([0, 2**31]), ["a"]), r"At most 2\*\*31 - 1"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}), "either sizes"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(1)}, sizes=[1], clients=["a"]), "either sizes"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, clients=["a"]), "3 rows, and clients names 1"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[4, -1]), ">= 0, got -1 for client number 1"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[3], client_ids=["a", "b"]), "2 client_ids for 1"),
+        (lambda: FederatedData.from_clients({}), "population is empty"),
+        (lambda: FederatedData.from_partition({"x": np.zeros(3)}, []), "population is empty"),
+        (lambda: FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {}}), r"'b' has features \[\]"),
+        (lambda: FederatedData.from_clients({"a": {"x": np.zeros(2), "y": np.zeros(3)}}), "different lengths"),
+        (
+            lambda: FederatedData.from_clients({"a": {"x": np.zeros([2, 3])}, "b": {"x": np.zeros([2, 4])}}),
+            r"'x' of client 'b' is float64 \[4\].* 'a' is float64 \[3\]",
+        ),
+        (
+            lambda: FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(2, int)}}),
+            "'b' is int64.* 'a' is float64",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_nan_and_infinity_are_found_with_feature_and_client(dtype, value):
+    x = np.zeros((5, 2), dtype)
+    data = FederatedData.from_arrays({"ok": np.zeros(5), "x": x}, sizes=[2, 0, 3], client_ids=["a", "b", "c"])
+    data.check_finite()
+    x[4, 1] = value
+    data = FederatedData(data.columns, data.offsets, data.client_ids)
+    with pytest.raises(ValueError, match=r"'x' of client 'c' holds a NaN or an infinity \(example 2\)"):
+        data.check_finite()
+
+
+def test_labels_outside_the_classes_are_found_with_their_client():
+    data = FederatedData.from_arrays({"y": np.array([0, 9, 4])}, sizes=[1, 2], client_ids=["a", "b"])
+    data.check_labels("y", 10)
+    with pytest.raises(ValueError, match=r"'b' has label y=9, and the model has classes 0 to 8.*num_classes=10"):
+        data.check_labels("y", 9)
+    negative = FederatedData.from_arrays({"y": np.array([0, 1, -4])}, sizes=[2, 1], client_ids=["a", "b"])
+    with pytest.raises(ValueError, match="'b' has label y=-4"):
+        negative.check_labels("y", 9)
+    FederatedData.from_arrays({"y": np.zeros(0, int)}, sizes=[0]).check_labels("y", 1)
+
+
+def test_client_batches_hold_every_example_once_an_epoch_with_a_key_per_step():
+    client = FederatedData.from_clients({"a": {"x": np.arange(7), "z": np.arange(14).reshape(7, 2)}})["a"]
+    key = rng.client_keys(rng.root(0), 0, np.arange(1))[0]
+    batches = list(client.batches(Batches(size=3, epochs=2), key))
+    assert len(batches) == 5
+    assert [int(batch.mask.sum()) for batch in batches] == [3, 3, 3, 3, 2]
+    seen = np.concatenate([batch.examples["x"][batch.mask] for batch in batches])
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7))
+    for step, batch in enumerate(batches):
+        assert batch.step == step
+        assert batch.mask.shape == (3,)
+        assert batch.examples["z"].shape == (3, 2)
+        np.testing.assert_array_equal(batch.examples["z"][:, 0], 2 * batch.examples["x"])
+        assert batch.key == jax.random.fold_in(rng.stream(key, "step"), step)
+
+
+def test_client_batches_of_an_empty_client_are_none():
+    client = population()["1"]
+    for batches in (Batches(size=3), Batches(size=3, steps=4)):
+        assert list(client.batches(batches, rng.root(0))) == []
+
+
+def test_shuffle_differs_between_rounds_and_repeats_between_runs():
+    client = FederatedData.from_clients({"a": {"x": np.arange(40)}})["a"]
+
+    def order(seed, round):
+        key = rng.client_keys(rng.root(seed), round, np.arange(1))[0]
+        return np.concatenate([batch.examples["x"] for batch in client.batches(Batches(size=20), key)]).tolist()
+
+    assert order(0, 1) == order(0, 1)
+    assert len({tuple(order(seed, round)) for seed in range(3) for round in range(3)}) == 9

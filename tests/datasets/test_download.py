@@ -1,0 +1,245 @@
+"""Tests of fetching, against a server on this machine that misbehaves on purpose."""
+
+import contextlib
+import hashlib
+import http.server
+import io
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+
+import numpy as np
+import pytest
+
+from fedsim.datasets import DownloadError, _download
+
+CONTENT = np.random.default_rng(0).bytes(300_000)
+HASH = hashlib.sha256(CONTENT).hexdigest()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves ``server.content``; each request first takes the next fault off ``server.faults``."""
+
+    def do_GET(self):
+        fault = self.server.faults.pop(0) if self.server.faults else {}
+        self.server.ranges.append(self.headers.get("Range"))
+        content, start = self.server.content, 0
+        if "status" in fault:
+            self.send_error(fault["status"])
+            return
+        if "hang_up" in fault:
+            self.close_connection = True
+            return
+        asked = self.headers.get("Range")
+        if asked and self.server.resumes:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(content):
+                self.send_response(416)
+                self.send_header("Content-Range", f"bytes */{len(content)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            start = fault.get("resume_at", start)
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        else:
+            self.send_response(200)
+        body = content[start:]
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: fault.get("cut", len(body))])
+        self.wfile.flush()
+        if "stall" in fault:
+            self.server.released.wait(fault["stall"])
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.content, server.faults, server.ranges, server.resumes = CONTENT, [], [], True
+        server.released = threading.Event()
+        server.url = f"http://127.0.0.1:{server.server_port}/file.bin"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.released.set()
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def fetch(server, path, **how):
+    return _download.fetch(server.url, path, **{"backoff": 0.01, "timeout": 5.0} | how)
+
+
+def test_a_file_is_fetched_once(server, tmp_path):
+    path = tmp_path / "new" / "file.bin"
+    for _ in range(2):
+        assert fetch(server, path, sha256=HASH) == path
+        assert path.read_bytes() == CONTENT
+    assert server.ranges == [None]
+    assert os.listdir(path.parent) == ["file.bin"]
+
+
+def test_a_cut_transfer_is_resumed_where_it_ended(server, tmp_path):
+    server.faults = [{"cut": 100_000}, {"cut": 50_000}]
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+    assert server.ranges == [None, "bytes=100000-", "bytes=150000-"]
+
+
+def test_a_transfer_is_resumed_by_the_next_call(server, tmp_path):
+    server.faults = [{"cut": 100_000}, {"hang_up": True}, {"hang_up": True}]
+    with pytest.raises(DownloadError, match="broke off 2 times at byte 100000"):
+        fetch(server, tmp_path / "file.bin", retries=1)
+    assert os.listdir(tmp_path) == ["file.bin.part"]
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+    assert server.ranges[-1] == "bytes=100000-"
+
+
+def test_a_server_that_cannot_resume_sends_all_again(server, tmp_path):
+    server.resumes = False
+    server.faults = [{"cut": 100_000}, {"cut": 20_000}]
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+    assert len(server.ranges) == 3
+
+
+def test_a_server_that_resumes_elsewhere_is_not_believed(server, tmp_path):
+    server.faults = [{"cut": 100_000}, {"resume_at": 90_000}]
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+    assert server.ranges == [None, "bytes=100000-", None]
+
+
+def test_a_stalled_transfer_is_taken_up_again(server, tmp_path):
+    server.faults = [{"cut": 100_000, "stall": 5}]
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH, timeout=0.3).read_bytes() == CONTENT
+    assert server.ranges == [None, "bytes=100000-"]
+
+
+def test_a_server_that_always_stalls_is_given_up(server, tmp_path):
+    server.faults = [{"cut": 0, "stall": 5}] * 9
+    with pytest.raises(DownloadError, match=r"broke off 3 times at byte 0 \(no byte for 0.2 seconds\)"):
+        fetch(server, tmp_path / "file.bin", timeout=0.2, retries=2)
+    assert len(server.ranges) == 3
+
+
+def test_tries_are_counted_from_the_last_new_byte(server, tmp_path):
+    server.faults = [{"cut": 30_000}, {"hang_up": True}] * 8
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH, retries=1).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_tried_again(server, tmp_path, status):
+    server.faults = [{"status": status}] * 2
+    assert fetch(server, tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_refusal_is_final(server, tmp_path, status):
+    server.faults = [{"status": status}]
+    with pytest.raises(DownloadError, match=f"answers HTTP {status}"):
+        fetch(server, tmp_path / "file.bin")
+    assert len(server.ranges) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_hash_is_refused_and_nothing_kept(server, tmp_path):
+    with pytest.raises(DownloadError, match=f"has SHA-256 {HASH}, expected 00; nothing of it is kept"):
+        fetch(server, tmp_path / "file.bin", sha256="00")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_beginning_of_another_file_is_thrown_away(server, tmp_path):
+    (tmp_path / "file.bin.part").write_bytes(b"x" * 1000)
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+    assert server.ranges == ["bytes=1000-", None]
+
+
+@pytest.mark.parametrize("left", [CONTENT, CONTENT + b"more"], ids=["whole", "too_long"])
+def test_a_part_as_long_as_the_file_or_longer_ends_well(server, tmp_path, left):
+    (tmp_path / "file.bin.part").write_bytes(left)
+    assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
+
+
+def test_a_file_that_is_there_is_checked(server, tmp_path):
+    (tmp_path / "file.bin").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"file.bin has SHA-256 .* expected .*: delete it to fetch it anew"):
+        fetch(server, tmp_path / "file.bin", sha256=HASH)
+    assert server.ranges == []
+
+
+def test_without_a_server_it_fails_at_once(tmp_path):
+    with contextlib.closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}/file.bin"
+    with pytest.raises(DownloadError, match=r"cannot be reached \(Connection refused\)"):
+        _download.fetch(url, tmp_path / "file.bin", backoff=60)
+
+
+def pack(entries):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:bz2") as tar:
+        for name, content in entries:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+def test_members_are_fetched_and_extracted_and_the_archive_removed(server, tmp_path):
+    server.content = pack([("a.h5", b"A" * 1000), ("folder/b.h5", b"B"), ("c", b"C")])
+    for _ in range(2):
+        _download.fetch_members(server.url, tmp_path, ["a.h5", "b.h5"])
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".lock") == ["a.h5", "b.h5"]
+    assert (tmp_path / "a.h5").read_bytes() == b"A" * 1000
+    assert len(server.ranges) == 1
+
+
+def test_nothing_is_extracted_outside_the_folder(tmp_path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "evil.tar").write_bytes(pack([("../a.h5", b"A"), ("/b.h5", b"B"), ("../../c", b"C")]))
+    _download.extract(inside / "evil.tar", ["a.h5", "b.h5"])
+    assert sorted(p.name for p in inside.iterdir()) == ["a.h5", "b.h5", "evil.tar"]
+    assert list(tmp_path.iterdir()) == [inside]
+
+
+def test_a_link_is_no_member(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        link = tarfile.TarInfo("a.h5")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+        tar.addfile(link)
+    with pytest.raises(ValueError, match=r"a.tar has no a.h5: delete it"):
+        _download.extract(tmp_path / "a.tar", ["a.h5"])
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.9])
+def test_a_cut_archive_is_named_and_no_member_takes_its_name(tmp_path, share):
+    content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # Several blocks of bzip2.
+    (tmp_path / "a.tar.bz2").write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to fetch it anew"):
+        _download.extract(tmp_path / "a.tar.bz2", ["a.h5", "b.h5"])
+    assert not (tmp_path / "a.h5").exists()
+
+
+def test_of_several_processes_one_fetches(server, tmp_path):
+    server.content = pack([("a.h5", CONTENT)])
+    script = f"""
+from pathlib import Path
+from fedsim.datasets import _download
+_download.fetch_members({server.url!r}, Path({str(tmp_path)!r}), ["a.h5"])
+"""
+    running = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
+    assert [process.wait(60) for process in running] == [0, 0]
+    assert len(server.ranges) == 1
+    assert (tmp_path / "a.h5").read_bytes() == CONTENT
