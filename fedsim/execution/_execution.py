@@ -90,7 +90,7 @@ class Jit(Execution):
         check_cohorts(program, cohorts)
         data, mesh = cohorts[0].data, self.mesh()
         layout = Layout(len(cohorts[0]), mesh.size, self._lanes(len(cohorts[0]), mesh))
-        plans = [plan_round(cohort, layout.devices, layout.lanes) for cohort in cohorts]
+        plans = [plan_round(cohort, program.batches, layout.devices, layout.lanes) for cohort in cohorts]
         resident = _placement.is_resident(data, mesh, self.memory)
         if resident:
             columns = _placement.resident_columns(data, mesh)

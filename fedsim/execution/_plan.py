@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim.data import Cohort
+from fedsim.data import Batches, Cohort
 
 
 class RoundPlan(NamedTuple):
@@ -59,18 +59,19 @@ class Layout:
         return RoundPlan(*fields)
 
 
-def plan_round(cohort: Cohort, devices: int, lanes: int) -> RoundPlan:
+def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> RoundPlan:
     """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan)."""
     sizes = cohort.sizes
     clients = len(cohort)
+    # Starting and folding a client takes about as long as half a step.
+    work = 2 * batches.num_steps(sizes) + 1
     queues: list[list[int]] = [[] for _ in range(devices * lanes)]
     # Lane-major order spreads a small cohort over the devices before it fills any device's lanes.
     load = [(0, lane, device) for lane in range(lanes) for device in range(devices)]
-    for position in np.argsort(-sizes, kind="stable").tolist():
-        rows, lane, device = heapq.heappop(load)
+    for position in np.argsort(-work, kind="stable").tolist():
+        busy, lane, device = heapq.heappop(load)
         queues[device * lanes + lane].append(position)
-        # Even an empty client takes a little time, hence the 1.
-        heapq.heappush(load, (rows + int(sizes[position]) + 1, lane, device))
+        heapq.heappush(load, (busy + int(work[position]), lane, device))
     queue = np.zeros((devices * lanes, clients), np.int32)
     for row, positions in zip(queue, queues, strict=True):
         row[: len(positions)] = positions

@@ -149,7 +149,7 @@ def _winograd(x: jax.Array, w: jax.Array, pads: Sequence[tuple[int, int]]) -> ja
     x = x.reshape(n, th + 1, 2, tw + 1, 2, c)
     pixels = [[x[:, i // 2 : i // 2 + th, i % 2, j // 2 : j // 2 + tw, j % 2] for j in range(4)] for i in range(4)]
     tiles = _on_both_axes(_transform_tile, pixels)
-    kernels = _on_both_axes(_transform_kernel, w)
+    kernels = _on_both_axes(_transform_kernel, [list(row) for row in w])
     # 16 separate products: stacking the tiles for one batched product would copy them all.
     products = [[tiles[i][j].reshape(-1, c) @ kernels[i][j] for j in range(4)] for i in range(4)]
     outputs = _on_both_axes(_transform_product, products)

@@ -122,13 +122,14 @@ def test_two_experiment_seeds_give_different_client_keys():
 @pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 1), (3, 2), (8, 4)])
 def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes):
     population = federation.data(sizes=list(range(1, 41)))
-    plan = plan_round(federation.cohort(population), devices, lanes)
+    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes)
     given = [plan.queue[d, l, :n] for (d, l), n in np.ndenumerate(plan.length)]
     assert sorted(np.concatenate(given).tolist()) == list(range(40))
-    loads = [plan.size[positions].sum() for positions in given]
+    steps = -(-plan.size // 3)
+    loads = [(steps[positions] + 0.5).sum() for positions in given]
     # Graham's bound for longest-first list scheduling.
-    best = max(plan.size.max(), plan.size.sum() / len(loads))
-    assert max(loads) <= 4 / 3 * best + 1
+    best = max(steps.max() + 0.5, sum(loads) / len(loads))
+    assert max(loads) <= 4 / 3 * best + 0.5
     layout = Layout(40, devices, lanes)
     for field, unpacked in zip(plan, layout.unpack(layout.pack([plan], 2)[0]), strict=True):
         np.testing.assert_array_equal(field, unpacked)
@@ -167,7 +168,7 @@ def test_one_all_reduce_a_round():
     layout = Layout(len(cohort), 2, 1)
     columns = _placement.resident_columns(cohort.data, mesh)
     key = _placement.replicate(cohort.key, mesh)
-    plan = layout.pack([plan_round(cohort, 2, 1)], 1)
+    plan = layout.pack([plan_round(cohort, algorithm.batches, 2, 1)], 1)
     (compiled,) = algorithm._compiled.values()
     text = compiled.lower(columns, state, key, plan, np.int32(1)).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
