@@ -3,8 +3,10 @@
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
 from fedsim import datasets as datasets
+from fedsim import experiment as experiment
 from fedsim import metrics as metrics
 from fedsim import models as models
+from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
 from fedsim.data import Batch as Batch
 from fedsim.data import Batches as Batches
@@ -24,5 +26,3 @@ from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import evaluate as evaluate
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.model import Model as Model
-
-__version__ = "0.1.0"

@@ -1,7 +1,5 @@
 """Federated algorithms, one a file."""
 
-import difflib
-
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
@@ -13,6 +11,7 @@ from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
+from fedsim.names import look_up
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedProx, FedSGD)
@@ -20,20 +19,16 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def get(name: str) -> type[Algorithm]:
-    """The algorithm class of a name.
+    """The algorithm class of a name, in any case.
 
     Raises:
-      ValueError: unknown; the nearest names are given.
+      ValueError: unknown; the message has the nearest names.
 
-    >>> get("fedprox").__name__
+    >>> get("FedProx").__name__
     'FedProx'
-    >>> get("fedporx")  # doctest: +ELLIPSIS
+    >>> get("fedporx")
     Traceback (most recent call last):
     ...
-    ValueError: Unknown algorithm 'fedporx'. Did you mean 'fedprox'? All: fedadagrad, fedadam, fedavg, fedavgm, ...
+    ValueError: There is no algorithm 'fedporx'. Did you mean 'fedprox'?
     """
-    if name.lower() in ALGORITHMS:
-        return ALGORITHMS[name.lower()]
-    near = difflib.get_close_matches(name.lower(), ALGORITHMS, n=2)
-    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise ValueError(f"Unknown algorithm {name!r}.{hint} All: {', '.join(sorted(ALGORITHMS))}.")
+    return look_up("algorithm", name.lower(), ALGORITHMS)

@@ -40,7 +40,7 @@ class AdaptiveFedAvg(FedAvg):
     """Algorithm 2, but for the line that updates v.
 
     Attributes:
-      server_learning_rate: η.
+      server_learning_rate: η, the step along m / (sqrt(v) + tau).
       b1: decay of the first moment, in [0, 1).
       tau: degree of adaptivity τ, above 0: small is more adaptive.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fedsim.data import FederatedData
+from fedsim.names import look_up
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,11 +146,7 @@ def load(
 
 
 def _find(name: str) -> tuple[Loader, Description]:
-    if name not in _LOADERS:
-        near = [repr(match) for match in difflib.get_close_matches(name, names(), n=2)]
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(names())}."
-        raise ValueError(f"There is no dataset {name!r}. {hint}")
-    return _LOADERS[name]
+    return look_up("dataset", name, _LOADERS)
 
 
 def _origin(loader: Loader) -> str:

@@ -24,7 +24,11 @@ from fedsim.execution._plan import Layout, plan_round
 
 
 class Execution:
-    """How rounds are run. Subclasses are frozen dataclasses: recorded with a run, never a global."""
+    """How rounds are run. Subclasses are frozen dataclasses: recorded with a run, never a global.
+
+    States come back on the devices that ran the round; another execution takes them from there. To mix states of two
+    executions in arithmetic of your own, bring them to the host first, by `jax.device_get`.
+    """
 
     def run(
         self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
@@ -121,6 +125,9 @@ class Pmap(Jit):
 
     Raises:
       ValueError: more devices than there are.
+
+    >>> Pmap(devices=2)
+    Pmap(lanes=None, memory='auto', devices=2)
     """
 
     devices: int | None = None
@@ -142,7 +149,11 @@ class Pmap(Jit):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(Pmap):
-    """`Pmap` over all local devices, which is `Jit` where there is one."""
+    """`Pmap` over all local devices, which is `Jit` where there is one.
+
+    >>> Auto().mesh().size == jax.local_device_count()
+    True
+    """
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def streamed_columns(
-    data: FederatedData, plans: Sequence[RoundPlan], mesh: Mesh, rounds: int
+    data: FederatedData, plans: Sequence[RoundPlan], mesh: Mesh, max_rounds: int
 ) -> tuple[dict[str, jax.Array], list[RoundPlan]]:
     """The rows of these rounds' clients, each on the device that trains it, and the plans pointing at them.
 
@@ -64,7 +64,7 @@ def streamed_columns(
             rows[device] += sizes.sum()
             per_device[device].append(plan.client[positions])
         moved.append(plan._replace(start=start))
-    capacity = _capacity(data, int(rows.max()), len(plans[0].client), rounds)
+    capacity = _capacity(data, int(rows.max()), len(plans[0].client), len(plans), max_rounds)
     columns = {}
     for name, column in data.columns.items():
         host = np.zeros((mesh.size, capacity, *column.shape[1:]), column.dtype)
@@ -74,16 +74,15 @@ def streamed_columns(
     return columns, moved
 
 
-def _capacity(data: FederatedData, needed: int, clients: int, rounds: int) -> int:
+def _capacity(data: FederatedData, needed: int, clients: int, rounds: int, max_rounds: int) -> int:
     largest = vars(data).setdefault("_largest_cohort", {})
     if clients not in largest:
         largest[clients] = max(1, int(np.partition(data.sizes, -clients)[-clients:].sum()))
-    most = largest[clients] * rounds
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
-    if most * row_bytes <= _ONE_SHAPE_BYTES:
-        return most
+    if largest[clients] * max_rounds * row_bytes <= _ONE_SHAPE_BYTES:
+        return largest[clients] * max_rounds
     typical = 2 * clients * rounds * data.num_examples // data.num_clients
-    return min(most, _power_of_two(max(needed, typical, 1)))
+    return min(largest[clients] * rounds, _power_of_two(max(needed, typical, 1)))
 
 
 def _power_of_two(n: int) -> int:

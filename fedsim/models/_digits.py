@@ -22,8 +22,8 @@ def digits_logistic() -> Model:
     return logistic(_SHAPE, _CLASSES, scale=_INK)
 
 
-def digits_dense(*, hidden: Sequence[int] = (32,)) -> Model:
-    """A perceptron on the 64 pixels: 2,410 parameters with its one hidden layer of 32.
+def digits_dense(*, hidden: Sequence[int] = (128, 64)) -> Model:
+    """A perceptron on the 64 pixels: 17,226 parameters with its hidden layers of 128 and 64.
 
     >>> digits_dense().features["x"][0].shape
     (8, 8, 1)

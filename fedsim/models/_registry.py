@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ from fedsim.model import Model
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
+from fedsim.names import look_up
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
@@ -31,8 +31,4 @@ def get(name: str, **kwargs: Any) -> Model:
     ...
     ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'emnist_dense'?
     """
-    if name not in MODELS:
-        near = [repr(match) for match in difflib.get_close_matches(name, MODELS, n=2)]
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are {', '.join(MODELS)}."
-        raise ValueError(f"There is no model {name!r}. {hint}")
-    return MODELS[name](**kwargs)
+    return look_up("model", name, MODELS)(**kwargs)

@@ -46,7 +46,7 @@ def test_parameter_counts():
     assert count(models.emnist_dense()) == layers(784, 200, 200, 62)
     assert count(models.emnist_dense(10, hidden=(50,))) == layers(784, 50, 10)
     assert count(models.emnist_logistic()) == layers(784, 62)
-    assert count(models.digits_dense()) == layers(64, 32, 10)
+    assert count(models.digits_dense()) == layers(64, 128, 64, 10)
     assert count(models.digits_logistic()) == layers(64, 10)
     assert count(models.dense([3, 4], 7, hidden=(5, 6))) == layers(12, 5, 6, 7)
     assert count(models.logistic([3, 4], 7)) == layers(12, 7)
@@ -102,7 +102,8 @@ def test_digits_are_scaled_by_sixteen():
     model = models.digits_dense()
     params, x = initial(model), np.random.default_rng(0).integers(0, 17, [3, 8, 8, 1], np.uint8)
     hidden = np.maximum(linear(params, "linear", x.reshape(3, 64).astype(np.float32) / 16), 0)
-    np.testing.assert_allclose(model.apply_for_eval(params, {"x": x}), linear(params, "linear_1", hidden), atol=1e-5, rtol=1e-5)
+    hidden = np.maximum(linear(params, "linear_1", hidden), 0)
+    np.testing.assert_allclose(model.apply_for_eval(params, {"x": x}), linear(params, "linear_2", hidden), atol=1e-5, rtol=1e-5)
 
 
 def test_cnn_drops_units_in_training_only(examples):

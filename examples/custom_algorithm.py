@@ -1,0 +1,60 @@
+"""Depth 2: a new algorithm from its parts. Here FedNova, in which a client that takes more steps does not pull harder.
+
+J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, "Tackling the objective inconsistency problem in heterogeneous federated
+optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481, for clients with plain SGD.
+From the command line: fedsim run --algorithm examples/custom_algorithm.py:FedNova --client-learning-rate 0.1
+"""
+
+import dataclasses
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+
+import fedsim
+from fedsim import experiment, tree
+
+State = namedtuple("State", ["params"])  # a pytree; what has .params can be evaluated
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedNova(fedsim.Algorithm):
+    """Clients send their mean movement per step; the server goes as many steps along it as they took on average."""
+
+    model: fedsim.Model
+    client_learning_rate: float = 0.2
+
+    def init(self, key):
+        return State(self.model.init(key))
+
+    def client_init(self, shared, client):
+        return shared.params, jnp.float32(0)
+
+    def client_step(self, shared, state, batch):
+        params, _ = state
+        loss, gradient = jax.value_and_grad(self.model.train_loss)(params, batch)
+        return tree.subtract(params, tree.scale(gradient, self.client_learning_rate)), loss
+
+    def client_final(self, shared, state, client):
+        params, last_loss = state
+        steps = jnp.maximum(client.num_steps, 1).astype(jnp.float32)
+        per_step = tree.scale(tree.subtract(params, shared.params), 1 / steps)
+        return fedsim.ClientUpdate((per_step, steps), client.num_examples.astype(jnp.float32), {"loss": last_loss})
+
+    def server_update(self, state, update):
+        per_step, steps = update  # weighted means over the clients
+        return State(tree.add(state.params, tree.scale(per_step, steps)))
+
+
+def main(rounds: int = 60) -> float:
+    """Trains on the embedded digits, prints how it went, and returns the test accuracy."""
+    data = fedsim.datasets.load("digits")
+    algorithm = FedNova(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10, epochs=5))
+    sampler = fedsim.UniformSampler(data.train, clients=20, seed=0)
+    result = experiment.run(algorithm, sampler, rounds=rounds, seed=0, test_data=data.test, progress=False)
+    print(f"FedNova, {rounds} rounds: test accuracy {result.evaluation.overall['accuracy']:.3f}")
+    return result.evaluation.overall["accuracy"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The command line, thin over the public API: ``fedsim run``, ``fedsim resume``, ``fedsim datasets``, ..."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+import fedsim
+from fedsim import datasets, experiment, models
+from fedsim.algorithms import ALGORITHMS
+from fedsim.experiment import RunConfig, Settings
+from fedsim.experiment._build import absolute, own_hyperparameters, ready_models
+from fedsim.names import did_you_mean
+
+_COMMANDS = """\
+usage: fedsim COMMAND ...
+
+  run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
+  resume FOLDER      go on with a run that was stopped
+  datasets           list the datasets
+  models             list the models
+  algorithms         list the algorithms
+
+To see it work, in a minute and without network: fedsim run
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit status: 0, 2 for wrong input, 1 for other failures, 128 + a signal's number.
+
+    Args:
+      arguments: default ``sys.argv[1:]``.
+
+    >>> main(["--version"]) == 0  # doctest: +ELLIPSIS
+    fedsim ...
+    True
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = "--traceback" in arguments or bool(os.environ.get("FEDSIM_TRACEBACK"))
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "run": _run,
+        "resume": _resume,
+        "datasets": lambda _: _list((name, datasets.describe(name).task) for name in datasets.names()),
+        "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
+        "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
+    }
+    try:
+        if command in ("--help", "-h", "help"):
+            print(_COMMANDS, end="")
+            return 0
+        if command == "--version":
+            print(f"fedsim {fedsim.__version__}")
+            return 0
+        if command not in commands:
+            raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
+        return commands[command](rest)
+    except KeyboardInterrupt:
+        print("fedsim: aborted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `fedsim datasets | head`; Python would complain once more when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        if show_traceback:
+            traceback.print_exc()
+        print(f"fedsim: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def _run(arguments: list[str]) -> int:
+    """Options come in two steps: dataset, algorithm and ``--from`` decide which others there are and their defaults."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--from", dest="origin")
+    first.add_argument("--dataset")
+    first.add_argument("--algorithm")
+    chosen, _ = first.parse_known_args(arguments)
+    stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
+    base, previous = stored["config"], {**stored["settings"], "folder": None}
+    dataset = chosen.dataset or base.get("dataset", "digits")
+    algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
+    datasets.describe(dataset)  # an unknown name is said before anything else
+    cls = experiment.algorithm_class(algorithm)
+    defaults = experiment.published(dataset, algorithm)
+    # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
+    general = {field.name for field in dataclasses.fields(RunConfig)} - {"weighting", "nonfinite"}
+    own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
+    own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
+    values = {**defaults.values, **own, **base}
+    if dataset == base.get("dataset"):
+        values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
+    else:
+        values |= {"data": None, "model": None}
+    source = f"Defaults: those of {chosen.origin}." if base else f"Defaults for {dataset} with {algorithm}: {defaults.source}."
+    config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
+    if settings.folder is None:
+        name = f"{config.dataset}-{config.algorithm.rpartition(':')[2].lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
+    return _train(config, settings)
+
+
+def _resume(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(
+            "usage: fedsim resume FOLDER [OPTIONS]\n\nFOLDER is a run folder. `fedsim resume FOLDER --help` lists the options."
+        )
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    folder, *rest = arguments
+    stored = experiment.read_config(folder)
+    config = RunConfig.from_json(stored["config"])
+    options = _options(Settings, stored["settings"], leave_out=["folder"])
+    chosen = _tyro(options, rest, "fedsim resume FOLDER", "Go on with a run. What would change its answer stays as it was.")
+    return _train(config, Settings(**chosen, folder=folder))
+
+
+def _train(config: RunConfig, settings: Settings) -> int:
+    with warnings.catch_warnings():
+        # In a process where JAX is running already, its devices are the caller's business.
+        warnings.simplefilter("ignore", UserWarning)
+        fedsim.use_all_cores(settings.devices)
+    algorithm, sampler, test_data = experiment.build(config, settings)
+    result = experiment.run(
+        algorithm,
+        sampler,
+        rounds=config.rounds,
+        seed=config.seed,
+        folder=settings.folder,
+        test_data=test_data if hasattr(algorithm, "model") or hasattr(algorithm, "evaluate") else None,
+        evaluate_every=config.evaluate_every,
+        checkpoint_every=settings.checkpoint_every,
+        progress=settings.progress,
+        config=config,
+        settings=settings,
+        rounds_per_dispatch=settings.rounds_per_dispatch or "auto",
+    )
+    return 128 + result.interrupted if result.interrupted else 0
+
+
+def _parse(
+    arguments: list[str], cls: type[fedsim.Algorithm], defaults: Mapping[str, Any], previous: Mapping[str, Any], source: str
+) -> tuple[RunConfig, Settings]:
+    fields = {field.name for field in dataclasses.fields(cls)}
+    leave_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
+    if "client_optimizer" not in fields:
+        leave_out += [
+            field.name
+            for field in dataclasses.fields(RunConfig)
+            if field.name.startswith("client_") and field.name not in fields
+        ]
+    own = {
+        name: _Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
+        for name, (kind, default) in own_hyperparameters(cls).items()
+    }
+    origin = _Option(
+        "", str | None, None, "Run folder whose configuration gives the defaults: to run it again, or a variation."
+    )
+    options = {"from": origin} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
+    chosen = _tyro(options, arguments, "fedsim run", f"Train, evaluate, and write all of it to a run folder. {source}")
+    general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
+    for name in ("algorithm", "model"):
+        if general.get(name):
+            general[name] = absolute(general[name])
+    if general.get("data"):
+        general["data"] = str(Path(general["data"]).expanduser().resolve())
+    config = RunConfig(**general, hyperparameters={name: chosen[name] for name in own})
+    return config, Settings(**{field.name: chosen[field.name] for field in dataclasses.fields(Settings)})
+
+
+class _Option(NamedTuple):
+    group: str
+    type: Any
+    default: Any
+    help: str
+
+
+def _options(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, _Option]:
+    """The fields of a configuration, as options."""
+    types = get_type_hints(cls)
+    return {
+        field.name: _Option(
+            field.metadata["group"], types[field.name], defaults.get(field.name, field.default), field.metadata["help"]
+        )
+        for field in dataclasses.fields(cls)
+        if field.name not in leave_out
+    }
+
+
+def _tyro(options: Mapping[str, _Option], arguments: list[str], program: str, description: str) -> dict[str, Any]:
+    """Parses by tyro, one dataclass a group; flat names in and out. Wrong input and ``--help`` end in ``SystemExit``."""
+    try:
+        import tyro
+    except ModuleNotFoundError as error:
+        raise ImportError("The command line needs tyro: pip install 'fedsim-jax[run]'.") from error
+    groups: dict[str, list[Any]] = {}
+    for name, option in options.items():
+        about: dict[str, Any] = {"name": name.replace("_", "-"), "help": option.help}
+        field: dict[str, Any] = {}
+        if option.default is not dataclasses.MISSING:
+            field["default"] = option.default
+            shown = f"{option.default:.4g}" if isinstance(option.default, float) else option.default
+            about["help_behavior_hint"] = "" if shown is None else f"(default: {shown})"
+        if type(None) in get_args(option.type) and len(get_args(option.type)) == 2:
+            about["metavar"] = get_args(option.type)[0].__name__.upper()  # and not {None}|INT
+        kind: Any = Annotated[option.type, tyro.conf.arg(**about)]
+        groups.setdefault(option.group, []).append((f"{name}_", kind, dataclasses.field(**field)))
+    fields = []
+    for number, (title, members) in enumerate(groups.items()):
+        group: Any = dataclasses.make_dataclass(f"Group{number}", members, kw_only=True)
+        group.__doc__ = ""
+        fields.append((f"group{number}", Annotated[group, tyro.conf.arg(name=title)]))
+    root: Any = dataclasses.make_dataclass("Options", fields, kw_only=True)
+    parsed: Any = tyro.cli(root, args=arguments, prog=program, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    return {field.name[:-1]: getattr(part, field.name) for part in vars(parsed).values() for field in dataclasses.fields(part)}
+
+
+def _list(rows: Iterable[tuple[str, str]]) -> int:
+    table = list(rows)
+    width = max(len(name) for name, _ in table) + 2
+    for name, text in table:
+        print(f"{name:<{width}}{text}")
+    return 0
+
+
+def _documentation(cls: type, name: str) -> str:
+    """What the ``Attributes`` section of a class, or of the nearest ancestor that has one, says of a field."""
+    for base in cls.__mro__:
+        found = re.search(rf"^  {name}: (.*(?:\n {{3,}}.*)*)", inspect.cleandoc(base.__doc__ or ""), re.MULTILINE)
+        if found:
+            text = " ".join(found[1].split())
+            return text[0].upper() + text[1:] if text[0].isascii() else text
+    return "Learning rate of the server." if name == "server_learning_rate" else f"A field of {cls.__name__}."
+
+
+def _first_line(thing: Any) -> str:
+    return (thing.__doc__ or "").strip().partition("\n")[0]

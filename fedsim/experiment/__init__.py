@@ -1,0 +1,19 @@
+"""Experiments: the run loop, its folder of metrics, checkpoints and pictures, and configurations by name."""
+
+from fedsim.experiment._build import Experiment as Experiment
+from fedsim.experiment._build import algorithm_class as algorithm_class
+from fedsim.experiment._build import build as build
+from fedsim.experiment._checkpoint import Checkpoints as Checkpoints
+from fedsim.experiment._config import RunConfig as RunConfig
+from fedsim.experiment._config import Settings as Settings
+from fedsim.experiment._folder import read_config as read_config
+from fedsim.experiment._lines import best_round as best_round
+from fedsim.experiment._loop import Result as Result
+from fedsim.experiment._loop import restore as restore
+from fedsim.experiment._loop import run as run
+from fedsim.experiment._published import Published as Published
+from fedsim.experiment._published import published as published
+from fedsim.experiment._report import closing_table as closing_table
+from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
+from fedsim.experiment._schedule import client_optimizer as client_optimizer
+from fedsim.experiment._writers import read_metrics as read_metrics

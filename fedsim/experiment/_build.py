@@ -1,0 +1,215 @@
+"""From a configuration to the objects of a run: names become classes, numbers become optimizers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import optax
+
+from fedsim import algorithms, datasets, models
+from fedsim.algorithm import Algorithm
+from fedsim.data import Batches, FederatedData, UniformSampler
+from fedsim.experiment._config import RunConfig, Settings
+from fedsim.experiment._schedule import client_optimizer
+from fedsim.model import Model
+from fedsim.names import did_you_mean
+
+_SIMPLE = (float, int, str, bool)
+# Fields of algorithms that a RunConfig fills by other means than a number of the same name.
+_BUILT = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator")
+
+
+class Experiment(NamedTuple):
+    """What `fedsim.experiment.run` takes: an algorithm, a sampler over the training data, and test data."""
+
+    algorithm: Algorithm
+    sampler: UniformSampler
+    test_data: FederatedData
+
+
+class Hyperparameter(NamedTuple):
+    """A field of an algorithm that fits a command line: its type (simple, ``Literal`` or optional) and default.
+
+    ``default`` is ``dataclasses.MISSING`` if it has none.
+    """
+
+    type: Any
+    default: Any
+
+
+def build(config: RunConfig, settings: Settings) -> Experiment:
+    """Loads the data and makes the algorithm.
+
+    Raises:
+      ValueError: an unknown dataset, model or algorithm; a hyperparameter that the algorithm lacks or refuses; a cohort
+        larger than the population.
+
+    >>> algorithm, sampler, test_data = build(RunConfig(dataset="digits", algorithm="fedprox"), Settings())
+    >>> algorithm.mu, sampler.clients
+    (0.1, 10)
+    """
+    cls = algorithm_class(config.algorithm)
+    hyperparameters = own_hyperparameters(cls)
+    unknown = sorted(set(config.hyperparameters) - set(hyperparameters))
+    if unknown:
+        known = ", ".join(hyperparameters) or "none"
+        raise ValueError(
+            f"{cls.__name__} has no hyperparameter {unknown[0]!r}.{did_you_mean(unknown[0], hyperparameters)} It has: {known}."
+        )
+    description = datasets.describe(config.dataset)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": settings.executor()}
+    if "model" in fields:
+        given["model"] = _model(config.model or description.default_model, config.dataset)
+    if "client_optimizer" in fields:
+        given["client_optimizer"] = client_optimizer(config)
+    own: dict[str, Any] = dict(config.hyperparameters)
+    if "server_optimizer" in fields and "server_learning_rate" not in fields:
+        given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
+    settable = {field.name for field in dataclasses.fields(RunConfig)}
+    given |= {name: getattr(config, name) for name in fields if name in settable and name not in given}
+    algorithm = cls(**given, **own)
+    splits = datasets.load(config.dataset, data=config.data)
+    return Experiment(algorithm, UniformSampler(splits.train, clients=config.clients, seed=config.seed), splits.test)
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class of a registered name, of ``FILE.py:CLASS`` or of ``MODULE:CLASS``.
+
+    Raises:
+      ValueError: there is none.
+
+    >>> algorithm_class("fedsim.algorithms:FedProx") is algorithm_class("fedprox")
+    True
+    """
+    if ":" not in name:
+        return algorithms.get(name)
+    cls = _import(name)
+    if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
+        raise ValueError(f"{name} is not a subclass of fedsim.Algorithm.")
+    return cls
+
+
+def own_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
+    """The fields of an algorithm that `RunConfig` does not have itself and that fit a command line.
+
+    An algorithm with a ``server_optimizer`` and no ``server_learning_rate`` of its own has one here: that of a server SGD.
+
+    Raises:
+      ValueError: a field without default that a command line cannot give.
+
+    >>> own_hyperparameters(algorithms.FedProx)["mu"]
+    Hyperparameter(type=<class 'float'>, default=0.1)
+    """
+    general = {field.name for field in dataclasses.fields(RunConfig)}
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    found: dict[str, Hyperparameter] = {}
+    for field in fields:
+        if field.name in _BUILT or field.name in general:
+            continue
+        kind = _evaluated_type(cls, field)
+        if _is_simple(kind):
+            found[field.name] = Hyperparameter(kind, field.default)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(
+                f"{cls.__name__} needs {field.name}: {field.type}, which a command line cannot give. Give the field a default."
+            )
+    if any(field.name == "server_optimizer" for field in fields):
+        found.setdefault("server_learning_rate", Hyperparameter(float, 1.0))
+    return found
+
+
+def absolute(reference: str) -> str:
+    """``FILE.py:NAME`` with the file's absolute path, so that a run can be resumed from anywhere; other names as they are."""
+    file, _, attribute = reference.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else reference
+
+
+def _import(reference: str) -> Any:
+    source, _, attribute = reference.rpartition(":")
+    try:
+        module = _load_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"Cannot import {reference!r}: {error}. Give FILE.py:NAME or MODULE:NAME.") from error
+    except FileNotFoundError as error:
+        raise ValueError(f"Cannot import {reference!r}: there is no file {source}.") from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"Cannot import {reference!r}: {source} has no {attribute!r}.{did_you_mean(attribute, dir(module))}")
+    return getattr(module, attribute)
+
+
+def _load_file(path: Path) -> types.ModuleType:
+    name = f"fedsim_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
+    if name is None:
+        raise ValueError(
+            f"The dataset {dataset!r} has no default model: name one with --model, of {', '.join(ready_models())}."
+        )
+    if not isinstance(name, str):
+        return name()
+    if ":" in name:
+        return _import(name)()
+    if name in models.MODELS and name not in ready_models():
+        raise ValueError(f"The model {name!r} needs arguments: write a function that makes it, and give FILE.py:FUNCTION.")
+    return models.get(name)
+
+
+def ready_models() -> list[str]:
+    """Names of the models that need no arguments.
+
+    >>> "emnist_cnn" in ready_models(), "dense" in ready_models()
+    (True, False)
+    """
+    empty = inspect.Parameter.empty
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [
+        name
+        for name, factory in models.MODELS.items()
+        if all(p.default is not empty or p.kind in variable for p in inspect.signature(factory).parameters.values())
+    ]
+
+
+def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:
+    """The config's numbers on top of the algorithm's own preference (FedSGD reads in stored order)."""
+    factory = field.default_factory
+    own = factory() if callable(factory) else field.default
+    own = own if isinstance(own, Batches) else Batches(size=config.batch_size)
+    return dataclasses.replace(
+        own, size=config.batch_size, epochs=config.epochs, steps=config.steps, max_steps=config.max_steps
+    )
+
+
+def _evaluated_type(cls: type, field: dataclasses.Field[Any]) -> Any:
+    if not isinstance(field.type, str):
+        return field.type
+    owner = next(base for base in cls.__mro__ if field.name in vars(base).get("__annotations__", {}))
+    try:
+        return eval(field.type, vars(sys.modules[owner.__module__]))
+    except (NameError, AttributeError, TypeError):
+        return None  # a name that only a type checker imports: not a simple type
+
+
+def _is_simple(kind: Any) -> bool:
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return all(isinstance(choice, _SIMPLE) for choice in arguments)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return all(argument is type(None) or _is_simple(argument) for argument in arguments)
+    return kind in _SIMPLE

@@ -1,0 +1,135 @@
+"""The two halves of a run's configuration: what changes its answer, and what changes only its speed or its output."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
+
+Value = float | int | str | bool | None
+
+RESUME_COMMAND = "fedsim resume"
+
+
+def _option(default: Any, group: str, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"group": group, "help": text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All that a run's answer depends on. Two runs of equal `RunConfig` give the same parameters.
+
+    The fields' help texts are those of the command line, see ``fedsim run --help``.
+
+    Attributes:
+      hyperparameters: the algorithm's own fields by name, e.g. ``{"server_learning_rate": 0.1}``; others keep their defaults.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    >>> RunConfig(rounds=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected rounds >= 1, got rounds=0: give a positive whole number.
+    """
+
+    dataset: str = _option("digits", "data and model", "Name of a dataset; `fedsim datasets` lists them.")
+    data: str | None = _option(None, "data and model", "Folder with the dataset's files; default: download once.")
+    model: str | None = _option(None, "data and model", "Name of a model, or FILE.py:FUNCTION; default: the dataset's own.")
+    algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
+    weighting: Literal["examples", "uniform"] = _option("examples", "algorithm", "Clients weigh by their examples, or alike.")
+    nonfinite: Literal["drop", "raise"] = _option("drop", "algorithm", "What to do with a client update that is not finite.")
+    hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    rounds: int = _option(100, "training", "Number of rounds.")
+    clients: int = _option(10, "training", "Clients a round.")
+    batch_size: int = _option(20, "training", "Examples a client step.")
+    epochs: int = _option(1, "training", "A client's passes over its examples a round.")
+    steps: int | None = _option(None, "training", "A client's steps a round, instead of epochs.")
+    max_steps: int | None = _option(None, "training", "A client takes at most this many steps a round.")
+    evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
+    seed: int = _option(0, "training", "Seed of all that is random.")
+    client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of clients.")
+    client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of clients.")
+    client_schedule: Literal["constant", "linear", "cosine", "exponential"] = _option(
+        "constant", "client optimizer (SGD)", "How the clients' rate changes over rounds."
+    )
+    client_schedule_end: float = _option(
+        0.0, "client optimizer (SGD)", "linear, cosine: what is left of the rate in the end, as a fraction."
+    )
+    client_schedule_decay: float = _option(0.1, "client optimizer (SGD)", "exponential: the rate's factor ...")
+    client_schedule_every: int = _option(500, "client optimizer (SGD)", "... over this many rounds.")
+    client_schedule_staircase: bool = _option(False, "client optimizer (SGD)", "exponential: in steps, not smoothly.")
+
+    def __post_init__(self) -> None:
+        for name in (
+            "rounds",
+            "clients",
+            "batch_size",
+            "epochs",
+            "steps",
+            "max_steps",
+            "evaluate_every",
+            "client_schedule_every",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Expected {name} >= 1, got {name}={value}: give a positive whole number.")
+        rates = {name: value for name, value in self.hyperparameters.items() if name.endswith("learning_rate")}
+        for name, value in {"client_learning_rate": self.client_learning_rate, **rates}.items():
+            if not isinstance(value, float | int) or not 0 < value < float("inf"):
+                raise ValueError(f"Expected {name} > 0, got {name}={value}: give a positive step size, e.g. 0.1.")
+        if not 0 <= self.client_momentum < 1:
+            raise ValueError(f"Expected 0 <= client_momentum < 1, got client_momentum={self.client_momentum}: 0 is plain SGD.")
+        if not 0 <= self.client_schedule_end <= 1:
+            raise ValueError(f"Expected 0 <= client_schedule_end <= 1, got client_schedule_end={self.client_schedule_end}.")
+        if not self.client_schedule_decay > 0:
+            raise ValueError(f"Expected client_schedule_decay > 0, got client_schedule_decay={self.client_schedule_decay}.")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunConfig:
+        """The config that ``config.json`` holds; raises ``ValueError`` for a field that this version does not know."""
+        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ValueError(f"The configuration has fields that this version of fedsim does not know: {', '.join(unknown)}.")
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a run is executed and reported; it may differ between a run and its resumption.
+
+    >>> Settings(execution="jit", lanes=2).executor()
+    Jit(lanes=2, memory='auto')
+    """
+
+    folder: str | None = _option(None, "output", "Run folder; default: runs/DATASET-ALGORITHM-TIME.")
+    checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: some seconds.")
+    progress: bool = _option(True, "output", "Progress bar and closing table.")
+    execution: Literal["auto", "debug", "jit", "pmap"] = _option(
+        "auto", "execution (speed only)", "debug: not compiled; jit: one device; pmap and auto: all devices."
+    )
+    devices: int | None = _option(None, "execution (speed only)", "Number of devices; default: all, on a CPU its cores.")
+    lanes: int | None = _option(None, "execution (speed only)", "Clients side by side on a device; default: by the device.")
+    memory: Literal["auto", "resident", "stream"] = _option(
+        "auto", "execution (speed only)", "The data live on the device, or are gathered for each cohort."
+    )
+    rounds_per_dispatch: int | None = _option(
+        None, "execution (speed only)", "Rounds handed to the device at once; default: by time."
+    )
+
+    def executor(self) -> Execution:
+        """The execution that these settings name.
+
+        Raises:
+          ValueError: an option that the chosen execution does not have.
+        """
+        if self.execution == "debug":
+            return Debug()
+        if self.execution == "jit":
+            if self.devices not in (None, 1):
+                raise ValueError(f"execution='jit' runs on one device, and devices={self.devices} are asked for: use 'pmap'.")
+            return Jit(lanes=self.lanes, memory=self.memory)
+        kind = Auto if self.execution == "auto" else Pmap
+        return kind(devices=self.devices, lanes=self.lanes, memory=self.memory)

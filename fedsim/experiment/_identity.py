@@ -1,0 +1,41 @@
+"""Which run is this: what a run folder is compared by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort
+
+
+def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any) -> dict[str, Any]:
+    """What identifies a run: the config if there is one, else what can be told of the arguments.
+
+    Args:
+      algorithm: its simple fields and its batches count, if there is no config.
+      first: a cohort, for its size.
+      config: a `RunConfig`, a mapping, or None.
+      **arguments: of `run`: added to all but a `RunConfig`, which has them.
+    """
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.asdict(config)
+    if isinstance(config, Mapping):
+        return {**config, **arguments}
+    fields = {
+        field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.name != "execution"
+    }
+    simple = {name: value for name, value in fields.items() if isinstance(value, float | int | str | bool | None)}
+    local_work = dataclasses.asdict(algorithm.batches)
+    return {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": len(first), **arguments}
+
+
+def title(described: Mapping[str, Any]) -> str:
+    """A picture's title.
+
+    >>> title({"dataset": "digits", "algorithm": "mine.py:Mine"})
+    'digits, Mine'
+    """
+    named = [str(described[name]).rsplit(":", 1)[-1] for name in ("dataset", "model", "algorithm") if described.get(name)]
+    return ", ".join(named) or "learning curve"

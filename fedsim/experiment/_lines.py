@@ -1,0 +1,98 @@
+"""Lines: what the metrics file holds, one flat dict per round and one per evaluation, ready for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim.execution import Evaluation, RoundInfo
+
+Line = dict[str, Any]
+
+_BOOKKEEPING = ("num_examples", "num_steps", "weight", "dropped")
+
+
+def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> list[Line]:
+    """The lines of rounds that ran in one dispatch.
+
+    Args:
+      infos: stacked `RoundInfo`, on the host; or, of an algorithm with its own ``apply``, any mapping of name to ``[rounds]``.
+      first_round: rounds before these; a line's ``round`` counts finished rounds, so the first is ``first_round + 1``.
+      rounds: how many.
+      seconds: wall time of all of them.
+
+    Returns:
+      Each with ``round``, every per-client scalar that the algorithm reports as its example-weighted mean (``loss``),
+      ``num_examples``, ``dropped`` and ``seconds``.
+
+    >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
+    {'round': 6, 'loss': None, 'seconds': 1.5}
+    """
+    columns: dict[str, Any] = {}
+    if isinstance(infos, RoundInfo):
+        clients = infos.clients
+        # What a dropped client reports is often NaN, and would hide what the others report.
+        weight = np.where(clients["dropped"], 0, clients["num_examples"]).astype(np.float64)
+        total = weight.sum(1)
+        for name, values in clients.items():
+            if name not in _BOOKKEEPING and np.shape(values) == weight.shape:
+                sums = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
+                columns[name] = np.where(total > 0, sums / np.maximum(total, 1), np.nan)
+        columns["num_examples"] = np.asarray(clients["num_examples"]).sum(1)
+        columns["dropped"] = np.asarray(infos.num_dropped)
+    elif isinstance(infos, Mapping):
+        columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}
+    return [
+        {"round": first_round + 1 + i}
+        | {name: plain(values[i]) for name, values in columns.items()}
+        | {"seconds": seconds / rounds}
+        for i in range(rounds)
+    ]
+
+
+def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> Line:
+    """The line of an evaluation after ``round`` rounds: ``test_<metric>``, and over clients its mean, std and worst tenth."""
+    if not isinstance(evaluation, Evaluation):
+        return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
+    line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
+    for name in evaluation.clients:
+        over = evaluation.over_clients(name)
+        line |= {f"test_{name}_clients_{key}": plain(over[key]) for key in ("mean", "std")}
+        if not lower_is_better(name):
+            line[f"test_{name}_clients_worst10"] = plain(over["worst 10%"])
+    return line
+
+
+def score(line: Line) -> float | None:
+    """How good an evaluation is, the larger the better: its accuracy, else its loss turned around, else its first metric."""
+    named = {name.removeprefix("test_"): v for name, v in line.items() if name.startswith("test_") and "_clients_" not in name}
+    if not named:
+        return None
+    name = next((candidate for candidate in ("accuracy", "loss") if candidate in named), next(iter(named)))
+    value = named[name]
+    return None if value is None else -value if lower_is_better(name) else value
+
+
+def lower_is_better(metric: str) -> bool:
+    """By its name, for want of anything better."""
+    return "loss" in metric or "error" in metric
+
+
+def plain(value: Any) -> float | int | None:
+    """A scalar as JSON knows it; None for NaN and infinities, which JSON does not."""
+    value = np.asarray(jax.device_get(value)).item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def best_round(history: Sequence[Line]) -> int | None:
+    """The round whose evaluation was best, by accuracy if there is one, else by loss; None without evaluations.
+
+    >>> best_round([{"round": 1, "test_accuracy": 0.5}, {"round": 2, "test_accuracy": 0.9}, {"round": 3, "test_accuracy": 0.8}])
+    2
+    """
+    scored = [(value, -line["round"]) for line in history if (value := score(line)) is not None]
+    return -max(scored)[1] if scored else None

@@ -1,0 +1,276 @@
+"""`run`: rounds, evaluations, metrics and checkpoints, until the last round or a signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+from tqdm import tqdm
+
+from fedsim import rng
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort, FederatedData, Sampler
+from fedsim.execution import Evaluation, Jit
+from fedsim.execution import evaluate as evaluate_model
+from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._config import RESUME_COMMAND, RunConfig
+from fedsim.experiment._folder import RunFolder
+from fedsim.experiment._identity import describe, title
+from fedsim.experiment._journal import Callback, Journal
+from fedsim.experiment._lines import Line, best_round, evaluation_line, round_lines
+from fedsim.experiment._pace import Pace, cohorts
+from fedsim.experiment._report import closing_table
+from fedsim.experiment._signals import Interruption
+from fedsim.experiment._writers import read_metrics
+
+State = Any
+Tested = Evaluation | Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `run` returns.
+
+    Attributes:
+      state: the algorithm's state after ``round`` rounds.
+      round: finished rounds; fewer than asked for only if a signal came.
+      evaluation: of the last evaluation; None if there was none.
+      history: the lines of ``metrics.jsonl``, those of earlier processes included.
+      folder: the run folder, if there is one.
+      interrupted: the signal that ended the run early; a program exits with ``128 + interrupted``.
+    """
+
+    state: State
+    round: int
+    evaluation: Tested | None
+    history: list[Line]
+    folder: Path | None
+    interrupted: signal.Signals | None = None
+
+
+def run(
+    algorithm: Algorithm,
+    sampler: Sampler,
+    *,
+    rounds: int,
+    seed: int,
+    folder: str | Path | None = None,
+    test_data: FederatedData | None = None,
+    evaluate: Callable[[State], Tested] | None = None,
+    evaluate_every: int = 10,
+    checkpoint_every: int | None = None,
+    callbacks: Sequence[Callback] = (),
+    progress: bool = True,
+    config: RunConfig | Mapping[str, Any] | None = None,
+    settings: Any = None,
+    rounds_per_dispatch: int | Literal["auto"] = "auto",
+) -> Result:
+    """Trains for a number of rounds; with a folder, goes on where an earlier process stopped.
+
+    Several rounds go to the device at once, and the next ones are on their way before the last ones are read, so the device
+    does not wait for the host. A resumed run ends with the same bits as an unbroken one.
+
+    Args:
+      algorithm: any `Algorithm`, also one that overrides ``apply``.
+      sampler: anything with ``cohort(round) -> Cohort``.
+      rounds: how many.
+      seed: of the initial state; give the sampler the same.
+      folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed.
+      test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``.
+      evaluate: what to do instead: a function from the state to an `Evaluation` or to a mapping of names to numbers.
+      evaluate_every: rounds between evaluations; there is always one after the last round.
+      checkpoint_every: rounds between checkpoints; None: every ten seconds or so. The last two and the best are kept.
+      callbacks: each is called with every line of the metrics as it is written, and with the state after that round where it
+        is at hand (on evaluations, and at the end of a dispatch), else None.
+      progress: whether to show a progress bar and a closing table, on stderr and stdout.
+      config: what identifies the run; a folder with another one is refused. Default: what can be told from the arguments.
+      settings: recorded beside the config, a dataclass; not compared.
+      rounds_per_dispatch: at most this many rounds go to the device at once; ``"auto"``: as many as a fraction of a second
+        lasts.
+
+    Raises:
+      ValueError: a number is not positive, the data does not fit the model, the folder holds another run.
+      OSError: the folder cannot be written to.
+
+    >>> import jax.numpy as jnp, numpy as np, optax, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2))
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> result = run(algorithm, sampler, rounds=3, seed=0, test_data=data, progress=False)
+    >>> result.round, sorted(result.evaluation.overall), len(result.history)
+    (3, ['accuracy', 'loss'], 4)
+    """
+    began = time.perf_counter()
+    limits = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    limits["rounds_per_dispatch"] = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ValueError(f"Expected {name} >= 1, got {name}={value}.")
+    first = sampler.cohort(0)
+    algorithm.check(first.data)
+    key = rng.stream(rng.root(seed), "init")
+    like = jax.eval_shape(algorithm.init, key)
+    test = evaluate or _default_test(algorithm, test_data, like)
+    described = describe(algorithm, first, config, rounds=rounds, seed=seed, evaluate_every=evaluate_every)
+    paths = None if folder is None else RunFolder(Path(folder))
+    if paths:
+        paths.claim(described, dataclasses.asdict(settings) if settings is not None else {})
+
+    checkpoints = Checkpoints(paths.checkpoints) if paths else None
+    if checkpoints and not Checkpoints.available():
+        warnings.warn(
+            "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').", stacklevel=2
+        )
+        checkpoints = None
+    restored = checkpoints.newest(like) if checkpoints else None
+    state, start = restored or (algorithm.init(key), 0)
+    journal = Journal(paths, start, checkpoints, callbacks)
+
+    boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
+    pace = Pace(limits["rounds_per_dispatch"], boundaries)
+    evaluation = None
+    last: _Dispatch | None = None
+    compiled, mark = None, time.perf_counter()
+    bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
+
+    def settle(dispatch: _Dispatch) -> None:
+        """Waits for a dispatch, and does all that follows from it while the next one runs."""
+        nonlocal evaluation, compiled, mark
+        infos = jax.device_get(dispatch.infos)
+        now = time.perf_counter()
+        seconds, mark = now - mark, now
+        compiled = compiled or (dispatch.stop, now)
+        length = len(dispatch.cohorts)
+        pace.measured(length, seconds)
+        journal.warn_of_dropped(infos, dispatch.cohorts)
+        journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
+        if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
+            evaluation = test(dispatch.state)
+            journal.write([evaluation_line(evaluation, dispatch.stop)], dispatch.state)
+        journal.save(dispatch.stop, dispatch.state, checkpoint_every, final=dispatch.stop == rounds)
+        bar.set_postfix(journal.latest(), refresh=False)
+        bar.update(length)
+
+    with Interruption() as interruption:
+        position = start
+        try:
+            while position < rounds and not interruption.signal:
+                together = cohorts(sampler, position, pace.length(position))
+                try:
+                    state, infos = algorithm.apply_rounds(state, together, max_rounds=pace.limit)
+                except Exception:
+                    if last:
+                        settle(last)
+                    raise
+                previous, last = last, _Dispatch(position + len(together), together, state, infos)
+                position = last.stop
+                if previous:
+                    settle(previous)
+            if last:
+                settle(last)
+            if position < rounds:
+                journal.save(position, state, checkpoint_every, final=True)
+        finally:
+            bar.close()
+            journal.close()
+    if test and start == rounds:
+        evaluation = test(state)
+
+    # The first dispatch compiles, and what follows the last round is not training.
+    rate = (position - compiled[0]) / (mark - compiled[1]) if compiled and position > compiled[0] else None
+    if paths:
+        journal.draw(paths.picture, title(described))
+    stopped_by = interruption.signal if position < rounds else None
+    if stopped_by:
+        print(f"\n{stopped_by.name}: stopped after round {position} of {rounds}.", file=sys.stderr)
+        print(_how_to_resume(paths, checkpoints, config), file=sys.stderr)
+    elif progress:
+        print(
+            closing_table(
+                journal.history,
+                round=position,
+                rounds=rounds,
+                seconds=time.perf_counter() - began,
+                rate=rate,
+                written=journal.written,
+            )
+        )
+    return Result(
+        state=state,
+        round=position,
+        evaluation=evaluation,
+        history=journal.history,
+        folder=paths.path if paths else None,
+        interrupted=stopped_by,
+    )
+
+
+class _Dispatch(NamedTuple):
+    stop: int
+    cohorts: list[Cohort]
+    state: State
+    infos: Any
+
+
+def _default_test(algorithm: Algorithm, data: FederatedData | None, like: State) -> Callable[[State], Tested] | None:
+    if data is None:
+        return None
+    own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
+    if own is not None:
+        return lambda state: own(state, data)
+    if model is None or not hasattr(like, "params"):
+        raise ValueError(
+            f"{type(algorithm).__name__} cannot be evaluated on test_data, for want of a model or of state.params: give it a "
+            "method evaluate(state, data), or give run evaluate=, a function of the state."
+        )
+    model.check(data)
+    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else None
+    return lambda state: evaluate_model(model, state.params, data, execution=execution)
+
+
+def _how_to_resume(paths: RunFolder | None, checkpoints: Checkpoints | None, config: Any) -> str:
+    if not paths or not checkpoints:
+        return "Nothing was saved: there is no run folder, or no orbax-checkpoint."
+    again = (
+        f"{RESUME_COMMAND} {shlex.quote(str(paths.path))}"
+        if isinstance(config, RunConfig)
+        else f"the same call with folder='{paths.path}'"
+    )
+    return f"Saved in {paths.path}. To go on: {again}"
+
+
+def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "best"] = "last") -> tuple[State, int]:
+    """The state that a run folder holds, and its round: the last one, or that of the best evaluation.
+
+    Raises:
+      ValueError: there is no such checkpoint, or it is of another algorithm or model.
+
+    >>> import optax, fedsim
+    >>> algorithm = fedsim.algorithms.FedSGD(model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1))
+    >>> restore("no such folder", algorithm)
+    Traceback (most recent call last):
+    ...
+    ValueError: no such folder holds no last checkpoint.
+    """
+    paths = RunFolder(Path(folder))
+    like = jax.eval_shape(algorithm.init, rng.root(0))
+    checkpoints = Checkpoints(paths.checkpoints)
+    if which == "last":
+        restored = checkpoints.newest(like)
+    else:
+        there = checkpoints.rounds()
+        round = best_round([line for line in read_metrics(paths.metrics) if line["round"] in there])
+        restored = None if round is None else (checkpoints.load(round, like), round)
+    if restored is None:
+        raise ValueError(f"{folder} holds no {which} checkpoint.")
+    return restored

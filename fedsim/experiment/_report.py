@@ -1,0 +1,100 @@
+"""What a run says when it ends: a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim.experiment._lines import Line
+
+
+def closing_table(
+    history: Sequence[Line], *, round: int, rounds: int, seconds: float, rate: float | None, written: Sequence[str]
+) -> str:
+    """The last evaluation, over all examples and over clients; how long it took; where everything is.
+
+    >>> history = [{"round": 1, "test_accuracy": 0.5}]
+    >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, written=["m.jsonl"]))
+    after round 1 of 1
+    <BLANKLINE>
+    test                    all   mean   std  worst 10%
+                       examples    over clients
+    accuracy             0.5000      -     -          -
+    <BLANKLINE>
+    wall time  2.0 s
+    written    m.jsonl
+    """
+    rows = [f"after round {round} of {rounds}", ""]
+    test = next((line for line in reversed(history) if any(name.startswith("test_") for name in line)), None)
+    if test is not None:
+        if test["round"] != round:
+            rows[0] += f"; tested after round {test['round']}"
+        rows += [
+            f"{'test':<16}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
+            f"{'':<16}{'examples':>11}{'over clients':>16}",
+        ]
+        for name in test:
+            if name.startswith("test_") and "_clients_" not in name:
+                over = [test.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
+                mean, std, worst = (_number(value, digits) for value, digits in zip(over, (3, 3, 3), strict=True))
+                rows.append(f"{name.removeprefix('test_'):<16}{_number(test[name], 4):>11}{mean:>7}{std:>6}{worst:>11}")
+        rows.append("")
+    rows.append(
+        f"wall time  {seconds:.1f} s"
+        + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
+    )
+    rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
+    return "\n".join(rows)
+
+
+def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None:
+    """Training loss and test accuracy (or the first test metric) over rounds, as a picture file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "curve.png"
+    >>> draw_learning_curve([{"round": 1, "loss": 0.7}, {"round": 2, "loss": 0.5}], path, "an example")
+    >>> path.exists()
+    True
+    """
+    # Figure and not pyplot: pyplot would choose a backend, and open windows, for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    loss = _series(history, "loss")
+    tests = [name for line in history for name in line if name.startswith("test_") and "_clients_" not in name]
+    metric = "test_accuracy" if "test_accuracy" in tests else tests[0] if tests else None
+    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left = figure.subplots()
+    handles: list[Any] = []
+    left.set_title(title, fontsize=11)
+    left.set_xlabel("round")
+    left.grid(alpha=0.25)
+    if loss[0]:
+        left.set_ylabel("training loss (mean over the cohort)")
+        handles += left.plot(*loss, color="tab:gray", linewidth=1, alpha=0.9, label="training loss")
+        left.set_ylim(bottom=0)
+    if metric:
+        right = left.twinx() if loss[0] else left
+        name = metric.removeprefix("test_")
+        right.set_ylabel(f"test {name}", color="tab:blue")
+        right.tick_params(axis="y", colors="tab:blue")
+        handles += right.plot(*_series(history, metric), color="tab:blue", marker="o", markersize=3, label=f"test {name}")
+        worst = _series(history, f"{metric}_clients_worst10")
+        if worst[0]:
+            handles += right.plot(*worst, color="tab:blue", linestyle=":", label="worst 10 % of clients")
+        if name == "accuracy":
+            right.set_ylim(0, 1)
+    if handles:
+        left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def _series(history: Sequence[Line], name: str) -> tuple[list[int], list[float]]:
+    points = [(line["round"], line[name]) for line in history if line.get(name) is not None]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

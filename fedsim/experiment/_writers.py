@@ -1,0 +1,72 @@
+"""Where lines go: a JSONL file, and TensorBoard if it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedsim.experiment._lines import Line
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object a line, appended; opening cuts off what lies beyond ``keep_rounds``.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+    >>> file = MetricsFile(path, keep_rounds=0)
+    >>> file.write([{"round": 1}, {"round": 2}])
+    >>> MetricsFile(path, keep_rounds=1).history
+    [{'round': 1}]
+    """
+
+    def __init__(self, path: Path, keep_rounds: int) -> None:
+        self.history = [line for line in read_metrics(path) if line["round"] <= keep_rounds]
+        # Written beside and renamed: a kill in between must not lose the lines that were there.
+        beside = path.with_suffix(".tmp")
+        beside.write_text("".join(map(_encode, self.history)))
+        beside.replace(path)
+        self._path = path
+
+    def write(self, lines: list[Line]) -> None:
+        """Appends lines; a killed process loses none that was written before."""
+        with self._path.open("a") as file:
+            file.write("".join(map(_encode, lines)))
+
+
+class TensorBoard:
+    """Scalars under ``FOLDER/tensorboard``; opening it hides what an earlier process wrote beyond ``keep_rounds``."""
+
+    def __init__(self, folder: Path, keep_rounds: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=keep_rounds + 1, flush_secs=30)
+
+    def write(self, lines: list[Line]) -> None:
+        for line in lines:
+            for name, value in line.items():
+                if name != "round" and value is not None:
+                    kind, metric = ("test", name.removeprefix("test_")) if name.startswith("test_") else ("train", name)
+                    self._writer.add_scalar(f"{kind}/{metric}", value, line["round"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: str | Path) -> list[Line]:
+    """The lines of a metrics file, oldest first; a last line that a killed process left unfinished is left out.
+
+    >>> read_metrics("no such file")
+    []
+    """
+    path, lines = Path(path), []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _encode(line: Line) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"

@@ -1,0 +1,264 @@
+"""The run loop: the right rounds, in few dispatches, for every sampler and every algorithm."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import rng
+from fedsim.experiment import read_metrics, run
+
+
+def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
+    result = run(algorithm, sampler, rounds=17, seed=7, test_data=data, evaluate_every=5, progress=False)
+    state = algorithm.init(rng.stream(rng.root(7), "init"))
+    for cohort in sampler.rounds(17):
+        state, _ = algorithm.apply(state, cohort)
+    for ours, theirs in zip(jax.tree.leaves(result.state), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    expected = fedsim.evaluate(algorithm.model, state.params, data)
+    assert result.evaluation.overall["accuracy"] == pytest.approx(expected.overall["accuracy"])
+
+
+@pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
+def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
+    auto = run(algorithm, sampler, rounds=9, seed=7, progress=False)
+    fixed = run(algorithm, sampler, rounds=9, seed=7, progress=False, rounds_per_dispatch=rounds_per_dispatch)
+    assert bits(fixed.state) == bits(auto.state)
+
+
+def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorithm, sampler, data):
+    algorithm, traces = make_algorithm(), []
+    original = type(algorithm).client_step
+
+    class Counting(fedsim.algorithms.FedAvg):
+        def client_step(self, *args: Any) -> Any:
+            traces.append(1)
+            return original(self, *args)
+
+    counting = Counting(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
+    run(counting, sampler, rounds=2, seed=7, progress=False, rounds_per_dispatch=2)
+    once = len(traces)
+    traces.clear()
+    run(counting, sampler, rounds=23, seed=7, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
+    assert len(traces) == once
+
+
+def test_dispatches_do_not_cross_evaluations(algorithm, sampler, data):
+    seen = []
+    result = run(
+        algorithm, sampler, rounds=13, seed=7, progress=False, evaluate_every=5,
+        evaluate=lambda state: seen.append(int(state.round)) or {"accuracy": 0.5},
+    )  # fmt: skip
+    assert seen == [5, 10, 13] and result.evaluation == {"accuracy": 0.5}
+
+
+def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
+    result = run(algorithm, sampler, rounds=12, seed=7, folder=tmp_path / "r", test_data=data, evaluate_every=5, progress=False)
+    lines = [json.loads(text) for text in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert lines == result.history == read_metrics(tmp_path / "r/metrics.jsonl")
+    train = [line for line in lines if "loss" in line]
+    test = [line for line in lines if "test_accuracy" in line]
+    assert [line["round"] for line in train] == list(range(1, 13)) and [line["round"] for line in test] == [5, 10, 12]
+    assert set(train[0]) == {"round", "loss", "num_examples", "dropped", "seconds"}
+    assert train[3]["num_examples"] == sampler.cohort(3).sizes.sum()
+    over = result.evaluation.over_clients("accuracy")
+    assert test[-1]["test_accuracy_clients_worst10"] == pytest.approx(over["worst 10%"])
+    assert test[-1]["test_accuracy_clients_std"] == pytest.approx(over["std"])
+    assert (tmp_path / "r/learning_curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((tmp_path / "r/tensorboard").iterdir())
+
+
+def test_loss_is_the_example_weighted_mean_over_clients(algorithm, sampler):
+    result = run(algorithm, sampler, rounds=1, seed=7, progress=False)
+    _, info = algorithm.apply(algorithm.init(rng.stream(rng.root(7), "init")), sampler.cohort(0))
+    expected = np.average(info.clients["loss"], weights=sampler.cohort(0).sizes)
+    assert result.history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+class EveryFourth:
+    """A sampler of a person who never heard of `UniformSampler`: cohorts of changing size, keys made anew."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def cohort(self, round):
+        return fedsim.Cohort.of(self.data, [str(round % 4), str(4 + round % 4), "11"][: 2 + round % 2], round=round, seed=1)
+
+
+def test_every_sampler_works_with_the_runner(algorithm, data):
+    result = run(algorithm, EveryFourth(data), rounds=6, seed=1, test_data=data, progress=False)
+    assert result.round == 6 and [line["num_examples"] for line in result.history[:2]] == [8, 48]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LargestExample(fedsim.Algorithm):
+    """Overrides apply with a Python loop; no model, no parameters, an info of its own."""
+
+    def init(self, key):
+        return {"largest": jnp.zeros(()), "key": key}
+
+    def apply(self, state, cohort):
+        largest = max([float(dataset["x"].max()) for _, dataset, _ in cohort], default=0.0)
+        return state | {"largest": jnp.maximum(state["largest"], largest)}, {"largest": jnp.float32(largest)}
+
+
+def test_an_algorithm_that_overrides_apply(sampler, data, tmp_path):
+    algorithm = LargestExample(batches=fedsim.Batches(size=4))
+    evaluate = lambda state: {"largest": float(state["largest"])}  # noqa: E731
+    for rounds in (7, 7):
+        result = run(
+            algorithm,
+            sampler,
+            rounds=rounds,
+            seed=7,
+            folder=tmp_path / "r",
+            evaluate=evaluate,
+            evaluate_every=3,
+            progress=False,
+        )
+    assert result.history[0].keys() == {"round", "largest", "seconds"}
+    clients = {client for cohort in sampler.rounds(7) for client in cohort.client_ids}
+    assert result.evaluation["largest"] == pytest.approx(max(data[client]["x"].max() for client in clients))
+    assert jax.random.key_data(result.state["key"]).tolist() == jax.random.key_data(rng.stream(rng.root(7), "init")).tolist()
+
+
+def test_test_data_without_a_model_is_refused(sampler, data):
+    with pytest.raises(ValueError, match="LargestExample cannot be evaluated on test_data"):
+        run(LargestExample(batches=fedsim.Batches(size=4)), sampler, rounds=1, seed=0, test_data=data, progress=False)
+
+
+def test_an_algorithm_may_evaluate_itself(sampler, data):
+    class Itself(LargestExample):
+        def evaluate(self, state, test):
+            return {"accuracy": float(state["largest"] > 0) * test.num_clients}
+
+    algorithm = Itself(batches=fedsim.Batches(size=4))
+    assert run(algorithm, sampler, rounds=1, seed=0, test_data=data, progress=False).evaluation == {"accuracy": 12.0}
+
+
+def test_debug_execution_runs(make_algorithm, sampler, algorithm):
+    debug = run(make_algorithm(execution=fedsim.Debug()), sampler, rounds=2, seed=7, progress=False)
+    fast = run(algorithm, sampler, rounds=2, seed=7, progress=False)
+    for a, b in zip(jax.tree.leaves(debug.state), jax.tree.leaves(fast.state), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_callbacks_get_every_line_and_the_state_where_it_is_at_hand(algorithm, sampler, data):
+    got = []
+    result = run(
+        algorithm, sampler, rounds=6, seed=7, test_data=data, evaluate_every=3, progress=False,
+        callbacks=[lambda line, state: got.append((line, state))],
+    )  # fmt: skip
+    assert [line for line, _ in got] == result.history
+    evaluations = [(line["round"], int(state.round)) for line, state in got if "test_accuracy" in line]
+    assert evaluations == [(3, 3), (6, 6)]
+    assert all(int(state.round) == line["round"] for line, state in got if state is not None)
+
+
+def _poisoned(make_algorithm, **fields):
+    """Client learning rate of 1e38 from round 2 on, which no float survives."""
+    return make_algorithm(client_optimizer=lambda r: optax.sgd(jnp.where(r < 2, 0.1, jnp.inf)), **fields)
+
+
+def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampler, tmp_path):
+    with pytest.warns(UserWarning, match=r"3 client update\(s\) held a NaN .* client '\d+' in sampler.cohort\(2\)") as caught:
+        result = run(
+            _poisoned(make_algorithm), sampler, rounds=5, seed=7, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1
+        )
+    assert len([w for w in caught if "client update" in str(w.message)]) == 1
+    assert [line["dropped"] for line in result.history] == [0, 0, 3, 3, 3]
+    assert result.history[-1]["loss"] is None
+    assert "NaN" not in (tmp_path / "r/metrics.jsonl").read_text()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state))
+
+
+def test_nonfinite_raise_raises(make_algorithm, sampler):
+    with pytest.raises(FloatingPointError, match=r"in round 2"):
+        run(_poisoned(make_algorithm, nonfinite="raise"), sampler, rounds=5, seed=7, progress=False)
+
+
+@pytest.mark.parametrize("name", ["rounds", "evaluate_every", "checkpoint_every", "rounds_per_dispatch"])
+def test_numbers_must_be_positive(algorithm, sampler, name):
+    with pytest.raises(ValueError, match=f"Expected {name} >= 1, got {name}=0"):
+        run(algorithm, sampler, **{"rounds": 3, "seed": 0, "progress": False, name: 0})
+
+
+@pytest.mark.parametrize("where", ["a_file", "/proc/fedsim"])
+def test_unwritable_folder_is_an_error_before_anything_is_compiled(make_algorithm, sampler, tmp_path, monkeypatch, where):
+    (tmp_path / "a_file").write_text("")
+    algorithm, init = make_algorithm(), fedsim.algorithms.FedAvg.init
+
+    def traced_only(self, key):
+        assert isinstance(key, jax.core.Tracer), "compiled before the folder was checked"
+        return init(self, key)
+
+    monkeypatch.setattr(fedsim.algorithms.FedAvg, "init", traced_only)
+    with pytest.raises(OSError, match="Cannot write to the run folder"):
+        run(algorithm, sampler, rounds=1, seed=0, folder=tmp_path / where, progress=False)
+
+
+def test_bar_and_table(algorithm, sampler, data, tmp_path, capsys):
+    run(algorithm, sampler, rounds=6, seed=7, folder=tmp_path / "r", test_data=data, evaluate_every=3)
+    out, err = capsys.readouterr()
+    assert "6/6" in err and "loss=" in err and "accuracy=" in err
+    for word in (
+        "after round 6 of 6",
+        "accuracy",
+        "mean",
+        "std",
+        "worst 10%",
+        "wall time",
+        "rounds/s",
+        "metrics.jsonl",
+        str(tmp_path),
+    ):
+        assert word in out
+
+
+_BARE = """
+import sys, warnings
+for name in ("orbax", "orbax.checkpoint", "tensorboardX", "matplotlib", "tyro", "sklearn"):
+    sys.modules[name] = None
+import numpy as np, optax, fedsim, fedsim.cli
+from fedsim.experiment import run
+data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+algorithm = fedsim.algorithms.FedAvg(
+    model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    result = run(algorithm, sampler, rounds=3, seed=0, folder=sys.argv[1], test_data=data)
+assert result.round == 3 and len(result.history) == 4
+print([str(w.message) for w in caught])
+print(fedsim.cli.main(["run"]))
+"""
+
+
+def test_import_and_train_without_optional_dependencies(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(Path(fedsim.__file__).parents[1])}
+    command = [sys.executable, "-c", _BARE, str(tmp_path / "r")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "No checkpoints will be written: orbax-checkpoint is not installed" in done.stdout
+    assert "The command line needs tyro" in done.stderr
+    assert {path.name for path in Path(tmp_path / "r").iterdir()} == {"config.json", "metrics.jsonl"}
+
+
+def test_nothing_warns(algorithm, sampler, data, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(algorithm, sampler, rounds=2, seed=7, folder=tmp_path / "r", test_data=data, progress=False)

@@ -1,0 +1,236 @@
+"""Checkpoints and resumption: whatever happens to a run, it goes on, and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics, restore, run
+
+
+class KilledError(Exception):
+    """Stands for the death of the process: nothing catches it, nothing is saved because of it."""
+
+
+def _die_after(round):
+    def die(line, state):
+        if line["round"] >= round:
+            raise KilledError
+
+    return die
+
+
+def _rounds(lines, key="loss"):
+    return [line["round"] for line in lines if key in line]
+
+
+@pytest.fixture
+def arguments(algorithm, sampler, data):
+    return dict(algorithm=algorithm, sampler=sampler, rounds=12, seed=7, test_data=data, evaluate_every=4, progress=False)
+
+
+@pytest.fixture
+def unbroken(arguments, bits):
+    return bits(run(**arguments).state)
+
+
+def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path):
+    for death in (5, 9):
+        with pytest.raises(KilledError):
+            run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(death)], rounds_per_dispatch=1)
+    result = run(**arguments, folder=tmp_path / "r", checkpoint_every=2)
+    assert bits(result.state) == unbroken
+    assert _rounds(result.history) == list(range(1, 13)) == _rounds(read_metrics(tmp_path / "r/metrics.jsonl"))
+    assert _rounds(result.history, "test_accuracy") == [4, 8, 12]
+
+
+def test_resuming_a_finished_run_returns_its_state(arguments, unbroken, bits, tmp_path, monkeypatch):
+    first = run(**arguments, folder=tmp_path / "r")
+    monkeypatch.setattr(fedsim.algorithms.FedAvg, "apply_rounds", lambda *_, **__: pytest.fail("trained again"))
+    again = run(**arguments, folder=tmp_path / "r")
+    assert bits(again.state) == bits(first.state) == unbroken and again.round == 12
+    assert again.history == first.history and again.evaluation.overall == first.evaluation.overall
+
+
+def test_truncated_newest_checkpoint_is_skipped_with_a_warning(arguments, unbroken, bits, tmp_path):
+    with pytest.raises(KilledError):
+        run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(7)], rounds_per_dispatch=1)
+    newest = max((tmp_path / "r/checkpoints").iterdir())
+    assert newest.name == "00000006"
+    for file in newest.rglob("*"):
+        if file.is_file() and file.stat().st_size > 100:
+            file.write_bytes(file.read_bytes()[:50])
+    with pytest.warns(UserWarning, match="The checkpoint of round 6 is damaged and skipped"):
+        result = run(**arguments, folder=tmp_path / "r", checkpoint_every=2)
+    assert bits(result.state) == unbroken and _rounds(result.history) == list(range(1, 13))
+
+
+def test_every_truncated_changed_or_missing_file_is_noticed(tmp_path):
+    state = {"w": jnp.arange(300.0).reshape(3, 100), "n": jnp.int32(3)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    files = [file for file in tmp_path.rglob("*") if file.is_file() and file.stat().st_size]
+    for file in files:
+        whole = file.read_bytes()
+        for damage in (whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
+            file.write_bytes(damage)
+            with pytest.raises(ValueError):  # noqa: PT011 - in the list of files it is a JSON error
+                checkpoints.load(1, state)
+        if file.name != "files.json":
+            file.unlink()
+            with pytest.raises(ValueError, match="is missing"):
+                checkpoints.load(1, state)
+        file.write_bytes(whole)
+    np.testing.assert_array_equal(checkpoints.load(1, state)["w"], state["w"])
+
+
+def test_an_unfinished_checkpoint_is_not_a_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, {"w": jnp.ones(2)})
+    checkpoints.save(2, {"w": jnp.zeros(2)})
+    (tmp_path / "00000002/files.json").unlink()
+    assert checkpoints.rounds() == [1] and checkpoints.newest({"w": jnp.ones(2)})[1] == 1
+    checkpoints.save(2, {"w": jnp.full(2, 5.0)})
+    assert checkpoints.load(2, {"w": jnp.ones(2)})["w"].tolist() == [5.0, 5.0]
+
+
+def test_when_all_checkpoints_are_damaged_it_says_so(algorithm, arguments, tmp_path):
+    run(**arguments, folder=tmp_path / "r", checkpoint_every=6)
+    for folder in (tmp_path / "r/checkpoints").iterdir():
+        for file in folder.rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="All checkpoints in .* were damaged"):
+        run(**arguments, folder=tmp_path / "r")
+
+
+def test_half_a_last_line_of_the_metrics_is_cut_off(arguments, unbroken, bits, tmp_path):
+    with pytest.raises(KilledError):
+        run(**arguments, folder=tmp_path / "r", checkpoint_every=4, callbacks=[_die_after(6)], rounds_per_dispatch=1)
+    with (tmp_path / "r/metrics.jsonl").open("a") as file:
+        file.write('{"round": 7, "lo')
+    result = run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
+    lines = [json.loads(text) for text in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
+    assert lines == result.history and _rounds(lines) == list(range(1, 13)) and bits(result.state) == unbroken
+
+
+def test_killed_before_the_first_checkpoint(arguments, unbroken, bits, tmp_path):
+    with pytest.raises(KilledError):
+        run(**arguments, folder=tmp_path / "r", checkpoint_every=6, callbacks=[_die_after(2)], rounds_per_dispatch=1)
+    assert bits(run(**arguments, folder=tmp_path / "r", checkpoint_every=6).state) == unbroken
+
+
+def test_another_configuration_is_refused_naming_the_differences(arguments, tmp_path):
+    run(**arguments, folder=tmp_path / "r", config={"dataset": "digits", "alpha": 0.3})
+    before = (tmp_path / "r/config.json").read_text()
+    with pytest.raises(ValueError, match="another configuration") as error:
+        run(**{**arguments, "rounds": 13}, folder=tmp_path / "r", config={"dataset": "emnist62", "beta": 1})
+    text = str(error.value)
+    assert 'dataset: "emnist62" here, "digits" there' in text and "rounds: 13 here, 12 there" in text
+    assert "alpha: nothing here, 0.3 there" in text and "beta: 1 here, nothing there" in text and "seed" not in text
+    assert (tmp_path / "r/config.json").read_text() == before
+
+
+def test_without_a_config_what_can_be_told_from_the_arguments_is_compared(arguments, make_algorithm, tmp_path):
+    run(**arguments, folder=tmp_path / "r")
+    other = {**arguments, "algorithm": make_algorithm(weighting="uniform"), "seed": 8}
+    with pytest.raises(ValueError, match=r'(?s)seed: 8 here, 7 there.*weighting: "uniform" here, "examples" there'):
+        run(**other, folder=tmp_path / "r")
+
+
+def test_speed_only_settings_may_differ(arguments, make_algorithm, bits, unbroken, tmp_path):
+    with pytest.raises(KilledError):
+        run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(5)], rounds_per_dispatch=1)
+    arguments["algorithm"] = make_algorithm(execution=fedsim.Jit(memory="stream"))
+    result = run(**arguments, folder=tmp_path / "r", rounds_per_dispatch=3)
+    for ours, theirs in zip(bits(result.state), unbroken, strict=True):
+        np.testing.assert_allclose(np.frombuffer(ours, np.float32), np.frombuffer(theirs, np.float32), rtol=1e-5)
+
+
+class Before(NamedTuple):
+    params: dict
+    count: jax.Array
+    key: jax.Array
+
+
+class After(NamedTuple):
+    params: dict
+    count: jax.Array
+    key: jax.Array
+
+
+def test_checkpoint_survives_renaming_a_state_class(tmp_path):
+    state = Before({"linear": {"w": jnp.ones([2, 3], jnp.bfloat16), "b": jnp.zeros(0)}}, jnp.int32(4), jax.random.key(5))
+    Checkpoints(tmp_path).save(8, state)
+    like = jax.eval_shape(
+        lambda: After({"linear": {"w": jnp.zeros([2, 3], jnp.bfloat16), "b": jnp.zeros(0)}}, jnp.int32(0), jax.random.key(0))
+    )
+    restored, round = Checkpoints(tmp_path).newest(like)
+    assert type(restored) is After and round == 8 and restored.params["linear"]["w"].dtype == jnp.bfloat16
+    assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist() and int(restored.count) == 4
+
+
+def test_checkpoint_of_another_structure_is_refused_by_name(tmp_path):
+    Checkpoints(tmp_path).save(1, {"w": jnp.ones(3), "old": jnp.ones(())})
+    with pytest.raises(ValueError, match=r"lacks \[\"\['new'\]\"\] and also has \[\"\['old'\]\"\]"):
+        Checkpoints(tmp_path).newest({"w": jnp.ones(3), "new": jnp.ones(())})
+    with pytest.raises(ValueError, match=r"\['w'\] is float32\[3\] there and float32\[4\] here"):
+        Checkpoints(tmp_path).newest({"w": jnp.ones(4), "old": jnp.ones(())})
+
+
+def test_the_last_two_and_the_best_are_kept(arguments, algorithm, tmp_path):
+    scores = {4: 0.5, 8: 0.9, 12: 0.7, 16: 0.8, 20: 0.6}
+    arguments |= dict(rounds=20, evaluate=lambda state: {"accuracy": scores[int(state.round)]}, test_data=None)
+    result = run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
+    assert Checkpoints(tmp_path / "r/checkpoints").rounds() == [8, 16, 20] and best_round(result.history) == 8
+    best, round = restore(tmp_path / "r", algorithm, "best")
+    assert round == 8 == int(best.round)
+    last, round = restore(tmp_path / "r", algorithm)
+    assert round == 20 == int(last.round)
+
+
+def test_restoring_from_an_empty_folder_is_an_error(algorithm, tmp_path):
+    with pytest.raises(ValueError, match="holds no best checkpoint"):
+        restore(tmp_path, algorithm, "best")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_resume(arguments, unbroken, bits, tmp_path, capsys, number):
+    def strike(line, state):
+        if line["round"] == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    result = run(**arguments, folder=tmp_path / "r", callbacks=[strike], rounds_per_dispatch=1)
+    assert result.interrupted == number and 3 <= result.round <= 5
+    assert signal.getsignal(number) is before
+    said = capsys.readouterr().err
+    assert f"{number.name}: stopped after round {result.round} of 12" in said and f"folder='{tmp_path / 'r'}'" in said
+    resumed = run(**arguments, folder=tmp_path / "r")
+    assert resumed.interrupted is None and bits(resumed.state) == unbroken
+    assert _rounds(resumed.history) == list(range(1, 13))
+
+
+def test_a_second_ctrl_c_aborts_at_once(arguments, tmp_path):
+    def strike(line, state):
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(**arguments, folder=tmp_path / "r", callbacks=[strike], rounds_per_dispatch=2)
+
+
+def test_config_json_notes_versions_and_settings(arguments, tmp_path):
+    settings = fedsim.experiment.Settings(lanes=2)
+    run(**arguments, folder=tmp_path / "r", config={"x": (1, 2)}, settings=settings)
+    run(**arguments, folder=tmp_path / "r", config={"x": [1, 2]}, settings=settings)
+    stored = read_config(tmp_path / "r")
+    assert stored["config"] == {"x": [1, 2], "rounds": 12, "seed": 7, "evaluate_every": 4}
+    assert stored["settings"]["lanes"] == 2 and set(stored["versions"]) == {"fedsim", "jax", "python"}

@@ -1,0 +1,280 @@
+"""The command line: what it prints, what it refuses, and that a run folder can be run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim.cli import main
+from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
+
+SMALL = [
+    "--model",
+    "digits_logistic",
+    "--rounds",
+    "4",
+    "--clients",
+    "3",
+    "--epochs",
+    "1",
+    "--evaluate-every",
+    "2",
+    "--execution",
+    "jit",
+]
+
+
+def _parameters(folder):
+    stored = read_config(folder)
+    algorithm = build(RunConfig.from_json(stored["config"]), Settings(**stored["settings"])).algorithm
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restore(folder, algorithm)[0].params)]
+
+
+def _assert_same(a, b):
+    for ours, theirs in zip(_parameters(a), _parameters(b), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run folder with a finished run of FedProx in it."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    assert main(["run", *SMALL, "--algorithm", "fedprox", "--mu", "0.5", "--folder", str(folder), "--no-progress"]) == 0
+    return folder
+
+
+def test_run_writes_its_folder(finished):
+    lines = read_metrics(finished / "metrics.jsonl")
+    assert [line["round"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+    assert [line["round"] for line in lines if "test_accuracy" in line] == [2, 4]
+    stored = read_config(finished)
+    assert stored["config"]["algorithm"] == "fedprox" and stored["config"]["hyperparameters"]["mu"] == 0.5
+    assert stored["config"]["batch_size"] == published("digits", "fedprox").values["batch_size"]
+    assert stored["settings"]["execution"] == "jit" and stored["versions"]["fedsim"] == fedsim.__version__
+    assert {path.name for path in finished.iterdir()} >= {"checkpoints", "tensorboard", "learning_curve.png"}
+
+
+def test_run_from_a_folder_gives_the_same_bits(finished, tmp_path):
+    assert main(["run", "--from", str(finished), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
+    assert read_config(tmp_path / "again")["config"] == read_config(finished)["config"]
+    _assert_same(tmp_path / "again", finished)
+
+
+def test_run_from_a_folder_with_another_algorithm_keeps_the_rest(finished, tmp_path):
+    changed = ["--algorithm", "fedavgm", "--momentum", "0.5", "--seed", "4"]
+    assert main(["run", "--from", str(finished), *changed, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
+    config = read_config(tmp_path / "r")["config"]
+    assert config["rounds"] == 4 and config["model"] == "digits_logistic" and config["seed"] == 4
+    assert config["hyperparameters"] == {
+        "momentum": 0.5,
+        "server_learning_rate": published("digits", "fedavgm").values["server_learning_rate"],
+    }
+
+
+def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finished, capsys):
+    assert main(["resume", str(finished), "--progress"]) == 0
+    out = capsys.readouterr().out
+    assert "after round 4 of 4" in out and "worst 10%" in out and "metrics.jsonl" in out
+
+
+def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *SMALL, "--rounds", "1", "--no-progress"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("digits-fedavg-20")
+
+
+def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--dataset", "emnist62", "--algorithm", "fedadam", "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and "Reddi et al. 2021" in text
+    options = """dataset data model algorithm rounds clients batch-size epochs steps max-steps weighting nonfinite seed
+        evaluate-every client-learning-rate client-momentum client-schedule server-learning-rate b1 b2 tau folder from
+        checkpoint-every execution devices lanes memory rounds-per-dispatch"""
+    for option in options.split():
+        assert f"--{option} " in text, option
+    for default in ("1500", "0.03162", "0.003162", "0.99", "0.0001"):
+        assert f"(default: {default})" in text
+    assert "--mu" not in text
+
+
+def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "--algorithm", "fedsgd", "--help"])
+    text = capsys.readouterr().out
+    assert "--client-learning-rate" not in text and "--server-learning-rate" in text
+
+
+@pytest.mark.parametrize("command", ["datasets", "models", "algorithms"])
+def test_lists(command, capsys):
+    assert main([command]) == 0
+    names = {"datasets": "digits", "models": "emnist_cnn", "algorithms": "fedyogi"}
+    assert any(line.startswith(names[command]) for line in capsys.readouterr().out.splitlines())
+
+
+def test_commands_are_listed(capsys):
+    assert main([]) == 0 and "resume FOLDER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--dataset", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
+        (["--model", "digits_dens"], "There is no model 'digits_dens'. Did you mean 'digits_dense'"),
+        (["--model", "dense"], "The model 'dense' needs arguments"),
+        (["--algorithm", "fedporx"], "There is no algorithm 'fedporx'. Did you mean 'fedprox'?"),
+        (["--algorithm", "nowhere.py:Mine"], "nowhere.py:Mine': there is no file"),
+        (["--algorithm", "no.such.module:Mine"], "Cannot import 'no.such.module:Mine'"),
+        (["--algorithm", "fedsim.algorithms:FedPox"], "has no 'FedPox'. Did you mean 'FedProx'"),
+        (["--algorithm", "fedsim:Batches"], "is not a subclass of fedsim.Algorithm"),
+        (["--rounds", "0"], "Expected rounds >= 1, got rounds=0: give"),
+        (["--batch-size", "-5"], "Expected batch_size >= 1, got batch_size=-5: give"),
+        (["--epochs", "0"], "Expected epochs >= 1, got epochs=0: give"),
+        (["--clients", "0"], "Expected clients >= 1, got clients=0: give"),
+        (["--clients", "101"], "A cohort of clients=101 is larger than the population of 100. Ask for at most 100."),
+        (["--client-learning-rate", "0"], "Expected client_learning_rate > 0, got client_learning_rate=0.0: give"),
+        (["--server-learning-rate", "-1"], "Expected server_learning_rate > 0, got server_learning_rate=-1.0: give"),
+        (["--seed", "-1"], "Expected 0 <= seed < 2**63, got seed=-1"),
+        (["--algorithm", "fedprox", "--mu", "-1"], "Expected mu >= 0, got mu=-1.0"),
+        (["--data", "/nowhere"], "No folder /nowhere to read 'digits' from"),
+        (["--model", "emnist_dense"], "Feature 'x' has shape [8, 8, 1] per example, and the model expects [28, 28, 1]"),
+        (["--execution", "jit", "--devices", "2"], "execution='jit' runs on one device, and devices=2"),
+        (["--from", "/nowhere"], "/nowhere holds no run"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, tmp_path):
+    assert main(["run", *arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error and "Traceback" not in error
+
+
+def test_unwritable_folder_is_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert main(["run", *SMALL, "--folder", str(tmp_path / "file"), "--no-progress"]) != 0
+    error = capsys.readouterr().err
+    assert "Cannot write to the run folder" in error and error.count("\n") == 1
+
+
+def test_traceback_on_demand(capsys):
+    assert main(["run", "--rounds", "0", "--traceback"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_unknown_option_and_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--roundz", "3"])
+    assert stop.value.code == 2 and "--rounds" in capsys.readouterr().err
+    assert main(["rum"]) == 2 and "Did you mean 'run'" in capsys.readouterr().err
+
+
+def test_another_configuration_in_the_folder_is_refused(finished, capsys):
+    assert main(["run", "--from", str(finished), "--mu", "0.25", "--folder", str(finished)]) == 2
+    error = capsys.readouterr().err
+    assert '"mu": 0.25' in error and '"mu": 0.5' in error
+
+
+_CUSTOM = '''
+import dataclasses
+from typing import Literal
+import jax.numpy as jnp
+from fedsim import Algorithm, ClientUpdate
+from fedsim.algorithms import FedAvg
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Shrinking(FedAvg):
+    """FedAvg with a penalty.
+
+    Attributes:
+      penalty: how much large
+        parameters cost.
+    """
+    penalty: float = 0.25
+    norm: Literal["l1", "l2"] = "l2"
+    def client_loss(self, shared, params, batch):
+        squares = [jnp.sum(jnp.square(w)) for layer in params.values() for w in layer.values()]
+        return super().client_loss(shared, params, batch) + self.penalty * sum(squares)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Counting(Algorithm):
+    """No model, no optimizer, and a Python loop."""
+    step: int = 1
+    client_learning_rate: float = 0.0625
+    def init(self, key): return jnp.zeros((), jnp.int32)
+    def apply(self, state, cohort): return state + self.step * sum(1 for _ in cohort), {"clients": jnp.int32(len(cohort))}
+'''
+
+
+@pytest.fixture
+def custom(tmp_path):
+    (tmp_path / "custom.py").write_text(_CUSTOM)
+    return tmp_path / "custom.py"
+
+
+def test_custom_algorithm_by_import_path(custom, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", *SMALL, "--algorithm", "custom.py:Shrinking"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "--penalty FLOAT How much large parameters cost. (default: 0.25)" in text and "--norm {l1,l2}" in text
+    assert main([*arguments, "--penalty", "0.5", "--folder", "r", "--no-progress"]) == 0
+    monkeypatch.chdir("/")
+    assert main(["resume", str(tmp_path / "r"), "--no-progress"]) == 0
+    config = read_config(tmp_path / "r")["config"]
+    assert config["algorithm"] == f"{custom}:Shrinking" and config["hyperparameters"]["penalty"] == 0.5
+
+
+def test_custom_algorithm_without_model_or_optimizer(custom, tmp_path):
+    arguments = ["run", "--algorithm", f"{custom}:Counting", "--step", "2", "--rounds", "3", "--clients", "4"]
+    assert main([*arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
+    assert read_config(tmp_path / "r")["config"]["client_learning_rate"] == 0.0625
+    assert [line["clients"] for line in read_metrics(tmp_path / "r/metrics.jsonl")] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential"])
+def test_schedules_run(schedule, tmp_path):
+    arguments = ["--client-schedule", schedule, "--client-schedule-every", "2", "--client-schedule-staircase"]
+    assert main(["run", *SMALL, *arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
+    assert read_metrics(tmp_path / "r/metrics.jsonl")[-1]["test_loss"] < 2.5
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tmp_path):
+    folder, environment = tmp_path / "r", {**os.environ, "PYTHONPATH": str(Path(fedsim.__file__).parents[1])}
+    command = [
+        sys.executable,
+        "-m",
+        "fedsim",
+        "run",
+        *SMALL,
+        "--rounds",
+        "200000",
+        "--evaluate-every",
+        "100000",
+        "--folder",
+        str(folder),
+    ]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == status, error
+    assert "Traceback" not in error and f"To go on: fedsim resume {folder}" in error
+    rounds = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["round"]
+    assert f"stopped after round {rounds} of 200000" in error
+    assert int(max(path.name for path in (folder / "checkpoints").iterdir())) == rounds

@@ -1,0 +1,119 @@
+"""The examples: each depth of extension trains, does not depend on the execution, and runs from the command line."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import cli
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CLASSES = {"fedprox": "FedProx", "custom_algorithm": "FedNova", "python_loop": "WeightTransfer"}
+COMPILED = ["fedprox", "custom_algorithm"]  # their `apply` is the library's, so an execution runs it
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(name, **fields):
+    cls = getattr(load(name), CLASSES[name])
+    given = dict(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10), **fields)
+    if "client_optimizer" in {field.name for field in dataclasses.fields(cls)}:
+        given["client_optimizer"] = optax.sgd(0.2)
+    return cls(**given)
+
+
+def train(algorithm, rounds=2, clients=6):
+    data = fedsim.datasets.load("digits").train
+    state = algorithm.init(jax.random.key(3))
+    for cohort in fedsim.UniformSampler(data, clients=clients, seed=3).rounds(rounds):
+        state, info = algorithm.apply(state, cohort)
+    return state.params, info
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_example_trains_and_says_so(name, capsys):
+    accuracy = load(name).main(rounds=20)
+    assert accuracy > 0.8
+    assert f"{CLASSES[name]}" in capsys.readouterr().out
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_example_gives_the_same_under_every_execution(name):
+    expected, info = train(make(name, execution=fedsim.Jit()))
+    for execution in (fedsim.Pmap(devices=8), fedsim.Pmap(devices=2, lanes=2), fedsim.Auto(), fedsim.Debug()):
+        params, other = train(make(name, execution=execution))
+        assert_close(params, expected)
+        np.testing.assert_allclose(other.clients["loss"], info.clients["loss"], rtol=1e-5)
+
+
+def test_fedprox_example_is_the_librarys():
+    """And does not fall back on FedAvg: another mu gives other parameters."""
+    data = dict(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10), client_optimizer=optax.sgd(0.2))
+    example = train(make("fedprox", mu=0.5))[0]
+    assert_close(example, train(fedsim.algorithms.FedProx(**data, mu=0.5))[0])
+    moved = fedsim.tree.subtract(example, train(fedsim.algorithms.FedAvg(**data))[0])
+    assert fedsim.tree.squared_norm(moved) > 1e-6
+
+
+def test_fednova_example_against_numpy():
+    """One round, redone client by client: x + (Σ p_i τ_i) Σ p_i (x_i - x) / τ_i."""
+    algorithm = make("custom_algorithm")
+    cohort = fedsim.UniformSampler(fedsim.datasets.load("digits").train, clients=5, seed=3).cohort(0)
+    start = algorithm.init(jax.random.key(3))
+    state, _ = algorithm.apply(start, cohort)
+    directions, steps, sizes = [], [], []
+    for _client_id, dataset, key in cohort:
+        params = start.params
+        batches = list(dataset.batches(algorithm.batches, key))
+        for batch in batches:
+            gradient = jax.grad(algorithm.model.train_loss)(params, batch)
+            params = jax.tree.map(lambda p, g: p - 0.2 * g, params, gradient)
+        directions.append(fedsim.tree.scale(fedsim.tree.subtract(params, start.params), 1 / len(batches)))
+        steps.append(len(batches))
+        sizes.append(len(dataset))
+    assert len(set(steps)) > 1
+    share = np.array(sizes) / np.sum(sizes)
+
+    def redo(x, *moves):
+        return np.asarray(x) + share @ steps * np.tensordot(share, np.stack(moves), 1)
+
+    expected = jax.tree.map(redo, start.params, *directions)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), state.params, expected)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsys):
+    reference = f"{EXAMPLES / name}.py:{CLASSES[name]}"
+    jax.devices()  # JAX has started, so that the command line does not change the devices of other tests
+    options = ["--rounds", "2", "--clients", "4", "--client-learning-rate", "0.05", "--folder", str(tmp_path / "run")]
+    assert cli.main(["run", "--algorithm", reference, *options]) == 0
+    assert "after round 2 of 2" in capsys.readouterr().out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert (config["algorithm"], config["client_learning_rate"]) == (reference, 0.05)
+
+
+def test_examples_are_as_small_as_promised():
+    lines = (EXAMPLES / "fedprox.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("@dataclasses"))
+    last = next(i for i, line in enumerate(lines) if line.startswith("def main"))
+    assert len([line for line in lines[first:last] if line.strip()]) <= 15
+    assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 60
