@@ -51,7 +51,7 @@ def main(rounds: int = 60) -> float:
     data = fedsim.datasets.load("digits")
     algorithm = FedNova(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10, epochs=5))
     sampler = fedsim.UniformSampler(data.train, clients=20, seed=0)
-    result = experiment.run(algorithm, sampler, rounds=rounds, seed=0, test_data=data.test, progress=False)
+    result = experiment.run(algorithm, sampler, rounds=rounds, test_data=data.test, progress=False)
     print(f"FedNova, {rounds} rounds: test accuracy {result.evaluation.overall['accuracy']:.3f}")
     return result.evaluation.overall["accuracy"]
 

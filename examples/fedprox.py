@@ -41,7 +41,7 @@ def main(rounds: int = 60) -> float:
             mu=mu,
         )
         sampler = fedsim.UniformSampler(data.train, clients=20, seed=0)
-        result = experiment.run(algorithm, sampler, rounds=rounds, seed=0, test_data=data.test, progress=False)
+        result = experiment.run(algorithm, sampler, rounds=rounds, test_data=data.test, progress=False)
         accuracy = result.evaluation.overall["accuracy"]
         print(f"FedProx, mu={mu}, {rounds} rounds: test accuracy {accuracy:.3f}")
     return accuracy

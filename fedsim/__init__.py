@@ -2,10 +2,14 @@
 
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
+from fedsim import data as data
 from fedsim import datasets as datasets
+from fedsim import execution as execution
 from fedsim import experiment as experiment
 from fedsim import metrics as metrics
 from fedsim import models as models
+from fedsim import rng as rng
+from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
 from fedsim.data import Batch as Batch

@@ -11,6 +11,7 @@ import jax
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo
+from fedsim.model import Model
 
 State = Any
 Shared = Any
@@ -30,7 +31,8 @@ class Algorithm:
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
       nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round and counts it in the info;
-        ``"raise"`` raises ``FloatingPointError`` (and waits for every round to see whether it must).
+        (`fedsim.experiment.run` also warns once); ``"raise"`` raises ``FloatingPointError``, and waits for every round to see
+        whether it must.
 
     Guarantees:
       - `apply` does not change its arguments, and its answer depends on them alone.
@@ -91,7 +93,13 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} must define server_update, or override apply.")
 
     def check(self, data: FederatedData) -> None:
-        """Raises ``ValueError`` if this algorithm cannot read ``data``; called once per population, before compiling."""
+        """Raises ``ValueError`` if this algorithm cannot read ``data``; called once per population, before compiling.
+
+        An algorithm that has a ``model`` asks it; others override this if there is anything to check.
+        """
+        model = getattr(self, "model", None)
+        if isinstance(model, Model):
+            model.check(data)
 
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         """One round: broadcast, every client's steps, fold, server update."""

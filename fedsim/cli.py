@@ -134,7 +134,6 @@ def _train(config: RunConfig, settings: Settings) -> int:
         algorithm,
         sampler,
         rounds=config.rounds,
-        seed=config.seed,
         folder=settings.folder,
         test_data=test_data if hasattr(algorithm, "model") or hasattr(algorithm, "evaluate") else None,
         evaluate_every=config.evaluate_every,

@@ -74,15 +74,13 @@ def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
     >>> mean.total.tolist(), mean.weight.tolist()
     ([1.0, 0.0], [1.0, 1.0])
     """
-    right = (jnp.argmax(outputs, axis=1) == examples["y"]).astype(jnp.float32)
-    return Mean(right, jnp.ones_like(right))
+    return per_example((jnp.argmax(outputs, axis=1) == examples["y"]).astype(jnp.float32))
 
 
-def mean_cross_entropy(examples: Examples, outputs: jax.Array) -> Mean:
-    """`cross_entropy` as a metric.
+def per_example(values: jax.Array) -> Mean:
+    """The metric whose value of each example is ``values [n]``: a loss, say.
 
-    >>> round(float(mean_cross_entropy({"y": jnp.array([0])}, jnp.zeros([1, 2])).total[0]), 4)
-    0.6931
+    >>> per_example(jnp.array([0.5, 2.5])).weight.tolist()
+    [1.0, 1.0]
     """
-    losses = cross_entropy(examples, outputs)
-    return Mean(losses, jnp.ones_like(losses))
+    return Mean(values, jnp.ones_like(values))

@@ -68,11 +68,19 @@ class Model:
     ) -> Model:
         """A model from an ``hk.transform``ed function of ``examples`` (and keyword arguments that differ in training).
 
-        ``metrics`` defaults to loss and accuracy of a classifier whose outputs are logits ``[n, num_classes]``.
+        ``metrics`` defaults to the loss, and with the default loss also to the accuracy of a classifier whose outputs are
+        logits ``[n, num_classes]``.
+
+        Raises:
+          ValueError: ``transformed`` has state (``hk.transform_with_state``), which no client could keep.
         """
+        if not isinstance(transformed, hk.Transformed):
+            raise ValueError(f"Expected what hk.transform returns, got a {type(transformed).__name__}: a model keeps no state.")
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
         if metrics is None:
-            metrics = {"loss": metrics_lib.mean_cross_entropy, "accuracy": metrics_lib.accuracy}
+            metrics = {"loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))}
+            if loss is metrics_lib.cross_entropy:
+                metrics["accuracy"] = metrics_lib.accuracy
 
         def init(key: jax.Array) -> Params:
             first = {name: _accepted(feature)[0] for name, feature in features.items()}

@@ -28,7 +28,7 @@ _HALF_ROUNDS = 8
 
 
 def root(seed: int | jax.Array) -> jax.Array:
-    """The root key of a seed; a key passes through.
+    """The root key of a seed; a key passes through, also an old one of `jax.random.PRNGKey`.
 
     Raises:
       ValueError: ``seed`` is negative or does not fit 63 bits.
@@ -38,6 +38,8 @@ def root(seed: int | jax.Array) -> jax.Array:
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed
+    if not isinstance(seed, int) and np.shape(seed) == (2,) and seed.dtype == np.uint32:  # of jax.random.PRNGKey
+        return jax.random.wrap_key_data(jnp.asarray(seed))
     seed = operator.index(seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}.")

@@ -59,7 +59,7 @@ class MeanAccumulator(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mean(Aggregator):
-    """The weighted mean of the updates; zeros if the total weight is 0.
+    """The weighted mean of the updates, summed in ``float32`` (or wider, if they are); zeros if the total weight is 0.
 
     >>> mean = Mean()
     >>> fold = mean.zero({"w": jnp.zeros(2)})
@@ -70,10 +70,15 @@ class Mean(Aggregator):
     """
 
     def zero(self, update: Update) -> MeanAccumulator:
-        return MeanAccumulator(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), update), jnp.zeros((), jnp.float32))
+        # Sums of integers or of half precision would overflow, and a mean of integers is none.
+        def wide(dtype: Any) -> Any:
+            return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
+
+        total = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), update)
+        return MeanAccumulator(total, jnp.zeros((), jnp.float32))
 
     def accumulate(self, accumulator: MeanAccumulator, update: Update, weight: jax.Array) -> MeanAccumulator:
-        total = tree.add(accumulator.total, tree.scale(update, weight))
+        total = jax.tree.map(lambda sum, x: sum + weight * x.astype(sum.dtype), accumulator.total, update)
         return MeanAccumulator(total, accumulator.weight + weight)
 
     def merge(self, a: MeanAccumulator, b: MeanAccumulator) -> MeanAccumulator:

@@ -42,7 +42,7 @@ class FedAvg(GradientServer):
 
     Attributes:
       client_optimizer: an optax transformation, made anew for every client and round; or, for a schedule over rounds, a
-        function from the round's number ``int32 []`` to one: ``lambda round: optax.sgd(0.1 * 0.99**round)``.
+        function from the number of server updates so far, ``int32 []``, to one: ``lambda round: optax.sgd(0.1 * 0.99**round)``.
       model, server_optimizer, weighting: see `GradientServer`.
 
     >>> import numpy as np, fedsim
@@ -67,7 +67,16 @@ class FedAvg(GradientServer):
 
     def client_step(self, shared: ServerState, state: ClientState, batch: Batch) -> ClientState:
         loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
-        updates, opt_state = self._client_optimizer(shared.round).update(gradient, state.opt_state, state.params)
+        optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
+        # value, grad and value_fn are for those that ask for them (Polyak steps, line searches).
+        updates, opt_state = optimizer.update(
+            gradient,
+            state.opt_state,
+            state.params,
+            value=loss,
+            grad=gradient,
+            value_fn=lambda params: self.client_loss(shared, params, batch),
+        )
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         return ClientState(
             optax.apply_updates(state.params, updates), opt_state, state.loss.merge(metrics.Mean(loss * seen, seen))

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from fedsim.algorithm import Algorithm
-from fedsim.data import FederatedData
 from fedsim.execution import Client
 from fedsim.model import Model, Params
 
@@ -59,18 +58,15 @@ class GradientServer(Algorithm):
         """A client's share in the aggregate, ``float32 []``, by ``weighting``."""
         return client.num_examples.astype(jnp.float32) if self.weighting == "examples" else jnp.float32(1)
 
-    def check(self, data: FederatedData) -> None:
-        self.model.check(data)
-
 
 def positive(**values: float) -> None:
-    """Raises ``ValueError`` naming the first argument that is not above 0.
+    """Raises ``ValueError`` naming the first argument that is not above 0 and finite.
 
     >>> positive(tau=0.0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected tau > 0, got tau=0.0.
+    ValueError: Expected tau > 0 and finite, got tau=0.0.
     """
     for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"Expected {name} > 0, got {name}={value}.")
+        if not 0 < value < float("inf"):
+            raise ValueError(f"Expected {name} > 0 and finite, got {name}={value}.")

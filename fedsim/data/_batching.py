@@ -73,8 +73,9 @@ class Batches:
             value = getattr(self, name)
             if value is None and name in ("steps", "max_steps"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"Expected {name} >= 1, got {name}={value!r}: give {meaning}.")
+            object.__setattr__(self, name, int(value))
 
     def num_steps(self, num_examples: Any) -> Any:
         """Steps of a client with ``num_examples`` (a Python int, or an integer array of NumPy or JAX, traced or not).

@@ -253,6 +253,13 @@ class FederatedData:
     def __getitem__(self, client_id: str) -> ClientDataset:
         return self.client(self.index(client_id))
 
+    def __iter__(self) -> Iterator[ClientDataset]:
+        return self.clients()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is kept beside the fields (arrays on devices among it) stays behind when data is sent to another process.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
     def index(self, client_id: str) -> int:
         """A client's position in the population.
 

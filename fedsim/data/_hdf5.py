@@ -77,7 +77,12 @@ def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, trans
                 rows = transform(client_id, dict(rows))
             if not columns:
                 columns = {name: np.empty((offsets[-1], *a.shape[1:]), a.dtype) for name, a in rows.items()}
+            check_same_features(client_ids[0], columns, client_id, rows)
             for name, array in rows.items():
+                if len(array) != sizes[i]:
+                    raise ValueError(
+                        f"The transform made {len(array)} rows of {sizes[i]} of client {client_id!r}: keep their number."
+                    )
                 columns[name][offsets[i] : offsets[i + 1]] = array
         return FederatedData(columns, offsets, client_ids)
 

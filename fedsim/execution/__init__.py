@@ -12,3 +12,4 @@ from fedsim.execution._execution import Auto as Auto
 from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
+from fedsim.execution._execution import runs_with as runs_with

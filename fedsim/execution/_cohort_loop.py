@@ -49,7 +49,8 @@ class Lane:
     def batch(self, position: jax.Array, step: jax.Array) -> Batch:
         people = self.people
         index, mask = self.program.batches.indices(people.shuffle_words[position], people.size[position], step)
-        rows = people.start[position] + index
+        # An idle lane asks for rows of a client that may be empty and stand at the very end.
+        rows = jnp.minimum(people.start[position] + index, len(next(iter(self.columns.values()))) - 1)
         examples = {name: column.at[rows].get(mode="promise_in_bounds") for name, column in self.columns.items()}
         return Batch(examples, mask, jax.random.fold_in(people.step_key[position], step), step)
 
@@ -73,16 +74,19 @@ class Lane:
 
 
 def sanitize(result: ClientUpdate, client: Client) -> tuple[Any, Info]:
-    """Keeps empty clients and updates that are not finite out of the fold, and writes the client's line of the info.
+    """Keeps out of the fold who took no step and whose update is not finite, and writes the client's line of the info.
 
-    A non-finite update is replaced by zeros and not only weighted by 0, since 0 times NaN is NaN.
+    An update counts as finite if its squared norm is: so no sum of weighted updates overflows either. One that is not is
+    replaced by zeros and not only weighted by 0, since 0 times NaN is NaN.
     """
-    weight = jnp.where(client.num_examples > 0, jnp.asarray(result.weight, jnp.float32), 0.0)
-    finite = tree.all_finite(result.update) & jnp.isfinite(weight)
-    update = tree.select(finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
+    weight = jnp.asarray(result.weight, jnp.float32)
+    took_part = client.num_steps > 0
+    finite = jnp.isfinite(tree.squared_norm(result.update)) & jnp.isfinite(weight)
+    counts = took_part & finite
+    update = tree.select(counts, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
     # All of one dtype with the updates, so that one all-reduce brings everything together.
-    return update, info | {"weight": jnp.where(finite, weight, 0.0), "dropped": (~finite).astype(jnp.float32)}
+    return update, info | {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
 
 
 def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array) -> RoundInfo:
@@ -96,13 +100,14 @@ def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array) -> Roun
     )
 
 
-def run_sequential(lane: Lane, queue: jax.Array, length: jax.Array) -> tuple[Any, Info]:
+def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: tuple[Any, Info]) -> tuple[Any, Info]:
     """One client at a time, each for its own number of steps: nothing is padded. The way of a CPU.
 
     Args:
       lane: the device's clients and data.
       queue: ``int32 [clients]``, positions in the cohort.
-      length: ``int32 []``, how many of them count.
+      window: ``int32 [2]``, which part of the queue to train: from, and up to.
+      carry: the fold so far, and the lines.
     """
     program, shared = lane.program, lane.shared
 
@@ -117,10 +122,12 @@ def run_sequential(lane: Lane, queue: jax.Array, length: jax.Array) -> tuple[Any
         )
         return lane.fold(*carry, position, program.client_final(shared, state, client), client)
 
-    return jax.lax.fori_loop(0, length, run_client, lane.zeros())
+    return jax.lax.fori_loop(window[0], window[1], run_client, carry)
 
 
-def run_side_by_side(lane: Lane, queues: jax.Array, lengths: jax.Array, steps_per_check: int) -> tuple[Any, Info]:
+def run_side_by_side(
+    lane: Lane, queues: jax.Array, windows: jax.Array, carry: tuple[Any, Info], steps_per_check: int
+) -> tuple[Any, Info]:
     """Many lanes at once (`jax.vmap`), each starting its next client when one ends. The way of a GPU or TPU.
 
     No lane waits for another before its queue is empty, so no step is spent on padding until the very end.
@@ -128,20 +135,21 @@ def run_side_by_side(lane: Lane, queues: jax.Array, lengths: jax.Array, steps_pe
     Args:
       lane: the device's clients and data.
       queues: ``int32 [lanes, clients]``, positions in the cohort.
-      lengths: ``int32 [lanes]``.
+      windows: ``int32 [lanes, 2]``, which part of each queue to train.
+      carry: the fold so far, and the lines.
       steps_per_check: how many steps to take before asking whether all lanes are done: a loop condition is read back
         to the host on a GPU, which costs more than a few idle steps.
     """
     program, shared = lane.program, lane.shared
 
-    def tick(carry: tuple[Any, ...], queue: jax.Array, length: jax.Array) -> tuple[Any, ...]:
+    def tick(carry: tuple[Any, ...], queue: jax.Array, window: jax.Array) -> tuple[Any, ...]:
         slot, step, state, accumulator, room = carry
         position = queue[jnp.minimum(slot, queue.shape[0] - 1)]
         client = lane.client(position)
         state = tree.select(step == 0, program.client_init(shared, client), state)
         stepped = program.client_step(shared, state, lane.batch(position, step))
         state = tree.select(step < client.num_steps, stepped, state)
-        ended = (slot < length) & (step + 1 >= client.num_steps)
+        ended = (slot < window[1]) & (step + 1 >= client.num_steps)
         result = program.client_final(shared, state, client)
         folded = lane.fold(accumulator, room, position, result, client)
         # select and not a weight of 0: an idle lane must leave every kind of accumulator alone.
@@ -149,13 +157,15 @@ def run_side_by_side(lane: Lane, queues: jax.Array, lengths: jax.Array, steps_pe
         return slot + ended.astype(jnp.int32), jnp.where(ended, 0, step + 1), state, accumulator, room
 
     def ticks(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        return jax.lax.scan(lambda c, _: (jax.vmap(tick)(c, queues, lengths), None), carry, length=steps_per_check)[0]
+        return jax.lax.scan(lambda c, _: (jax.vmap(tick)(c, queues, windows), None), carry, length=steps_per_check)[0]
 
-    lanes = lengths.shape[0]
+    lanes = windows.shape[0]
     client_state = jax.eval_shape(lambda: program.client_init(shared, lane.client(jnp.int32(0))))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), client_state)
-    first = (jnp.int32(0), jnp.int32(0), blank, *lane.zeros())
-    carry = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), first)
-    _, _, _, accumulators, rooms = jax.lax.while_loop(lambda c: jnp.any(c[0] < lengths), ticks, carry)
+    first = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), (jnp.int32(0), blank, *lane.zeros()))
+    start = (windows[:, 0], *first)
+    _, _, _, accumulators, rooms = jax.lax.while_loop(lambda c: jnp.any(c[0] < windows[:, 1]), ticks, start)
+    accumulator, lines = carry
     # Every client's line was written by one lane only; elsewhere it is 0.
-    return program.aggregator.merge_stacked(accumulators), jax.tree.map(lambda x: jnp.sum(x, 0, dtype=x.dtype), rooms)
+    lines = jax.tree.map(lambda so_far, x: so_far + jnp.sum(x, 0, dtype=x.dtype), lines, rooms)
+    return program.aggregator.merge(accumulator, program.aggregator.merge_stacked(accumulators)), lines

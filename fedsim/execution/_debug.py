@@ -55,10 +55,11 @@ class Debug(Execution):
                 stage = f"client_step {int(batch.step)}"
                 client_state = _stage(stage, who, program.client_step, shared, client_state, batch)
             result = _stage("client_final", who, program.client_final, shared, client_state, client)
-            update, line = sanitize(result, client)
+            update, line = _stage("client_final", who, sanitize, result, client)
             if accumulator is None:
-                accumulator = program.aggregator.zero(update)
-            accumulator = program.aggregator.accumulate(accumulator, update, line["weight"])
+                accumulator = _stage("aggregator.zero", who, program.aggregator.zero, update)
+            accumulate = program.aggregator.accumulate
+            accumulator = _stage("aggregator.accumulate", who, accumulate, accumulator, update, line["weight"])
             lines.append(line)
         info = round_info(program, jax.tree.map(lambda *rows: jnp.stack(rows), *lines), jnp.asarray(cohort.sizes, jnp.int32))
         state = _stage("server_update", "the server", finish_round, program, state, accumulator, info.num_aggregated)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim.data import FederatedData
 from fedsim.execution import _placement
-from fedsim.execution._execution import Auto, Jit
+from fedsim.execution._execution import Auto, Execution, Jit
 from fedsim.execution._placement import AXIS
 from fedsim.metrics import Mean
 from fedsim.model import Model, Params
+
+
+_Chunk = tuple[dict[str, jax.Array], jax.Array, int]
 
 
 class Evaluation(NamedTuple):
@@ -30,8 +33,8 @@ class Evaluation(NamedTuple):
     overall: dict[str, float]
     clients: dict[str, Mean]
 
-    def over_clients(self, metric: str) -> dict[str, float]:
-        """Mean, standard deviation and worst 10 % (the mean of the lowest tenth, at least one) over non-empty clients.
+    def over_clients(self, metric: str, *, lower_is_better: bool = False) -> dict[str, float]:
+        """Mean, standard deviation and worst 10 % (the mean of the worst tenth, at least one) over non-empty clients.
 
         >>> means = Mean(np.array([1.0, 0.0, 2.0, 0.0]), np.array([2.0, 2.0, 2.0, 0.0]))
         >>> Evaluation({}, {"accuracy": means}).over_clients("accuracy")["worst 10%"]
@@ -41,12 +44,12 @@ class Evaluation(NamedTuple):
         values = np.sort(np.asarray(self.clients[metric].total)[weight > 0] / weight[weight > 0])
         if not len(values):
             return {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
-        worst = values[: max(1, len(values) // 10)]
+        worst = (values[::-1] if lower_is_better else values)[: max(1, len(values) // 10)]
         return {"mean": float(values.mean()), "std": float(values.std()), "worst 10%": float(worst.mean())}
 
 
 def evaluate(
-    model: Model, params: Params, data: FederatedData, *, execution: Jit | None = None, batch_size: int = 256
+    model: Model, params: Params, data: FederatedData, *, execution: Execution | None = None, batch_size: int = 256
 ) -> Evaluation:
     """Evaluates one set of parameters on every example of every client.
 
@@ -57,7 +60,7 @@ def evaluate(
       model: gives ``apply_for_eval`` and ``metrics``.
       params: its parameters.
       data: the population.
-      execution: which devices, and whether data is resident or streamed; default `Auto`.
+      execution: which devices, and whether data is resident or streamed; default `Auto`. `Debug` means one device here.
       batch_size: examples per step and device: speed and memory only.
 
     Raises:
@@ -74,23 +77,23 @@ def evaluate(
     if batch_size < 1:
         raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
     model.check(data)
-    execution = execution or Auto()
+    if not isinstance(execution, Jit):
+        execution = Auto() if execution is None else Jit()
     mesh = execution.mesh()
     resident = _placement.is_resident(data, mesh, execution.memory)
-    compiled = _compiled(model, mesh, resident, batch_size)
+    compiled = _compiled(model, mesh, resident, batch_size, data.num_clients)
     params = _placement.replicate(params, mesh)
-    if _placement.must_wait(mesh):
-        jax.block_until_ready(params)
     if resident:
-        columns = _placement.resident_columns(data, mesh)
-        owner = _placement.resident_owner(data, mesh)
-        totals = compiled(columns, owner, params, np.zeros(data.num_clients, np.int8), np.int32(data.num_examples))
+        chunks: Iterable[_Chunk] = [(_placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples)]
     else:
-        totals = None
-        for columns, owner, rows in _placement.streamed_chunks(data, mesh, batch_size):
-            part = compiled(columns, owner, params, np.zeros(data.num_clients, np.int8), np.int32(rows))
-            totals = part if totals is None else jax.tree.map(jnp.add, totals, part)
-    clients = jax.device_get(totals)
+        chunks = _placement.streamed_chunks(data, mesh, batch_size)
+    # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. Fetching
+    # them also keeps streamed chunks from piling up.
+    clients: dict[str, Mean] = {}
+    for columns, owner, rows in chunks:
+        parts = jax.device_get(compiled(columns, owner, params, np.int32(rows)))
+        sums = jax.tree.map(lambda x: x.sum(0, dtype=np.float32), parts)
+        clients = jax.tree.map(np.add, clients, sums) if clients else sums
     overall = {}
     for name, mean in clients.items():
         weight = float(np.sum(mean.weight, dtype=np.float64))
@@ -98,18 +101,17 @@ def evaluate(
     return Evaluation(overall, clients)
 
 
-def _compiled(model: Model, mesh: Any, resident: bool, batch_size: int) -> Callable[..., dict[str, Mean]]:
+def _compiled(model: Model, *how: Any) -> Callable[..., dict[str, Mean]]:
     kept = vars(model).setdefault("_compiled_evaluation", {})
-    how = (mesh, resident, batch_size)
     if how not in kept:
-        kept[how] = _compile(model, mesh, resident, batch_size)
+        kept[how] = _compile(model, *how)
     return kept[how]
 
 
-def _compile(model: Model, mesh: Any, resident: bool, batch_size: int) -> Callable[..., dict[str, Mean]]:
-    """``(columns, owner int32 [rows], params, zeros [clients], rows) -> sums [clients]``; rows are dealt out by device."""
+def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: int) -> Callable[..., dict[str, Mean]]:
+    """``(columns, owner int32 [rows], params, rows) -> sums [devices, clients]``; the rows are dealt out by device."""
 
-    def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, clients: jax.Array, rows: jax.Array) -> Any:
+    def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, rows: jax.Array) -> Any:
         device = jax.lax.axis_index(AXIS)
         if resident:
             share = -(-rows // mesh.size)
@@ -131,10 +133,11 @@ def _compile(model: Model, mesh: Any, resident: bool, batch_size: int) -> Callab
 
             return {name: Mean(*map(add, totals[name], metric(examples, outputs))) for name, metric in model.metrics.items()}
 
-        zeros = jnp.zeros(clients.shape, jnp.float32)
+        zeros = jnp.zeros(clients, jnp.float32)
         totals = {name: Mean(zeros, zeros) for name in model.metrics}
-        return jax.lax.psum(jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, totals), AXIS)
+        totals = jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, totals)
+        return jax.tree.map(lambda x: x[None], totals)
 
     placed = P() if resident else P(AXIS)
-    specs = (placed, placed, P(), P(), P())
-    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    specs = (placed, placed, P(), P())
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))

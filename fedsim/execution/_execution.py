@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from fedsim.execution import _placement
 from fedsim.execution._cohort_loop import Lane, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import FederatedProgram, RoundInfo, State
 from fedsim.execution._placement import AXIS, Memory
-from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._plan import Layout, RoundPlan, plan_round, windows
 
 
 class Execution:
@@ -106,7 +106,15 @@ class Jit(Execution):
         if not resident or _placement.must_wait(mesh):
             # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
             jax.block_until_ready(state)
-        return compiled(columns, state, key, packed, np.int32(len(plans)))
+        parts = windows(plans[0], program.batches) if len(plans) == 1 else []
+        if len(parts) < 2:
+            return compiled.rounds(columns, state, key, packed, np.int32(len(plans)))
+        packed = packed[:1]
+        carry = compiled.begin(columns, state, key, packed)
+        for part in parts:
+            carry = compiled.fold(columns, state, key, packed, part, carry)
+        state, info = compiled.finish(state, packed, carry)
+        return state, info
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
@@ -167,8 +175,7 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
         raise ValueError("Expected at least one cohort, got none.")
     first = cohorts[0]
     for cohort in cohorts:
-        same_key = cohort.key is first.key or bool(cohort.key == first.key)
-        if cohort.data is not first.data or len(cohort) != len(first) or not same_key:
+        if not runs_with(cohort, first):
             raise ValueError("Cohorts that run together need one population, one size and one root key: run them apart.")
     checked = vars(program).setdefault("_checked", weakref.WeakSet())
     if first.data not in checked:
@@ -176,8 +183,30 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
         checked.add(first.data)
 
 
-def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> Callable[..., Any]:
-    """One jitted function per program and way of running it, kept with the program so that both go together."""
+def runs_with(cohort: Cohort, other: Cohort) -> bool:
+    """Whether two cohorts can run in one dispatch: one population, one size, one root key.
+
+    >>> from fedsim.data import FederatedData, UniformSampler
+    >>> data = FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[1, 2])
+    >>> first, second = UniformSampler(data, clients=1, seed=0).rounds(2)
+    >>> runs_with(second, first), runs_with(UniformSampler(data, clients=1, seed=1).cohort(0), first)
+    (True, False)
+    """
+    same_key = cohort.key is other.key or bool(cohort.key == other.key)
+    return cohort.data is other.data and len(cohort) == len(other) and same_key
+
+
+class _Compiled(NamedTuple):
+    """Whole rounds in one program; and one round in three, for cohorts that are too long for one."""
+
+    rounds: Callable[..., Any]
+    begin: Callable[..., Any]
+    fold: Callable[..., Any]
+    finish: Callable[..., Any]
+
+
+def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
+    """The jitted functions of a program and a way of running it, kept with the program so that both go together."""
     kept = vars(program).setdefault("_compiled", {})
     how = (mesh, layout, resident, stacked)
     if how not in kept:
@@ -185,22 +214,30 @@ def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: b
     return kept[how]
 
 
-def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> Callable[..., Any]:
+def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
     platform = mesh.devices.flat[0].platform
 
-    def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
+    def enter(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
         plan = layout.unpack(packed)
+        return plan, Lane(program, columns, program.broadcast(state), roster(plan, key))
+
+    def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Any) -> Any:
         device = jax.lax.axis_index(AXIS)
-        lane = Lane(program, columns, program.broadcast(state), roster(plan, key))
-        queues, lengths = plan.queue[device], plan.length[device]
         if layout.lanes == 1:
-            accumulator, lines = run_sequential(lane, queues[0], lengths[0])
-        else:
-            accumulator, lines = run_side_by_side(lane, queues, lengths, 1 if platform == "cpu" else 8)
+            return run_sequential(lane, plan.queue[device][0], windows[device][0], carry)
+        return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
+
+    def gather(state: State, plan: RoundPlan, carry: Any) -> tuple[State, RoundInfo]:
+        accumulator, lines = carry
         accumulator = program.aggregator.merge_devices(accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
         info = round_info(program, jax.lax.psum(lines, AXIS), plan.size)
         return finish_round(program, state, accumulator, info.num_aggregated), info
+
+    def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
+        plan, lane = enter(columns, state, key, packed)
+        windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
+        return gather(state, plan, train(lane, plan, windows, lane.zeros()))
 
     def rounds(columns: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array) -> tuple[State, RoundInfo]:
         if not stacked:
@@ -215,9 +252,30 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
         room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, num_rounds, body, (state, room))
 
-    specs = (P() if resident else P(AXIS), P(), P(), P(), P())
-    # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-    return jax.jit(jax.shard_map(rounds, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
+    def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x[None], enter(columns, state, key, plan[0])[1].zeros())
+
+    def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
+        plan, lane = enter(columns, state, key, packed[0])
+        carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
+        return jax.tree.map(lambda x: x[None], carry)
+
+    def finish(state: State, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
+        state, info = gather(state, layout.unpack(packed[0]), jax.tree.map(lambda x: x[0], carry))
+        return state, jax.tree.map(lambda x: x[None], info) if stacked else info
+
+    def compiled(function: Callable[..., Any], *specs: P, out: P) -> Callable[..., Any]:
+        # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+
+    data, own = P() if resident else P(AXIS), P(AXIS)
+    return _Compiled(
+        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()),
+        begin=compiled(begin, data, P(), P(), P(), out=own),
+        fold=compiled(fold, data, P(), P(), P(), P(), own, out=own),
+        finish=compiled(finish, P(), P(), own, out=P()),
+    )
 
 
 def finish_round(program: FederatedProgram, state: State, accumulator: Any, num_aggregated: jax.Array) -> State:

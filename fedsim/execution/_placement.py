@@ -26,6 +26,14 @@ def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
     """Whether the whole population is put on every device: by ``memory``, or if it takes under a quarter of what is free."""
     if memory != "auto":
         return memory == "resident"
+    # Decided once, for the resident copy itself takes of what is free.
+    kept = vars(data).setdefault("_fits", {})
+    if mesh not in kept:
+        kept[mesh] = _fits(data, mesh)
+    return kept[mesh]
+
+
+def _fits(data: FederatedData, mesh: Mesh) -> bool:
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         return data.nbytes * mesh.size <= _RESIDENT_SHARE * psutil.virtual_memory().available
@@ -64,7 +72,7 @@ def streamed_columns(
             rows[device] += sizes.sum()
             per_device[device].append(plan.client[positions])
         moved.append(plan._replace(start=start))
-    capacity = _capacity(data, int(rows.max()), len(plans[0].client), len(plans), max_rounds)
+    capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, mesh.size)
     columns = {}
     for name, column in data.columns.items():
         host = np.zeros((mesh.size, capacity, *column.shape[1:]), column.dtype)
@@ -74,15 +82,17 @@ def streamed_columns(
     return columns, moved
 
 
-def _capacity(data: FederatedData, needed: int, clients: int, rounds: int, max_rounds: int) -> int:
+def _capacity(data: FederatedData, needed: int, clients: int, max_rounds: int, devices: int) -> int:
     largest = vars(data).setdefault("_largest_cohort", {})
     if clients not in largest:
         largest[clients] = max(1, int(np.partition(data.sizes, -clients)[-clients:].sum()))
+    most = largest[clients] * max_rounds
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
-    if largest[clients] * max_rounds * row_bytes <= _ONE_SHAPE_BYTES:
-        return largest[clients] * max_rounds
-    typical = 2 * clients * rounds * data.num_examples // data.num_clients
-    return min(largest[clients] * rounds, _power_of_two(max(needed, typical, 1)))
+    if most * row_bytes * devices <= _ONE_SHAPE_BYTES:
+        return most
+    # Twice a device's usual share of one round, so that most rounds are of one shape.
+    usual = 2 * clients * data.num_examples // (data.num_clients * devices)
+    return min(most, _power_of_two(max(needed, usual, 1)))
 
 
 def _power_of_two(n: int) -> int:

@@ -192,7 +192,13 @@ def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:
     own = factory() if callable(factory) else field.default
     own = own if isinstance(own, Batches) else Batches(size=config.batch_size)
     return dataclasses.replace(
-        own, size=config.batch_size, epochs=config.epochs, steps=config.steps, max_steps=config.max_steps
+        own,
+        size=config.batch_size,
+        epochs=config.epochs,
+        steps=config.steps,
+        max_steps=config.max_steps,
+        shuffle=own.shuffle and config.shuffle,
+        drop_remainder=config.drop_remainder,
     )
 
 

@@ -49,10 +49,11 @@ class Checkpoints:
         return sorted(int(path.parent.name) for path in self.folder.glob(f"*/{_FILES}") if path.parent.name.isdigit())
 
     def save(self, round: int, state: State) -> None:
-        """Writes the state after ``round`` rounds; without effect if it is there already."""
+        """Writes the state after ``round`` rounds; without effect if it is there already, and undamaged."""
         path = self._path(round)
-        if (path / _FILES).exists():
+        if _is_whole(path):
             return
+        (path / _FILES).unlink(missing_ok=True)  # while it is overwritten it is no checkpoint
         _orbax().save(path, to_leaves(state) or {"": np.zeros(1)}, force=True)
         beside = path / f"{_FILES}.tmp"
         beside.write_text(json.dumps(_checksums(path)))
@@ -81,7 +82,6 @@ class Checkpoints:
                 leaves = self._read(round)
             except (OSError, ValueError) as error:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
-                shutil.rmtree(self._path(round))
                 continue
             return from_leaves(leaves, like), round
         if rounds:
@@ -157,6 +157,13 @@ def _checksums(folder: Path) -> dict[str, int]:
     """The CRC-32 of each file but the list itself."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_FILES))
     return {path.relative_to(folder).as_posix(): zlib.crc32(path.read_bytes()) for path in files}
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return json.loads((path / _FILES).read_text()) == _checksums(path)
+    except (OSError, ValueError):
+        return False
 
 
 def _orbax() -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
+from fedsim.names import look_up
 
 Value = float | int | str | bool | None
 
@@ -49,6 +50,8 @@ class RunConfig:
     steps: int | None = _option(None, "training", "A client's steps a round, instead of epochs.")
     max_steps: int | None = _option(None, "training", "A client takes at most this many steps a round.")
     evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
+    shuffle: bool = _option(True, "training", "Clients shuffle their examples anew every epoch.")
+    drop_remainder: bool = _option(False, "training", "Clients leave a last partial batch out.")
     seed: int = _option(0, "training", "Seed of all that is random.")
     client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of clients.")
     client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of clients.")
@@ -80,6 +83,7 @@ class RunConfig:
         for name, value in {"client_learning_rate": self.client_learning_rate, **rates}.items():
             if not isinstance(value, float | int) or not 0 < value < float("inf"):
                 raise ValueError(f"Expected {name} > 0, got {name}={value}: give a positive step size, e.g. 0.1.")
+        check_choices(self)
         if not 0 <= self.client_momentum < 1:
             raise ValueError(f"Expected 0 <= client_momentum < 1, got client_momentum={self.client_momentum}: 0 is plain SGD.")
         if not 0 <= self.client_schedule_end <= 1:
@@ -119,6 +123,13 @@ class Settings:
         None, "execution (speed only)", "Rounds handed to the device at once; default: by time."
     )
 
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name in ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"Expected {name} >= 1, got {name}={value}: give a positive whole number, or leave it out.")
+
     def executor(self) -> Execution:
         """The execution that these settings name.
 
@@ -126,6 +137,8 @@ class Settings:
           ValueError: an option that the chosen execution does not have.
         """
         if self.execution == "debug":
+            if (self.devices, self.lanes, self.memory) != (None, None, "auto"):
+                raise ValueError("execution='debug' has no devices, lanes or memory to choose: leave these options out.")
             return Debug()
         if self.execution == "jit":
             if self.devices not in (None, 1):
@@ -133,3 +146,10 @@ class Settings:
             return Jit(lanes=self.lanes, memory=self.memory)
         kind = Auto if self.execution == "auto" else Pmap
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory)
+
+
+def check_choices(config: RunConfig | Settings) -> None:
+    """Raises ``ValueError`` for a field that is none of the ``Literal`` choices of its type, naming the nearest."""
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal:
+            look_up(f"choice of {name}", getattr(config, name), dict.fromkeys(get_args(kind)))

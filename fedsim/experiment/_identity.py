@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 
@@ -13,22 +16,27 @@ from fedsim.data import Cohort
 def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any) -> dict[str, Any]:
     """What identifies a run: the config if there is one, else what can be told of the arguments.
 
+    Functions cannot be told apart, models and optimizers among them: who changes these gives a config, or another folder.
+
     Args:
       algorithm: its simple fields and its batches count, if there is no config.
-      first: a cohort, for its size.
+      first: a cohort, for its size, population and root key.
       config: a `RunConfig`, a mapping, or None.
       **arguments: of `run`: added to all but a `RunConfig`, which has them.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
+    words = np.asarray(jax.random.key_data(first.key)).tolist()
     if isinstance(config, Mapping):
-        return {**config, **arguments}
+        return {**config, **arguments, "root_key": words}
     fields = {
         field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.name != "execution"
     }
     simple = {name: value for name, value in fields.items() if isinstance(value, float | int | str | bool | None)}
     local_work = dataclasses.asdict(algorithm.batches)
-    return {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": len(first), **arguments}
+    data = {"clients": first.data.num_clients, "examples": first.data.num_examples, "features": sorted(first.data.columns)}
+    described = {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": len(first), "data": data}
+    return described | arguments | {"root_key": words}
 
 
 def title(described: Mapping[str, Any]) -> str:

@@ -35,8 +35,9 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     columns: dict[str, Any] = {}
     if isinstance(infos, RoundInfo):
         clients = infos.clients
-        # What a dropped client reports is often NaN, and would hide what the others report.
-        weight = np.where(clients["dropped"], 0, clients["num_examples"]).astype(np.float64)
+        # What a dropped client reports is often NaN, and would hide what the others report; one without a step has no loss.
+        told = (clients["num_steps"] > 0) & ~clients["dropped"]
+        weight = np.where(told, clients["num_examples"], 0).astype(np.float64)
         total = weight.sum(1)
         for name, values in clients.items():
             if name not in _BOOKKEEPING and np.shape(values) == weight.shape:

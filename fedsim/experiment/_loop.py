@@ -61,7 +61,6 @@ def run(
     sampler: Sampler,
     *,
     rounds: int,
-    seed: int,
     folder: str | Path | None = None,
     test_data: FederatedData | None = None,
     evaluate: Callable[[State], Tested] | None = None,
@@ -76,13 +75,14 @@ def run(
     """Trains for a number of rounds; with a folder, goes on where an earlier process stopped.
 
     Several rounds go to the device at once, and the next ones are on their way before the last ones are read, so the device
-    does not wait for the host. A resumed run ends with the same bits as an unbroken one.
+    does not wait for the host. A run resumed on the same devices ends with the same bits as an
+    unbroken one.
 
     Args:
       algorithm: any `Algorithm`, also one that overrides ``apply``.
-      sampler: anything with ``cohort(round) -> Cohort``.
+      sampler: anything with ``cohort(round) -> Cohort``. The root key of its cohorts is that of the run: the initial state is
+        drawn from it, too.
       rounds: how many.
-      seed: of the initial state; give the sampler the same.
       folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed.
       test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``.
       evaluate: what to do instead: a function from the state to an `Evaluation` or to a mapping of names to numbers.
@@ -106,7 +106,7 @@ def run(
     >>> algorithm = fedsim.algorithms.FedAvg(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2))
     >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
-    >>> result = run(algorithm, sampler, rounds=3, seed=0, test_data=data, progress=False)
+    >>> result = run(algorithm, sampler, rounds=3, test_data=data, progress=False)
     >>> result.round, sorted(result.evaluation.overall), len(result.history)
     (3, ['accuracy', 'loss'], 4)
     """
@@ -118,10 +118,10 @@ def run(
             raise ValueError(f"Expected {name} >= 1, got {name}={value}.")
     first = sampler.cohort(0)
     algorithm.check(first.data)
-    key = rng.stream(rng.root(seed), "init")
+    key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
     test = evaluate or _default_test(algorithm, test_data, like)
-    described = describe(algorithm, first, config, rounds=rounds, seed=seed, evaluate_every=evaluate_every)
+    described = describe(algorithm, first, config, rounds=rounds, evaluate_every=evaluate_every)
     paths = None if folder is None else RunFolder(Path(folder))
     if paths:
         paths.claim(described, dataclasses.asdict(settings) if settings is not None else {})

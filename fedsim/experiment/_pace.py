@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from fedsim.data import Cohort, Sampler
+from fedsim.execution import runs_with
 
 # Two dispatches are under way at a time, so Ctrl-C is answered within about twice this.
 _SECONDS_PER_DISPATCH = 0.4
@@ -57,6 +58,6 @@ def cohorts(sampler: Sampler, start: int, length: int) -> list[Cohort]:
 def _alike(candidates: Iterator[Cohort]) -> Iterator[Cohort]:
     yield (first := next(candidates))
     for cohort in candidates:
-        if cohort.data is not first.data or len(cohort) != len(first) or cohort.key is not first.key:
+        if not runs_with(cohort, first):
             return
         yield cohort

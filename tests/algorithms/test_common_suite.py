@@ -203,7 +203,7 @@ def test_trace_count_independent_of_client_sizes(name):
         state, _ = algorithm.apply(state, cohort)
     assert len(traces) == once
     assert len(algorithm._compiled) == 1
-    assert next(iter(algorithm._compiled.values()))._cache_size() == 1
+    assert next(iter(algorithm._compiled.values())).rounds._cache_size() == 1
 
 
 def test_converges_on_a_quadratic_with_a_known_optimum(name):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedsim
+from fedsim.execution import _placement
 
 
 def numpy_evaluation(params, data):
@@ -61,3 +62,22 @@ def test_bad_batch_size_is_named():
     model, data = federation.model(), federation.data()
     with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
         fedsim.evaluate(model, model.init(jax.random.key(0)), data, batch_size=0)
+
+
+def test_an_evaluation_holds_no_collective_so_it_may_run_beside_rounds():
+    """Two programs with collectives at once can lock XLA's CPU threads for good; the rounds' one must stay alone."""
+    model, data = federation.model(), federation.data()
+    fedsim.evaluate(model, model.init(jax.random.key(0)), data, execution=fedsim.Pmap(devices=2))
+    (compiled,) = vars(model)["_compiled_evaluation"].values()
+    mesh = fedsim.Pmap(devices=2).mesh()
+    columns, owner = _placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh)
+    text = compiled.lower(columns, owner, model.init(jax.random.key(0)), np.int32(1)).compile().as_text()
+    assert "all-reduce" not in text
+
+
+def test_debug_evaluates_and_the_worst_loss_is_the_highest():
+    model, data = federation.model(), federation.data()
+    evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), data, execution=fedsim.Debug())
+    means = np.asarray(evaluation.clients["loss"].result())[data.sizes > 0]
+    np.testing.assert_allclose(evaluation.over_clients("loss", lower_is_better=True)["worst 10%"], means.max(), rtol=1e-6)
+    np.testing.assert_allclose(evaluation.over_clients("loss")["worst 10%"], means.min(), rtol=1e-6)

@@ -28,7 +28,6 @@ if __name__ == "__main__":
         algorithm,
         fedsim.UniformSampler(data, clients=3, seed=3),
         rounds=ROUNDS,
-        seed=3,
         folder=folder,
         test_data=data,
         evaluate_every=10,

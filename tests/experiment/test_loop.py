@@ -23,7 +23,7 @@ from fedsim.experiment import read_metrics, run
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
-    result = run(algorithm, sampler, rounds=17, seed=7, test_data=data, evaluate_every=5, progress=False)
+    result = run(algorithm, sampler, rounds=17, test_data=data, evaluate_every=5, progress=False)
     state = algorithm.init(rng.stream(rng.root(7), "init"))
     for cohort in sampler.rounds(17):
         state, _ = algorithm.apply(state, cohort)
@@ -35,8 +35,8 @@ def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
 
 @pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
 def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
-    auto = run(algorithm, sampler, rounds=9, seed=7, progress=False)
-    fixed = run(algorithm, sampler, rounds=9, seed=7, progress=False, rounds_per_dispatch=rounds_per_dispatch)
+    auto = run(algorithm, sampler, rounds=9, progress=False)
+    fixed = run(algorithm, sampler, rounds=9, progress=False, rounds_per_dispatch=rounds_per_dispatch)
     assert bits(fixed.state) == bits(auto.state)
 
 
@@ -50,24 +50,24 @@ def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorit
             return original(self, *args)
 
     counting = Counting(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
-    run(counting, sampler, rounds=2, seed=7, progress=False, rounds_per_dispatch=2)
+    run(counting, sampler, rounds=2, progress=False, rounds_per_dispatch=2)
     once = len(traces)
     traces.clear()
-    run(counting, sampler, rounds=23, seed=7, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
+    run(counting, sampler, rounds=23, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
     assert len(traces) == once
 
 
 def test_dispatches_do_not_cross_evaluations(algorithm, sampler, data):
     seen = []
     result = run(
-        algorithm, sampler, rounds=13, seed=7, progress=False, evaluate_every=5,
+        algorithm, sampler, rounds=13, progress=False, evaluate_every=5,
         evaluate=lambda state: seen.append(int(state.round)) or {"accuracy": 0.5},
     )  # fmt: skip
     assert seen == [5, 10, 13] and result.evaluation == {"accuracy": 0.5}
 
 
 def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
-    result = run(algorithm, sampler, rounds=12, seed=7, folder=tmp_path / "r", test_data=data, evaluate_every=5, progress=False)
+    result = run(algorithm, sampler, rounds=12, folder=tmp_path / "r", test_data=data, evaluate_every=5, progress=False)
     lines = [json.loads(text) for text in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert lines == result.history == read_metrics(tmp_path / "r/metrics.jsonl")
     train = [line for line in lines if "loss" in line]
@@ -83,7 +83,7 @@ def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
 
 
 def test_loss_is_the_example_weighted_mean_over_clients(algorithm, sampler):
-    result = run(algorithm, sampler, rounds=1, seed=7, progress=False)
+    result = run(algorithm, sampler, rounds=1, progress=False)
     _, info = algorithm.apply(algorithm.init(rng.stream(rng.root(7), "init")), sampler.cohort(0))
     expected = np.average(info.clients["loss"], weights=sampler.cohort(0).sizes)
     assert result.history[0]["loss"] == pytest.approx(expected, rel=1e-5)
@@ -100,7 +100,7 @@ class EveryFourth:
 
 
 def test_every_sampler_works_with_the_runner(algorithm, data):
-    result = run(algorithm, EveryFourth(data), rounds=6, seed=1, test_data=data, progress=False)
+    result = run(algorithm, EveryFourth(data), rounds=6, test_data=data, progress=False)
     assert result.round == 6 and [line["num_examples"] for line in result.history[:2]] == [8, 48]
 
 
@@ -124,7 +124,6 @@ def test_an_algorithm_that_overrides_apply(sampler, data, tmp_path):
             algorithm,
             sampler,
             rounds=rounds,
-            seed=7,
             folder=tmp_path / "r",
             evaluate=evaluate,
             evaluate_every=3,
@@ -138,7 +137,7 @@ def test_an_algorithm_that_overrides_apply(sampler, data, tmp_path):
 
 def test_test_data_without_a_model_is_refused(sampler, data):
     with pytest.raises(ValueError, match="LargestExample cannot be evaluated on test_data"):
-        run(LargestExample(batches=fedsim.Batches(size=4)), sampler, rounds=1, seed=0, test_data=data, progress=False)
+        run(LargestExample(batches=fedsim.Batches(size=4)), sampler, rounds=1, test_data=data, progress=False)
 
 
 def test_an_algorithm_may_evaluate_itself(sampler, data):
@@ -147,12 +146,12 @@ def test_an_algorithm_may_evaluate_itself(sampler, data):
             return {"accuracy": float(state["largest"] > 0) * test.num_clients}
 
     algorithm = Itself(batches=fedsim.Batches(size=4))
-    assert run(algorithm, sampler, rounds=1, seed=0, test_data=data, progress=False).evaluation == {"accuracy": 12.0}
+    assert run(algorithm, sampler, rounds=1, test_data=data, progress=False).evaluation == {"accuracy": 12.0}
 
 
 def test_debug_execution_runs(make_algorithm, sampler, algorithm):
-    debug = run(make_algorithm(execution=fedsim.Debug()), sampler, rounds=2, seed=7, progress=False)
-    fast = run(algorithm, sampler, rounds=2, seed=7, progress=False)
+    debug = run(make_algorithm(execution=fedsim.Debug()), sampler, rounds=2, progress=False)
+    fast = run(algorithm, sampler, rounds=2, progress=False)
     for a, b in zip(jax.tree.leaves(debug.state), jax.tree.leaves(fast.state), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
@@ -160,7 +159,7 @@ def test_debug_execution_runs(make_algorithm, sampler, algorithm):
 def test_callbacks_get_every_line_and_the_state_where_it_is_at_hand(algorithm, sampler, data):
     got = []
     result = run(
-        algorithm, sampler, rounds=6, seed=7, test_data=data, evaluate_every=3, progress=False,
+        algorithm, sampler, rounds=6, test_data=data, evaluate_every=3, progress=False,
         callbacks=[lambda line, state: got.append((line, state))],
     )  # fmt: skip
     assert [line for line, _ in got] == result.history
@@ -176,9 +175,7 @@ def _poisoned(make_algorithm, **fields):
 
 def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampler, tmp_path):
     with pytest.warns(UserWarning, match=r"3 client update\(s\) held a NaN .* client '\d+' in sampler.cohort\(2\)") as caught:
-        result = run(
-            _poisoned(make_algorithm), sampler, rounds=5, seed=7, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1
-        )
+        result = run(_poisoned(make_algorithm), sampler, rounds=5, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1)
     assert len([w for w in caught if "client update" in str(w.message)]) == 1
     assert [line["dropped"] for line in result.history] == [0, 0, 3, 3, 3]
     assert result.history[-1]["loss"] is None
@@ -188,13 +185,13 @@ def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampl
 
 def test_nonfinite_raise_raises(make_algorithm, sampler):
     with pytest.raises(FloatingPointError, match=r"in round 2"):
-        run(_poisoned(make_algorithm, nonfinite="raise"), sampler, rounds=5, seed=7, progress=False)
+        run(_poisoned(make_algorithm, nonfinite="raise"), sampler, rounds=5, progress=False)
 
 
 @pytest.mark.parametrize("name", ["rounds", "evaluate_every", "checkpoint_every", "rounds_per_dispatch"])
 def test_numbers_must_be_positive(algorithm, sampler, name):
     with pytest.raises(ValueError, match=f"Expected {name} >= 1, got {name}=0"):
-        run(algorithm, sampler, **{"rounds": 3, "seed": 0, "progress": False, name: 0})
+        run(algorithm, sampler, **{"rounds": 3, "progress": False, name: 0})
 
 
 @pytest.mark.parametrize("where", ["a_file", "/proc/fedsim"])
@@ -208,11 +205,11 @@ def test_unwritable_folder_is_an_error_before_anything_is_compiled(make_algorith
 
     monkeypatch.setattr(fedsim.algorithms.FedAvg, "init", traced_only)
     with pytest.raises(OSError, match="Cannot write to the run folder"):
-        run(algorithm, sampler, rounds=1, seed=0, folder=tmp_path / where, progress=False)
+        run(algorithm, sampler, rounds=1, folder=tmp_path / where, progress=False)
 
 
 def test_bar_and_table(algorithm, sampler, data, tmp_path, capsys):
-    run(algorithm, sampler, rounds=6, seed=7, folder=tmp_path / "r", test_data=data, evaluate_every=3)
+    run(algorithm, sampler, rounds=6, folder=tmp_path / "r", test_data=data, evaluate_every=3)
     out, err = capsys.readouterr()
     assert "6/6" in err and "loss=" in err and "accuracy=" in err
     for word in (
@@ -241,7 +238,7 @@ algorithm = fedsim.algorithms.FedAvg(
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     sampler = fedsim.UniformSampler(data, clients=2, seed=0)
-    result = run(algorithm, sampler, rounds=3, seed=0, folder=sys.argv[1], test_data=data)
+    result = run(algorithm, sampler, rounds=3, folder=sys.argv[1], test_data=data)
 assert result.round == 3 and len(result.history) == 4
 print([str(w.message) for w in caught])
 print(fedsim.cli.main(["run"]))
@@ -261,4 +258,4 @@ def test_import_and_train_without_optional_dependencies(tmp_path):
 def test_nothing_warns(algorithm, sampler, data, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(algorithm, sampler, rounds=2, seed=7, folder=tmp_path / "r", test_data=data, progress=False)
+        run(algorithm, sampler, rounds=2, folder=tmp_path / "r", test_data=data, progress=False)

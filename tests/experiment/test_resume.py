@@ -34,7 +34,7 @@ def _rounds(lines, key="loss"):
 
 @pytest.fixture
 def arguments(algorithm, sampler, data):
-    return dict(algorithm=algorithm, sampler=sampler, rounds=12, seed=7, test_data=data, evaluate_every=4, progress=False)
+    return dict(algorithm=algorithm, sampler=sampler, rounds=12, test_data=data, evaluate_every=4, progress=False)
 
 
 @pytest.fixture
@@ -141,8 +141,11 @@ def test_another_configuration_is_refused_naming_the_differences(arguments, tmp_
 
 def test_without_a_config_what_can_be_told_from_the_arguments_is_compared(arguments, make_algorithm, tmp_path):
     run(**arguments, folder=tmp_path / "r")
-    other = {**arguments, "algorithm": make_algorithm(weighting="uniform"), "seed": 8}
-    with pytest.raises(ValueError, match=r'(?s)seed: 8 here, 7 there.*weighting: "uniform" here, "examples" there'):
+    sampler = fedsim.UniformSampler(arguments["sampler"].data, clients=3, seed=8)
+    other = {**arguments, "algorithm": make_algorithm(weighting="uniform"), "sampler": sampler}
+    with pytest.raises(
+        ValueError, match=r'(?s)root_key: \[0, 8\] here, \[0, 7\] there.*weighting: "uniform" here, "examples" there'
+    ):
         run(**other, folder=tmp_path / "r")
 
 
@@ -232,5 +235,28 @@ def test_config_json_notes_versions_and_settings(arguments, tmp_path):
     run(**arguments, folder=tmp_path / "r", config={"x": (1, 2)}, settings=settings)
     run(**arguments, folder=tmp_path / "r", config={"x": [1, 2]}, settings=settings)
     stored = read_config(tmp_path / "r")
-    assert stored["config"] == {"x": [1, 2], "rounds": 12, "seed": 7, "evaluate_every": 4}
+    assert stored["config"] == {"x": [1, 2], "rounds": 12, "evaluate_every": 4, "root_key": [0, 7]}
     assert stored["settings"]["lanes"] == 2 and set(stored["versions"]) == {"fedsim", "jax", "python"}
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorithm, tmp_path, monkeypatch):
+    """A file system that fails for a moment costs nothing; a damaged checkpoint is written anew when its round comes."""
+    run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
+    checkpoints = Checkpoints(tmp_path / "r/checkpoints")
+    before = checkpoints.rounds()
+    with monkeypatch.context() as patch:
+        patch.setattr("fedsim.experiment._checkpoint._checksums", lambda path: {"never": 0})
+        with pytest.warns(UserWarning, match="damaged"), pytest.raises((ValueError, KeyError)):
+            restore(tmp_path / "r", algorithm)
+    assert checkpoints.rounds() == before
+    assert restore(tmp_path / "r", algorithm)[1] == 12
+
+
+@pytest.mark.parametrize("field", [{"execution": "pmpa"}, {"memory": "disk"}, {"lanes": 0}])
+def test_settings_that_do_not_exist_are_refused(field):
+    with pytest.raises(ValueError, match=next(iter(field))):
+        fedsim.experiment.Settings(**field)
+    with pytest.raises(ValueError, match="There is no choice of client_schedule 'cosin'. Did you mean 'cosine'"):
+        fedsim.experiment.RunConfig(client_schedule="cosin")
+    with pytest.raises(ValueError, match="execution='debug' has no devices"):
+        fedsim.experiment.Settings(execution="debug", lanes=2).executor()
