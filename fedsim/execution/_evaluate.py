@@ -17,7 +17,6 @@ from fedsim.execution._placement import AXIS
 from fedsim.metrics import Mean
 from fedsim.model import Model, Params
 
-
 _Chunk = tuple[dict[str, jax.Array], jax.Array, int]
 
 
@@ -84,7 +83,9 @@ def evaluate(
     compiled = _compiled(model, mesh, resident, batch_size, data.num_clients)
     params = _placement.replicate(params, mesh)
     if resident:
-        chunks: Iterable[_Chunk] = [(_placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples)]
+        chunks: Iterable[_Chunk] = [
+            (_placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples)
+        ]
     else:
         chunks = _placement.streamed_chunks(data, mesh, batch_size)
     # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. Fetching
