@@ -83,7 +83,8 @@ def evaluate(
     compiled = _compiled(model, mesh, resident, batch_size, data.num_clients)
     params = _placement.replicate(params, mesh)
     if resident:
-        chunks: Iterable[_Chunk] = [
+        everything = _placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples
+        chunks: Iterable[_Chunk] = [everything]
             (_placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples)
         ]
     else:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim.data import Batches, Cohort
 
-_STEPS_PER_PROGRAM = 1000
+_STEPS_PER_PROGRAM = 500
 
 
 class RoundPlan(NamedTuple):
@@ -89,7 +89,7 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> Ro
 
 
 def windows(plan: RoundPlan, batches: Batches) -> list[np.ndarray]:
-    """Cuts a long round into parts of some thousand steps a lane: ``int32 [devices, lanes, 2]`` each, from and up to.
+    """Cuts a long round into parts of some hundred steps a lane: ``int32 [devices, lanes, 2]`` each, from and up to.
 
     A client is never cut. XLA's CPU runtime holds on to memory for every step of a program until the program ends (some 90
     kB a step of the EMNIST CNN on two devices, jax 0.10.2), so a round of a thousand clients is not one program.
