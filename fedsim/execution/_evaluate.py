@@ -85,8 +85,6 @@ def evaluate(
     if resident:
         everything = _placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples
         chunks: Iterable[_Chunk] = [everything]
-            (_placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples)
-        ]
     else:
         chunks = _placement.streamed_chunks(data, mesh, batch_size)
     # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. Fetching
