@@ -67,6 +67,8 @@ class Algorithm:
     def __post_init__(self) -> None:
         if self.nonfinite not in ("drop", "raise"):
             raise ValueError(f"Expected nonfinite to be 'drop' or 'raise', got nonfinite={self.nonfinite!r}.")
+        if not isinstance(self.execution, Execution):
+            raise ValueError(f"Expected execution to be one of fedsim's, such as fedsim.Jit(), got {self.execution!r}.")
 
     def init(self, key: jax.Array) -> State:
         """The state before the first round: a pytree of arrays holding exactly what the next round needs."""
@@ -97,6 +99,7 @@ class Algorithm:
 
         An algorithm that has a ``model`` asks it; others override this if there is anything to check.
         """
+        self.batches.check(data.sizes)
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data)

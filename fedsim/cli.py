@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
+import jax
+
 import fedsim
 from fedsim import datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
@@ -72,11 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fedsim datasets | head`; Python would complain once more when it flushes at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except jax.errors.JaxRuntimeError as error:
+        if show_traceback or "ut of memory" not in str(error):
+            raise
+        print("fedsim: error: Out of memory. Lower --batch-size, --lanes or --clients.", file=sys.stderr)
+        return 1
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         if show_traceback:
             traceback.print_exc()
-        print(f"fedsim: error: {error}", file=sys.stderr)
+        print(f"fedsim: error: {_where(error)}{error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+
+
+def _where(error: BaseException) -> str:
+    """If a user's own file raised the error: which line of it."""
+    own = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("fedsim_user_")}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: " if frames else ""
 
 
 def _run(arguments: list[str]) -> int:

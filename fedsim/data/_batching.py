@@ -92,6 +92,15 @@ class Batches:
             steps = (num_examples * self.epochs + spare) // self.size
         return steps if self.max_steps is None else smaller(steps, self.max_steps)
 
+    def check(self, sizes: np.ndarray) -> None:
+        """Raises ``ValueError`` if a client of one of these sizes would count its examples beyond 32 bits."""
+        largest = int(sizes.max(initial=0))
+        if largest * self.epochs + self.size >= 2**31 or (self.steps or 0) * self.size >= 2**31:
+            raise ValueError(
+                f"epochs={self.epochs}, steps={self.steps} and size={self.size} go beyond 2**31 examples for a client of "
+                f"{largest}. Ask for less local work."
+            )
+
     def indices(self, seed_words: Any, num_examples: Any, step: Any, xp: Any = jnp) -> tuple[Any, Any]:
         """Which of a client's examples are in batch ``step``: indices ``int32 [size]`` and mask ``bool [size]``."""
         position = xp.arange(self.size, dtype=xp.int32) + xp.asarray(step).astype(xp.int32) * xp.int32(self.size)

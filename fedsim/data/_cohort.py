@@ -37,6 +37,8 @@ class Cohort:
     def __post_init__(self) -> None:
         clients = np.asarray(self.clients, np.int32)
         object.__setattr__(self, "clients", clients)
+        if not 0 <= self.round < 2**31:
+            raise ValueError(f"Expected 0 <= round < 2**31, got round={self.round}.")
         if clients.size == 0:
             raise ValueError("The cohort is empty: expected at least one client.")
         if clients.min() < 0 or clients.max() >= self.data.num_clients:

@@ -79,6 +79,8 @@ class FederatedData:
     client_ids: Sequence[str]
 
     def __post_init__(self) -> None:
+        if np.asarray(self.offsets).dtype.kind not in "iu":
+            raise ValueError(f"Expected integer offsets, got {np.asarray(self.offsets).dtype}.")
         offsets = np.asarray(self.offsets, np.int64)
         object.__setattr__(self, "offsets", offsets)
         if not self.columns:
@@ -91,6 +93,10 @@ class FederatedData:
                 f"got shape {list(offsets.shape)}."
             )
         for name, column in self.columns.items():
+            if not isinstance(column, np.ndarray) or not column.ndim:
+                raise ValueError(
+                    f"Feature {name!r} must be a NumPy array with one row per example, got {type(column).__name__}."
+                )
             if len(column) != offsets[-1]:
                 raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
         if offsets[-1] >= 2**31:
@@ -178,6 +184,11 @@ class FederatedData:
         >>> [client["y"].tolist() for client in data.clients()]
         [[7], [5, 6]]
         """
+        for client, rows in enumerate(partition):
+            if len(rows) and np.asarray(rows).dtype.kind not in "iu":
+                raise ValueError(
+                    f"Expected integer indices for client {client}, got {np.asarray(rows).dtype}: no masks, no floats."
+                )
         order = np.concatenate([np.zeros(0, np.int64), *(np.asarray(rows, np.int64) for rows in partition)])
         packed = {name: np.asarray(column)[order] for name, column in columns.items()}
         return cls.from_arrays(packed, sizes=[len(rows) for rows in partition])
@@ -272,7 +283,13 @@ class FederatedData:
             raise KeyError(f"No client {client_id!r} among {self.num_clients} clients.") from None
 
     def client(self, index: int) -> ClientDataset:
-        """The client at a position (see `index`)."""
+        """The client at a position (see `index`).
+
+        Raises:
+          IndexError: there is no such position.
+        """
+        if not 0 <= index < self.num_clients:
+            raise IndexError(f"Expected 0 <= index < {self.num_clients}, got index={index}.")
         rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return ClientDataset(self.client_ids[index], {name: column[rows] for name, column in self.columns.items()})
 
@@ -301,6 +318,15 @@ class FederatedData:
             row += stop - start
         return out
 
+    def check_dtypes(self) -> None:
+        """Raises ``ValueError`` for a column that no device can hold: strings, objects, another machine's byte order."""
+        for name, column in self.columns.items():
+            if column.dtype.kind in "OSU" or not column.dtype.isnative:
+                raise ValueError(
+                    f"Feature {name!r} has dtype {column.dtype}, which no device can hold: convert it to numbers in this "
+                    "machine's byte order, or leave it out."
+                )
+
     def check_finite(self) -> None:
         """Raises ``ValueError`` at the first NaN or infinity, naming feature and client. The outcome is remembered."""
         _ = self._finite
@@ -310,9 +336,10 @@ class FederatedData:
         low, high, low_row, high_row = self._label_range(feature)
         if self.num_examples and not 0 <= low <= high < num_classes:
             label, row = (low, low_row) if low < 0 else (high, high_row)
+            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={high + 1}."
             raise ValueError(
                 f"Client {self._owner(row)!r} has label {feature}={label}, and the model has classes 0 to "
-                f"{num_classes - 1}. Pick the model of this dataset, or give it num_classes={high + 1}."
+                f"{num_classes - 1}. {remedy}"
             )
 
     @functools.cached_property

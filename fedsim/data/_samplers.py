@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -43,6 +44,7 @@ class UniformSampler:
     """
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array) -> None:
+        clients = operator.index(clients)
         if clients < 1:
             raise ValueError(f"Expected clients >= 1, got clients={clients}: give the number of clients per round.")
         if clients > data.num_clients:
@@ -50,7 +52,7 @@ class UniformSampler:
                 f"A cohort of clients={clients} is larger than the population of {data.num_clients}. "
                 f"Ask for at most {data.num_clients}."
             )
-        self.data, self.clients, self.key = data, int(clients), rng.root(seed)
+        self.data, self.clients, self.key = data, clients, rng.root(seed)
         self._words = np.asarray(rng.words(rng.stream(self.key, "sampling")))
 
     def cohort(self, round: int) -> Cohort:

@@ -98,6 +98,8 @@ def _inked(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndar
         )
     if label.dtype.kind not in "iu":
         raise ValueError(f"Feature 'label' of client {client_id!r} is {label.dtype}: expected integers.")
+    if label.size and not (label.min() >= 0 and label.max() < 2**31):
+        raise ValueError(f"Client {client_id!r} has labels from {label.min()} to {label.max()}: expected 0 to 61.")
     if pixels.dtype.kind == "f":
         # Written so that a NaN fails too.
         if pixels.size and not (pixels.min() >= 0 and pixels.max() <= 1):

@@ -75,6 +75,8 @@ def evaluate(
     """
     if batch_size < 1:
         raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    batch_size = min(batch_size, max(1, data.num_examples))
+    data.check_dtypes()
     model.check(data)
     if not isinstance(execution, Jit):
         execution = Auto() if execution is None else Jit()

@@ -56,7 +56,8 @@ class Jit(Execution):
     """Compiled, on one device.
 
     Attributes:
-      lanes: clients side by side on the device. None: 1 on a CPU (more are slower there), up to 16 elsewhere.
+      lanes: clients side by side on the device, at most as many as it has. None: 1 on a CPU (more are slower there), up to
+        16 elsewhere.
       memory: ``"resident"``: the whole population on the device; ``"stream"``: only the cohorts' rows, gathered while the
         previous rounds train; ``"auto"``: resident if it fits.
 
@@ -68,7 +69,7 @@ class Jit(Execution):
     memory: Memory = "auto"
 
     def __post_init__(self) -> None:
-        if self.lanes is not None and self.lanes < 1:
+        if self.lanes is not None and not (isinstance(self.lanes, int) and self.lanes >= 1):
             raise ValueError(f"Expected lanes >= 1, got lanes={self.lanes}, or None to choose by the device.")
         if self.memory not in ("auto", "resident", "stream"):
             raise ValueError(f"Expected memory to be 'auto', 'resident' or 'stream', got memory={self.memory!r}.")
@@ -118,7 +119,7 @@ class Jit(Execution):
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
-            return self.lanes
+            return min(self.lanes, -(-clients // mesh.size))
         return 1 if mesh.devices.flat[0].platform == "cpu" else min(16, -(-clients // mesh.size))
 
 
@@ -142,7 +143,7 @@ class Pmap(Jit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.devices is not None and self.devices < 1:
+        if self.devices is not None and not (isinstance(self.devices, int) and self.devices >= 1):
             raise ValueError(f"Expected devices >= 1, got devices={self.devices}, or None for all.")
 
     def mesh(self) -> Mesh:
@@ -179,6 +180,7 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
             raise ValueError("Cohorts that run together need one population, one size and one root key: run them apart.")
     checked = vars(program).setdefault("_checked", weakref.WeakSet())
     if first.data not in checked:
+        first.data.check_dtypes()
         program.check(first.data)
         checked.add(first.data)
 

@@ -125,6 +125,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choices(self)
+        if self.folder == "":
+            raise ValueError("Expected a name of a folder, got folder=''.")
         for name in ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch"):
             value = getattr(self, name)
             if value is not None and value < 1:

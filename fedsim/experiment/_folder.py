@@ -8,7 +8,7 @@ import platform
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 
@@ -76,6 +76,25 @@ class RunFolder:
         beside = self.config.with_suffix(".tmp")
         beside.write_text(text + "\n")
         beside.replace(self.config)
+
+
+def lock(path: Path) -> IO[str]:
+    """Holds a run folder until the file that is returned is closed, or the process ends in any way.
+
+    Raises:
+      ValueError: another process, or another run of this one, holds it.
+    """
+    file = open(path / ".lock", "w")  # noqa: SIM115 (it stays open: that is the lock)
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ModuleNotFoundError:  # Windows has no flock; there nothing is held
+        pass
+    except OSError:
+        file.close()
+        raise ValueError(f"The run folder {path} is in use by another run: wait for it, or choose another folder.") from None
+    return file
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from fedsim.data import Cohort
 from fedsim.execution import RoundInfo
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._folder import RunFolder
+from fedsim.experiment._folder import RunFolder, lock
 from fedsim.experiment._lines import Line, score
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import MetricsFile, TensorBoard
@@ -40,6 +40,7 @@ class Journal:
         self._warned = False
         self._callbacks, self.checkpoints = callbacks, checkpoints
         self._file = self._tensorboard = None
+        self._lock = lock(paths.path) if paths else None
         if paths:
             self._file = MetricsFile(paths.metrics, keep_rounds=start)
             self.history = list(self._file.history)
@@ -115,6 +116,8 @@ class Journal:
     def close(self) -> None:
         if self._tensorboard:
             self._tensorboard.close()
+        if self._lock:
+            self._lock.close()
 
     def _judge(self, line: Line, state: State | None) -> None:
         value = score(line)

@@ -252,7 +252,7 @@ def test_import_and_train_without_optional_dependencies(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "No checkpoints will be written: orbax-checkpoint is not installed" in done.stdout
     assert "The command line needs tyro" in done.stderr
-    assert {path.name for path in Path(tmp_path / "r").iterdir()} == {"config.json", "metrics.jsonl"}
+    assert {path.name for path in Path(tmp_path / "r").iterdir()} == {".lock", "config.json", "metrics.jsonl"}
 
 
 def test_nothing_warns(algorithm, sampler, data, tmp_path):
