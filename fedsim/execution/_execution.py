@@ -114,8 +114,7 @@ class Jit(Execution):
         carry = compiled.begin(columns, state, key, packed)
         for part in parts:
             carry = compiled.fold(columns, state, key, packed, part, carry)
-        state, info = compiled.finish(state, packed, carry)
-        return state, info
+        return compiled.finish(state, packed, carry)
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
