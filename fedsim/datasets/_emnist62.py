@@ -43,6 +43,7 @@ _MEMBERS = ("fed_emnist_train.h5", "fed_emnist_test.h5")
         "pixels": "[28, 28] float32 image, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper)",
         "label": "[] int32 character: 0-9 digits, 10-35 A-Z, 36-61 a-z",
     },
+    splits={"train": (3400, 671_585), "test": (3400, 77_483)},
     num_classes=62,
     default_model="emnist_cnn",
     source=URL,
@@ -50,7 +51,7 @@ _MEMBERS = ("fed_emnist_train.h5", "fed_emnist_test.h5")
     citation="S. Caldas et al. LEAF: a benchmark for federated settings. 2018. https://arxiv.org/abs/1812.01097; "
     "G. Cohen et al. EMNIST: extending MNIST to handwritten letters. IJCNN, 2017. https://arxiv.org/abs/1702.05373",
 )
-def load_emnist62(data: Path | None, cache: Path) -> tuple[FederatedData, FederatedData]:
+def load_emnist62(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     """The two splits: from ``data``'s ``*_train.h5`` and ``*_test.h5``, or from the cache, fetched into it once.
 
     Raises:
@@ -59,7 +60,7 @@ def load_emnist62(data: Path | None, cache: Path) -> tuple[FederatedData, Federa
       DownloadError: the archive could not be fetched; says the two ways out.
     """
     folder = _fetched(cache) if data is None else data
-    return _read(_only(folder, "*_train.h5")), _read(_only(folder, "*_test.h5"))
+    return {split: _read(_only(folder, f"*_{split}.h5")) for split in ("train", "test")}
 
 
 def _fetched(cache: Path) -> Path:
