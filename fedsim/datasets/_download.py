@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import http.client
@@ -15,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.datasets._archive import bar, unpack
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; there, two first runs at once may fetch twice.
-    fcntl = None  # type: ignore[assignment]
+from fedsim.datasets._cache import only_one
 
 _BLOCK = 1 << 16
 _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}
@@ -27,6 +22,10 @@ _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}
 
 class DownloadError(OSError):
     """A file could not be fetched; the message is one line that says which and why."""
+
+
+class Unreachable(DownloadError):
+    """There is no network, or no such server."""
 
 
 def fetch(
@@ -101,6 +100,10 @@ class Download:
         """The name of the file that is fetched."""
         return self.url.rpartition("/")[2]
 
+    def at_hand(self, folder: Path) -> bool:
+        """Whether `into` needs no network."""
+        return (folder / self.name).is_file() or all((folder / file).is_file() for file in self.files)
+
     def into(self, folder: Path, **how: Any) -> None:
         """Fetches, checks and unpacks into ``folder``, unless all ``files`` are there.
 
@@ -112,7 +115,6 @@ class Download:
         """
         if all((folder / file).is_file() for file in self.files):
             return
-        folder.mkdir(parents=True, exist_ok=True)
         with only_one(folder / ".lock"):
             if not all((folder / file).is_file() for file in self.files):
                 fetched = fetch(self.url, folder / self.name, sha256=self.sha256, num_bytes=self.num_bytes, **how)
@@ -135,7 +137,7 @@ def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: fl
         except urllib.error.URLError as error:
             reason = str(getattr(error.reason, "strerror", None) or error.reason)
             if not reached:  # Without a network, waiting helps nobody.
-                raise DownloadError(f"{url} cannot be reached ({reason}).") from None
+                raise Unreachable(f"{url} cannot be reached ({reason}).") from None
         except TimeoutError:
             reached, reason = True, f"no byte for {timeout:g} seconds"
         except (http.client.HTTPException, ConnectionError) as error:
@@ -229,14 +231,3 @@ def _fault(path: Path, sha256: str | None, num_bytes: int | None) -> str:
         if actual != sha256:
             return f"SHA-256 {actual}, expected {sha256}"
     return ""
-
-
-@contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Holds a lock between processes; it ends with the process, however that ends."""
-    if fcntl is None:
-        yield
-        return
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
