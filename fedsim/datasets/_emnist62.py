@@ -23,9 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedsim.data import FederatedData, read_tff_hdf5
+from fedsim.data import FederatedData
 from fedsim.datasets import _download
 from fedsim.datasets._registry import register
+from fedsim.formats import read_tff_hdf5
 
 URL = "https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2"
 SHA256 = "fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0"
@@ -86,7 +87,7 @@ def _only(folder: Path, pattern: str) -> Path:
 
 
 def _read(path: Path) -> FederatedData:
-    return read_tff_hdf5(path, ["pixels", "label"], transform=_inked)
+    return read_tff_hdf5(path, ["pixels", "label"]).map(_inked).load()
 
 
 def _inked(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
