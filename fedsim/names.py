@@ -128,6 +128,34 @@ def check_options(
             )
 
 
+def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], **options: Any) -> T:
+    """Calls the factory that ``text`` names, with options in parentheses or without: a known one, or an imported one.
+
+    Raises:
+      ValueError: there is no such factory; it has no such option, or needs one that is not given.
+
+    >>> make("size", "mean(first=1)", {"mean": lambda first, second=3: (first + second) / 2})
+    2.0
+    """
+    name, given = parse_call(text)
+    options = given | options
+    factory = import_reference(name) if ":" in name else look_up(kind, name, known)
+    check_options(kind, name, factory, options)
+    if missing := sorted(required(factory) - set(options)):
+        raise ValueError(f"The {kind} {name!r} needs arguments: give them in parentheses, {name}({missing[0]}=...).")
+    return factory(**options)
+
+
+def required(function: Callable[..., Any]) -> set[str]:
+    """Names of the parameters that have no default.
+
+    >>> sorted(required(lambda a, b, c=0, *more: 0))
+    ['a', 'b']
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.default is p.empty and p.kind not in VARIABLE}
+
+
 def import_reference(reference: str) -> Any:
     """What ``FILE.py:NAME`` or ``MODULE:NAME`` names.
 

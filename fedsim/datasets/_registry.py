@@ -128,10 +128,10 @@ def describe(name: str) -> Description:
 
     >>> describe("digits").num_classes
     10
-    >>> describe("emnist")
+    >>> describe("digit")
     Traceback (most recent call last):
     ...
-    ValueError: There is no dataset 'emnist'. Did you mean 'emnist62'?
+    ValueError: There is no dataset 'digit'. Did you mean 'digits'?
     """
     return _find(name, {}).description
 

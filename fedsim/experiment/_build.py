@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import optax
@@ -18,7 +17,7 @@ from fedsim.data import Batches, FederatedData, UniformSampler
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._schedule import client_optimizer
 from fedsim.model import Model
-from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call
+from fedsim.names import did_you_mean, import_reference, make, required
 
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that a RunConfig fills by other means than a number of the same name.
@@ -132,12 +131,7 @@ def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
         )
     if not isinstance(name, str):
         return name()
-    name, options = parse_call(name)
-    factory = import_reference(name) if ":" in name else look_up("model", name, models.MODELS)
-    check_options("model", name, factory, options)
-    if missing := _missing(factory, options):
-        raise ValueError(f"The model {name!r} needs arguments: give them in parentheses, {name}({missing[0]}=..., ...).")
-    return factory(**options)
+    return make("model", name, models.MODELS)
 
 
 def ready_models() -> list[str]:
@@ -146,13 +140,7 @@ def ready_models() -> list[str]:
     >>> "emnist_cnn" in ready_models(), "dense" in ready_models()
     (True, False)
     """
-    return [name for name, factory in models.MODELS.items() if not _missing(factory, {})]
-
-
-def _missing(factory: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
-    """Arguments without a default that are not given."""
-    parameters = inspect.signature(factory).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in VARIABLE and p.name not in options]
+    return [name for name, factory in models.MODELS.items() if not required(factory)]
 
 
 def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:

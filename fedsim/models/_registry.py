@@ -9,7 +9,7 @@ from fedsim.model import Model
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
-from fedsim.names import look_up
+from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
@@ -19,16 +19,18 @@ MODELS: dict[str, Callable[..., Model]] = {
 
 
 def get(name: str, **kwargs: Any) -> Model:
-    """The model that ``fedsim.models.<name>(**kwargs)`` makes.
+    """The model that ``fedsim.models.<name>(**kwargs)`` makes; ``name`` may carry options itself: ``"name(option=literal)"``.
 
     Raises:
-      ValueError: for a name that is not in `MODELS`; the message has the nearest ones.
+      ValueError: for a name that is not in `MODELS`, or an option that it has not; the message has the nearest ones.
 
     >>> get("emnist_dense", hidden=(100,)).num_classes
     62
+    >>> get("emnist_cnn(num_classes=10)").num_classes
+    10
     >>> get("emnist_cn")
     Traceback (most recent call last):
     ...
     ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'emnist_dense'?
     """
-    return look_up("model", name, MODELS)(**kwargs)
+    return make("model", name, MODELS, **kwargs)
