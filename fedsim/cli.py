@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import datasets, experiment, models
+from fedsim import _datasets_command, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import own_hyperparameters, ready_models
@@ -29,7 +29,7 @@ usage: fedsim COMMAND ...
 
   run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
   resume FOLDER      go on with a run that was stopped
-  datasets           list the datasets
+  datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "resume": _resume,
-        "datasets": lambda _: _list((name, datasets.describe(name).task) for name in datasets.names()),
+        "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
         "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
     }

@@ -35,6 +35,7 @@ FLOORS: list[set[str]] = [
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
+    {"_datasets_command"},
     {"cli"},
     {"__main__"},
 ]

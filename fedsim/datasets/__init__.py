@@ -1,5 +1,6 @@
 """Federated datasets by name: each with its contract, its source, and a model to start with."""
 
+from fedsim.datasets._cache import is_cached as is_cached
 from fedsim.datasets._download import DownloadError as DownloadError
 from fedsim.datasets._registry import Description as Description
 from fedsim.datasets._registry import FederatedSplits as FederatedSplits
@@ -9,4 +10,4 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _digits, _emnist  # isort: skip  # noqa: F401
+from fedsim.datasets import _cifar100, _digits, _emnist  # isort: skip  # noqa: F401

@@ -46,9 +46,19 @@ def dataset_folder(name: str, cache: str | os.PathLike[str] | None = None) -> Pa
 
 
 def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
-    """Whether something whole lies in the dataset's folder: fetched files, or converted ones."""
+    """Whether something whole lies in a dataset's folder of the cache: fetched files, or converted ones.
+
+    Args:
+      name: the dataset's, without options.
+      cache: see `load`.
+
+    >>> is_cached("emnist62", cache="/nowhere")
+    False
+    """
     folder = dataset_folder(name, cache)
-    return any(path.is_file() and not path.name.startswith(".") and not path.name.endswith("part") for path in folder.rglob("*"))
+    return any(
+        path.is_file() and not path.name.startswith(".") and not path.name.endswith("part") for path in folder.rglob("*")
+    )
 
 
 def converted(

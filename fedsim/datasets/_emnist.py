@@ -22,6 +22,7 @@ all 62 classes keeps their split, which is another than TensorFlow Federated dre
 
 from __future__ import annotations
 
+import string
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def _sources(digits: bool) -> list[Source]:
         ),
         Source(
             "TFF's SQLite",
-            {split: sqlite for split in _SPLITS},
+            dict.fromkeys(_SPLITS, sqlite),
             _read_tff("digits_only" if digits else "all"),
             downloads=[Download(f"{_TFF}/emnist_all.sqlite.lzma", sqlite[:1])],
         ),
@@ -105,7 +106,7 @@ _SOURCE_FEATURES = {
     "pixels": "[28, 28] float32 image, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper)",
     "label": "[] int32 character: 0-9 digits, 10-35 A-Z, 36-61 a-z",
 }
-_LICENCE = "images: NIST Special Database 19, a work of the US government; LEAF's code: BSD 2-clause"
+_LICENCE = "public domain (NIST Special Database 19, a work of the US government); LEAF's code: BSD 2-clause"
 _CITATION = (
     "S. Caldas et al. LEAF: a benchmark for federated settings. 2018. https://arxiv.org/abs/1812.01097; "
     "G. Cohen et al. EMNIST: extending MNIST to handwritten letters. IJCNN, 2017. https://arxiv.org/abs/1702.05373"
@@ -122,9 +123,10 @@ _CITATION = (
     source_features=_SOURCE_FEATURES,
     splits={"train": (3400, 671_585), "test": (3400, 77_483)},
     num_classes=62,
+    class_names=string.digits + string.ascii_uppercase + string.ascii_lowercase,
     default_model="emnist_cnn",
-    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite (no hash is published); or TFF's SQLite or HDF5, or LEAF's "
-    "JSON",
+    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's SQLite or "
+    "HDF5, or LEAF's JSON",
     licence=_LICENCE,
     citation=_CITATION,
 )
@@ -147,8 +149,8 @@ def load_emnist62(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     splits={"train": (3383, 341_873), "test": (3383, 40_832)},
     num_classes=10,
     default_model="emnist_cnn(num_classes=10)",
-    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite (no hash is published); or TFF's SQLite or HDF5; "
-    "or the digits of emnist62's files",
+    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's "
+    "SQLite or HDF5; or the digits in files of all classes",
     licence=_LICENCE,
     citation=_CITATION,
 )

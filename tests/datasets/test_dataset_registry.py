@@ -204,7 +204,7 @@ def test_a_loader_in_a_file_of_ones_own(tmp_path):
     [
         ((1, 2), "'mine' returned a tuple: expected {'train'"),
         ({"train": two_clients(None, None)["train"]}, r"no split 'test', only \['train'\]: add it"),
-        (two_clients(None, None) | {"heldout": 1}, "a split 'heldout'. Did you mean 'held_out'"),
+        (two_clients(None, None) | {"heldout": 1}, "returned .heldout.. Did you mean 'held_out'"),
         ({"train": 1, "test": 2}, "returned a int as train: expected FederatedData"),
     ],
 )

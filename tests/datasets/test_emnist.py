@@ -1,4 +1,4 @@
-"""Tests of `emnist62` and `emnist10`, on files of every form that the tests write themselves, and on real ones where there are."""
+"""Tests of `emnist62` and `emnist10`, on files of every form that the tests write themselves, and on real ones if any."""
 
 import gzip
 import hashlib
@@ -106,7 +106,9 @@ def test_every_form_gives_the_same_images(form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path):
     everything = clients(np.float32, sizes=(40, 30))
-    digits = {name: {f: column[features["label"] < 10] for f, column in features.items()} for name, features in everything.items()}
+    digits = {
+        name: {f: column[features["label"] < 10] for f, column in features.items()} for name, features in everything.items()
+    }
     assert all(0 < len(features["label"]) < 30 for features in digits.values())
     of_digits, of_all = tmp_path / "of_digits", tmp_path / "of_all"
     for folder, content, only in ((of_digits, digits, True), (of_all, everything, False)):
@@ -121,7 +123,7 @@ def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path)
         for split in ("train", "test"):
             write_form(form, folder, content, split, digits=only)
     for folder in (of_digits, of_all):
-        if form == "LEAF's JSON" and folder is of_digits or form == "TFF's SQLite" and folder is of_all:
+        if (form == "LEAF's JSON" and folder is of_digits) or (form == "TFF's SQLite" and folder is of_all):
             continue
         loaded = datasets.load("emnist10", data=folder)
         for client_id, features in digits.items():
@@ -168,7 +170,9 @@ def test_a_folder_without_exactly_one_file_of_each_kind_is_refused(folder):
         datasets.load("emnist62", data=folder)
     (folder / "other_train.h5").unlink()
     (folder / "fed_emnist_test.h5").unlink()
-    with pytest.raises(FileNotFoundError, match=r"which holds fed_emnist_train.h5: expected .*TFF's HDF5 \(\*_train.h5, \*_test.h5"):
+    with pytest.raises(
+        FileNotFoundError, match=r"which holds fed_emnist_train.h5: expected .*TFF's HDF5 \(\*_train.h5, \*_test.h5"
+    ):
         datasets.load("emnist62", data=folder)
 
 
