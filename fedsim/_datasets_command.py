@@ -102,7 +102,10 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
         ("after", [f"{feature}: {text}" for feature, text in about.features.items()]),
         ("options", [_option(about, option) for option in about.defaults] or "none"),
         ("source", about.source),
-        ("download", "nothing" if about.download_bytes == 0 else f"{_size(about.download_bytes)}, {'cached' if cached else 'once'}"),
+        (
+            "download",
+            "nothing" if about.download_bytes == 0 else f"{_size(about.download_bytes)}, {'cached' if cached else 'once'}",
+        ),
         ("licence", about.licence),
         ("cite", about.citation),
     ]
@@ -118,7 +121,9 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
         from fedsim import plots
 
         if not Path(picture).resolve().parent.is_dir():
-            raise FileNotFoundError(f"No folder {Path(picture).resolve().parent} to draw {Path(picture).name} into: create it first.")
+            raise FileNotFoundError(
+                f"No folder {Path(picture).resolve().parent} to draw {Path(picture).name} into: create it first."
+            )
         figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
         figure.savefig(picture)
         print(f"\nThe picture is in {picture}.")

@@ -94,11 +94,12 @@ def _where(error: BaseException) -> str:
 
 
 def _run(arguments: list[str]) -> int:
-    """Options come in two steps: dataset, algorithm and ``--from`` decide which others there are and their defaults."""
+    """Options come in two steps: dataset, model, algorithm and ``--from`` decide which others there are and their defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
     first.add_argument("--dataset")
     first.add_argument("--algorithm")
+    first.add_argument("--model")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     base, previous = stored["config"], {**stored["settings"], "folder": None}
@@ -106,7 +107,8 @@ def _run(arguments: list[str]) -> int:
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
     datasets.describe(dataset)  # an unknown name is said before anything else
     cls = experiment.algorithm_class(algorithm)
-    defaults = experiment.published(dataset, algorithm)
+    model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
+    defaults = experiment.published(dataset, algorithm, model)
     # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
     general = {field.name for field in dataclasses.fields(RunConfig)} - {"weighting", "nonfinite"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
