@@ -36,7 +36,8 @@ def located(where: str, *damage: type[Exception]) -> Iterator[None]:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error.__cause__
     except damage as error:
-        raise FormatError(f"{where}: truncated or damaged, fetch or write it again ({error or type(error).__name__})") from error
+        said = str(error) or type(error).__name__
+        raise FormatError(f"{where}: truncated or damaged, fetch or write it again ({said})") from error
 
 
 def existing(path: StrPath, *, folder: bool = False) -> Path:
@@ -67,7 +68,7 @@ def stream(
             if columns is not None and blank is None:
                 blank = {name: array[:0] for name, array in columns.items()}
                 yield from ((empty, blank) for empty in waiting)
-            if columns is None and blank is None:
+            if blank is None:
                 waiting.append(client_id)
             else:
                 yield client_id, blank if columns is None else columns
@@ -75,6 +76,15 @@ def stream(
             raise FormatError(f"None of its {len(waiting)} clients has an example: nothing says what the features are.")
 
     return ClientStream(filled, num_clients, path)
+
+
+def only_split(path: StrPath, names: list[Any], split: str | None) -> str:
+    """``split`` if it is one of ``names``; by default the only one there is."""
+    if split is None and len(names) == 1:
+        return str(names[0])
+    if split is None or split not in names:
+        raise ValueError(f"Expected split= one of {sorted(map(str, names))}, those of {os.fspath(path)}; got split={split!r}.")
+    return split
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsim.data import ClientStream, FormatError
 from fedsim.formats._example_proto import columns, serialized
-from fedsim.formats._source import Clients, Columns, Features, StrPath, located, stream
+from fedsim.formats._source import Clients, Columns, Features, StrPath, located, only_split, stream
 from fedsim.formats._sqlite import Database, require, text, writing
 
 _EXAMPLES = ["split_name", "client_id", "serialized_example_proto"]
@@ -82,15 +82,6 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
                 raise FormatError(f"Client id {ahead[0]!r} has examples and is not listed in client_metadata.")
 
     return stream(path, read, counts[chosen])
-
-
-def only_split(path: StrPath, names: list[Any], split: str | None) -> str:
-    """``split`` if it is one of ``names``; by default the only one there is."""
-    if split is None and len(names) == 1:
-        return str(names[0])
-    if split is None or split not in names:
-        raise ValueError(f"Expected split= one of {sorted(map(str, names))}, those of {os.fspath(path)}; got split={split!r}.")
-    return split
 
 
 def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, split: str = "train") -> None:
