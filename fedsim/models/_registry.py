@@ -6,14 +6,34 @@ from collections.abc import Callable
 from typing import Any
 
 from fedsim.model import Model
+from fedsim.models._autoencoder import emnist_autoencoder
+from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
+from fedsim.models._generated import synthetic_logistic, toy_regression
+from fedsim.models._mnist import mnist_2nn, mnist_cnn
 from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
-    for factory in (dense, digits_dense, digits_logistic, emnist_cnn, emnist_dense, emnist_logistic, logistic)
+    for factory in (
+        cifar10_cnn,
+        cifar100_logistic,
+        cifar100_resnet18,
+        dense,
+        digits_dense,
+        digits_logistic,
+        emnist_autoencoder,
+        emnist_cnn,
+        emnist_dense,
+        emnist_logistic,
+        logistic,
+        mnist_2nn,
+        mnist_cnn,
+        synthetic_logistic,
+        toy_regression,
+    )
 }
 """Every model of `fedsim.models` by its function's name."""
 
@@ -31,6 +51,6 @@ def get(name: str, **kwargs: Any) -> Model:
     >>> get("emnist_cn")
     Traceback (most recent call last):
     ...
-    ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'emnist_dense'?
+    ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'mnist_cnn'?
     """
     return make("model", name, MODELS, **kwargs)
