@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shlex
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim import datasets, heterogeneity
+from fedsim import datasets, heterogeneity, plots
 
 _COUNT_LABELS_UP_TO = 10_000_000
 
@@ -87,6 +88,8 @@ def _list() -> None:
 
 def _describe(name: str, data: str | None, picture: str | None) -> None:
     about = datasets.describe(name)
+    if picture and not Path(picture).resolve().parent.is_dir():
+        raise FileNotFoundError(f"No folder {Path(picture).resolve().parent} for the picture: create it first.")
     cached = datasets.is_cached(about.name)
     loaded = None
     if data or picture or cached or about.download_bytes == 0:
@@ -102,28 +105,19 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
         ("after", [f"{feature}: {text}" for feature, text in about.features.items()]),
         ("options", [_option(about, option) for option in about.defaults] or "none"),
         ("source", about.source),
-        (
-            "download",
-            "nothing" if about.download_bytes == 0 else f"{_size(about.download_bytes)}, {'cached' if cached else 'once'}",
-        ),
+        ("download", _download(about.download_bytes, cached)),
         ("licence", about.licence),
         ("cite", about.citation),
     ]
     print(about.name)
     _facts(facts)
     if loaded is None:
-        print(f"\nNot at hand. To fetch it and draw it: fedsim datasets describe {name!r} --picture FILE.png")
+        print(f"\nNot at hand. To fetch it and draw it: fedsim datasets describe {shlex.quote(name)} --picture FILE.png")
         return
     print(f"\nFound{f' in {data}' if data else ''}")
     splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
     _facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
     if picture:
-        from fedsim import plots
-
-        if not Path(picture).resolve().parent.is_dir():
-            raise FileNotFoundError(
-                f"No folder {Path(picture).resolve().parent} to draw {Path(picture).name} into: create it first."
-            )
         figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
         figure.savefig(picture)
         print(f"\nThe picture is in {picture}.")
@@ -153,6 +147,13 @@ def _measured(population: Any, about: datasets.Description) -> list[str]:
     return lines
 
 
+def _download(num_bytes: int | None, cached: bool) -> str:
+    if num_bytes == 0:
+        return "nothing"
+    size = "of a size that is not published" if num_bytes is None else _size(num_bytes)
+    return f"{size}, {'at hand in the cache' if cached else 'once, into the cache'}"
+
+
 def _option(about: datasets.Description, option: str) -> str:
     default = about.defaults[option]
     shown = "" if default is inspect.Parameter.empty else f"={default!r}"
@@ -160,7 +161,8 @@ def _option(about: datasets.Description, option: str) -> str:
 
 
 def _population(clients: int | None, examples: int | None) -> str:
-    return f"{'any number of' if clients is None else f'{clients:,}'} clients, {'any' if examples is None else f'{examples:,}'} examples"
+    shown = ["any number of" if count is None else f"{count:,}" for count in (clients, examples)]
+    return f"{shown[0]} clients, {shown[1]} examples"
 
 
 def _short(count: int | None) -> str:

@@ -46,7 +46,7 @@ def dataset_folder(name: str, cache: str | os.PathLike[str] | None = None) -> Pa
 
 
 def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
-    """Whether something whole lies in a dataset's folder of the cache: fetched files, or converted ones.
+    """Whether a dataset has been fetched, so that it loads without network.
 
     Args:
       name: the dataset's, without options.
@@ -56,9 +56,9 @@ def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
     False
     """
     folder = dataset_folder(name, cache)
-    return any(
-        path.is_file() and not path.name.startswith(".") and not path.name.endswith("part") for path in folder.rglob("*")
-    )
+    entries = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    # What was converted may be of a user's own files.
+    return any(not name.startswith((".", "packed-")) and not name.endswith("part") for name in entries)
 
 
 def converted(
