@@ -23,14 +23,15 @@ class Source:
       form: what people call it, e.g. ``"TFF's HDF5"``.
       files: split to what its file may be called, the first that is there being taken; ``*`` stands for anything. Splits may
         share a file, and a name that ends with ``/`` is a folder's.
-      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share.
+      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share; None: `load_converted` is not
+        for this one.
       without: what no name may have in it.
       downloads: where it is fetched from; empty: it is not.
     """
 
     form: str
     files: Mapping[str, Sequence[str]]
-    read: Callable[[Path, str], ClientStream]
+    read: Callable[[Path, str], ClientStream] | None = None
     without: str = ""
     downloads: Sequence[Download] = ()
 
@@ -91,8 +92,11 @@ def load_converted(
     """
     source, found = locate(name, data, cache, sources)
 
+    assert source.read is not None
+    read = source.read
+
     def stream(split: str) -> ClientStream:
-        return source.read(found[split], split).map(transform)
+        return read(found[split], split).map(transform)
 
     streams = {split: functools.partial(stream, split) for split in source.files}
     return converted(name, cache, streams, files=[*found.values(), *files], version=version, form=source.form, **options)
