@@ -29,7 +29,8 @@ class Description:
       num_classes: labels ``y`` lie in ``[0, num_classes)``; None: not a classification, or not known before.
       default_model: a name of `fedsim.models`, or a callable that makes a model; None: there is none.
       options: the loader's options, each with its meaning.
-      defaults: the loader's options, each with its default (``inspect.Parameter.empty``: it must be given).
+      defaults: the loader's options, each with its default (``inspect.Parameter.empty``: it must be given); ``...`` stands for
+        those that depend on others.
       source: where it comes from.
       download_bytes: how much is fetched at first; 0: nothing, ever; None: not known before.
       licence: under which terms.
@@ -217,7 +218,8 @@ def _reserved(loader: Loader, name: str) -> list[str]:
 
 def _defaults(loader: Loader, name: str) -> dict[str, Any]:
     parameters, reserved = inspect.signature(loader).parameters.values(), _reserved(loader, name)
-    return {p.name: p.default for p in parameters if p.name not in reserved and p.kind not in VARIABLE}
+    found = {p.name: p.default for p in parameters if p.name not in reserved and p.kind not in VARIABLE}
+    return found | ({"...": inspect.Parameter.empty} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {})
 
 
 def _origin(loader: Loader) -> str:
