@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"_version", "names", "rng", "tree"},
     {"metrics"},
     {"model", "data"},
-    {"aggregators", "formats"},
+    {"aggregators", "formats", "text"},
     {"execution"},
     {"algorithm"},
     {"algorithms"},
@@ -51,6 +51,7 @@ PUBLIC_MODULES = [
     "fedsim.metrics",
     "fedsim.models",
     "fedsim.rng",
+    "fedsim.text",
     "fedsim.tree",
 ]
 
