@@ -29,6 +29,7 @@ FLOORS: list[set[str]] = [
     {"formats", "heterogeneity"},
     {"plots"},
     {"aggregators"},
+    {"aggregators", "formats", "text"},
     {"execution"},
     {"algorithm"},
     {"algorithms"},
@@ -56,6 +57,7 @@ PUBLIC_MODULES = [
     "fedsim.models",
     "fedsim.plots",
     "fedsim.rng",
+    "fedsim.text",
     "fedsim.tree",
 ]
 
