@@ -10,4 +10,4 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _cifar10, _cifar100, _digits, _emnist, _mnist, _tfds  # isort: skip  # noqa: F401
+from fedsim.datasets import _cifar10, _cifar100, _digits, _emnist, _mnist, _shakespeare, _stackexchange, _stackoverflow, _tfds  # isort: skip  # noqa: F401

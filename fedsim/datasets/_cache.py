@@ -87,7 +87,7 @@ def converted(
       OSError: the cache is full, or cannot be written; nothing half-written is left.
       FormatError: as the streams do.
     """
-    key = json.dumps([version, _fingerprint(files), options], sort_keys=True)
+    key = json.dumps([version, fingerprint(files), options], sort_keys=True)
     folder = cache / f"packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     paths = {split: folder / f"{split}.h5" for split in streams}
     if not all(path.is_file() for path in paths.values()):
@@ -110,7 +110,8 @@ def only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def _fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+def fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files, and of what is in folders."""
     found = []
     for path in files:
         parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]

@@ -23,7 +23,6 @@ all 62 classes keeps their split, which is another than TensorFlow Federated dre
 from __future__ import annotations
 
 import string
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +32,13 @@ from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._checks import labels
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
-from fedsim.datasets._source import Source, load_converted
-from fedsim.formats import read_fedjax_sqlite, read_leaf, read_tff_hdf5, read_tff_sqlite
+from fedsim.datasets._source import Source, load_converted, read_fedjax
+from fedsim.formats import read_leaf, read_tff_hdf5, read_tff_sqlite
 
 _FEDJAX = "https://storage.googleapis.com/gresearch/fedjax/emnist"
 _TFF = "https://storage.googleapis.com/tff-datasets-public"
 _SPLITS = ("train", "test")
 _DIGITS = "digitsonly"
-
-
-def _read_fedjax(path: Path, split: str) -> ClientStream:
-    stream = read_fedjax_sqlite(path, ["pixels", "label"])
-
-    def read() -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-        for client in stream:
-            yield client.client_id.rpartition(":")[2], client.examples
-
-    return ClientStream(read, stream.num_clients, path)
 
 
 def _read_tff(prefix: str) -> Any:
@@ -81,7 +70,7 @@ def _sources(digits: bool) -> list[Source]:
         Source(
             "FedJAX's SQLite",
             {split: (f"*_{infix}{split}.sqlite",) for split in _SPLITS},
-            _read_fedjax,
+            lambda path, split: read_fedjax(path, ["pixels", "label"]),
             without,
             [Download(f"{_FEDJAX}/{file}", (file,)) for file in fedjax.values()],
         ),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._cache import converted
 from fedsim.datasets._download import Download, DownloadError, Unreachable
+from fedsim.formats import read_fedjax_sqlite
 
 Transform = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
@@ -60,6 +62,17 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.form} ({', '.join(dict.fromkeys(patterns[0] for patterns in self.files.values()))})"
+
+
+def read_fedjax(path: Path, features: Sequence[str]) -> ClientStream:
+    """`fedsim.formats.read_fedjax_sqlite`, without the hash that FedJAX's own files have before clients' names."""
+    stream = read_fedjax_sqlite(path, features)
+
+    def read() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for client in stream:
+            yield re.sub("^[0-9a-f]{16}:", "", client.client_id), client.examples
+
+    return ClientStream(read, stream.num_clients, path)
 
 
 def load_converted(
@@ -120,6 +133,9 @@ def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source])
 def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
     """Fetches the best of ``sources`` that can be had."""
     able = [source for source in sources if source.downloads]
+    if not able:
+        forms = ", or ".join(map(str, sources))
+        raise FileNotFoundError(f"{name!r} is not for download: give a folder that holds {forms} (--data DIR, or data=DIR in Python).")
     # What somebody put there by hand needs no network.
     able.sort(key=lambda source: not all(download.at_hand(cache) for download in source.downloads))
     reasons = []
