@@ -6,6 +6,7 @@ Files are parsed by a child process (see `fedsim.formats._hdf5_child`), whatever
 from __future__ import annotations
 
 import atexit
+import io
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fedsim.data import ClientStream, FederatedData, FormatError, TextColumn
+from fedsim.data import ClientDataset, ClientStream, FederatedData, FormatError, TextColumn
 from fedsim.data._whole_file import whole_file
 
 StrPath = str | os.PathLike[str]
@@ -93,17 +94,59 @@ def write_tff_hdf5(data: FederatedData, path: StrPath) -> None:
         for name in names:
             if name in ("", ".") or "/" in name or "\0" in name:
                 raise ValueError(f"{kind} {name!r} cannot name anything in an HDF5 file: rename it.")
-    with whole_file(path) as part, h5py.File(part, "w", locking=False) as file:
-        examples = file.create_group("examples", track_order=True)
-        for client in data.clients():
-            group = examples.create_group(client.client_id)
-            for name, rows in client.examples.items():
-                if isinstance(data.columns[name], TextColumn):
-                    if any(b"\0" in row for row in rows):
-                        raise ValueError(f"Text {name!r} of client {client.client_id!r} holds a NUL, where HDF5's strings end.")
-                    group.create_dataset(name, data=rows, dtype=h5py.string_dtype("ascii"))
-                else:
-                    group.create_dataset(name, data=rows)
+    with whole_file(path) as part, open(part, "r+b", buffering=0) as raw:
+        disk = _Disk(raw)
+        with h5py.File(disk, "w") as file:
+            examples = file.create_group("examples", track_order=True)
+            for client in data.clients():
+                _write(examples.create_group(client.client_id), client)
+                if disk.error is not None:
+                    break
+        if disk.error is not None:
+            raise disk.error
+
+
+def _write(group: Any, client: ClientDataset) -> None:
+    for name, rows in client.examples.items():
+        if rows.dtype != object:
+            group.create_dataset(name, data=rows)
+            continue
+        if any(b"\0" in row for row in rows):
+            raise ValueError(f"Text {name!r} of client {client.client_id!r} holds a NUL, where HDF5's strings end.")
+        group.create_dataset(name, data=rows, dtype=h5py.string_dtype("ascii"))
+
+
+class _Disk(io.RawIOBase):
+    """A file of which HDF5 never hears that the disk is full, for it would crash: what went wrong first is kept."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self.raw = raw
+        self.error: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        rest = memoryview(content).cast("B")
+        try:
+            while len(rest) and self.error is None:
+                rest = rest[self.raw.write(rest) :]
+        except OSError as error:
+            self.error = error
+        return len(content)
+
+    def readinto(self, buffer: Any) -> int:
+        return self.raw.readinto(buffer) or 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self.raw.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self.raw.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return self.raw.truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size or 0
 
 
 def _is_hdf5(path: StrPath) -> bool:
