@@ -15,5 +15,6 @@ from fedsim.formats._table import write_table as write_table
 from fedsim.formats._tfds import arrays_from_tfds as arrays_from_tfds
 from fedsim.formats._tfds import read_tfds as read_tfds
 from fedsim.formats._tff_hdf5 import read_tff_hdf5 as read_tff_hdf5
+from fedsim.formats._tff_hdf5 import write_tff_hdf5 as write_tff_hdf5
 from fedsim.formats._tff_sqlite import read_tff_sqlite as read_tff_sqlite
 from fedsim.formats._tff_sqlite import write_tff_sqlite as write_tff_sqlite
