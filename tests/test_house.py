@@ -237,7 +237,8 @@ def test_constraints_are_names_and_versions_and_cover_what_is_depended_on():
     assert all(pinned)
     names = {re.sub(r"[-_.]+", "-", match[1].lower()) for match in pinned}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = {re.match(r"[\w.-]+", need)[0] for need in [*PROJECT["project"]["dependencies"], *extras["run"], *extras["test"]]}
+    depended = [*PROJECT["project"]["dependencies"], *extras["run"], *extras["formats"], *extras["test"]]
+    wanted = {re.match(r"[\w.-]+", need)[0] for need in depended}
     assert {re.sub(r"[-_.]+", "-", name.lower()) for name in wanted} - {"fedsim-jax"} <= names
 
 

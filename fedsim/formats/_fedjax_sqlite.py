@@ -25,7 +25,7 @@ from fedsim.formats._sqlite import Database, require, text, writing
 
 _NDARRAY, _BYTES_NDARRAY = 1, 4
 _COLUMNS = ["client_id", "data", "num_examples"]
-_DAMAGE = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
+_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
 
 
 def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream:

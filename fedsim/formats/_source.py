@@ -78,12 +78,14 @@ def stream(
     return ClientStream(filled, num_clients, path)
 
 
-def only_split(path: StrPath, names: list[Any], split: str | None) -> str:
+def only_split(path: StrPath, names: list[str], split: str | None) -> str:
     """``split`` if it is one of ``names``; by default the only one there is."""
+    if not names:
+        raise FormatError(f"{os.fspath(path)}: no split, hence no clients.")
     if split is None and len(names) == 1:
-        return str(names[0])
+        return names[0]
     if split is None or split not in names:
-        raise ValueError(f"Expected split= one of {sorted(map(str, names))}, those of {os.fspath(path)}; got split={split!r}.")
+        raise FormatError(f"Expected split= one of {sorted(names)}, those of {os.fspath(path)}; got split={split!r}.")
     return split
 
 
@@ -98,7 +100,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 yield file  # type: ignore[misc]
         elif head == b"\xfd7zXZ\0" or head[:3] == b"]\0\0":
             with lzma.LZMAFile(raw) as file:
-                yield file  # type: ignore[misc]
+                yield file
         else:
             yield raw
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError
 from fedsim.data._whole_file import whole_file
+from fedsim.formats._owners import Owners
 from fedsim.formats._source import Clients, Columns, Features, StrPath, existing, located, selected, stream, texts
 
 Stack = Mapping[str, str | Sequence[str]]
@@ -51,39 +53,18 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
     """
     source = existing(path)
     with _arrow_errors(source):
-        owners = _Owners(source, client)
+        encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, only=client))
+        owners = Owners((array.dictionary.to_pylist(), _whole(array.indices)) for array in encoded)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
         with _arrow_errors(source):
             for client_id, table in _grouped(source, client, owners, features):
                 with located(f"client {client_id!r}"):
-                    columns = {name: _array(name, table[name].combine_chunks()) for name in table.column_names if name != client}
+                    names = [name for name in table.column_names if name != client]
+                    columns = {name: arrow_column(name, table[name].combine_chunks()) for name in names}
                     yield client_id, selected(_stacked(columns, stack or {}), features)
 
     return stream(path, read, len(owners.names))
-
-
-class _Owners:
-    """Whose each row is: clients are numbered by first appearance.
-
-    Attributes:
-      names: of each number.
-      rows: the number of each row's client, ``int32 [rows]``.
-    """
-
-    def __init__(self, path: Path, client: str) -> None:
-        numbers: dict[Any, int] = {}
-        rows = []
-        for batch in _batches(path, only=client):
-            encoded = batch.column(0).dictionary_encode()
-            if encoded.null_count:
-                raise FormatError(f"{path}: column {client!r} has rows without a client: fill or drop them.")
-            here = [numbers.setdefault(value, len(numbers)) for value in encoded.dictionary.to_pylist()]
-            rows.append(np.array(here, np.int32)[encoded.indices.to_numpy()])
-        if not numbers:
-            raise FormatError(f"{path}: no rows, hence no clients.")
-        self.names = [value.decode() if isinstance(value, bytes) else str(value) for value in numbers]
-        self.rows = np.concatenate(rows)
 
 
 def _batches(path: Path, features: Features = None, only: str | None = None) -> Iterator[Any]:
@@ -98,7 +79,7 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
         # A damaged file may claim lists and names of any length.
         limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as table:
-            _require(path, only, table.schema_arrow.names)
+            _require(only, table.schema_arrow.names)
             yield from table.iter_batches(1 << 14, columns=only and [only])
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
@@ -115,16 +96,24 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
 
     with contextlib.ExitStack() as files:
         table = open_csv()
-        _require(path, only, table.schema.names)
+        _require(only, table.schema.names)
         yield from open_csv(include_columns=[only]) if only else table
 
 
-def _require(path: Path, client: str | None, names: list[str]) -> None:
-    if client is not None and names.count(client) != 1:
-        raise FormatError(f"{path}: the column of clients must be one of {names}, got client={client!r}.")
+def _whole(indices: Any) -> np.ndarray:
+    if indices.null_count:
+        raise FormatError("rows without a client: fill or drop them")
+    return indices.to_numpy()
 
 
-def _grouped(path: Path, client: str, owners: _Owners, features: Features) -> Iterator[tuple[str, Any]]:
+def _require(client: str | None, names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise FormatError(f"two columns of one name, among {names}: rename one.")
+    if client is not None and client not in names:
+        raise FormatError(f"the column of clients must be one of {names}, got client={client!r}.")
+
+
+def _grouped(path: Path, client: str, owners: Owners, features: Features) -> Iterator[tuple[str, Any]]:
     """Each client's name and rows, as an Arrow table."""
     with tempfile.TemporaryDirectory(prefix="fedsim-table-") as folder:
         for table in _buckets(path, client, owners, features, folder):
@@ -136,11 +125,11 @@ def _grouped(path: Path, client: str, owners: _Owners, features: Features) -> It
                 yield owners.names[numbers[start]], table.slice(start, stop - start)
 
 
-def _buckets(path: Path, client: str, owners: _Owners, features: Features, folder: str) -> Iterator[Any]:
+def _buckets(path: Path, client: str, owners: Owners, features: Features, folder: str) -> Iterator[Any]:
     """The rows of one range of clients after another, ``client`` replaced by numbers."""
     pa = _pyarrow()
     batches = _numbered(path, client, owners, features)
-    first = next(batches)
+    first = next(batches)  # There are rows, for there are owners.
     # Which range a client falls into: as if every row were as large as those of the first batch.
     ends = np.cumsum(np.bincount(owners.rows, minlength=len(owners.names)))
     bucket_of = ((ends - 1) * (first.nbytes / first.num_rows) // _BUCKET_BYTES).astype(np.int64)
@@ -162,21 +151,27 @@ def _buckets(path: Path, client: str, owners: _Owners, features: Features, folde
         os.unlink(f"{folder}/{number}")
 
 
-def _numbered(path: Path, client: str, owners: _Owners, features: Features) -> Iterator[Any]:
+def _numbered(path: Path, client: str, owners: Owners, features: Features) -> Iterator[Any]:
     at = 0
     for batch in _batches(path, features):
         numbers = owners.rows[at : at + batch.num_rows]
         at += batch.num_rows
+        if len(numbers) != batch.num_rows:
+            break
         if batch.num_rows:
             yield batch.set_column(batch.schema.get_field_index(client), client, _pyarrow().array(numbers))
+    if at != len(owners.rows):
+        raise FormatError(f"column {client!r} has {len(owners.rows)} rows, and the others have more or fewer.")
 
 
-def _array(name: str, array: Any) -> np.ndarray:
+def arrow_column(name: str, array: Any) -> np.ndarray:
     """An Arrow array as NumPy's ``[n, ...]``, or text ``[n]``."""
     pa = _pyarrow()
     kind = array.type
     if pa.types.is_dictionary(kind):
-        return _array(name, array.dictionary_decode())
+        return arrow_column(name, array.dictionary_decode())
+    if isinstance(kind, pa.BaseExtensionType):
+        return arrow_column(name, array.storage)
     if array.null_count:
         row = array.is_null().index(True).as_py()
         raise FormatError(f"Feature {name!r} has no value in the client's row {row}: fill or drop it.")
@@ -184,7 +179,7 @@ def _array(name: str, array: Any) -> np.ndarray:
         lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False)) if len(array) else [0]
         if len(lengths) != 1:
             raise FormatError(f"Feature {name!r} has lists of {lengths[0]} to {lengths[-1]} values: no column holds both.")
-        inner = _array(name, array.flatten())
+        inner = arrow_column(name, array.flatten())
         return inner.reshape(len(array), int(lengths[0]), *inner.shape[1:])
     if any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
         array = array.cast(pa.large_binary())
@@ -269,7 +264,7 @@ def _flattened(dataset: ClientDataset, flat: bool) -> Iterator[tuple[str, np.nda
     for name, column in dataset.examples.items():
         array = np.ascontiguousarray(column)
         if flat and array.ndim > 1:
-            rows = array.reshape(len(array), -1)
+            rows = array.reshape(len(array), prod(array.shape[1:]))
             yield from ((f"{name}_{i}", rows[:, i]) for i in range(rows.shape[1]))
         else:
             yield name, array
