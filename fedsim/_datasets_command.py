@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim import datasets, heterogeneity, plots
+from fedsim import datasets, formats, heterogeneity, plots
 
 _COUNT_LABELS_UP_TO = 10_000_000
 
@@ -55,14 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser(
         "convert",
         help="convert a file of clients from one format to another",
-        description="Convert a file of clients from one format to another. Formats are known by content and suffix.",
+        description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
+        "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, CSV, Parquet. "
+        "OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: packed, leaf, csv, parquet, "
+        "fedjax_sqlite, tff_sqlite. Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )
     convert.add_argument("source", metavar="IN", help="what to read")
-    convert.add_argument("target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format")
+    convert.add_argument("target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format, which FederatedData.open maps")
     convert.add_argument("--split", metavar="NAME", help="which split of IN, if it has several")
     convert.add_argument("--client", metavar="COLUMN", help="the column that says whose a row is, for tables (CSV, Parquet)")
-    convert.add_argument("--format", metavar="FORMAT", help="the format of OUT, if its suffix does not say")
+    convert.add_argument("--format", metavar="FORMAT", help="the format of OUT, if its suffix does not say it")
+    convert.add_argument("--source-format", metavar="FORMAT", help="the format of IN, if it is not to be recognized")
     return parser
 
 
@@ -124,10 +128,14 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
 
 
 def _convert(options: argparse.Namespace) -> None:
-    from fedsim import formats
-
-    given = {name: getattr(options, name) for name in ("split", "client", "format") if getattr(options, name) is not None}
-    formats.convert(options.source, options.target, **given)
+    formats.convert(
+        options.source,
+        options.target,
+        split=options.split,
+        client=options.client,
+        source_format=options.source_format,
+        target_format=options.format,
+    )
     print(f"Wrote {options.target} ({_size(Path(options.target).stat().st_size)}).")
 
 

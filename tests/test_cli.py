@@ -332,6 +332,35 @@ def test_wrong_names_of_datasets_are_one_line_and_exit_status_2(arguments, expec
     assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error
 
 
+def test_files_are_converted_there_and_back(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("user,y\nann,1\nbob,2\nann,3\n")
+    steps = [["a.csv", "a.h5", "--client", "user"], ["a.h5", "a.sqlite", "--format", "fedjax_sqlite"], ["a.sqlite", "b.h5"]]
+    for source, target, *more in steps:
+        assert main(["datasets", "convert", str(tmp_path / source), str(tmp_path / target), *more]) == 0
+        assert f"Wrote {tmp_path / target}" in capsys.readouterr().out
+    population = fedsim.FederatedData.open(tmp_path / "b.h5")
+    assert {client.client_id: client["y"].tolist() for client in population} == {"ann": [1, 3], "bob": [2]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["a.csv", "a.h5"], "needs client="),
+        (["a.csv", "a.xyz", "--client", "user"], "Expected a target in"),
+        (["no.csv", "a.h5"], "no.csv"),
+        (["b.h5", "a.h5"], "b.h5"),
+    ],
+)
+def test_conversions_that_cannot_be_are_one_line_and_leave_nothing(arguments, expected, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("user,y\nann,1\n")
+    (tmp_path / "b.h5").write_bytes(b"\x89HDF\r\n\x1a\n and no more")
+    assert main(["datasets", "convert", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "b.h5"]
+
+
 def test_help_of_datasets(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["datasets", "--help"])
