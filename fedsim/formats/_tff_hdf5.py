@@ -89,6 +89,14 @@ def write_tff_hdf5(data: FederatedData, path: StrPath) -> None:
       FileNotFoundError: the folder does not exist.
       ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), or text with a NUL in it.
       OSError: the disk is full; nothing is left of the file.
+
+    >>> import tempfile
+    >>> data = FederatedData.from_clients({"ann": {"snippets": np.array([b"to be", b"or not"], object)}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tff_hdf5(data, f"{folder}/a.h5")
+    ...     with h5py.File(f"{folder}/a.h5") as file:
+    ...         file["examples/ann/snippets"][()].tolist()
+    [b'to be', b'or not']
     """
     for kind, names in (("Client id", data.client_ids), ("Feature name", data.columns)):
         for name in names:
