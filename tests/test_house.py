@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"_version", "names", "rng", "tree"},
     {"metrics"},
     {"model", "data"},
-    {"heterogeneity"},
+    {"heterogeneity", "partitioners", "samplers"},
     {"plots"},
     {"aggregators"},
     {"execution"},
@@ -52,8 +52,10 @@ PUBLIC_MODULES = [
     "fedsim.heterogeneity",
     "fedsim.metrics",
     "fedsim.models",
+    "fedsim.partitioners",
     "fedsim.plots",
     "fedsim.rng",
+    "fedsim.samplers",
     "fedsim.tree",
 ]
 
@@ -68,7 +70,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.aggregators.Aggregator",
     "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
-    "fedsim.data.Sampler",
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
@@ -76,6 +77,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
+    "fedsim.samplers.Sampler",
 }
 
 KNOWN_DEFECTS = [

@@ -1,4 +1,4 @@
-"""Federated data: packed populations, one client's dataset, batches, cohorts, samplers, partitioners, file formats."""
+"""Federated data: packed populations, one client's dataset, batches, cohorts, file formats."""
 
 from fedsim.data._batching import Batch as Batch
 from fedsim.data._batching import Batches as Batches
@@ -6,6 +6,3 @@ from fedsim.data._cohort import Cohort as Cohort
 from fedsim.data._federated_data import ClientDataset as ClientDataset
 from fedsim.data._federated_data import FederatedData as FederatedData
 from fedsim.data._hdf5 import read_tff_hdf5 as read_tff_hdf5
-from fedsim.data._partition import dirichlet_partition as dirichlet_partition
-from fedsim.data._samplers import Sampler as Sampler
-from fedsim.data._samplers import UniformSampler as UniformSampler

@@ -191,7 +191,7 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     """Whether two cohorts can run in one dispatch: one population, one number of slots, one root key.
 
     >>> from fedsim.data import FederatedData
-    >>> from fedsim.data import UniformSampler
+    >>> from fedsim.samplers import UniformSampler
     >>> data = FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[1, 2])
     >>> first, second = UniformSampler(data, clients=1, seed=0).rounds(2)
     >>> runs_with(second, first), runs_with(UniformSampler(data, clients=1, seed=1).cohort(0), first)
