@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
     {"metrics"},
     {"model", "data"},
     {"aggregators", "formats", "heterogeneity", "text"},
+    {"heterogeneity", "partitioners", "samplers"},
     {"plots"},
     {"execution"},
     {"algorithm"},
@@ -53,9 +54,11 @@ PUBLIC_MODULES = [
     "fedsim.heterogeneity",
     "fedsim.metrics",
     "fedsim.models",
+    "fedsim.partitioners",
     "fedsim.plots",
     "fedsim.rng",
     "fedsim.text",
+    "fedsim.samplers",
     "fedsim.tree",
 ]
 
@@ -79,6 +82,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
+    "fedsim.samplers.Sampler",
 }
 
 KNOWN_DEFECTS = [
