@@ -26,7 +26,7 @@ FLOORS: list[set[str]] = [
     {"_version", "names", "rng", "tree"},
     {"metrics"},
     {"model", "data"},
-    {"aggregators", "formats", "heterogeneity", "text"},
+    {"aggregators", "formats", "text"},
     {"heterogeneity", "partitioners", "samplers"},
     {"plots"},
     {"execution"},
