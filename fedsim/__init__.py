@@ -6,8 +6,10 @@ from fedsim import data as data
 from fedsim import datasets as datasets
 from fedsim import execution as execution
 from fedsim import experiment as experiment
+from fedsim import heterogeneity as heterogeneity
 from fedsim import metrics as metrics
 from fedsim import models as models
+from fedsim import plots as plots
 from fedsim import rng as rng
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__

@@ -21,8 +21,8 @@ import fedsim
 from fedsim import datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._build import absolute, own_hyperparameters, ready_models
-from fedsim.names import did_you_mean
+from fedsim.experiment._build import own_hyperparameters, ready_models
+from fedsim.names import absolute, did_you_mean, parse_call
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
@@ -102,7 +102,7 @@ def _run(arguments: list[str]) -> int:
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     base, previous = stored["config"], {**stored["settings"], "folder": None}
-    dataset = chosen.dataset or base.get("dataset", "digits")
+    dataset = absolute(chosen.dataset or base.get("dataset", "digits"))
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
     datasets.describe(dataset)  # an unknown name is said before anything else
     cls = experiment.algorithm_class(algorithm)
@@ -119,7 +119,8 @@ def _run(arguments: list[str]) -> int:
     source = f"Defaults: those of {chosen.origin}." if base else f"Defaults for {dataset} with {algorithm}: {defaults.source}."
     config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
     if settings.folder is None:
-        name = f"{config.dataset}-{config.algorithm.rpartition(':')[2].lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
+        name = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
     return _train(config, settings)
 
@@ -181,7 +182,7 @@ def _parse(
     options = {"from": origin} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
     chosen = _tyro(options, arguments, "fedsim run", f"Train, evaluate, and write all of it to a run folder. {source}")
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
-    for name in ("algorithm", "model"):
+    for name in ("dataset", "algorithm", "model"):
         if general.get(name):
             general[name] = absolute(general[name])
     if general.get("data"):

@@ -132,6 +132,9 @@ def test_commands_are_listed(capsys):
     ("arguments", "expected"),
     [
         (["--dataset", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
+        (["--dataset", "digits(alpha=1)"], "The dataset 'digits' has no option 'alpha'. It has none."),
+        (["--dataset", "nowhere.py:load"], "nowhere.py:load': there is no file"),
+        (["--model", "digits_dense(hiden=(3,))"], "The model 'digits_dense' has no option 'hiden'. Did you mean 'hidden'?"),
         (["--model", "digits_dens"], "There is no model 'digits_dens'. Did you mean 'digits_dense'"),
         (["--model", "dense"], "The model 'dense' needs arguments"),
         (["--algorithm", "fedporx"], "There is no algorithm 'fedporx'. Did you mean 'fedprox'?"),
@@ -241,6 +244,26 @@ def test_custom_algorithm_without_model_or_optimizer(custom, tmp_path):
     assert main([*arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
     assert read_config(tmp_path / "r")["config"]["client_learning_rate"] == 0.0625
     assert [line["clients"] for line in read_metrics(tmp_path / "r/metrics.jsonl")] == [4, 4, 4]
+
+
+def test_dataset_and_model_with_options_by_import_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from fedsim import datasets\n"
+        "def load(data, cache, *, clients=100):\n"
+        "    digits = datasets.load('digits')\n"
+        "    ids = digits.train.client_ids[:clients]\n"
+        "    return {'train': digits.train.select(ids), 'test': digits.test.select(ids)}\n"
+    )
+    arguments = ["run", *SMALL[2:], "--dataset", "mine.py:load(clients=7)", "--model", "digits_dense(hidden=(5,))"]
+    assert main([*arguments, "--no-progress"]) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("load-fedavg-20")
+    config = read_config(folder)["config"]
+    assert config["dataset"] == f"{tmp_path}/mine.py:load(clients=7)"
+    monkeypatch.chdir("/")
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+    assert build(RunConfig.from_json(config), Settings()).test_data.num_clients == 7
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential"])

@@ -9,4 +9,4 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _digits, _emnist62  # isort: skip  # noqa: F401
+from fedsim.datasets import _digits, _emnist  # isort: skip  # noqa: F401

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort, FederatedData, Sampler
-from fedsim.execution import Evaluation, Jit
+from fedsim.execution import Evaluation, Jit, RoundInfo, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
@@ -152,7 +152,8 @@ def run(
         compiled = compiled or (dispatch.stop, now)
         length = len(dispatch.cohorts)
         pace.measured(length, seconds)
-        journal.warn_of_dropped(infos, dispatch.cohorts)
+        if isinstance(infos, RoundInfo):
+            report_dropped(algorithm, infos, dispatch.cohorts, algorithm.nonfinite)
         journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
         if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
             evaluation = test(dispatch.state)

@@ -22,6 +22,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fedsim.names import parse_call
+
 _REDDI = "Reddi et al. 2021 (EMNIST CR)"
 _OURS = "our own choice, nobody's published numbers"
 
@@ -62,12 +64,13 @@ class Published:
 
 
 def published(dataset: str, algorithm: str) -> Published:
-    """The set-up of a dataset and an algorithm, by their names; what is unknown is left to the general defaults.
+    """The set-up of a dataset and an algorithm, by name; options make no difference; the unknown is left to general defaults.
 
-    >>> published("emnist62", "fedadam").source
+    >>> published("emnist62()", "fedadam").source
     'Reddi et al. 2021 (EMNIST CR)'
     >>> published("digits", "my_file.py:MyAlgorithm").values["rounds"]
     100
     """
+    dataset, _ = parse_call(dataset)  # options do not matter here
     values = _DATASETS.get(dataset, {}) | _ALGORITHMS.get((dataset, algorithm), {})
     return Published(values=values, source=_REDDI if dataset == "emnist62" and algorithm in _STUDIED else _OURS)

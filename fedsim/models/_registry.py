@@ -13,7 +13,7 @@ from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
 from fedsim.models._generated import synthetic_logistic, toy_regression
 from fedsim.models._mnist import mnist_2nn, mnist_cnn
-from fedsim.names import look_up
+from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
@@ -39,16 +39,18 @@ MODELS: dict[str, Callable[..., Model]] = {
 
 
 def get(name: str, **kwargs: Any) -> Model:
-    """The model that ``fedsim.models.<name>(**kwargs)`` makes.
+    """The model that ``fedsim.models.<name>(**kwargs)`` makes; ``name`` may carry options itself: ``"name(option=literal)"``.
 
     Raises:
-      ValueError: for a name that is not in `MODELS`; the message has the nearest ones.
+      ValueError: for a name that is not in `MODELS`, or an option that it has not; the message has the nearest ones.
 
     >>> get("emnist_dense", hidden=(100,)).num_classes
     62
+    >>> get("emnist_cnn(num_classes=10)").num_classes
+    10
     >>> get("emnist_cn")
     Traceback (most recent call last):
     ...
     ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'mnist_cnn'?
     """
-    return look_up("model", name, MODELS)(**kwargs)
+    return make("model", name, MODELS, **kwargs)

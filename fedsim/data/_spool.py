@@ -1,0 +1,96 @@
+"""Rows on their way into a packed file whose sizes are not known before the last one has come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from array import array as growing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from fedsim.data._client_ids import ClientIds
+from fedsim.data._federated_data import ClientDataset
+from fedsim.data._packed import BLOCK_BYTES, Part, packed_names, text_parts, write_packed
+
+
+class Spool:
+    """One unnamed file per column, in the folder of the file to be: the disk has them back when the process ends, however.
+
+    In memory are only the clients' names and sizes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path, self._columns = Path(path), dict[str, _Column]()
+        self._names, self._sizes = list[bytes](), growing("q")
+        self._files = contextlib.ExitStack()
+
+    def __enter__(self) -> Spool:
+        if not self._path.parent.is_dir():
+            raise FileNotFoundError(f"No folder {self._path.parent} to write {self._path.name} into: create it first.")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def append(self, client: ClientDataset) -> None:
+        """Adds a client's rows behind the others'."""
+        if not self._columns:
+            for name, rows in client.examples.items():
+                self._columns[name] = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
+        for name, rows in client.examples.items():
+            self._columns[name].append(rows)
+        self._names.append(packed_names([client.client_id])[0])
+        self._sizes.append(len(client))
+
+    def write(self) -> None:
+        """Puts everything together in the packed file."""
+        if not self._names:
+            raise ValueError("The population is empty: expected at least one client.")
+        names = np.array(self._names, f"S{max(1, max(map(len, self._names)))}")
+        twice = ClientIds(names).first_repeated()
+        if twice is not None:
+            raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
+        offsets = np.concatenate([[0], np.cumsum(np.frombuffer(self._sizes, np.int64))])
+        if offsets[-1] >= 2**31:
+            raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
+        parts: dict[str, Part] = {}
+        for name, column in self._columns.items():
+            parts |= column.parts(name, int(offsets[-1]))
+        write_packed(self._path, offsets, names, parts)
+
+    def _new_file(self) -> IO[bytes]:
+        return self._files.enter_context(tempfile.TemporaryFile(dir=self._path.parent, buffering=1 << 20))
+
+
+class _Column:
+    """The rows so far of one feature; of text, the bytes and every row's end."""
+
+    def __init__(self, like: np.ndarray, content: IO[bytes], ends: IO[bytes] | None) -> None:
+        self._dtype, self._shape, self._content, self._ends, self._end = like.dtype, like.shape[1:], content, ends, 0
+        if ends is not None:
+            ends.write(np.zeros(1, np.int64).data)
+
+    def append(self, rows: np.ndarray) -> None:
+        if self._ends is None:
+            self._content.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+            return
+        self._content.writelines(rows)
+        ends = self._end + np.cumsum([len(row) for row in rows], dtype=np.int64)
+        self._ends.write(ends.data)
+        self._end = int(ends[-1]) if len(ends) else self._end
+
+    def parts(self, name: str, rows: int) -> dict[str, Part]:
+        if self._ends is None:
+            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), _blocks(self._content))}
+        buffer = Part(np.dtype(np.uint8), (self._end,), _blocks(self._content))
+        return text_parts(name, buffer, Part(np.dtype(np.int64), (rows + 1,), _blocks(self._ends)))
+
+
+def _blocks(file: IO[bytes]) -> Iterator[Any]:
+    file.seek(0)
+    while block := file.read(BLOCK_BYTES):
+        yield block

@@ -1,0 +1,29 @@
+"""What the datasets check alike of a client's features, before anything is compiled."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -> np.ndarray:
+    """``values [n]`` as int32 labels.
+
+    Raises:
+      ValueError: not whole numbers in ``[0, num_classes)``, one per example.
+
+    >>> labels("ann", "label", np.array([3, 10]), 10)
+    Traceback (most recent call last):
+    ...
+    ValueError: Feature 'label' of client 'ann' reaches from 3 to 10: expected 0 to 9.
+    """
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        raise ValueError(
+            f"Feature {feature!r} of client {client_id!r} is {values.dtype} {list(values.shape[1:])} per example: expected whole "
+            f"numbers, one per example."
+        )
+    if values.size and not 0 <= values.min() <= values.max() < num_classes:
+        raise ValueError(
+            f"Feature {feature!r} of client {client_id!r} reaches from {values.min()} to {values.max()}: expected 0 to "
+            f"{num_classes - 1}."
+        )
+    return values.astype(np.int32)
