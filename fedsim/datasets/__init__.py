@@ -9,4 +9,4 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _digits, _emnist  # isort: skip  # noqa: F401
+from fedsim.datasets import _digits, _emnist, _emnist62_like, _stackoverflow_like, _synthetic, _toy_regression  # isort: skip  # noqa: F401

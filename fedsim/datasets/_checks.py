@@ -1,6 +1,8 @@
-"""What the datasets check alike of a client's features, before anything is compiled."""
+"""What the datasets check alike, before anything is compiled: clients' features, and arguments."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
@@ -27,3 +29,12 @@ def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -
             f"{num_classes - 1}."
         )
     return values.astype(np.int32)
+
+
+def no_folder(name: str, data: Path | None) -> None:
+    """Raises ``ValueError`` if a dataset that is generated is given a folder to read.
+
+    >>> no_folder("synthetic", None)
+    """
+    if data is not None:
+        raise ValueError(f"The dataset {name!r} is generated and reads no folder, got data={str(data)!r}: leave it out.")
