@@ -10,4 +10,18 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _cifar10, _cifar100, _digits, _emnist, _mnist, _shakespeare, _stackexchange, _stackoverflow, _tfds  # isort: skip  # noqa: F401
+from fedsim.datasets import (  # isort: skip
+    _cifar10,  # noqa: F401
+    _cifar100,  # noqa: F401
+    _digits,  # noqa: F401
+    _emnist,  # noqa: F401
+    _emnist62_like,  # noqa: F401
+    _mnist,  # noqa: F401
+    _shakespeare,  # noqa: F401
+    _stackexchange,  # noqa: F401
+    _stackoverflow,  # noqa: F401
+    _stackoverflow_like,  # noqa: F401
+    _synthetic,  # noqa: F401
+    _tfds,  # noqa: F401
+    _toy_regression,  # noqa: F401
+)

@@ -1,6 +1,8 @@
-"""What the datasets check alike of a client's features, before anything is compiled."""
+"""What the datasets check alike, before anything is compiled: clients' features, and arguments."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 
@@ -47,3 +49,12 @@ def images(client_id: str, feature: str, values: np.ndarray, shape: tuple[int, .
             f"numbers from 0 to 255, {list(shape)}."
         )
     return values.astype(np.uint8)
+
+
+def no_folder(name: str, data: Path | None) -> None:
+    """Raises ``ValueError`` if a dataset that is generated is given a folder to read.
+
+    >>> no_folder("synthetic", None)
+    """
+    if data is not None:
+        raise ValueError(f"The dataset {name!r} is generated and reads no folder, got data={str(data)!r}: leave it out.")
