@@ -41,8 +41,8 @@ def _parser() -> argparse.ArgumentParser:
     describe = commands.add_parser(
         "describe",
         help="what a dataset holds, where it is from, whom to cite; and its picture",
-        description="What a dataset holds before and after preprocessing, its options, where it is from and whom to cite. If it is "
-        "at hand (cached, generated, or given by --data), also what was found in it.",
+        description="What a dataset holds before and after preprocessing, its options, where it is from and whom to "
+        "cite. If it is at hand (cached, generated, or given by --data), also what was found in it.",
         allow_abbrev=False,
     )
     describe.add_argument("name", metavar="NAME", help="a name, also with options, 'NAME(option=value)', or FILE.py:FUNCTION")
@@ -56,13 +56,15 @@ def _parser() -> argparse.ArgumentParser:
         "convert",
         help="convert a file of clients from one format to another",
         description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
-        "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, CSV, Parquet. "
-        "OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: packed, leaf, csv, parquet, "
-        "fedjax_sqlite, tff_sqlite. Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
+        "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
+        "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: packed, leaf, "
+        "csv, parquet, fedjax_sqlite, tff_sqlite. Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )
     convert.add_argument("source", metavar="IN", help="what to read")
-    convert.add_argument("target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format, which FederatedData.open maps")
+    convert.add_argument(
+        "target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format, which FederatedData.open maps"
+    )
     convert.add_argument("--split", metavar="NAME", help="which split of IN, if it has several")
     convert.add_argument("--client", metavar="COLUMN", help="the column that says whose a row is, for tables (CSV, Parquet)")
     convert.add_argument("--format", metavar="FORMAT", help="the format of OUT, if its suffix does not say it")
@@ -80,8 +82,8 @@ def _list() -> None:
                 name,
                 " + ".join(dict.fromkeys(map(_short, clients))) or "any",
                 " + ".join(_short(count) for _, count in about.splits.values()) or "any",
-                _size(about.download_bytes),
-                "–" if about.download_bytes == 0 else "yes" if datasets.is_cached(name) else "no",
+                "your own" if about.needs_data else _size(about.download_bytes),
+                "–" if about.needs_data or about.download_bytes == 0 else "yes" if datasets.is_cached(name) else "no",
                 re.split(r" ?[;:(]", about.licence)[0],
                 about.task,
             )
@@ -109,14 +111,18 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
         ("after", [f"{feature}: {text}" for feature, text in about.features.items()]),
         ("options", [_option(about, option) for option in about.defaults] or "none"),
         ("source", about.source),
-        ("download", _download(about.download_bytes, cached)),
+        ("download", _download(about, cached)),
         ("licence", about.licence),
         ("cite", about.citation),
     ]
     print(about.name)
     _facts(facts)
     if loaded is None:
-        print(f"\nNot at hand. To fetch it and draw it: fedsim datasets describe {shlex.quote(name)} --picture FILE.png")
+        remedy = "--data DIR" if about.needs_data else "--picture FILE.png"
+        print(
+            f"\nNot at hand. To {'read' if about.needs_data else 'fetch and draw'} it: fedsim datasets describe "
+            f"{shlex.quote(name)} {remedy}"
+        )
         return
     print(f"\nFound{f' in {data}' if data else ''}")
     splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
@@ -149,16 +155,18 @@ def _measured(population: Any, about: datasets.Description) -> list[str]:
     label = population.columns.get("y")
     if about.num_classes and label is not None and label.ndim == 1 and len(label) <= _COUNT_LABELS_UP_TO:
         lines.append(
-            f"labels: distance from the population's {heterogeneity.label_emd(population):.2f} on average (0 alike, 2 disjoint); "
-            f"as diverse as {np.mean(heterogeneity.effective_classes(population)):.1f} classes"
+            f"labels: distance from the population's {heterogeneity.label_emd(population):.2f} on average (0 alike, 2 "
+            f"disjoint); as diverse as {np.mean(heterogeneity.effective_classes(population)):.1f} classes"
         )
     return lines
 
 
-def _download(num_bytes: int | None, cached: bool) -> str:
-    if num_bytes == 0:
+def _download(about: datasets.Description, cached: bool) -> str:
+    if about.needs_data:
+        return "none: give a folder that has it, --data DIR"
+    if about.download_bytes == 0:
         return "nothing"
-    size = "of a size that is not published" if num_bytes is None else _size(num_bytes)
+    size = "of a size that is not published" if about.download_bytes is None else _size(about.download_bytes)
     return f"{size}, {'at hand in the cache' if cached else 'once, into the cache'}"
 
 
@@ -174,13 +182,12 @@ def _population(clients: int | None, examples: int | None) -> str:
 
 
 def _short(count: int | None) -> str:
-    """A count in few characters: 715, 3,400, 672k, 136M."""
+    """A count in few characters: 715, 3,400, 67.2k, 136M."""
     if count is None:
         return "any"
-    for unit, name in ((10**6, "M"), (10**3, "k")):
-        if count >= 10 * unit:
-            return f"{count / unit:.3g}{name}"
-    return f"{count:,}"
+    if count >= 10**6:
+        return f"{count / 10**6:.3g}M"
+    return f"{count / 10**3:.3g}k" if count >= 10**4 else f"{count:,}"
 
 
 def _size(count: int | None) -> str:

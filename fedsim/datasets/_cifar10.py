@@ -1,8 +1,8 @@
 """CIFAR-10: 60,000 colour images of ten kinds of things, over clients that a partitioner makes.
 
-A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html. The
-partition by default, a Dirichlet over labels with 100 clients, is that of T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of
-non-identical data distribution for federated visual classification", 2019, https://arxiv.org/abs/1909.06335.
+A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
+The partition by default, a Dirichlet over labels with 100 clients, is that of T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the
+effects of non-identical data distribution for federated visual classification", 2019, https://arxiv.org/abs/1909.06335.
 
 Address, hash and size are those of TensorFlow Datasets (url_checksums/cifar10.txt).
 

@@ -2,11 +2,12 @@
 
 A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 The partition is that of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295,
-appendix F: 100 images a client, drawn by a Dirichlet(0.1) over the 20 coarse labels and a Dirichlet(10) over the fine ones in
-each. Clients of test are others than those of train, though both are called by numbers from 0.
+appendix F: 100 images a client, drawn by a Dirichlet(0.1) over the 20 coarse labels and a Dirichlet(10) over the fine ones
+in each. Clients of test are others than those of train, though both are called by numbers from 0.
 
-Files are TensorFlow Federated's; hash and size of the SQLite archive are those that FedJAX checks (fedjax/datasets/cifar100.py),
-the hash of the HDF5 archive is TensorFlow Federated's own (simulation/datasets/cifar100.py up to 2021).
+Files are TensorFlow Federated's; hash and size of the SQLite archive are those that FedJAX checks
+(fedjax/datasets/cifar100.py), the hash of the HDF5 archive is TensorFlow Federated's own (simulation/datasets/cifar100.py
+up to 2021).
 
 Source:
   image: [32, 32, 3] uint8 (SQLite: int64) red, green, blue.

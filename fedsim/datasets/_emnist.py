@@ -1,12 +1,12 @@
 """Federated EMNIST: characters, or digits alone, by 3,400 writers, a client each.
 
-S. Caldas et al., "LEAF: a benchmark for federated settings", 2018, https://arxiv.org/abs/1812.01097, made from G. Cohen
-et al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. Split and files
-are TensorFlow Federated's, every writer in both splits.
+S. Caldas et al., "LEAF: a benchmark for federated settings", 2018, https://arxiv.org/abs/1812.01097, made from G. Cohen et
+al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. Split and files are
+TensorFlow Federated's, every writer in both splits.
 
 Addresses, hashes and numbers of examples are those of FedJAX's and TensorFlow Federated's own loaders
-(fedjax/datasets/emnist.py; tensorflow_federated/python/simulation/datasets/emnist.py, and emnist/load_data.py up to 2021 for
-HDF5). For the SQLite files neither published a hash or a size: what the server announces is checked instead.
+(fedjax/datasets/emnist.py; tensorflow_federated/python/simulation/datasets/emnist.py, and emnist/load_data.py up to 2021
+for HDF5). For the SQLite files neither published a hash or a size: what the server announces is checked instead.
 
 Source, whichever of the forms below:
   pixels: [28, 28] float32, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper, 0 = ink: the same, not yet divided).
@@ -16,8 +16,9 @@ Loaded:
   x: [28, 28, 1] uint8, 0 = paper, 255 = ink: the other way round, as Reddi et al. (2021) and FedJAX train on it.
   y: [] int32, the label, as it was.
 
-The order of clients is that of the file; FedJAX's names have a hash before them, which is taken off. ``emnist10`` from files of
-all 62 classes keeps their split, which is another than TensorFlow Federated drew for digits alone, and writers without digits.
+The order of clients is that of the file; FedJAX's names have a hash before them, which is taken off. ``emnist10`` from
+files of all 62 classes keeps their split, which is another than TensorFlow Federated drew for digits alone, and writers
+without digits.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ _CITATION = (
     num_classes=62,
     class_names=string.digits + string.ascii_uppercase + string.ascii_lowercase,
     default_model="emnist_cnn",
-    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's SQLite or "
+    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite, of which no hash or size is published; or "
+    "TFF's SQLite or "
     "HDF5, or LEAF's JSON",
     licence=_LICENCE,
     citation=_CITATION,
@@ -138,7 +140,8 @@ def load_emnist62(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     splits={"train": (3383, 341_873), "test": (3383, 40_832)},
     num_classes=10,
     default_model="emnist_cnn(num_classes=10)",
-    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's "
+    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite, of which no hash or size is "
+    "published; or TFF's "
     "SQLite or HDF5; or the digits in files of all classes",
     licence=_LICENCE,
     citation=_CITATION,

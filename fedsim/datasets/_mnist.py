@@ -1,10 +1,10 @@
 """MNIST and Fashion-MNIST: 70,000 grey images of ten kinds, over clients that a partitioner makes, or by MNIST's real writers.
 
-Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, "Gradient-based learning applied to document recognition", Proceedings of the IEEE
-86(11), 1998. H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, https://arxiv.org/abs/1708.07747. The partition of MNIST by
-default, shards, 2 a client over 100 clients, is that of B. McMahan et al., "Communication-efficient learning of deep networks
-from decentralized data", AISTATS 2017, https://arxiv.org/abs/1602.05629. Writers are those that C. Yadav and L. Bottou, "Cold
-case: the lost MNIST digits", NeurIPS 2019, https://arxiv.org/abs/1905.10498, found out.
+Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, "Gradient-based learning applied to document recognition", Proceedings of the
+IEEE 86(11), 1998. H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, https://arxiv.org/abs/1708.07747. The partition of
+MNIST by default, shards, 2 a client over 100 clients, is that of B. McMahan et al., "Communication-efficient learning of
+deep networks from decentralized data", AISTATS 2017, https://arxiv.org/abs/1602.05629. Writers are those that C. Yadav and
+L. Bottou, "Cold case: the lost MNIST digits", NeurIPS 2019, https://arxiv.org/abs/1905.10498, found out.
 
 Addresses, hashes and sizes are those of TensorFlow Datasets (url_checksums/mnist.txt, fashion_mnist.txt).
 
@@ -16,8 +16,8 @@ Loaded:
   x: [28, 28, 1] uint8, as it was.
   y: [] int32.
 
-With ``partition="writers"`` each writer is a client, by the file ``mnist_writer_ids.npz`` in the user's folder (``train_writer
-[60000]`` and ``test_writer [10000]``, a number each); those of test are others than those of train.
+With ``partition="writers"`` each writer is a client, by the file ``mnist_writer_ids.npz`` in the user's folder
+(``train_writer [60000]`` and ``test_writer [10000]``, a number each); those of test are others than those of train.
 """
 
 from __future__ import annotations
@@ -96,9 +96,12 @@ def _arrays(name: str, source: Source, data: Path | None, cache: Path) -> dict[s
     source=f"{_MNIST_URL}/train-images-idx3-ubyte.gz and three more",
     download_bytes=sum(num_bytes for _, num_bytes in _MNIST),
     licence="CC BY-SA 3.0",
-    citation="Y. LeCun, L. Bottou, Y. Bengio, P. Haffner. Gradient-based learning applied to document recognition. Proceedings of "
-    "the IEEE 86(11), 1998; B. McMahan et al. Communication-efficient learning of deep networks from decentralized data. AISTATS, "
-    "2017. https://arxiv.org/abs/1602.05629 (the partition); C. Yadav, L. Bottou. Cold case: the lost MNIST digits. NeurIPS, 2019. "
+    citation="Y. LeCun, L. Bottou, Y. Bengio, P. Haffner. Gradient-based learning applied to document recognition. "
+    "Proceedings of "
+    "the IEEE 86(11), 1998; B. McMahan et al. Communication-efficient learning of deep networks from decentralized "
+    "data. AISTATS, "
+    "2017. https://arxiv.org/abs/1602.05629 (the partition); C. Yadav, L. Bottou. Cold case: the lost MNIST digits. "
+    "NeurIPS, 2019. "
     "https://arxiv.org/abs/1905.10498 (the writers)",
 )
 def load_mnist(
@@ -131,7 +134,8 @@ def load_mnist(
     source=f"{_FASHION_URL}/train-images-idx3-ubyte.gz and three more",
     download_bytes=sum(num_bytes for _, num_bytes in _FASHION),
     licence="MIT",
-    citation="H. Xiao, K. Rasul, R. Vollgraf. Fashion-MNIST: a novel image dataset for benchmarking machine learning algorithms. "
+    citation="H. Xiao, K. Rasul, R. Vollgraf. Fashion-MNIST: a novel image dataset for benchmarking machine learning "
+    "algorithms. "
     "2017. https://arxiv.org/abs/1708.07747",
 )
 def load_fashion_mnist(

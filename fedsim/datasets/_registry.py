@@ -33,6 +33,7 @@ class Description:
         those that depend on others.
       source: where it comes from.
       download_bytes: how much is fetched at first; 0: nothing, ever; None: not known before.
+      needs_data: it is never fetched: the user must give a folder.
       licence: under which terms.
       citation: whom to cite.
     """
@@ -49,6 +50,7 @@ class Description:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
     download_bytes: int | None = None
+    needs_data: bool = False
     licence: str = ""
     citation: str = ""
 
@@ -235,6 +237,8 @@ def _check_splits(name: str, splits: Any) -> None:
     known = ["train", "test", "held_out", "decode"]
     for split, data in splits.items():
         if split not in known:
-            raise ValueError(f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}.")
+            raise ValueError(
+                f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}."
+            )
         if split != "decode" and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as {split}: expected FederatedData.")

@@ -42,7 +42,7 @@ _SOURCES = [
     ),
     Source(
         "TFF's SQLite",
-        {split: ("shakespeare.sqlite", "shakespeare.sqlite.lzma") for split in _SPLITS},
+        dict.fromkeys(_SPLITS, ("shakespeare.sqlite", "shakespeare.sqlite.lzma")),
         lambda path, split: read_tff_sqlite(path, split, {"snippets": ((), object)}),
         downloads=[
             Download(
@@ -81,7 +81,8 @@ _CHARACTERS = np.array(["", "⊢", "⊣", *TFF_SHAKESPEARE.decode(), "�"])
     num_classes=90,
     default_model="shakespeare_lstm",
     options={"length": "characters in a sequence"},
-    source=f"{_FEDJAX}/shakespeare_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's SQLite or HDF5",
+    source=f"{_FEDJAX}/shakespeare_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's "
+    "SQLite or HDF5",
     licence="public domain (Shakespeare); TFF's files: Apache 2.0",
     citation="B. McMahan et al. Communication-efficient learning of deep networks from decentralized data. AISTATS, 2017. "
     "https://arxiv.org/abs/1602.05629; S. Caldas et al. LEAF: a benchmark for federated settings. 2018. "

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._cache import converted
-from fedsim.datasets._download import Download, DownloadError, Unreachable
+from fedsim.datasets._download import Download, DownloadError, UnreachableError
 from fedsim.formats import read_fedjax_sqlite
 
 Transform = Callable[[str, dict[str, Any]], Mapping[str, Any]]
@@ -25,8 +25,8 @@ class Source:
       form: what people call it, e.g. ``"TFF's HDF5"``.
       files: split to what its file may be called, the first that is there being taken; ``*`` stands for anything. Splits may
         share a file, and a name that ends with ``/`` is a folder's.
-      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share; None: `load_converted` is not
-        for this one.
+      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share; None: not for
+        `load_converted`.
       without: what no name may have in it.
       downloads: where it is fetched from; empty: it is not.
     """
@@ -123,7 +123,7 @@ def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source])
             return source, found
     if data is not None:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:20]) or "nothing"
-        raise FileNotFoundError(f"No {name!r} in {data}, which holds {present}: expected {', or '.join(map(str, sources))}.")
+        raise FileNotFoundError(f"No {name!r} in {data}, which holds {present}: expected {_forms(sources)}.")
     source = _fetched(name, cache, sources)
     found = source.find(cache)
     assert found is not None
@@ -134,8 +134,9 @@ def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
     """Fetches the best of ``sources`` that can be had."""
     able = [source for source in sources if source.downloads]
     if not able:
-        forms = ", or ".join(map(str, sources))
-        raise FileNotFoundError(f"{name!r} is not for download: give a folder that holds {forms} (--data DIR, or data=DIR in Python).")
+        raise FileNotFoundError(
+            f"{name!r} is not for download: give a folder that holds {_forms(sources)} (--data DIR, or data=DIR in Python)."
+        )
     # What somebody put there by hand needs no network.
     able.sort(key=lambda source: not all(download.at_hand(cache) for download in source.downloads))
     reasons = []
@@ -146,10 +147,14 @@ def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
             return source
         except DownloadError as error:
             reasons.append(str(error))
-            if isinstance(error, Unreachable):
+            if isinstance(error, UnreachableError):
                 break
     by_hand = " and ".join(download.url for download in able[0].downloads)
     raise DownloadError(
-        f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {', or '.join(map(str, sources))} "
-        f"(--data DIR, or data=DIR in Python); or fetch {by_hand} by hand and put it into {cache}."
+        f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {_forms(sources)} (--data DIR, or "
+        f"data=DIR in Python); or fetch {by_hand} by hand and put it into {cache}."
     ) from None
+
+
+def _forms(sources: Sequence[Source]) -> str:
+    return ", or ".join(map(str, sources))

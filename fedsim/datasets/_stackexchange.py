@@ -1,8 +1,8 @@
 """Smaller Stack Exchange sites by user, shaped like Stack Overflow's file: the next word is to be told.
 
-For who has such a file: one JSON line a user, ``client_id``, and ``train`` and ``test``, lists of ``{tokens, creation_date, tags,
-title, type, score}``; beside it, if there is one, a file ``*.word_count`` of lines ``word count``, most frequent first. Without it,
-words are counted over ``train``: how many users have each.
+For who has such a file: one JSON line a user, ``client_id``, and ``train`` and ``test``, lists of ``{tokens, creation_date,
+tags, title, type, score}``; beside it, if there is one, a file ``*.word_count`` of lines ``word count``, most frequent
+first. Without it, words are counted over ``train``: how many users have each.
 
 Source:
   tokens: [] text, one paragraph, lower case, words divided by spaces.
@@ -27,7 +27,7 @@ from fedsim.text import WordTokenizer, vocabulary_from_counts
 _SOURCES = [
     Source(
         "JSON lines",
-        {split: ("*.jsonl.gz", "*.jsonl") for split in ("train", "test")},
+        dict.fromkeys(("train", "test"), ("*.jsonl.gz", "*.jsonl")),
         lambda path, split: read_json_lines(path, split, ["tokens"]),
     )
 ]
@@ -49,7 +49,9 @@ _SOURCES = [
         "oov_buckets": "ids that other words share",
         "examples": "keep so many of each client, the first; 0: all",
     },
-    source="data=DIR with one file *.jsonl.gz, a JSON line a user; https://archive.org/details/stackexchange is what it is made of",
+    source="data=DIR with one file *.jsonl.gz, a JSON line a user; https://archive.org/details/stackexchange is what "
+    "it is made of",
+    needs_data=True,
     licence="CC BY-SA 4.0 (Stack Exchange's users)",
     citation="Stack Exchange, Inc. Stack Exchange data dump. https://archive.org/details/stackexchange",
 )
@@ -62,9 +64,7 @@ def load_stackexchange(
       FileNotFoundError: no ``data``, or it has no such file.
       FormatError: a file that is damaged, or holds something else than text; a vocabulary with fewer words.
     """
-    counts = counts_file(
-        "stackexchange", data, cache, _SOURCES, feature="tokens", separator=" ", patterns=("*.word_count",)
-    )
+    counts = counts_file("stackexchange", data, cache, _SOURCES, feature="tokens", separator=" ", patterns=("*.word_count",))
     words = vocabulary_from_counts(counts, vocabulary)
     options = {"vocabulary": vocabulary, "length": length, "oov_buckets": oov_buckets, "examples": examples}
     transform = first(examples, WordTokenizer(words, length, oov_buckets).client)

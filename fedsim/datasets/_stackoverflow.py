@@ -1,11 +1,12 @@
-"""Stack Overflow: sentences of 342,477 people's questions and answers, a client each; the next word, or the tags, are to be told.
+"""Stack Overflow: sentences of 342,477 people, a client each, of which the next word or the tags are to be told.
 
-The TensorFlow Federated Authors, "TensorFlow Federated Stack Overflow dataset", 2019; from Stack Overflow's data on Kaggle. The
-tasks are those of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295. Three splits:
-``train`` before 2018 and ``test`` after, of the same people; ``held_out`` is all of those whose number is divisible by 10.
+The TensorFlow Federated Authors, "TensorFlow Federated Stack Overflow dataset", 2019; from Stack Overflow's data on Kaggle.
+The tasks are those of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295.
+Three splits: ``train`` before 2018 and ``test`` after, of the same people; ``held_out`` is all of those whose number is
+divisible by 10.
 
-Hashes of the HDF5 archive and of the counts are TensorFlow Federated's own (simulation/datasets/stackoverflow.py); for the SQLite
-files none is published.
+Hashes of the HDF5 archive and of the counts are TensorFlow Federated's own (simulation/datasets/stackoverflow.py); for the
+SQLite files none is published.
 
 Source:
   tokens: [] text, one sentence, lower case, words divided by spaces.
@@ -20,8 +21,9 @@ Loaded as ``stackoverflow_tag``, with ``vocabulary=10000``, ``tags=500``, ``leng
   x: [64] int16 words of sentence and title: 0 pad, 1-10000 the most frequent words, 10001 any other.
   y: [500] uint8 1 for each of the most frequent tags that the question has.
 
-The published vocabularies are those of TensorFlow Federated's archives, of which the most frequent are taken: how many clients use
-a word, or a tag. In a folder without ``stackoverflow.word_count`` (or ``.tag_count``) they are counted over ``train``.
+The published vocabularies are those of TensorFlow Federated's archives, of which the most frequent are taken: how many
+clients use a word, or a tag. In a folder without ``stackoverflow.word_count`` (or ``.tag_count``) they are counted over
+``train``.
 
 ``examples=1000`` keeps the first thousand sentences of a client, as Reddi et al. do; 0 keeps all.
 """
@@ -58,8 +60,8 @@ def _sources(features: list[str]) -> list[Source]:
         ),
         Source(
             "TFF's SQLite",
-            {split: ("stackoverflow.sqlite", "stackoverflow.sqlite.lzma") for split in _SPLITS},
-            lambda path, split: read_tff_sqlite(path, _SPLITS[split], {name: ((), object) for name in features}),
+            dict.fromkeys(_SPLITS, ("stackoverflow.sqlite", "stackoverflow.sqlite.lzma")),
+            lambda path, split: read_tff_sqlite(path, _SPLITS[split], dict.fromkeys(features, ((), object))),
             downloads=[Download(f"{_TFF}/stackoverflow.sqlite.lzma", ("stackoverflow.sqlite",))],
         ),
         Source(
@@ -105,8 +107,9 @@ def first(examples: int, tokenize: Callable[..., Mapping[str, Any]]) -> Callable
 
 _ABOUT: dict[str, Any] = {
     "splits": {"train": (342_477, 135_818_730), "test": (204_088, 16_586_035), "held_out": (38_758, 16_491_230)},
-    "source": f"{_FEDJAX}/stackoverflow_train.sqlite, _test.sqlite and _held_out.sqlite, of which no hash or size is published; or "
-    f"TFF's SQLite or HDF5; counts: {_TFF}/stackoverflow.word_count.tar.bz2, or .tag_count.tar.bz2",
+    "source": f"{_FEDJAX}/stackoverflow_train.sqlite, _test.sqlite and _held_out.sqlite, several GB of which no hash "
+    "or size is published; "
+    f"or TFF's SQLite or HDF5; counts: {_TFF}/stackoverflow.word_count.tar.bz2, or .tag_count.tar.bz2",
     "licence": "CC BY-SA 3.0 (Stack Overflow's users)",
     "citation": "The TensorFlow Federated Authors. TensorFlow Federated Stack Overflow dataset. 2019; S. Reddi et al. Adaptive "
     "federated optimization. ICLR, 2021. https://arxiv.org/abs/2003.00295 (the tasks)",
@@ -179,8 +182,6 @@ def load_stackoverflow_tag(
     tokenizer = TagTokenizer(words, marks, length)
     options = {"vocabulary": vocabulary, "tags": tags, "length": length, "examples": examples}
     sources, transform = _sources(["tokens", "title", "tags"]), first(examples, tokenizer.client)
-    splits = load_converted(
-        "stackoverflow_tag", data, cache, sources, transform, files=[word_counts, tag_counts], **options
-    )
+    splits = load_converted("stackoverflow_tag", data, cache, sources, transform, files=[word_counts, tag_counts], **options)
     shown = np.array(["", *words, "�"])
     return {**splits, "decode": lambda ids: " ".join(shown[ids][np.asarray(ids) > 0])}

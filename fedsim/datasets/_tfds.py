@@ -64,9 +64,7 @@ def load_tfds(
     chosen = {"train": train, "test": test}
     if client:
         streams = {split: read_tfds(name, part, [x, y], client=client, data_dir=folder) for split, part in chosen.items()}
-        return {
-            split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()
-        }
+        return {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
     arrays = {split: arrays_from_tfds(name, part, [x, y], data_dir=folder) for split, part in chosen.items()}
     columns = {split: _columns(examples, x, y) for split, examples in arrays.items()}
     return partitioned(columns, partition, clients=clients, seed=seed, **partition_options)

@@ -238,7 +238,7 @@ def test_the_next_best_form_is_fetched_when_the_best_is_refused(folder, tmp_path
 
 def test_without_a_network_one_line_names_the_two_ways_out(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
-        raise _download.Unreachable("ADDRESS cannot be reached (Name or service not known).")
+        raise _download.UnreachableError("ADDRESS cannot be reached (Name or service not known).")
 
     monkeypatch.setattr(_download, "fetch", no_network)
     with pytest.raises(datasets.DownloadError) as caught:

@@ -59,8 +59,8 @@ def test_shakespeare_is_the_same_from_every_form(write, tmp_path):
     write(tmp_path, "shakespeare", PLAYS)
     loaded = datasets.load("shakespeare(length=4)", data=tmp_path)
     assert sorted(loaded.train.client_ids) == ["HAMLET_GHOST", "HAMLET_QUEEN"]
-    # By FedJAX's rule: bos 1, eos 2, the 86 characters from 3 on in the order of TFF's tutorial: "d" is the first, "a" the 64th, "b" the
-    # 42nd; what is outside, such as each byte of "é", is 89.
+    # By FedJAX's rule: bos 1, eos 2, the 86 characters from 3 on in the order of TFF's tutorial: "d" is the first, "a" the
+    # 64th, "b" the 42nd; what is outside, such as each byte of "é", is 89.
     a, b = 3 + 63, 3 + 41
     ghost = loaded.train["HAMLET_GHOST"]
     assert ghost["x"].tolist() == [[1, a, b, 2], [1, 0, 0, 0]] and ghost["y"].tolist() == [[a, b, 2, 1], [2, 0, 0, 0]]
@@ -80,16 +80,20 @@ def test_text_that_is_not_utf8_is_refused_by_file_client_and_feature(tmp_path):
 
 @needs_real
 def test_real_shakespeare_is_what_fedjax_makes_of_it():
-    """The digest is of ``fedjax.datasets.shakespeare.preprocess_client`` (0.0.17) of every client of the same file, in order."""
+    """The digest is of ``fedjax.datasets.shakespeare.preprocess_client`` (0.0.17), of every client of this file in order."""
     loaded = datasets.load("shakespeare", data=SHARED / "shakespeare_tff")
     about = loaded.description.splits
-    assert {split: (data.num_clients, data.num_examples) for split, data in (("train", loaded.train), ("test", loaded.test))} == about
+    assert {
+        split: (data.num_clients, data.num_examples) for split, data in (("train", loaded.train), ("test", loaded.test))
+    } == about
     content = b"".join(np.asarray(loaded.train.columns[name], np.int32).tobytes() for name in ("x", "y"))
     assert hashlib.sha256(content).hexdigest() == "c7bfa8acb1c7110788f77786a1770eb92cced7682ec9b3475fad89ed92d6905d"
 
 
 def post(*rows):
-    return {feature: texts(*column) for feature, column in zip(("tokens", "title", "tags"), zip(*rows, strict=True), strict=True)}
+    return {
+        feature: texts(*column) for feature, column in zip(("tokens", "title", "tags"), zip(*rows, strict=True), strict=True)
+    }
 
 
 POSTS = {
@@ -202,7 +206,10 @@ def test_what_is_fetched_of_stackoverflow(tmp_path, monkeypatch):
     for _ in range(2):
         loaded = datasets.load("stackoverflow_tag(vocabulary=3, tags=2)", cache=tmp_path / "cache")
         assert loaded.train.num_examples == 3
-    fedjax, tff = "https://storage.googleapis.com/gresearch/fedjax/stackoverflow", "https://storage.googleapis.com/tff-datasets-public"
+    fedjax, tff = (
+        "https://storage.googleapis.com/gresearch/fedjax/stackoverflow",
+        "https://storage.googleapis.com/tff-datasets-public",
+    )
     assert asked == [
         (f"{tff}/stackoverflow.word_count.tar.bz2", "1dc00256d6e527c54b9756d968118378ae14e6692c0b3b6cad470cdd3f0c519c"),
         (f"{tff}/stackoverflow.tag_count.tar.bz2", "6fe281cec490d9384a290d560072438e7e2b377bbb823876ce7bd6f82696772d"),
