@@ -383,9 +383,11 @@ class FederatedData:
     def _label_range(self, feature: str) -> tuple[int, int, int, int]:
         cache = self.__dict__.setdefault("_label_ranges", {})
         if feature not in cache:
-            labels = np.asarray(self.columns[feature])
+            column = np.asarray(self.columns[feature])
+            labels, width = column.reshape(-1), max(column[:1].size, 1)
             low, high = (int(labels.argmin()), int(labels.argmax())) if len(labels) else (0, 0)
-            cache[feature] = (int(labels[low]), int(labels[high]), low, high) if len(labels) else (0, -1, 0, 0)
+            row = (low // width, high // width)
+            cache[feature] = (int(labels[low]), int(labels[high]), *row) if len(labels) else (0, -1, 0, 0)
         return cache[feature]
 
     def _owner(self, row: int) -> str:

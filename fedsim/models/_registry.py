@@ -9,11 +9,25 @@ from fedsim.model import Model
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
+from fedsim.models._shakespeare import shakespeare_lstm
+from fedsim.models._stackoverflow import stackoverflow_logistic, stackoverflow_lstm, stackoverflow_transformer
 from fedsim.names import look_up
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
-    for factory in (dense, digits_dense, digits_logistic, emnist_cnn, emnist_dense, emnist_logistic, logistic)
+    for factory in (
+        dense,
+        digits_dense,
+        digits_logistic,
+        emnist_cnn,
+        emnist_dense,
+        emnist_logistic,
+        logistic,
+        shakespeare_lstm,
+        stackoverflow_logistic,
+        stackoverflow_lstm,
+        stackoverflow_transformer,
+    )
 }
 """Every model of `fedsim.models` by its function's name."""
 
