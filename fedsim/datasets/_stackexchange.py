@@ -42,7 +42,7 @@ _SOURCES = [
     },
     source_features={"tokens": "[] text, a paragraph, words divided by spaces"},
     num_classes=10_004,
-    default_model="stackoverflow_lstm",
+    default_model="stackoverflow_lstm(expected_length=13.3)",
     options={
         "vocabulary": "how many of the most frequent words",
         "length": "words in a sequence",

@@ -125,7 +125,7 @@ _ABOUT: dict[str, Any] = {
     },
     source_features={"tokens": "[] text, a sentence, words divided by spaces"},
     num_classes=10_004,
-    default_model="stackoverflow_lstm",
+    default_model="stackoverflow_lstm(expected_length=13.3)",
     options={
         "vocabulary": "how many of the most frequent words",
         "length": "words in a sequence",
@@ -164,7 +164,7 @@ def load_stackoverflow_word(
         "title": "[] text, the question's title",
         "tags": '[] text, the question\'s tags, divided by "|"',
     },
-    default_model="stackoverflow_logistic",
+    default_model="stackoverflow_logistic(length=64)",
     options={
         "vocabulary": "how many of the most frequent words",
         "tags": "how many of the most frequent tags",
