@@ -14,7 +14,7 @@ import numpy as np
 from fedsim.data import FormatError
 from fedsim.data._whole_file import whole_file
 from fedsim.datasets._cache import fingerprint, only_one
-from fedsim.datasets._download import Download
+from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
 
 
@@ -41,13 +41,20 @@ def counts_file(
       patterns: what the file may be called in the user's folder.
       download: where it is fetched from for those who have no folder; None: it is not.
     """
-    for pattern in patterns if data is not None else ():
-        for found in sorted(data.glob(pattern) if data is not None else ()):
-            return found
+    if data is not None:
+        for pattern in patterns:
+            for found in sorted(data.glob(pattern)):
+                return found
+    source, files = locate(name, data, cache, sources)  # The data first: without them, counts are of no use.
     if data is None and download is not None:
-        download.into(cache)
+        try:
+            download.into(cache)
+        except DownloadError as error:
+            raise DownloadError(
+                f"Could not fetch the counts for {name!r}: {error} Two ways out: give a folder with the data (--data DIR, or data=DIR "
+                f"in Python), which are counted if it has no {patterns[0]}; or fetch {download.url} by hand and put it into {cache}."
+            ) from None
         return cache / download.files[0]
-    source, files = locate(name, data, cache, sources)
     assert source.read is not None
     key = json.dumps([fingerprint([files["train"]]), feature])
     path = cache / f"packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}" / f"{feature}_count.json"

@@ -211,12 +211,27 @@ def test_what_is_fetched_of_stackoverflow(tmp_path, monkeypatch):
         "https://storage.googleapis.com/tff-datasets-public",
     )
     assert asked == [
-        (f"{tff}/stackoverflow.word_count.tar.bz2", "1dc00256d6e527c54b9756d968118378ae14e6692c0b3b6cad470cdd3f0c519c"),
-        (f"{tff}/stackoverflow.tag_count.tar.bz2", "6fe281cec490d9384a290d560072438e7e2b377bbb823876ce7bd6f82696772d"),
         (f"{fedjax}/stackoverflow_train.sqlite", None),
         (f"{fedjax}/stackoverflow_test.sqlite", None),
         (f"{fedjax}/stackoverflow_held_out.sqlite", None),
+        (f"{tff}/stackoverflow.word_count.tar.bz2", "1dc00256d6e527c54b9756d968118378ae14e6692c0b3b6cad470cdd3f0c519c"),
+        (f"{tff}/stackoverflow.tag_count.tar.bz2", "6fe281cec490d9384a290d560072438e7e2b377bbb823876ce7bd6f82696772d"),
     ]
+
+
+def test_without_a_network_one_line_names_the_ways_out(tmp_path, monkeypatch):
+    def no_network(url, path, **how):
+        raise _download.UnreachableError(f"{url} cannot be reached (Name or service not known).")
+
+    monkeypatch.setattr(_download, "fetch", no_network)
+    with pytest.raises(datasets.DownloadError, match=r"Could not fetch 'stackoverflow_word': .* Two ways out: .*by hand") as caught:
+        datasets.load("stackoverflow_word", cache=tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "stackoverflow_word").mkdir()
+    write_fedjax(tmp_path / "stackoverflow_word", "stackoverflow", POSTS)
+    with pytest.raises(datasets.DownloadError, match=r"the counts for 'stackoverflow_word': .* Two ways out: .*by hand") as caught:
+        datasets.load("stackoverflow_word", cache=tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def lines(*users):
