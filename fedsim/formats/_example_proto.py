@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.formats._source import Columns, Features, selected, texts
+from fedsim.formats._source import Columns, Features, located, selected, texts
 
 _BYTES, _FLOAT, _INT = 1, 2, 3  # numbers of the fields of Feature
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types
@@ -143,7 +143,8 @@ def _column(name: str, found: list[dict[str, tuple[int, list[bytes]]]]) -> np.nd
         joined = [b"".join(each) for each in pieces]
         raw, ends = b"".join(joined), np.cumsum([len(each) for each in joined])
         if kind == _INT:
-            flat, ends = _integers(raw, ends)
+            with located(f"Feature {name!r}"):
+                flat, ends = _integers(raw, ends)
         elif np.any(ends % 4):
             raise FormatError(f"Feature {name!r} has floats that are not four bytes each.")
         else:

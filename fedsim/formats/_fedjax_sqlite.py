@@ -96,14 +96,14 @@ def _client(row: tuple[Any, Any, Any], features: Features) -> tuple[str, Columns
 
 
 def _array(code: int, packed: bytes) -> np.ndarray:
+    if code not in (_NDARRAY, _BYTES_NDARRAY):
+        raise FormatError(f"extension {code} is not an array")
     parts = msgpack.unpackb(packed, raw=True)
     if code == _BYTES_NDARRAY:
         shape, flat = parts
         if not all(isinstance(value, bytes) for value in flat):
             raise FormatError("an array of byte strings holds something else")
         return texts(flat).reshape(shape)
-    if code != _NDARRAY:
-        raise FormatError(f"extension {code} is not an array")
     shape, name, content = parts
     dtype = np.dtype(name.decode())
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":

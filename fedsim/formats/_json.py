@@ -22,7 +22,8 @@ class JsonReader:
     """A cursor in UTF-8 JSON. Memory is that of the value being parsed, at most 256 Mi characters."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")().decode
+        # What is not UTF-8 is let through, to be found by whoever knows of which client and feature it is.
+        self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._text, self._at, self._ended = "", 0, False
 
     def members(self) -> Iterator[str]:

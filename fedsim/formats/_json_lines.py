@@ -83,7 +83,7 @@ def _lines(path: Any) -> Iterator[dict[str, Any]]:
                     raise FormatError("longer than 256 MiB, the most that is read")
                 if not line.strip():
                     continue
-                found = json.loads(line)
+                found = json.loads(line.decode("utf-8-sig", "surrogateescape"))
                 if not isinstance(found, dict):
                     raise FormatError(f"expected a JSON object, found a {type(found).__name__}")
             yield found

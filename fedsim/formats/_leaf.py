@@ -62,7 +62,7 @@ def read_leaf(path: StrPath, features: Features = None) -> ClientStream:
 
     def read() -> Iterator[tuple[str, Columns | None]]:
         for file in files:
-            with located(os.fspath(file) if source.is_dir() else "JSON", ValueError, RecursionError, *DAMAGE):
+            with located(os.fspath(file) if source.is_dir() else "", ValueError, RecursionError, *DAMAGE):
                 yield from _users(file, features)
 
     return stream(path, read)

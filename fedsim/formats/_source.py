@@ -31,13 +31,14 @@ _PIECE = 1 << 20
 @contextlib.contextmanager
 def located(where: str, *damage: type[Exception]) -> Iterator[None]:
     """Errors of bad content inside become `FormatError`, each ``located`` around them adding where it happened."""
+    place = f"{where}: " if where else ""
     try:
         yield
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from error.__cause__
+        raise FormatError(f"{place}{error}") from error.__cause__
     except damage as error:
         said = str(error) or type(error).__name__
-        raise FormatError(f"{where}: truncated or damaged, fetch or write it again ({said})") from error
+        raise FormatError(f"{place}truncated or damaged, fetch or write it again ({said})") from error
 
 
 def existing(path: StrPath, *, folder: bool = False) -> Path:
@@ -125,13 +126,16 @@ def column(name: str, values: list[Any]) -> np.ndarray:
     """One feature from parsed text, a value per example: ``int64``, ``float32`` or bool ``[n, ...]``, or text ``[n]``.
 
     Raises:
-      FormatError: texts among numbers, rows of different shapes, missing values, integers beyond 64 bits.
+      FormatError: texts among numbers or not UTF-8, rows of different shapes, missing values, integers beyond 64 bits.
     """
     if any(isinstance(value, str) for value in values):
         wrong = next((i for i, value in enumerate(values) if not isinstance(value, str)), None)
         if wrong is not None:
             raise FormatError(f"Feature {name!r} is text, and in example {wrong} it is {shortened(values[wrong])}.")
-        return texts([value.encode("utf-8", "surrogatepass") for value in values])
+        try:
+            return texts([value.encode() for value in values])
+        except UnicodeEncodeError as error:
+            raise FormatError(f"Feature {name!r} has text that is not UTF-8, {shortened(error.object)}.") from None
     try:
         array = np.asarray(values)
     except (ValueError, OverflowError):

@@ -25,7 +25,7 @@ _PIECE = 1 << 20
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A connection that changes nothing and believes little; every error of SQLite's becomes `FormatError`."""
-    with located("SQLite", sqlite3.Error, sqlite3.Warning, UnicodeDecodeError, OverflowError):
+    with located("", sqlite3.Error, sqlite3.Warning, UnicodeDecodeError, OverflowError):
         with path.open("rb") as file:
             if file.read(len(HEADER)) != HEADER:
                 raise FormatError("not a SQLite file: its first bytes are others")
@@ -34,16 +34,6 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
                 connection.execute(f"PRAGMA {pragma}")
             yield connection
-
-
-def tables(path: Path) -> dict[str, list[str]]:
-    """Names of the file's tables, and of the columns of each."""
-    with reading(path) as connection:
-        query = "SELECT m.name, c.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table'"
-        found: dict[str, list[str]] = {}
-        for table, name in connection.execute(query):
-            found.setdefault(str(table), []).append(str(name))
-        return found
 
 
 def require(connection: sqlite3.Connection, table: str, names: list[str], origin: str) -> None:
