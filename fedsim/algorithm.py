@@ -42,7 +42,6 @@ class Algorithm:
     A federated count of examples, which is not about neural networks at all:
 
     >>> import jax.numpy as jnp, numpy as np
-    >>> from fedsim.data import UniformSampler
     >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     ... class MeanOfX(Algorithm):
     ...     def init(self, key): return jnp.zeros(())

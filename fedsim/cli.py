@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import datasets, experiment, models
+from fedsim import _datasets_command, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import own_hyperparameters, ready_models
@@ -29,7 +29,7 @@ usage: fedsim COMMAND ...
 
   run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
   resume FOLDER      go on with a run that was stopped
-  datasets           list the datasets
+  datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "resume": _resume,
-        "datasets": lambda _: _list((name, datasets.describe(name).task) for name in datasets.names()),
+        "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
         "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
     }
@@ -94,11 +94,12 @@ def _where(error: BaseException) -> str:
 
 
 def _run(arguments: list[str]) -> int:
-    """Options come in two steps: dataset, algorithm and ``--from`` decide which others there are and their defaults."""
+    """Options come in two steps: dataset, model, algorithm and ``--from`` decide which others there are and their defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
     first.add_argument("--dataset")
     first.add_argument("--algorithm")
+    first.add_argument("--model")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     base, previous = stored["config"], {**stored["settings"], "folder": None}
@@ -106,7 +107,8 @@ def _run(arguments: list[str]) -> int:
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
     datasets.describe(dataset)  # an unknown name is said before anything else
     cls = experiment.algorithm_class(algorithm)
-    defaults = experiment.published(dataset, algorithm)
+    model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
+    defaults = experiment.published(dataset, algorithm, model)
     # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
     general = {field.name for field in dataclasses.fields(RunConfig)} - {"weighting", "nonfinite"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}

@@ -64,9 +64,14 @@ def decompress(archive: Path, name: str) -> None:
     Raises:
       ValueError: the file is damaged.
     """
-    with _blaming(archive), open(archive, "rb") as raw, _OPENERS[archive.suffix](raw, "rb") as content:
-        with bar(f"decompressing {name}", archive.stat().st_size) as progress:
-            _copy(content, archive.with_name(name), lambda _: progress.update(raw.tell() - progress.n))
+    size = archive.stat().st_size
+    with (
+        _blaming(archive),
+        open(archive, "rb") as raw,
+        _OPENERS[archive.suffix](raw, "rb") as content,
+        bar(f"decompressing {name}", size) as progress,
+    ):
+        _copy(content, archive.with_name(name), lambda _: progress.update(raw.tell() - progress.n))
 
 
 def bar(label: str, total: int | None, start: int = 0) -> Any:

@@ -46,9 +46,19 @@ def dataset_folder(name: str, cache: str | os.PathLike[str] | None = None) -> Pa
 
 
 def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
-    """Whether something whole lies in the dataset's folder: fetched files, or converted ones."""
+    """Whether a dataset has been fetched, so that it loads without network.
+
+    Args:
+      name: the dataset's, without options.
+      cache: see `load`.
+
+    >>> is_cached("emnist62", cache="/nowhere")
+    False
+    """
     folder = dataset_folder(name, cache)
-    return any(path.is_file() and not path.name.startswith(".") and not path.name.endswith("part") for path in folder.rglob("*"))
+    entries = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    # What was converted may be of a user's own files.
+    return any(not name.startswith((".", "packed-")) and not name.endswith("part") for name in entries)
 
 
 def converted(
@@ -77,7 +87,7 @@ def converted(
       OSError: the cache is full, or cannot be written; nothing half-written is left.
       FormatError: as the streams do.
     """
-    key = json.dumps([version, _fingerprint(files), options], sort_keys=True)
+    key = json.dumps([version, fingerprint(files), options], sort_keys=True)
     folder = cache / f"packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     paths = {split: folder / f"{split}.h5" for split in streams}
     if not all(path.is_file() for path in paths.values()):
@@ -100,7 +110,8 @@ def only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def _fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+def fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files, and of what is in folders."""
     found = []
     for path in files:
         parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]

@@ -20,8 +20,8 @@ def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -
     """
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise ValueError(
-            f"Feature {feature!r} of client {client_id!r} is {values.dtype} {list(values.shape[1:])} per example: expected whole "
-            f"numbers, one per example."
+            f"Feature {feature!r} of client {client_id!r} is {values.dtype} {list(values.shape[1:])} per example: expected "
+            "whole numbers, one per example."
         )
     if values.size and not 0 <= values.min() <= values.max() < num_classes:
         raise ValueError(
@@ -29,6 +29,26 @@ def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -
             f"{num_classes - 1}."
         )
     return values.astype(np.int32)
+
+
+def images(client_id: str, feature: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """``values [n, *shape]`` as uint8.
+
+    Raises:
+      ValueError: another shape, or not whole numbers from 0 to 255.
+
+    >>> images("ann", "image", np.zeros([2, 8, 8]), (8, 8))
+    Traceback (most recent call last):
+    ...
+    ValueError: Feature 'image' of client 'ann' is float64 [8, 8] per example: expected whole numbers from 0 to 255, [8, 8].
+    """
+    whole = values.dtype.kind in "iu" and (not values.size or (values.min() >= 0 and values.max() <= 255))
+    if not whole or values.shape[1:] != shape:
+        raise ValueError(
+            f"Feature {feature!r} of client {client_id!r} is {values.dtype} {list(values.shape[1:])} per example: expected "
+            f"whole numbers from 0 to 255, {list(shape)}."
+        )
+    return values.astype(np.uint8)
 
 
 def no_folder(name: str, data: Path | None) -> None:

@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from fedsim import rng
-from fedsim.data import FederatedData, dirichlet_partition
+from fedsim.data import FederatedData
 from fedsim.datasets._registry import register
+from fedsim.partitioners import dirichlet
 
 _CLIENTS, _ALPHA, _SEED = 100, 0.3, 0
 
@@ -63,7 +64,7 @@ def load_digits(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     columns = {"x": images.reshape(-1, 8, 8, 1).astype(np.uint8), "y": target.astype(np.int32)}
     words = np.asarray(rng.words(rng.stream(rng.root(_SEED), "split")))
     train, test = [], []
-    for client, rows in enumerate(dirichlet_partition(columns["y"], clients=_CLIENTS, alpha=_ALPHA, seed=_SEED)):
+    for client, rows in enumerate(dirichlet(columns["y"], clients=_CLIENTS, alpha=_ALPHA, seed=_SEED)):
         shuffled = rows[rng.permute(words, client, len(rows), np.arange(len(rows)), np)]
         held_out = (len(rows) + 2) // 5
         test.append(np.sort(shuffled[:held_out]))

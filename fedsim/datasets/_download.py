@@ -24,7 +24,7 @@ class DownloadError(OSError):
     """A file could not be fetched; the message is one line that says which and why."""
 
 
-class Unreachable(DownloadError):
+class UnreachableError(DownloadError):
     """There is no network, or no such server."""
 
 
@@ -137,7 +137,7 @@ def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: fl
         except urllib.error.URLError as error:
             reason = str(getattr(error.reason, "strerror", None) or error.reason)
             if not reached:  # Without a network, waiting helps nobody.
-                raise Unreachable(f"{url} cannot be reached ({reason}).") from None
+                raise UnreachableError(f"{url} cannot be reached ({reason}).") from None
         except TimeoutError:
             reached, reason = True, f"no byte for {timeout:g} seconds"
         except (http.client.HTTPException, ConnectionError) as error:

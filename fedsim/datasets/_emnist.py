@@ -1,12 +1,12 @@
 """Federated EMNIST: characters, or digits alone, by 3,400 writers, a client each.
 
-S. Caldas et al., "LEAF: a benchmark for federated settings", 2018, https://arxiv.org/abs/1812.01097, made from G. Cohen
-et al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. Split and files
-are TensorFlow Federated's, every writer in both splits.
+S. Caldas et al., "LEAF: a benchmark for federated settings", 2018, https://arxiv.org/abs/1812.01097, made from G. Cohen et
+al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. Split and files are
+TensorFlow Federated's, every writer in both splits.
 
 Addresses, hashes and numbers of examples are those of FedJAX's and TensorFlow Federated's own loaders
-(fedjax/datasets/emnist.py; tensorflow_federated/python/simulation/datasets/emnist.py, and emnist/load_data.py up to 2021 for
-HDF5). For the SQLite files neither published a hash or a size: what the server announces is checked instead.
+(fedjax/datasets/emnist.py; tensorflow_federated/python/simulation/datasets/emnist.py, and emnist/load_data.py up to 2021
+for HDF5). For the SQLite files neither published a hash or a size: what the server announces is checked instead.
 
 Source, whichever of the forms below:
   pixels: [28, 28] float32, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper, 0 = ink: the same, not yet divided).
@@ -16,13 +16,14 @@ Loaded:
   x: [28, 28, 1] uint8, 0 = paper, 255 = ink: the other way round, as Reddi et al. (2021) and FedJAX train on it.
   y: [] int32, the label, as it was.
 
-The order of clients is that of the file; FedJAX's names have a hash before them, which is taken off. ``emnist10`` from files of
-all 62 classes keeps their split, which is another than TensorFlow Federated drew for digits alone, and writers without digits.
+The order of clients is that of the file; FedJAX's names have a hash before them, which is taken off. ``emnist10`` from
+files of all 62 classes keeps their split, which is another than TensorFlow Federated drew for digits alone, and writers
+without digits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import string
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,13 @@ from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._checks import labels
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
-from fedsim.datasets._source import Source, load_converted
-from fedsim.formats import read_fedjax_sqlite, read_leaf, read_tff_hdf5, read_tff_sqlite
+from fedsim.datasets._source import Source, load_converted, read_fedjax
+from fedsim.formats import read_leaf, read_tff_hdf5, read_tff_sqlite
 
 _FEDJAX = "https://storage.googleapis.com/gresearch/fedjax/emnist"
 _TFF = "https://storage.googleapis.com/tff-datasets-public"
 _SPLITS = ("train", "test")
 _DIGITS = "digitsonly"
-
-
-def _read_fedjax(path: Path, split: str) -> ClientStream:
-    stream = read_fedjax_sqlite(path, ["pixels", "label"])
-
-    def read() -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-        for client in stream:
-            yield client.client_id.rpartition(":")[2], client.examples
-
-    return ClientStream(read, stream.num_clients, path)
 
 
 def _read_tff(prefix: str) -> Any:
@@ -80,13 +71,13 @@ def _sources(digits: bool) -> list[Source]:
         Source(
             "FedJAX's SQLite",
             {split: (f"*_{infix}{split}.sqlite",) for split in _SPLITS},
-            _read_fedjax,
+            lambda path, split: read_fedjax(path, ["pixels", "label"]),
             without,
             [Download(f"{_FEDJAX}/{file}", (file,)) for file in fedjax.values()],
         ),
         Source(
             "TFF's SQLite",
-            {split: sqlite for split in _SPLITS},
+            dict.fromkeys(_SPLITS, sqlite),
             _read_tff("digits_only" if digits else "all"),
             downloads=[Download(f"{_TFF}/emnist_all.sqlite.lzma", sqlite[:1])],
         ),
@@ -105,7 +96,7 @@ _SOURCE_FEATURES = {
     "pixels": "[28, 28] float32 image, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper)",
     "label": "[] int32 character: 0-9 digits, 10-35 A-Z, 36-61 a-z",
 }
-_LICENCE = "images: NIST Special Database 19, a work of the US government; LEAF's code: BSD 2-clause"
+_LICENCE = "public domain (NIST Special Database 19, a work of the US government); LEAF's code: BSD 2-clause"
 _CITATION = (
     "S. Caldas et al. LEAF: a benchmark for federated settings. 2018. https://arxiv.org/abs/1812.01097; "
     "G. Cohen et al. EMNIST: extending MNIST to handwritten letters. IJCNN, 2017. https://arxiv.org/abs/1702.05373"
@@ -122,9 +113,11 @@ _CITATION = (
     source_features=_SOURCE_FEATURES,
     splits={"train": (3400, 671_585), "test": (3400, 77_483)},
     num_classes=62,
+    class_names=string.digits + string.ascii_uppercase + string.ascii_lowercase,
     default_model="emnist_cnn",
-    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite (no hash is published); or TFF's SQLite or HDF5, or LEAF's "
-    "JSON",
+    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite, of which no hash or size is published; or "
+    "TFF's SQLite or "
+    "HDF5, or LEAF's JSON",
     licence=_LICENCE,
     citation=_CITATION,
 )
@@ -147,8 +140,9 @@ def load_emnist62(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     splits={"train": (3383, 341_873), "test": (3383, 40_832)},
     num_classes=10,
     default_model="emnist_cnn(num_classes=10)",
-    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite (no hash is published); or TFF's SQLite or HDF5; "
-    "or the digits of emnist62's files",
+    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite, of which no hash or size is "
+    "published; or TFF's "
+    "SQLite or HDF5; or the digits in files of all classes",
     licence=_LICENCE,
     citation=_CITATION,
 )

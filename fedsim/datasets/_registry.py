@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,12 +25,15 @@ class Description:
       features: the contract of what `load` gives: feature name to ``"[shape] dtype meaning"`` of one example.
       source_features: the same of the source, before preprocessing.
       splits: split to ``(clients, examples)``, as published or, for generated data, by default; None: not known before.
+      class_names: what the labels 0, 1, ... stand for, for pictures; empty: the labels themselves.
       num_classes: labels ``y`` lie in ``[0, num_classes)``; None: not a classification, or not known before.
       default_model: a name of `fedsim.models`, or a callable that makes a model; None: there is none.
       options: the loader's options, each with its meaning.
-      defaults: the loader's options, each with its default (``inspect.Parameter.empty``: it must be given).
+      defaults: the loader's options, each with its default (``inspect.Parameter.empty``: it must be given); ``...`` stands for
+        those that depend on others.
       source: where it comes from.
       download_bytes: how much is fetched at first; 0: nothing, ever; None: not known before.
+      needs_data: it is never fetched: the user must give a folder.
       licence: under which terms.
       citation: whom to cite.
     """
@@ -40,12 +43,14 @@ class Description:
     features: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source_features: Mapping[str, str] = dataclasses.field(default_factory=dict)
     splits: Mapping[str, tuple[int | None, int | None]] = dataclasses.field(default_factory=dict)
+    class_names: Sequence[str] = ()
     num_classes: int | None = None
     default_model: str | Callable[..., Any] | None = None
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
     download_bytes: int | None = None
+    needs_data: bool = False
     licence: str = ""
     citation: str = ""
 
@@ -59,15 +64,17 @@ class FederatedSplits:
       test: what they are measured on; it may have other clients, or empty ones.
       description: the dataset's own words; features that it does not state are those of ``train``.
       held_out: a third split, of clients in neither of the others (Stack Overflow's); None: there is none.
+      decode: one example's ``x`` or ``y`` as text, for data that are token ids; None: they are not.
     """
 
     train: FederatedData
     test: FederatedData
     description: Description
     held_out: FederatedData | None = None
+    decode: Callable[[Any], str] | None = None
 
 
-Loader = Callable[..., Mapping[str, FederatedData]]
+Loader = Callable[..., Mapping[str, Any]]
 _Loader = TypeVar("_Loader", bound=Loader)
 
 _LOADERS: dict[str, tuple[Loader, Description]] = {}
@@ -78,7 +85,8 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
     """Makes ``(data, cache, **options) -> {"train": ..., "test": ...}`` loadable as ``name``, also by `fedsim run`.
 
     The loader gets ``data``, the folder that the user named or None, and ``cache``, a folder of this dataset's own that
-    may not exist yet. Its further parameters are the dataset's options. It may add a split ``held_out``. Registering the
+    may not exist yet. Its further parameters are the dataset's options. It may add a split ``held_out``,
+    and ``decode``, see `FederatedSplits`. Registering the
     same function again (a notebook's cell run twice) replaces it.
 
     Args:
@@ -212,7 +220,8 @@ def _reserved(loader: Loader, name: str) -> list[str]:
 
 def _defaults(loader: Loader, name: str) -> dict[str, Any]:
     parameters, reserved = inspect.signature(loader).parameters.values(), _reserved(loader, name)
-    return {p.name: p.default for p in parameters if p.name not in reserved and p.kind not in VARIABLE}
+    found = {p.name: p.default for p in parameters if p.name not in reserved and p.kind not in VARIABLE}
+    return found | ({"...": inspect.Parameter.empty} if any(p.kind is p.VAR_KEYWORD for p in parameters) else {})
 
 
 def _origin(loader: Loader) -> str:
@@ -225,9 +234,11 @@ def _check_splits(name: str, splits: Any) -> None:
     for split in ("train", "test"):
         if split not in splits:
             raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {sorted(splits)}: add it.")
+    known = ["train", "test", "held_out", "decode"]
     for split, data in splits.items():
-        if split not in ("train", "test", "held_out"):
-            hint = did_you_mean(split, ["train", "test", "held_out"])
-            raise ValueError(f"The loader of {name!r} returned a split {split!r}.{hint} There are train, test, held_out.")
-        if not isinstance(data, FederatedData):
+        if split not in known:
+            raise ValueError(
+                f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}."
+            )
+        if split != "decode" and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as {split}: expected FederatedData.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._cache import converted
-from fedsim.datasets._download import Download, DownloadError, Unreachable
+from fedsim.datasets._download import Download, DownloadError, UnreachableError
+from fedsim.formats import read_fedjax_sqlite
 
 Transform = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
@@ -23,14 +25,15 @@ class Source:
       form: what people call it, e.g. ``"TFF's HDF5"``.
       files: split to what its file may be called, the first that is there being taken; ``*`` stands for anything. Splits may
         share a file, and a name that ends with ``/`` is a folder's.
-      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share.
+      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share; None: not for
+        `load_converted`.
       without: what no name may have in it.
       downloads: where it is fetched from; empty: it is not.
     """
 
     form: str
     files: Mapping[str, Sequence[str]]
-    read: Callable[[Path, str], ClientStream]
+    read: Callable[[Path, str], ClientStream] | None = None
     without: str = ""
     downloads: Sequence[Download] = ()
 
@@ -59,6 +62,17 @@ class Source:
 
     def __str__(self) -> str:
         return f"{self.form} ({', '.join(dict.fromkeys(patterns[0] for patterns in self.files.values()))})"
+
+
+def read_fedjax(path: Path, features: Sequence[str]) -> ClientStream:
+    """`fedsim.formats.read_fedjax_sqlite`, without the hash that FedJAX's own files have before clients' names."""
+    stream = read_fedjax_sqlite(path, features)
+
+    def read() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for client in stream:
+            yield re.sub("^[0-9a-f]{16}:", "", client.client_id), client.examples
+
+    return ClientStream(read, stream.num_clients, path)
 
 
 def load_converted(
@@ -91,8 +105,11 @@ def load_converted(
     """
     source, found = locate(name, data, cache, sources)
 
+    assert source.read is not None
+    read = source.read
+
     def stream(split: str) -> ClientStream:
-        return source.read(found[split], split).map(transform)
+        return read(found[split], split).map(transform)
 
     streams = {split: functools.partial(stream, split) for split in source.files}
     return converted(name, cache, streams, files=[*found.values(), *files], version=version, form=source.form, **options)
@@ -106,7 +123,7 @@ def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source])
             return source, found
     if data is not None:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:20]) or "nothing"
-        raise FileNotFoundError(f"No {name!r} in {data}, which holds {present}: expected {', or '.join(map(str, sources))}.")
+        raise FileNotFoundError(f"No {name!r} in {data}, which holds {present}: expected {_forms(sources)}.")
     source = _fetched(name, cache, sources)
     found = source.find(cache)
     assert found is not None
@@ -116,6 +133,10 @@ def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source])
 def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
     """Fetches the best of ``sources`` that can be had."""
     able = [source for source in sources if source.downloads]
+    if not able:
+        raise FileNotFoundError(
+            f"{name!r} is not for download: give a folder that holds {_forms(sources)} (--data DIR, or data=DIR in Python)."
+        )
     # What somebody put there by hand needs no network.
     able.sort(key=lambda source: not all(download.at_hand(cache) for download in source.downloads))
     reasons = []
@@ -126,10 +147,14 @@ def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
             return source
         except DownloadError as error:
             reasons.append(str(error))
-            if isinstance(error, Unreachable):
+            if isinstance(error, UnreachableError):
                 break
     by_hand = " and ".join(download.url for download in able[0].downloads)
     raise DownloadError(
-        f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {', or '.join(map(str, sources))} "
-        f"(--data DIR, or data=DIR in Python); or fetch {by_hand} by hand and put it into {cache}."
+        f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {_forms(sources)} (--data DIR, or "
+        f"data=DIR in Python); or fetch {by_hand} by hand and put it into {cache}."
     ) from None
+
+
+def _forms(sources: Sequence[Source]) -> str:
+    return ", or ".join(map(str, sources))

@@ -108,6 +108,8 @@ def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.nda
         "seed": "of all random numbers",
     },
     splits={"train": (10_000, 3_717_737), "test": (10_000, 454_015)},
+    num_classes=_FIRST_WORD + _WORDS + 1,
+    default_model="stackoverflow_lstm(expected_length=13.3)",
     source="generated; kept in the cache above a gigabyte",
     download_bytes=0,
     licence="none needed: generated text",

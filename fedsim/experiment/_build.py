@@ -13,11 +13,12 @@ import optax
 
 from fedsim import algorithms, datasets, models
 from fedsim.algorithm import Algorithm
-from fedsim.data import Batches, FederatedData, UniformSampler
+from fedsim.data import Batches, FederatedData
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._schedule import client_optimizer
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, make, required
+from fedsim.samplers import UniformSampler
 
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that a RunConfig fills by other means than a number of the same name.

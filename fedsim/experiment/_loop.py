@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort, FederatedData, Sampler
+from fedsim.data import Cohort, FederatedData
 from fedsim.execution import Evaluation, Jit, RoundInfo, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
@@ -30,6 +30,7 @@ from fedsim.experiment._pace import Pace, cohorts
 from fedsim.experiment._report import closing_table
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
+from fedsim.samplers import Sampler
 
 State = Any
 Tested = Evaluation | Mapping[str, float]

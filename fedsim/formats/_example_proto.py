@@ -44,7 +44,7 @@ def _fields(data: bytes, at: int, stop: int) -> Iterator[tuple[int, int, int, in
             end = at + length
         elif wire == _VARINT:
             _, end = _varint(data, at)
-        elif wire == _FIXED32 or wire == _FIXED64:
+        elif wire in (_FIXED32, _FIXED64):
             end = at + (4 if wire == _FIXED32 else 8)
         else:
             raise FormatError(f"no field of a tf.train.Example has wire type {wire}")
@@ -69,7 +69,8 @@ def _split(data: bytes) -> dict[str, tuple[int, list[bytes]]]:
 
 def _feature(data: bytes, start: int, stop: int) -> tuple[str, int, list[bytes]]:
     """One entry of the map: its name, kind and pieces."""
-    name, kind, pieces = "", 0, []
+    name, kind = "", 0
+    pieces: list[bytes] = []
     for number, wire, at, end in _fields(data, start, stop):
         if wire != _LENGTH:
             continue
@@ -83,7 +84,7 @@ def _feature(data: bytes, start: int, stop: int) -> tuple[str, int, list[bytes]]
                     kind, pieces = found, []
                 single = (_LENGTH, _FIXED32, _VARINT)[kind - 1]
                 for value, value_wire, first, last in _fields(data, low, high):
-                    if value == 1 and (value_wire == single or value_wire == _LENGTH):
+                    if value == 1 and value_wire in (single, _LENGTH):
                         pieces.append(data[first:last])
     return name, kind, pieces
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from zlib_ng import zlib_ng
 
 from fedsim.data import ClientStream, FormatError
 from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features, StrPath, located, selected, stream, texts
@@ -25,7 +25,7 @@ from fedsim.formats._sqlite import Database, require, text, writing
 
 _NDARRAY, _BYTES_NDARRAY = 1, 4
 _COLUMNS = ["client_id", "data", "num_examples"]
-_DAMAGE = (zlib.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
+_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
 
 
 def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream:
@@ -56,7 +56,7 @@ def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream
         (count,) = connection.execute("SELECT COUNT(*) FROM federated_data").fetchone()
 
     def read() -> Iterator[tuple[str, Columns]]:
-        # zlib lets other threads run, so decompression is spread over the cores while this thread goes on.
+        # Decompression lets other threads run, so it is spread over the cores while this thread goes on.
         threads = os.cpu_count() or 1
         with database.reading() as connection, ThreadPoolExecutor(threads) as pool:
             waiting: deque[Future[tuple[str, Columns]]] = deque()
@@ -79,7 +79,7 @@ def _client(row: tuple[Any, Any, Any], features: Features) -> tuple[str, Columns
     with located(f"client {client_id!r}", *_DAMAGE):
         if not isinstance(data, bytes):
             raise FormatError(f"its data are {data!r} and not bytes")
-        inflate = zlib.decompressobj()
+        inflate = zlib_ng.decompressobj()
         packed = inflate.decompress(data, MAX_CLIENT_BYTES)
         if not inflate.eof:
             more = "holds more than 256 MiB, the most that is read" if len(packed) == MAX_CLIENT_BYTES else "is cut"
@@ -126,7 +126,7 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
     with writing(path, table) as connection:
         for client in clients:
             examples = {name: _packed(np.asarray(array)) for name, array in client.examples.items()}
-            row = client.client_id.encode(), zlib.compress(msgpack.packb(examples)), len(client)
+            row = client.client_id.encode(), zlib_ng.compress(msgpack.packb(examples)), len(client)
             try:
                 connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", row)
             except sqlite3.IntegrityError:

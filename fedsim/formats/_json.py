@@ -100,5 +100,6 @@ class JsonReader:
     def _expect(self, character: str) -> None:
         found = self._peek()
         if found != character:
-            raise FormatError(f"Expected {character!r}, found {self._text[self._at : self._at + 20]!r}." if found else "is cut.")
+            there = repr(self._text[self._at : self._at + 20]) if found else "the end of the file"
+            raise FormatError(f"Expected {character!r}, found {there}.")
         self._at += 1

@@ -16,7 +16,19 @@ import numpy as np
 from fedsim.data import ClientStream, FormatError
 from fedsim.data._whole_file import whole_file
 from fedsim.formats._json import JsonReader
-from fedsim.formats._source import DAMAGE, Clients, Columns, Features, StrPath, column, existing, located, opened, selected, stream
+from fedsim.formats._source import (
+    DAMAGE,
+    Clients,
+    Columns,
+    Features,
+    StrPath,
+    column,
+    existing,
+    located,
+    opened,
+    selected,
+    stream,
+)
 
 _HEADS = ("users", "num_samples", "hierarchies")
 

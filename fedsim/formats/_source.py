@@ -36,7 +36,8 @@ def located(where: str, *damage: type[Exception]) -> Iterator[None]:
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error.__cause__
     except damage as error:
-        raise FormatError(f"{where}: truncated or damaged, fetch or write it again ({error or type(error).__name__})") from error
+        said = str(error) or type(error).__name__
+        raise FormatError(f"{where}: truncated or damaged, fetch or write it again ({said})") from error
 
 
 def existing(path: StrPath, *, folder: bool = False) -> Path:
@@ -67,7 +68,7 @@ def stream(
             if columns is not None and blank is None:
                 blank = {name: array[:0] for name, array in columns.items()}
                 yield from ((empty, blank) for empty in waiting)
-            if columns is None and blank is None:
+            if blank is None:
                 waiting.append(client_id)
             else:
                 yield client_id, blank if columns is None else columns
@@ -75,6 +76,17 @@ def stream(
             raise FormatError(f"None of its {len(waiting)} clients has an example: nothing says what the features are.")
 
     return ClientStream(filled, num_clients, path)
+
+
+def only_split(path: StrPath, names: list[str], split: str | None) -> str:
+    """``split`` if it is one of ``names``; by default the only one there is."""
+    if not names:
+        raise FormatError(f"{os.fspath(path)}: no split, hence no clients.")
+    if split is None and len(names) == 1:
+        return names[0]
+    if split is None or split not in names:
+        raise FormatError(f"Expected split= one of {sorted(names)}, those of {os.fspath(path)}; got split={split!r}.")
+    return split
 
 
 @contextlib.contextmanager
@@ -88,7 +100,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
                 yield file  # type: ignore[misc]
         elif head == b"\xfd7zXZ\0" or head[:3] == b"]\0\0":
             with lzma.LZMAFile(raw) as file:
-                yield file  # type: ignore[misc]
+                yield file
         else:
             yield raw
 

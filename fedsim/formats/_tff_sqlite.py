@@ -15,7 +15,7 @@ import numpy as np
 
 from fedsim.data import ClientStream, FormatError
 from fedsim.formats._example_proto import columns, serialized
-from fedsim.formats._source import Clients, Columns, Features, StrPath, located, stream
+from fedsim.formats._source import Clients, Columns, Features, StrPath, located, only_split, stream
 from fedsim.formats._sqlite import Database, require, text, writing
 
 _EXAMPLES = ["split_name", "client_id", "serialized_example_proto"]
@@ -36,8 +36,7 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: no such split, or several and none chosen.
-      FormatError: when opened or read, a file that is not of this layout, or is damaged.
+      FormatError: no such split, or several and none chosen; when opened or read, a file that is not of this layout, or is damaged.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -51,7 +50,8 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
     with located(os.fspath(path)), database.reading() as connection:
         require(connection, "examples", _EXAMPLES, "TFF")
         require(connection, "client_metadata", _METADATA, "TFF")
-        counts = dict(connection.execute("SELECT split_name, COUNT(*) FROM client_metadata GROUP BY split_name").fetchall())
+        found = connection.execute("SELECT split_name, COUNT(*) FROM client_metadata GROUP BY split_name")
+        counts = {text(name, "Split name"): count for name, count in found}
     chosen = only_split(path, list(counts), split)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
@@ -73,7 +73,7 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
                     ahead = next(grouped, None)
                 with located(f"client {client_id!r}"):
                     if len(examples) != num_examples:
-                        raise FormatError(f"{len(examples)} examples where client_metadata says {num_examples!r}: fetch it again")
+                        raise FormatError(f"{len(examples)} examples where client_metadata says {num_examples!r}: fetch again")
                     if not all(isinstance(example, bytes) for example in examples):
                         raise FormatError("an example is not bytes")
                     made = columns(examples, features) if examples else None
@@ -82,15 +82,6 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
                 raise FormatError(f"Client id {ahead[0]!r} has examples and is not listed in client_metadata.")
 
     return stream(path, read, counts[chosen])
-
-
-def only_split(path: StrPath, names: list[Any], split: str | None) -> str:
-    """``split`` if it is one of ``names``; by default the only one there is."""
-    if split is None and len(names) == 1:
-        return str(names[0])
-    if split is None or split not in names:
-        raise ValueError(f"Expected split= one of {sorted(map(str, names))}, those of {os.fspath(path)}; got split={split!r}.")
-    return split
 
 
 def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, split: str = "train") -> None:

@@ -23,5 +23,10 @@ from fedsim.models._group_norm import GroupNorm as GroupNorm
 from fedsim.models._mnist import mnist_2nn as mnist_2nn
 from fedsim.models._mnist import mnist_cnn as mnist_cnn
 from fedsim.models._pooling import max_pool as max_pool
+from fedsim.models._recurrent import LSTM as LSTM
 from fedsim.models._registry import MODELS as MODELS
 from fedsim.models._registry import get as get
+from fedsim.models._shakespeare import shakespeare_lstm as shakespeare_lstm
+from fedsim.models._stackoverflow import stackoverflow_logistic as stackoverflow_logistic
+from fedsim.models._stackoverflow import stackoverflow_lstm as stackoverflow_lstm
+from fedsim.models._stackoverflow import stackoverflow_transformer as stackoverflow_transformer

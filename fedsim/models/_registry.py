@@ -13,6 +13,8 @@ from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
 from fedsim.models._generated import synthetic_logistic, toy_regression
 from fedsim.models._mnist import mnist_2nn, mnist_cnn
+from fedsim.models._shakespeare import shakespeare_lstm
+from fedsim.models._stackoverflow import stackoverflow_logistic, stackoverflow_lstm, stackoverflow_transformer
 from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
@@ -31,6 +33,10 @@ MODELS: dict[str, Callable[..., Model]] = {
         logistic,
         mnist_2nn,
         mnist_cnn,
+        shakespeare_lstm,
+        stackoverflow_logistic,
+        stackoverflow_lstm,
+        stackoverflow_transformer,
         synthetic_logistic,
         toy_regression,
     )

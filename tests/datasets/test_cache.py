@@ -166,11 +166,13 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path, source):
         convert(tmp_path / "closed" / "cache", source)
 
 
-def test_cached_is_what_is_whole(tmp_path, source):
+def test_cached_is_what_was_fetched_whole(tmp_path, source):
     assert not _cache.is_cached("mine", tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / ".lock").touch()
     (tmp_path / "mine" / "a.tar.bz2.part").touch()
     assert not _cache.is_cached("mine", tmp_path)
     convert(tmp_path / "mine", source)
+    assert not _cache.is_cached("mine", tmp_path), "of a user's own file"
+    (tmp_path / "mine" / "a.h5").touch()
     assert _cache.is_cached("mine", tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of `emnist62` and `emnist10`, on files of every form that the tests write themselves, and on real ones where there are."""
+"""Tests of `emnist62` and `emnist10`, on files of every form that the tests write themselves, and on real ones if any."""
 
 import gzip
 import hashlib
@@ -106,7 +106,9 @@ def test_every_form_gives_the_same_images(form, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path):
     everything = clients(np.float32, sizes=(40, 30))
-    digits = {name: {f: column[features["label"] < 10] for f, column in features.items()} for name, features in everything.items()}
+    digits = {
+        name: {f: column[features["label"] < 10] for f, column in features.items()} for name, features in everything.items()
+    }
     assert all(0 < len(features["label"]) < 30 for features in digits.values())
     of_digits, of_all = tmp_path / "of_digits", tmp_path / "of_all"
     for folder, content, only in ((of_digits, digits, True), (of_all, everything, False)):
@@ -121,7 +123,7 @@ def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path)
         for split in ("train", "test"):
             write_form(form, folder, content, split, digits=only)
     for folder in (of_digits, of_all):
-        if form == "LEAF's JSON" and folder is of_digits or form == "TFF's SQLite" and folder is of_all:
+        if (form == "LEAF's JSON" and folder is of_digits) or (form == "TFF's SQLite" and folder is of_all):
             continue
         loaded = datasets.load("emnist10", data=folder)
         for client_id, features in digits.items():
@@ -151,7 +153,7 @@ def test_floats_are_rounded_back_to_what_they_were(folder, dtype):
         ({"label": np.zeros(2)}, "'label' of client 'f0000' is float64"),
         ({"label": np.array([3, 62])}, "'label' of client 'f0000' reaches from 3 to 62: expected 0 to 61"),
         ({"label": np.array([-1, 3])}, "reaches from -1 to 3"),
-        ({"label": np.array([b"a", b"b"])}, r"'label' of client 'f0000' is \|S1"),
+        ({"label": np.array([b"a", b"b"])}, r"'label' of client 'f0000' is (\|S1|object)"),
     ],
 )
 def test_files_that_break_the_contract_are_refused(folder, change, message, tmp_path):
@@ -168,7 +170,9 @@ def test_a_folder_without_exactly_one_file_of_each_kind_is_refused(folder):
         datasets.load("emnist62", data=folder)
     (folder / "other_train.h5").unlink()
     (folder / "fed_emnist_test.h5").unlink()
-    with pytest.raises(FileNotFoundError, match=r"which holds fed_emnist_train.h5: expected .*TFF's HDF5 \(\*_train.h5, \*_test.h5"):
+    with pytest.raises(
+        FileNotFoundError, match=r"which holds fed_emnist_train.h5: expected .*TFF's HDF5 \(\*_train.h5, \*_test.h5"
+    ):
         datasets.load("emnist62", data=folder)
 
 
@@ -234,7 +238,7 @@ def test_the_next_best_form_is_fetched_when_the_best_is_refused(folder, tmp_path
 
 def test_without_a_network_one_line_names_the_two_ways_out(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
-        raise _download.Unreachable("ADDRESS cannot be reached (Name or service not known).")
+        raise _download.UnreachableError("ADDRESS cannot be reached (Name or service not known).")
 
     monkeypatch.setattr(_download, "fetch", no_network)
     with pytest.raises(datasets.DownloadError) as caught:

@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 from fedsim import rng
-from fedsim.data import FederatedData, UniformSampler
+from fedsim.data import FederatedData
+from fedsim.samplers import UniformSampler
 
 
 def population(clients):
