@@ -5,8 +5,8 @@ For work on speed and memory without the download; accuracy on it says nothing a
 What is true: the real set has 342,477 users with 135,818,730 sentences to train on, and users with fewer than 100 sentences
 were left out (TensorFlow Federated, tff.simulation.datasets.stackoverflow.load_data). No quantiles of the sizes are
 published that we know of, so a client's size is drawn from the one-parameter law that fits these two facts: a Pareto law
-from 100 to 200,000 (the largest is assumed) whose exponent, 1.288, gives the true mean of 396.6; its median is 171, its 90% 597,
-its 99% 3,555. An eighth as many are for test, for every client, where only 60% of the real users have test sentences.
+from 100 to 200,000 (the largest is assumed) whose exponent, 1.288, gives the true mean of 396.6; its median is 171, its 90%
+597, its 99% 3,555. An eighth as many are for test, for every client, where only 60% of the real users have test sentences.
 Shapes, dtypes, and special ids are those of the real task: 10,000 words, and pad, bos, eos, out-of-vocabulary.
 What is invented: a word follows the one before it (45%: one of its eight usual followers), or the topic (25%: one of the
 topic's words), or is any word, by Zipf's law. A user has one of 4,096 mixes of 50 topics, drawn from Dirichlet(concentration,
@@ -108,6 +108,8 @@ def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.nda
         "seed": "of all random numbers",
     },
     splits={"train": (10_000, 3_717_737), "test": (10_000, 454_015)},
+    num_classes=_FIRST_WORD + _WORDS + 1,
+    default_model="stackoverflow_lstm(expected_length=13.3)",
     source="generated; kept in the cache above a gigabyte",
     download_bytes=0,
     licence="none needed: generated text",

@@ -10,8 +10,10 @@ appendix C.1. Details are those of the authors' code (litian96/FedProx, data/syn
 
 and keeps the first floor(0.9 n_k) for training, the rest for test. In the iid variant v_k = 0, and one W and b with entries ~
 N(0, 1) are all clients'. Note that u_k moves all logits of an example alike: alpha has no effect on the labels, in the authors'
-data either, and models differ between clients by their own draws at any alpha. Deviations: the random numbers themselves (the authors' are not seeded), and float32 features.
-Client k is the same whatever the number of clients.
+data neither, and clients' models differ by their own draws at any alpha.
+
+Deviations: the random numbers themselves (the authors' are not seeded), and float32 features. Client k is the same whatever the
+number of clients.
 
 Loaded:
   x: [60] float32 features.
