@@ -10,7 +10,7 @@ Every measure takes a `FederatedData`, or labels ``[n]`` with a partition (a lis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ import numpy as np
 from fedsim.data import FederatedData
 
 Partition = Sequence[np.ndarray]
+
+_BLOCK = 1 << 22
 
 
 def label_counts(
@@ -40,11 +42,8 @@ def label_counts(
     >>> counts.tolist(), labels.tolist()
     ([[1, 0], [1, 1]], [7, 9])
     """
-    values, owner, clients = _labels_and_owners(data, partition, feature)
-    labels, code = np.unique(values, return_inverse=True)
-    width = max(1, len(labels))
-    counts = np.bincount(owner * width + code[: len(owner)], minlength=clients * width)
-    return counts.reshape(clients, width)[:, : len(labels)], labels
+    labels, blocks = _counted(data, partition, feature)
+    return np.concatenate([np.zeros((0, len(labels)), np.int64), *blocks]), labels
 
 
 def label_distances(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
@@ -55,10 +54,11 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
     >>> label_distances([0, 0, 1, 1], [np.array([0, 1]), np.array([2, 3])]).tolist()
     [1.0, 1.0]
     """
-    counts, _ = label_counts(data, partition, feature=feature)
-    shares, sizes = _shares(counts)
-    overall = counts.sum(0) / max(1, counts.sum())
-    return np.where(sizes > 0, np.abs(shares - overall).sum(1), np.nan)
+    labels, blocks = _counted(data, partition, feature)
+    total = sum((counts.sum(0) for counts in blocks), np.zeros(len(labels), np.int64))
+    overall = total / max(1, total.sum())
+    distances = [np.where(sizes > 0, np.abs(shares - overall).sum(1), np.nan) for shares, sizes in map(_shares, blocks)]
+    return np.concatenate(distances)
 
 
 def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> float:
@@ -78,10 +78,12 @@ def effective_classes(data: FederatedData | Any, partition: Partition | None = N
     >>> effective_classes([0, 1, 2, 0, 0], [np.array([0, 1, 2]), np.array([3, 4])]).round(6).tolist()
     [3.0, 1.0]
     """
-    counts, _ = label_counts(data, partition, feature=feature)
-    shares, sizes = _shares(counts)
-    entropy = -np.sum(shares * np.log(np.where(shares > 0, shares, 1)), axis=1)
-    return np.where(sizes > 0, np.exp(entropy), 0.0)
+
+    def effective(shares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return np.where(sizes > 0, np.exp(-np.sum(shares * np.log(np.where(shares > 0, shares, 1)), axis=1)), 0.0)
+
+    _, blocks = _counted(data, partition, feature)
+    return np.concatenate([effective(*_shares(counts)) for counts in blocks])
 
 
 def gini(sizes: FederatedData | Partition | Any) -> float:
@@ -114,14 +116,36 @@ def _shares(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return counts / np.maximum(sizes, 1)[:, None], sizes
 
 
+class _Blocks:
+    """Counts ``[clients, labels]`` of some clients after the others, so that a million clients fit; as often as wanted."""
+
+    def __init__(self, code: np.ndarray, owner: np.ndarray, clients: int, labels: int) -> None:
+        self._code, self._owner, self._clients, self._labels = code, owner, clients, labels
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        labels = max(1, self._labels)
+        step = max(1, _BLOCK // labels)
+        for start in range(0, self._clients, step):
+            clients = min(step, self._clients - start)
+            low, high = np.searchsorted(self._owner, [start, start + clients])
+            cell = (self._owner[low:high] - start) * labels + self._code[low:high]
+            yield np.bincount(cell, minlength=clients * labels).reshape(clients, labels)[:, : self._labels]
+
+
+def _counted(data: Any, partition: Partition | None, feature: str) -> tuple[np.ndarray, _Blocks]:
+    values, owner, clients = _labels_and_owners(data, partition, feature)
+    labels, code = np.unique(values, return_inverse=True)
+    return labels, _Blocks(code, owner, clients, len(labels))
+
+
 def _labels_and_owners(data: Any, partition: Partition | None, feature: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Labels ``[m]``, the owner of each ``int64 [m]``, and the number of clients."""
+    """Labels ``[m]``, the owners of the first of them, ascending, and the number of clients."""
     if isinstance(data, FederatedData):
         if partition is not None:
             raise ValueError("A population has its own partition: give it alone, or give labels and a partition.")
         if feature not in data.columns:
             raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}: name the labels' column.")
-        values, owner = np.asarray(data.columns[feature]), np.repeat(np.arange(data.num_clients), data.sizes)
+        values, owner = np.asarray(data.columns[feature][:]), np.repeat(np.arange(data.num_clients), data.sizes)
         clients = data.num_clients
     else:
         if partition is None:

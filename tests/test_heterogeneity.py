@@ -76,3 +76,12 @@ def test_gini_is_half_the_mean_difference_over_the_mean():
 def test_bad_input_is_named(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse()
+
+
+def test_a_population_in_blocks_of_clients_measures_the_same(monkeypatch):
+    whole = heterogeneity.label_distances(POPULATION), heterogeneity.effective_classes(POPULATION)
+    counts, _ = heterogeneity.label_counts(POPULATION)
+    monkeypatch.setattr(heterogeneity, "_BLOCK", 6)  # two clients a block
+    np.testing.assert_array_equal(heterogeneity.label_counts(POPULATION)[0], counts)
+    np.testing.assert_allclose(heterogeneity.label_distances(POPULATION), whole[0])
+    np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), whole[1])

@@ -28,6 +28,11 @@ class Execution:
 
     States come back on the devices that ran the round; another execution takes them from there. To mix states of two
     executions in arithmetic of your own, bring them to the host first, by `jax.device_get`.
+
+    Guarantees:
+      - A cohort gives the same answer whatever its slots, up to the order of floating-point sums.
+      - Cohorts of equal slots share one compiled program, whatever their sizes.
+      - A cohort without clients leaves the state as it was, to the bit.
     """
 
     def run(

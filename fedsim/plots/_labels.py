@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FederatedData
-from fedsim.heterogeneity import label_counts, label_emd
+from fedsim.heterogeneity import label_emd
 from fedsim.plots._canvas import BLUE, GREY, LIGHTNESS, ORANGE, check_feature, new_figure, pick_clients, shorten
 
 _MOST_LABELS = 100
@@ -40,7 +40,7 @@ def plot_labels(
     """
     check_feature(data, feature)
     rows = len(pick_clients(data, clients))
-    labels = min(_MOST_LABELS, len(label_counts(data, feature=feature)[1]))
+    labels = min(_MOST_LABELS, len(np.unique(data.columns[feature][:])))
     bubbles = rows <= _MOST_BUBBLE_ROWS
     figure = new_figure(min(16, max(5.5, 1.8 + 0.19 * labels)), 1.5 + 0.29 * rows if bubbles else min(10.0, 3 + 0.05 * rows))
     draw_labels(figure.subplots(), data, feature, clients, names)
@@ -51,21 +51,23 @@ def draw_labels(
     axes: Any, data: FederatedData, feature: str, clients: int | Sequence[str], names: Sequence[str] | None
 ) -> None:
     """`plot_labels` into axes that are there."""
-    counts, labels = label_counts(data, feature=feature)
+    emd = label_emd(data, feature=feature)
     positions = pick_clients(data, clients)
-    shown = np.sort(np.argsort(-counts.sum(0), kind="stable")[:_MOST_LABELS])
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    overall = counts.sum(0) / max(1, counts.sum())
+    labels, code = np.unique(data.columns[feature][:], return_inverse=True)
+    overall = np.bincount(code) / len(code)
+    shown = np.sort(np.argsort(-overall, kind="stable")[:_MOST_LABELS])
+    parts = [code[data.offsets[i] : data.offsets[i + 1]] for i in positions]
+    shares = np.stack([np.bincount(part, minlength=len(labels)) / max(1, len(part)) for part in parts])
     cut = f", the {_MOST_LABELS} most frequent of {len(labels):,} labels" if len(shown) < len(labels) else ""
     who = f"{len(positions):,} of {data.num_clients:,} clients" if len(positions) < data.num_clients else "all clients"
-    distance = f"mean L1 distance from the whole {label_emd(data, feature=feature):.2f}"
+    distance = f"mean L1 distance from the whole {emd:.2f}"
     axes.set_title(f"labels of {who}; {distance}{cut}", fontsize=10)
     axes.set_xlabel(f"label {feature}")
     if len(positions) <= _MOST_BUBBLE_ROWS:
-        ids = [f"{shorten(data.client_ids[i], 18)} ({int(counts[i].sum()):,})" for i in positions]
-        _bubbles(axes, shares[positions][:, shown], overall[shown], ["all clients", *ids])
+        ids = [f"{shorten(data.client_ids[i], 18)} ({data.sizes[i]:,})" for i in positions]
+        _bubbles(axes, shares[:, shown], overall[shown], ["all clients", *ids])
     else:
-        order = sorted(positions, key=lambda i: (int(shares[i].argmax()), -float(shares[i].max())))
+        order = np.lexsort((-shares.max(1), shares.argmax(1)))
         _heat_map(axes, shares[order][:, shown], overall[shown])
     _name_columns(axes, [str(labels[i] if names is None else names[int(labels[i])]) for i in shown])
 

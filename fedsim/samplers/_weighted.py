@@ -16,8 +16,9 @@ import numpy as np
 from fedsim.data import FederatedData
 from fedsim.samplers._sampler import SeededSampler
 
-# Draws per client of the cohort, before keys over the whole population are cheaper than drawing the same ones again.
-_DRAWS = 4
+# Times that a little more than a cohort is drawn, before keys over the whole population are cheaper than drawing the same
+# clients again.
+_BATCHES = 4
 
 
 class WeightedSampler(SeededSampler):
@@ -61,12 +62,17 @@ class WeightedSampler(SeededSampler):
 
     def _draw(self, round: int) -> np.ndarray:
         draw = self._generator(round)
-        targets = draw.random(_DRAWS * self.clients) * self._cumulative[-1]
-        # A product may round up to the sum itself, which belongs to nobody.
-        picks = np.minimum(np.searchsorted(self._cumulative, targets, side="right"), self._last)
-        _, first = np.unique(picks, return_index=True)
-        chosen = picks[np.sort(first)][: self.clients]
-        return np.concatenate([chosen, self._others(draw, chosen)]) if len(chosen) < self.clients else chosen
+        chosen = np.zeros(0, np.int64)
+        for _ in range(_BATCHES):
+            targets = draw.random(self.clients + self.clients // 8 + 4) * self._cumulative[-1]
+            # A product may round up to the sum itself, which belongs to nobody.
+            picks = np.minimum(np.searchsorted(self._cumulative, targets, side="right"), self._last)
+            picks = np.concatenate([chosen, picks])
+            _, first = np.unique(picks, return_index=True)
+            chosen = picks[np.sort(first)]
+            if len(chosen) >= self.clients:
+                return chosen[: self.clients]
+        return np.concatenate([chosen, self._others(draw, chosen)])
 
     def _others(self, draw: np.random.Generator, chosen: np.ndarray) -> np.ndarray:
         """The rest of the cohort: exponentials of rate w_i end in the order in which successive sampling draws."""

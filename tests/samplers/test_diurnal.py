@@ -2,14 +2,10 @@
 
 import numpy as np
 import pytest
+from federation import singletons
 from scipy import stats
 
-from fedsim.data import FederatedData
 from fedsim.samplers import DiurnalSampler, UniformSampler
-
-
-def population(clients):
-    return FederatedData({"x": np.zeros(clients)}, np.arange(clients + 1), np.arange(clients).astype(str).tolist())
 
 
 def counts(sampler, size, rounds, period):
@@ -23,7 +19,7 @@ def counts(sampler, size, rounds, period):
 def test_in_blocks_only_those_of_the_hour_take_part_all_alike():
     size, period, blocks, days = 12, 6, 3, 150
     phases = (np.arange(size) + 0.5) / size
-    sampler = DiurnalSampler(population(size), clients=2, seed=0, period=period, blocks=blocks, phases=phases)
+    sampler = DiurnalSampler(singletons(size), clients=2, seed=0, period=period, blocks=blocks, phases=phases)
     table = counts(sampler, size, days * period, period)
     for hour in range(period):
         mine = np.arange(size) // 4 == hour // 2
@@ -34,7 +30,7 @@ def test_in_blocks_only_those_of_the_hour_take_part_all_alike():
 
 def test_uniform_cohorts_do_not_know_the_hour():
     """The negative control of the test above."""
-    table = counts(UniformSampler(population(12), clients=2, seed=0), 12, 600, 6)
+    table = counts(UniformSampler(singletons(12), clients=2, seed=0), 12, 600, 6)
     assert np.all(table.sum(1)[:, None] * 0.02 < table)
 
 
@@ -42,7 +38,7 @@ def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
     """With room for everybody, taking part is being available: (1 + cos 2π(t - p)) / 2, independently."""
     size, period, days = 4, 4, 400
     phases = [0.0, 0.25, 0.5, 0.125]
-    sampler = DiurnalSampler(population(size), clients=size, seed=0, period=period, phases=phases)
+    sampler = DiurnalSampler(singletons(size), clients=size, seed=0, period=period, phases=phases)
     table = counts(sampler, size, days * period, period)
     diagonal = (1 + np.sqrt(0.5)) / 2
     expected = np.array(
@@ -61,19 +57,19 @@ def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
 def test_of_many_available_clients_all_are_equally_likely():
     """Also where the order is walked in several steps: of 40 clients 10 are there, and 2 are wanted."""
     phases = np.where(np.arange(40) % 4 == 0, 0.1, 0.6)
-    sampler = DiurnalSampler(population(40), clients=2, seed=0, period=2, blocks=2, phases=phases)
+    sampler = DiurnalSampler(singletons(40), clients=2, seed=0, period=2, blocks=2, phases=phases)
     table = counts(sampler, 40, 2000, 2)
     assert stats.chisquare(table[0, ::4]).pvalue > 1e-4
     assert table[0].sum() == 2 * 1000 and table[1, ::4].sum() == 0
 
 
 def test_cohorts_are_smaller_where_fewer_are_there():
-    sampler = DiurnalSampler(population(5), clients=4, seed=0, period=2, blocks=2, phases=[0, 0, 0, 0, 0])
+    sampler = DiurnalSampler(singletons(5), clients=4, seed=0, period=2, blocks=2, phases=[0, 0, 0, 0, 0])
     assert [len(cohort) for cohort in sampler.rounds(4)] == [4, 0, 4, 0]
 
 
 def test_phases_are_drawn_from_the_seed():
-    phases = [DiurnalSampler(population(1000), clients=1, seed=seed).phases for seed in (0, 0, 1)]
+    phases = [DiurnalSampler(singletons(1000), clients=1, seed=seed).phases for seed in (0, 0, 1)]
     np.testing.assert_array_equal(phases[0], phases[1])
     assert not np.any(phases[0] == phases[2])
     assert stats.kstest(phases[0], "uniform").pvalue > 1e-3
@@ -92,4 +88,4 @@ def test_phases_are_drawn_from_the_seed():
 )
 def test_impossible_days_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        DiurnalSampler(population(5), **{"clients": 2, "seed": 0} | change)
+        DiurnalSampler(singletons(5), **{"clients": 2, "seed": 0} | change)

@@ -3,6 +3,7 @@
 import inspect
 import time
 
+import federation
 import jax
 import numpy as np
 import pytest
@@ -17,30 +18,14 @@ def population(clients):
     return FederatedData(columns, np.concatenate([[0], np.cumsum(sizes)]), np.arange(clients).astype(str).tolist())
 
 
-def schedule(data, seed):
-    draw = np.random.default_rng(0)
-    rounds = [draw.choice(data.num_clients, size=draw.integers(0, 6), replace=False) for _ in range(30)]
-    return samplers.ScheduleSampler(data, [[data.client_ids[i] for i in ids] for ids in rounds], seed=seed)
-
-
-MAKERS = {
-    "UniformSampler": lambda data, seed: samplers.UniformSampler(data, clients=5, seed=seed),
-    "WeightedSampler": lambda data, seed: samplers.WeightedSampler(data, clients=5, seed=seed),
-    "PoissonSampler": lambda data, seed: samplers.PoissonSampler(data, probability=5 / data.num_clients, seed=seed),
-    "ShuffledSampler": lambda data, seed: samplers.ShuffledSampler(data, clients=5, seed=seed),
-    "DiurnalSampler": lambda data, seed: samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
-    "ScheduleSampler": schedule,
-}
-
-
 def test_every_sampler_is_in_the_table():
     there = {name for name, thing in vars(samplers).items() if inspect.isclass(thing) and name != "Sampler"}
-    assert there == set(MAKERS)
+    assert there == set(federation.SAMPLERS)
 
 
-@pytest.fixture(params=MAKERS)
+@pytest.fixture(params=federation.SAMPLERS)
 def make(request):
-    return MAKERS[request.param]
+    return federation.SAMPLERS[request.param]
 
 
 def test_a_cohort_is_a_function_of_seed_and_round_alone(make):
@@ -86,14 +71,14 @@ def test_rounds_that_are_none_are_refused(make):
 
 
 def test_the_last_possible_round_has_a_cohort(make):
-    if make is not schedule:
+    if make is not federation.schedule:
         assert make(population(20), 0).cohort(2**31 - 1).round == 2**31 - 1
 
 
-@pytest.mark.parametrize("name", sorted(set(MAKERS) - {"ScheduleSampler"}))
+@pytest.mark.parametrize("name", sorted(set(federation.SAMPLERS) - {"ScheduleSampler"}))
 def test_cost_does_not_grow_with_the_population(name):
     def seconds(size):
-        sampler = MAKERS[name](population(size), 0)
+        sampler = federation.SAMPLERS[name](population(size), 0)
         best = np.inf
         for start in range(0, 60, 20):
             begin = time.perf_counter()

@@ -2,16 +2,12 @@
 
 import numpy as np
 import pytest
+from federation import singletons
 from scipy import stats
 
-from fedsim.data import FederatedData
 from fedsim.samplers import PoissonSampler, UniformSampler
 
 ROUNDS = 2000
-
-
-def population(clients):
-    return FederatedData({"x": np.zeros(clients)}, np.arange(clients + 1), np.arange(clients).astype(str).tolist())
 
 
 def size_misfit(sampler, probability):
@@ -23,19 +19,19 @@ def size_misfit(sampler, probability):
 
 
 def test_sizes_are_binomial():
-    assert size_misfit(PoissonSampler(population(12), probability=0.3, seed=0), 0.3) > 1e-3
+    assert size_misfit(PoissonSampler(singletons(12), probability=0.3, seed=0), 0.3) > 1e-3
 
 
 def test_sizes_of_another_law_are_told_apart():
     """The negative control: cohorts of the same mean size, always; and a probability that is a little off."""
-    assert size_misfit(UniformSampler(population(12), clients=4, seed=0), 0.3) < 1e-6
-    assert size_misfit(PoissonSampler(population(12), probability=0.34, seed=0), 0.3) < 1e-6
+    assert size_misfit(UniformSampler(singletons(12), clients=4, seed=0), 0.3) < 1e-6
+    assert size_misfit(PoissonSampler(singletons(12), probability=0.34, seed=0), 0.3) < 1e-6
 
 
 def test_every_client_and_every_pair_of_clients_comes_as_often_as_independence_says():
     size, q = 9, 0.25
     together = np.zeros((size, size), int)
-    for cohort in PoissonSampler(population(size), probability=q, seed=1).rounds(ROUNDS):
+    for cohort in PoissonSampler(singletons(size), probability=q, seed=1).rounds(ROUNDS):
         together[np.ix_(cohort.clients, cohort.clients)] += 1
     for counts, chance in ((np.diag(together), q), (together[np.triu_indices(size, 1)], q * q)):
         low, high = stats.binom.interval(1 - 1e-4 / len(counts), ROUNDS, chance)
@@ -44,7 +40,7 @@ def test_every_client_and_every_pair_of_clients_comes_as_often_as_independence_s
 
 def test_rounds_are_independent():
     """Of 9 clients: how often one that takes part does so in the next round, too."""
-    sampler = PoissonSampler(population(9), probability=0.25, seed=2)
+    sampler = PoissonSampler(singletons(9), probability=0.25, seed=2)
     there = np.zeros((ROUNDS, 9), bool)
     for cohort in sampler.rounds(ROUNDS):
         there[cohort.round, cohort.clients] = True
@@ -54,7 +50,7 @@ def test_rounds_are_independent():
 
 
 def test_slots_suffice_and_a_cohort_beyond_them_is_not_cut(monkeypatch):
-    sampler = PoissonSampler(population(10_000), probability=0.01, seed=0)
+    sampler = PoissonSampler(singletons(10_000), probability=0.01, seed=0)
     assert stats.binom.sf(sampler.clients, 10_000, 0.01) < 1e-12
     assert sampler.clients < 200
     assert {cohort.slots for cohort in sampler.rounds(300)} == {sampler.clients}
@@ -67,7 +63,7 @@ def test_slots_suffice_and_a_cohort_beyond_them_is_not_cut(monkeypatch):
 
 
 def test_cohorts_may_be_empty_or_everybody():
-    data = population(5)
+    data = singletons(5)
     assert 0 in {len(cohort) for cohort in PoissonSampler(data, probability=0.01, seed=0).rounds(20)}
     everybody = PoissonSampler(data, probability=1.0, seed=0).cohort(3)
     assert everybody.clients.tolist() == [0, 1, 2, 3, 4]
@@ -77,4 +73,4 @@ def test_cohorts_may_be_empty_or_everybody():
 @pytest.mark.parametrize("probability", [0, -0.1, 1.5, float("nan")])
 def test_probabilities_that_are_none_are_refused(probability):
     with pytest.raises(ValueError, match="Expected 0 < probability <= 1, got probability="):
-        PoissonSampler(population(5), probability=probability, seed=0)
+        PoissonSampler(singletons(5), probability=probability, seed=0)

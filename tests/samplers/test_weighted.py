@@ -10,7 +10,7 @@ from fedsim.data import FederatedData
 from fedsim.samplers import UniformSampler, WeightedSampler, _weighted
 
 WEIGHTS = np.array([8.0, 1, 0, 4, 2, 1])
-CLIENTS, ROUNDS = 3, 4000
+CLIENTS, ROUNDS = 4, 4000
 DATA = FederatedData.from_arrays({"x": np.zeros(16)}, sizes=WEIGHTS.astype(int))
 
 
@@ -35,10 +35,10 @@ def misfit(sampler):
     return stats.chisquare(counts, ROUNDS * np.array([probability(order) for order in orders])).pvalue
 
 
-@pytest.mark.parametrize("draws", [0, 1, 4])
-def test_cohorts_follow_the_law_of_successive_sampling(draws, monkeypatch):
+@pytest.mark.parametrize("batches", [0, 1, 4])
+def test_cohorts_follow_the_law_of_successive_sampling(batches, monkeypatch):
     """Drawn again and again, by exponential keys alone, and by both."""
-    monkeypatch.setattr(_weighted, "_DRAWS", draws)
+    monkeypatch.setattr(_weighted, "_BATCHES", batches)
     assert misfit(WeightedSampler(DATA, clients=CLIENTS, seed=0)) > 1e-3
 
 
