@@ -26,15 +26,16 @@ FLOORS: list[set[str]] = [
     {"_version", "names", "rng", "tree"},
     {"metrics"},
     {"model", "data"},
+    {"aggregators", "formats", "text"},
     {"heterogeneity", "partitioners", "samplers"},
     {"plots"},
-    {"aggregators"},
     {"execution"},
     {"algorithm"},
     {"algorithms"},
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
+    {"_datasets_command"},
     {"cli"},
     {"__main__"},
 ]
@@ -49,12 +50,14 @@ PUBLIC_MODULES = [
     "fedsim.datasets",
     "fedsim.execution",
     "fedsim.experiment",
+    "fedsim.formats",
     "fedsim.heterogeneity",
     "fedsim.metrics",
     "fedsim.models",
     "fedsim.partitioners",
     "fedsim.plots",
     "fedsim.rng",
+    "fedsim.text",
     "fedsim.samplers",
     "fedsim.tree",
 ]
@@ -70,6 +73,8 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.aggregators.Aggregator",
     "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
+    "fedsim.data.FormatError",
+    "fedsim.data.Sampler",
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
@@ -236,7 +241,8 @@ def test_constraints_are_names_and_versions_and_cover_what_is_depended_on():
     assert all(pinned)
     names = {re.sub(r"[-_.]+", "-", match[1].lower()) for match in pinned}
     extras = PROJECT["project"]["optional-dependencies"]
-    wanted = {re.match(r"[\w.-]+", need)[0] for need in [*PROJECT["project"]["dependencies"], *extras["run"], *extras["test"]]}
+    depended = [*PROJECT["project"]["dependencies"], *extras["run"], *extras["formats"], *extras["test"]]
+    wanted = {re.match(r"[\w.-]+", need)[0] for need in depended}
     assert {re.sub(r"[-_.]+", "-", name.lower()) for name in wanted} - {"fedsim-jax"} <= names
 
 

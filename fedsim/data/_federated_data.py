@@ -6,13 +6,18 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from fedsim import rng
 from fedsim.data._batching import Batch, Batches
+from fedsim.data._client_ids import ClientIds
+from fedsim.data._text_column import TextColumn
+
+if TYPE_CHECKING:
+    from fedsim.data._stream import ClientStream
 
 _CHUNK_ROWS = 1 << 16
 
@@ -62,7 +67,7 @@ class FederatedData:
     empty, and columns may be memory-mapped files that are larger than memory (see `FederatedData.open`).
 
     Attributes:
-      columns: feature name to array ``[rows, ...]``.
+      columns: feature name to array ``[rows, ...]``; text is a `TextColumn`, made of an object array of ``bytes`` if need be.
       offsets: ``int64 [clients + 1]``, rising from 0 to rows.
       client_ids: a name per client, unique.
 
@@ -74,7 +79,7 @@ class FederatedData:
     (2, 4, [3, 1], [[1.0, 1.0]])
     """
 
-    columns: Mapping[str, np.ndarray]
+    columns: Mapping[str, np.ndarray | TextColumn]
     offsets: np.ndarray
     client_ids: Sequence[str]
 
@@ -92,8 +97,9 @@ class FederatedData:
                 f"Expected offsets of shape [{len(self.client_ids) + 1}] (one more than clients) that rise from 0, "
                 f"got shape {list(offsets.shape)}."
             )
+        object.__setattr__(self, "columns", {name: _packed_text(name, column) for name, column in self.columns.items()})
         for name, column in self.columns.items():
-            if not isinstance(column, np.ndarray) or not column.ndim:
+            if not isinstance(column, np.ndarray | TextColumn) or not column.ndim:
                 raise ValueError(
                     f"Feature {name!r} must be a NumPy array with one row per example, got {type(column).__name__}."
                 )
@@ -101,7 +107,7 @@ class FederatedData:
                 raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
         if offsets[-1] >= 2**31:
             raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
-        if len(self._index) != len(self.client_ids):
+        if not isinstance(self.client_ids, ClientIds) and len(self._index) != len(self.client_ids):
             seen: set[str] = set()
             twice = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
             raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
@@ -131,7 +137,7 @@ class FederatedData:
         >>> {client.client_id: client["y"].tolist() for client in data.clients()}
         {'a': [6], 'b': [5, 7]}
         """
-        columns = {name: np.asarray(column) for name, column in columns.items()}
+        columns = {name: c if isinstance(c, TextColumn) else np.asarray(c) for name, c in columns.items()}
         if (sizes is None) == (clients is None):
             raise ValueError("Give either sizes (rows per client) or clients (the owner of each row).")
         if clients is not None:
@@ -169,10 +175,7 @@ class FederatedData:
         sizes = []
         for client_id, features in arrays.items():
             check_same_features(first_id, first, client_id, features)
-            lengths = {feature: len(array) for feature, array in features.items()}
-            if len(set(lengths.values())) != 1:
-                raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}.")
-            sizes.append(next(iter(lengths.values())))
+            sizes.append(check_same_lengths(client_id, features))
         columns = {feature: np.concatenate([a[feature] for a in arrays.values()]) for feature in first}
         return cls.from_arrays(columns, sizes=sizes, client_ids=list(arrays))
 
@@ -195,25 +198,26 @@ class FederatedData:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FederatedData:
-        """Opens a file that `save` wrote, its columns memory-mapped: a population may be larger than memory.
+        """Opens a packed file, its columns memory-mapped: a population may be larger than memory.
 
         Raises:
           FileNotFoundError: no such file.
-          ValueError: not an HDF5 file, a truncated or damaged one, or not one that `save` wrote.
+          FormatError: a truncated or damaged file, or not one that `save` wrote.
         """
-        from fedsim.data import _hdf5  # It builds on this class, hence not at the top.
+        from fedsim.data import _packed  # It builds on this class, hence not at the top.
 
-        return _hdf5.open_packed(path)
+        return _packed.open_packed(path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the population to one packed HDF5 file, which takes its name only once it is whole.
 
         The columns lie contiguous under ``/columns``; ``/offsets`` is ``int64 [clients + 1]`` and ``/client_ids`` holds
-        fixed-length UTF-8.
+        fixed-length UTF-8. A text column is a group of ``bytes`` and ``starts``.
 
         Raises:
           FileNotFoundError: the folder does not exist.
-          ValueError: a column's dtype, or a client's name, that HDF5 cannot hold.
+          ValueError: a column's name or dtype, or a client's name, that HDF5 cannot hold.
+          OSError: the disk is full; nothing is left of the file.
 
         >>> import tempfile
         >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(0)}})
@@ -223,9 +227,20 @@ class FederatedData:
         >>> again.client_ids, again["ann"]["x"].tolist(), type(again.columns["x"]).__name__
         (['ann', 'bob'], [0, 1, 2], 'memmap')
         """
-        from fedsim.data import _hdf5
+        from fedsim.data import _packed
 
-        _hdf5.save_packed(self, path)
+        _packed.save_packed(self, path)
+
+    def stream(self) -> ClientStream:
+        """The clients one after another, to be mapped and saved anew.
+
+        >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(1)}})
+        >>> data.stream().map(lambda client_id, examples: {"x": examples["x"][:1]}).load().sizes.tolist()
+        [1, 1]
+        """
+        from fedsim.data._stream import ClientStream
+
+        return ClientStream(lambda: ((c.client_id, c.examples) for c in self.clients()), self.num_clients)
 
     @property
     def num_clients(self) -> int:
@@ -245,11 +260,15 @@ class FederatedData:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all columns."""
-        return sum(int(np.prod(column.shape)) * column.dtype.itemsize for column in self.columns.values())
+        return sum(column.nbytes for column in self.columns.values())
 
     @functools.cached_property
     def _index(self) -> dict[str, int]:
         return {client_id: i for i, client_id in enumerate(self.client_ids)}
+
+    def _position(self, client_id: str) -> int | None:
+        ids = self.client_ids
+        return ids.position(client_id) if isinstance(ids, ClientIds) else self._index.get(client_id)
 
     def __len__(self) -> int:
         return self.num_clients
@@ -259,7 +278,7 @@ class FederatedData:
         return f"FederatedData({self.num_clients} clients, {self.num_examples} examples; {columns})"
 
     def __contains__(self, client_id: str) -> bool:
-        return client_id in self._index
+        return self._position(client_id) is not None
 
     def __getitem__(self, client_id: str) -> ClientDataset:
         return self.client(self.index(client_id))
@@ -277,10 +296,10 @@ class FederatedData:
         Raises:
           KeyError: no client has this name.
         """
-        try:
-            return self._index[client_id]
-        except KeyError:
-            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients.") from None
+        position = self._position(client_id)
+        if position is None:
+            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients.")
+        return position
 
     def client(self, index: int) -> ClientDataset:
         """The client at a position (see `index`).
@@ -321,6 +340,11 @@ class FederatedData:
     def check_dtypes(self) -> None:
         """Raises ``ValueError`` for a column that no device can hold: strings, objects, another machine's byte order."""
         for name, column in self.columns.items():
+            if isinstance(column, TextColumn):
+                raise ValueError(
+                    f"Feature {name!r} is text, which no device can hold: make tokens of it first (see fedsim.text), or "
+                    "leave it out."
+                )
             if column.dtype.kind in "OSU" or not column.dtype.isnative:
                 raise ValueError(
                     f"Feature {name!r} has dtype {column.dtype}, which no device can hold: convert it to numbers in this "
@@ -332,11 +356,14 @@ class FederatedData:
         _ = self._finite
 
     def check_labels(self, feature: str, num_classes: int) -> None:
-        """Raises ``ValueError`` unless every label lies in ``[0, num_classes)``, naming the client."""
-        low, high, low_row, high_row = self._label_range(feature)
-        if self.num_examples and not 0 <= low <= high < num_classes:
-            label, row = (low, low_row) if low < 0 else (high, high_row)
-            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={high + 1}."
+        """Raises ``ValueError`` unless all labels, of any shape per example, are integers in ``[0, num_classes)``; it names
+        the client."""
+        low, high = self._label_range(feature)
+        if low is None or high is None:
+            return
+        label, row = low if low[0] < 0 else high
+        if not 0 <= label < num_classes:
+            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={label + 1}."
             raise ValueError(
                 f"Client {self._owner(row)!r} has label {feature}={label}, and the model has classes 0 to "
                 f"{num_classes - 1}. {remedy}"
@@ -356,16 +383,37 @@ class FederatedData:
                         )
         return True
 
-    def _label_range(self, feature: str) -> tuple[int, int, int, int]:
+    def _label_range(self, feature: str) -> tuple[tuple[int, int], tuple[int, int]] | tuple[None, None]:
+        """The smallest and the largest label, each with its row; None: there are none. The outcome is remembered."""
         cache = self.__dict__.setdefault("_label_ranges", {})
         if feature not in cache:
             labels = np.asarray(self.columns[feature])
-            low, high = (int(labels.argmin()), int(labels.argmax())) if len(labels) else (0, 0)
-            cache[feature] = (int(labels[low]), int(labels[high]), low, high) if len(labels) else (0, -1, 0, 0)
+            if labels.dtype.kind not in "iub":
+                raise ValueError(f"Labels {feature!r} must be integers, got {labels.dtype}: convert them first.")
+            per_row = max(1, labels.size // max(1, len(labels)))
+            extremes = (labels.argmin(), labels.argmax()) if labels.size else ()
+            cache[feature] = tuple((int(labels.flat[at]), int(at) // per_row) for at in extremes) or (None, None)
         return cache[feature]
 
     def _owner(self, row: int) -> str:
         return self.client_ids[int(np.searchsorted(self.offsets, row, side="right")) - 1]
+
+
+def _packed_text(name: str, column: Any) -> Any:
+    if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim != 1:
+        return column
+    try:
+        return TextColumn.of(column)
+    except ValueError as error:
+        raise ValueError(f"Feature {name!r}: {error}.") from None
+
+
+def check_same_lengths(client_id: str, features: Mapping[str, Any]) -> int:
+    """Raises ``ValueError`` unless a client's features have one length, which it returns."""
+    lengths = {name: len(array) for name, array in features.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}.")
+    return next(iter(lengths.values()))
 
 
 def check_same_features(first_id: str, first: Mapping[str, Any], client_id: str, features: Mapping[str, Any]) -> None:
