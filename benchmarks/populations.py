@@ -75,11 +75,12 @@ def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list
     for _ in range(turns):
         for run, rounds_of in runs.items():
             times[run].append(rounds_of(rounds) / rounds)
-    return [
-        {"memory": memory, "population": clients, "ms_per_round": 1e3 * median(times[memory, clients]),
-         "relative_to_smallest": median(a / b for a, b in zip(times[memory, clients], times[memory, populations[0]], strict=True))}
-        for memory, clients in runs
-    ]  # fmt: skip
+    rows = []
+    for memory, clients in runs:
+        mine, smallest = times[memory, clients], times[memory, populations[0]]
+        relative = median(a / b for a, b in zip(mine, smallest, strict=True))
+        rows.append({"memory": memory, "population": clients, "ms_per_round": 1e3 * median(mine), "relative_to_smallest": relative})
+    return rows
 
 
 def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:

@@ -181,7 +181,7 @@ class FederatedData:
 
     @classmethod
     def from_partition(cls, columns: Mapping[str, Any], partition: Sequence[np.ndarray]) -> FederatedData:
-        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `dirichlet_partition`.
+        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `fedsim.partitioners`.
 
         >>> data = FederatedData.from_partition({"y": [5, 6, 7]}, [np.array([2]), np.array([0, 1])])
         >>> [client["y"].tolist() for client in data.clients()]

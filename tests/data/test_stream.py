@@ -136,3 +136,17 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
     assert (tmp_path / "a.h5").stat().st_size > 240e6
     assert int(done.stdout) < 60e6
     assert FederatedData.open(tmp_path / "a.h5")["59"]["x"].mean() == 59
+
+
+@pytest.mark.parametrize("rows", [3, 500, 40_000])
+def test_a_stream_and_its_population_make_the_same_file(tmp_path, rows):
+    """Whichever column waits in its place, and however many rows follow the first client's."""
+    words = np.array([b"to be"] * rows, object)
+    clients = {"a": {"t": words[:3], "y": np.arange(3), "x": np.zeros([3, 5])}}
+    clients["b"] = {"t": words, "y": np.arange(rows), "x": np.random.default_rng(0).random((rows, 5))}
+    for features in (["t", "y", "x"], ["y", "x"]):
+        chosen = {name: {feature: examples[feature] for feature in features} for name, examples in clients.items()}
+        stream = ClientStream(lambda chosen=chosen: iter(chosen.items()))
+        stream.save(tmp_path / "streamed.h5")
+        stream.load().save(tmp_path / "saved.h5")
+        assert (tmp_path / "streamed.h5").read_bytes() == (tmp_path / "saved.h5").read_bytes()
