@@ -181,7 +181,7 @@ class FederatedData:
 
     @classmethod
     def from_partition(cls, columns: Mapping[str, Any], partition: Sequence[np.ndarray]) -> FederatedData:
-        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `dirichlet_partition`.
+        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `fedsim.partitioners`.
 
         >>> data = FederatedData.from_partition({"y": [5, 6, 7]}, [np.array([2]), np.array([0, 1])])
         >>> [client["y"].tolist() for client in data.clients()]
@@ -356,11 +356,14 @@ class FederatedData:
         _ = self._finite
 
     def check_labels(self, feature: str, num_classes: int) -> None:
-        """Raises ``ValueError`` unless every label lies in ``[0, num_classes)``, naming the client."""
-        low, high, low_row, high_row = self._label_range(feature)
-        if self.num_examples and not 0 <= low <= high < num_classes:
-            label, row = (low, low_row) if low < 0 else (high, high_row)
-            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={high + 1}."
+        """Raises ``ValueError`` unless all labels, of any shape per example, are integers in ``[0, num_classes)``; it names
+        the client."""
+        low, high = self._label_range(feature)
+        if low is None or high is None:
+            return
+        label, row = low if low[0] < 0 else high
+        if not 0 <= label < num_classes:
+            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={label + 1}."
             raise ValueError(
                 f"Client {self._owner(row)!r} has label {feature}={label}, and the model has classes 0 to "
                 f"{num_classes - 1}. {remedy}"
@@ -380,14 +383,16 @@ class FederatedData:
                         )
         return True
 
-    def _label_range(self, feature: str) -> tuple[int, int, int, int]:
+    def _label_range(self, feature: str) -> tuple[tuple[int, int], tuple[int, int]] | tuple[None, None]:
+        """The smallest and the largest label, each with its row; None: there are none. The outcome is remembered."""
         cache = self.__dict__.setdefault("_label_ranges", {})
         if feature not in cache:
-            column = np.asarray(self.columns[feature])
-            labels, width = column.reshape(-1), max(column[:1].size, 1)
-            low, high = (int(labels.argmin()), int(labels.argmax())) if len(labels) else (0, 0)
-            row = (low // width, high // width)
-            cache[feature] = (int(labels[low]), int(labels[high]), *row) if len(labels) else (0, -1, 0, 0)
+            labels = np.asarray(self.columns[feature])
+            if labels.dtype.kind not in "iub":
+                raise ValueError(f"Labels {feature!r} must be integers, got {labels.dtype}: convert them first.")
+            per_row = max(1, labels.size // max(1, len(labels)))
+            extremes = (labels.argmin(), labels.argmax()) if labels.size else ()
+            cache[feature] = tuple((int(labels.flat[at]), int(at) // per_row) for at in extremes) or (None, None)
         return cache[feature]
 
     def _owner(self, row: int) -> str:

@@ -9,11 +9,12 @@ never parses what may be damaged, for it can crash on that.
 
 from __future__ import annotations
 
+import collections
+import io
 import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
@@ -98,29 +99,65 @@ def write_packed(path: StrPath, offsets: np.ndarray, names: np.ndarray, columns:
       ValueError: a feature's name or dtype that the file cannot hold.
       OSError: the disk is full.
     """
+    with whole_file(path) as target:
+        fill_packed(target, offsets, names, columns)
+
+
+def fill_packed(target: Path, offsets: np.ndarray, names: np.ndarray, columns: Mapping[str, Part]) -> None:
+    """Writes a packed file over ``target``; see `write_packed`. What lies in the place of a column without blocks stays."""
+    _check(columns)
     parts = {"offsets": Part.of(offsets), "client_ids": Part.of(names), **columns}
+    pages, starts = _structure(parts, _user_block(columns))
+    layout = json.dumps(_layout(parts, starts, pages.size)).encode()
+    with open(target, "r+b") as file:
+        for page, content in pages.pages.items():
+            file.seek(page * _PAGE)
+            file.write(content)
+        file.truncate(pages.size)  # The last page may be a part of one.
+        for name, part in parts.items():
+            file.seek(starts[name])
+            for block in part.blocks:
+                file.write(block)
+        file.seek(_LINE)
+        file.write(layout)
+        file.flush()
+        checksum = _checksum(np.memmap(file, np.uint8, "r"), json.loads(layout)["arrays"])
+        file.seek(0)
+        file.write(MAGIC + f"{len(layout):08x} {checksum:08x}\n".encode())
+
+
+def first_place(columns: Mapping[str, Part]) -> tuple[str, int]:
+    """Which of these columns lies first in a file, and from which byte on: that does not depend on the number of rows."""
+    _check(columns)
+    name = _first(columns)
+    one_row = columns[name]._replace(shape=(1, *columns[name].shape[1:]))
+    return name, _structure({name: one_row}, _user_block(columns))[1][name]
+
+
+def _check(columns: Mapping[str, Part]) -> None:
     for name, part in columns.items():
         feature = name.removeprefix("columns/").removesuffix("/bytes").removesuffix("/starts")
         if feature in ("", ".") or "/" in feature or "\0" in feature:
             raise ValueError(f"Feature name {feature!r} cannot name an HDF5 dataset: rename it.")
         if part.dtype.kind not in "biufcS" or not part.dtype.itemsize:
             raise ValueError(f"Feature {feature!r} has dtype {part.dtype}, which a packed file cannot hold: convert it first.")
-    with whole_file(path) as target:
-        longest = json.dumps(_layout(parts, dict.fromkeys(parts, 2**62), 2**62))
-        block = max(_PAGE, 1 << (len(longest) + _LINE - 1).bit_length())
-        starts = _allocate(target, parts, block)
-        with open(target, "r+b") as file:
-            for name, part in parts.items():
-                file.seek(starts[name])
-                for content in part.blocks:
-                    file.write(content)
-            layout = json.dumps(_layout(parts, starts, os.fstat(file.fileno()).st_size)).encode()
-            file.seek(_LINE)
-            file.write(layout)
-            file.flush()
-            checksum = _checksum(np.memmap(file, np.uint8, "r"), json.loads(layout)["arrays"])
-            file.seek(0)
-            file.write(MAGIC + f"{len(layout):08x} {checksum:08x}\n".encode())
+
+
+def _first(parts: Mapping[str, Part]) -> str:
+    """The column that is probably the largest: a text, or the widest."""
+    return max(
+        (name for name in parts if name.startswith("columns/")),
+        key=lambda name: (name.count("/") == 2 and name.endswith("/bytes"), parts[name].dtype.itemsize * int(np.prod(parts[name].shape[1:]))),
+    )
+
+
+def _user_block(columns: Mapping[str, Part]) -> int:
+    """Room for the first line and the layout of these columns, whatever the numbers of rows, clients and letters in names."""
+    most = 2**62
+    parts = {name: part._replace(shape=(most,) * len(part.shape)) for name, part in columns.items()}
+    parts |= {"offsets": Part(np.dtype(np.int64), (most,), ()), "client_ids": Part(np.dtype("S1000000000"), (most,), ())}
+    longest = json.dumps(_layout(parts, dict.fromkeys(parts, most), most))
+    return max(_PAGE, 1 << (len(longest) + _LINE - 1).bit_length())
 
 
 def open_packed(path: StrPath) -> FederatedData:
@@ -170,23 +207,69 @@ def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int) -> 
     return {"bytes": size, "arrays": arrays}
 
 
-def _allocate(path: Path, parts: Mapping[str, Part], user_block: int) -> dict[str, int]:
-    """Makes the HDF5 file, its datasets' room not yet written to, and says where each begins."""
+class _Pages(io.RawIOBase):
+    """A file in memory of which only the pages exist that were written to.
+
+    HDF5 lays out its structure here, with room for columns of any size, and so meets no disk that could be full: it raises
+    errors of many kinds then, and keeps a file open that it cannot close.
+    """
+
+    def __init__(self) -> None:
+        self.pages, self.at, self.size = collections.defaultdict[int, bytearray](lambda: bytearray(_PAGE)), 0, 0
+
+    def write(self, content: Any) -> int:
+        content = memoryview(content).cast("B")
+        for piece, page, start, stop in self._pieces(len(content)):
+            self.pages[page][start:stop] = content[piece : piece + stop - start]
+        self.at += len(content)
+        self.size = max(self.size, self.at)
+        return len(content)
+
+    def readinto(self, buffer: Any) -> int:
+        buffer = memoryview(buffer).cast("B")
+        for piece, page, start, stop in self._pieces(len(buffer)):
+            buffer[piece : piece + stop - start] = self.pages[page][start:stop] if page in self.pages else bytes(stop - start)
+        self.at += len(buffer)
+        return len(buffer)
+
+    def _pieces(self, length: int) -> Iterator[tuple[int, int, int, int]]:
+        piece = 0
+        while piece < length:
+            page, start = divmod(self.at + piece, _PAGE)
+            stop = min(_PAGE, start + length - piece)
+            yield piece, page, start, stop
+            piece += stop - start
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + (0, self.at, self.size)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self.at if size is None else size
+        return self.size
+
+
+def _structure(parts: Mapping[str, Part], user_block: int) -> tuple[_Pages, dict[str, int]]:
+    """The HDF5 file without its arrays' content, and where each is to begin."""
     make_groups = h5p.create(h5p.LINK_CREATE)
     make_groups.set_create_intermediate_group(True)
     reserve = h5p.create(h5p.DATASET_CREATE)
     reserve.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     reserve.set_fill_time(h5d.FILL_TIME_NEVER)
     reserve.set_obj_track_times(False)  # The same data make the same bytes.
-    how: dict[str, Any] = {"alignment_threshold": 1, "alignment_interval": _PAGE, "locking": False}
-    with h5py.File(path, "w", userblock_size=user_block, **how) as file:
+    pages, starts = _Pages(), {}
+    with h5py.File(pages, "w", userblock_size=user_block, alignment_threshold=1, alignment_interval=_PAGE) as file:
         file.attrs["format"], file.attrs["version"] = "fedsim.packed", 2
-        starts = {}
-        for name, part in parts.items():
+        first = _first(parts)
+        for name in sorted(parts, key=lambda name: name != first):
+            part = parts[name]
             dtype, space = h5t.py_create(part.dtype, logical=True), h5s.create_simple(part.shape)
             dataset = h5d.create(file.id, name.encode(), dtype, space, reserve, make_groups)
             starts[name] = dataset.get_offset() if np.prod(part.shape) else 0
-        return starts
+    return pages, starts
 
 
 def _blocks(array: np.ndarray) -> Iterator[Any]:

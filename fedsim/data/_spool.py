@@ -14,13 +14,14 @@ import numpy as np
 
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
-from fedsim.data._packed import BLOCK_BYTES, Part, packed_names, text_parts, write_packed
+from fedsim.data._packed import BLOCK_BYTES, Part, fill_packed, first_place, packed_names, text_parts
+from fedsim.data._whole_file import whole_file
 
 
 class Spool:
-    """One unnamed file per column, in the folder of the file to be: the disk has them back when the process ends, however.
+    """The file to be, one column already in its place there, and one unnamed file beside it for each of the others.
 
-    In memory are only the clients' names and sizes.
+    The disk has the unnamed files back when the process ends, however. In memory are only the clients' names and sizes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -29,18 +30,16 @@ class Spool:
         self._files = contextlib.ExitStack()
 
     def __enter__(self) -> Spool:
-        if not self._path.parent.is_dir():
-            raise FileNotFoundError(f"No folder {self._path.parent} to write {self._path.name} into: create it first.")
+        self._target = self._files.enter_context(whole_file(self._path))
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._files.close()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
     def append(self, client: ClientDataset) -> None:
         """Adds a client's rows behind the others'."""
         if not self._columns:
-            for name, rows in client.examples.items():
-                self._columns[name] = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
+            self._start(client)
         for name, rows in client.examples.items():
             self._columns[name].append(rows)
         self._names.append(packed_names([client.client_id])[0])
@@ -60,7 +59,17 @@ class Spool:
         parts: dict[str, Part] = {}
         for name, column in self._columns.items():
             parts |= column.parts(name, int(offsets[-1]))
-        write_packed(self._path, offsets, names, parts)
+        fill_packed(self._target, offsets, names, parts)
+
+    def _start(self, like: ClientDataset) -> None:
+        parts: dict[str, Part] = {}
+        for name, rows in like.examples.items():
+            self._columns[name] = column = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
+            parts |= column.parts(name, 0)
+        first, start = first_place(parts)
+        content = self._files.enter_context(open(self._target, "r+b", buffering=1 << 20))
+        content.seek(start)
+        self._columns[first.split("/")[1]].write_in_place(content)
 
     def _new_file(self) -> IO[bytes]:
         return self._files.enter_context(tempfile.TemporaryFile(dir=self._path.parent, buffering=1 << 20))
@@ -71,8 +80,13 @@ class _Column:
 
     def __init__(self, like: np.ndarray, content: IO[bytes], ends: IO[bytes] | None) -> None:
         self._dtype, self._shape, self._content, self._ends, self._end = like.dtype, like.shape[1:], content, ends, 0
+        self._in_place = False
         if ends is not None:
             ends.write(np.zeros(1, np.int64).data)
+
+    def write_in_place(self, content: IO[bytes]) -> None:
+        """From now on, instead of from the start of a file beside."""
+        self._content, self._in_place = content, True
 
     def append(self, rows: np.ndarray) -> None:
         if self._ends is None:
@@ -84,9 +98,11 @@ class _Column:
         self._end = int(ends[-1]) if len(ends) else self._end
 
     def parts(self, name: str, rows: int) -> dict[str, Part]:
+        self._content.flush()
+        content = () if self._in_place else _blocks(self._content)
         if self._ends is None:
-            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), _blocks(self._content))}
-        buffer = Part(np.dtype(np.uint8), (self._end,), _blocks(self._content))
+            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), content)}
+        buffer = Part(np.dtype(np.uint8), (self._end,), content)
         return text_parts(name, buffer, Part(np.dtype(np.int64), (rows + 1,), _blocks(self._ends)))
 
 

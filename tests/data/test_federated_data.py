@@ -127,6 +127,22 @@ def test_labels_outside_the_classes_are_found_with_their_client():
     FederatedData.from_arrays({"y": np.zeros(0, int)}, sizes=[0]).check_labels("y", 1)
 
 
+def test_labels_may_have_any_shape_per_example():
+    tokens = np.zeros((5, 4, 2), np.int16)
+    tokens[3, 2, 1], tokens[1, 0, 0] = 90, 7
+    data = FederatedData.from_arrays({"y": tokens}, sizes=[2, 1, 2], client_ids=["a", "b", "c"])
+    data.check_labels("y", 91)
+    with pytest.raises(ValueError, match="'c' has label y=90, and the model has classes 0 to 89"):
+        data.check_labels("y", 90)
+    FederatedData.from_arrays({"y": np.zeros((3, 0), int)}, sizes=[3]).check_labels("y", 1)
+
+
+@pytest.mark.parametrize("labels", [np.zeros(2), np.array([b"a", b"b"]), np.array([b"a", b"b"], object)])
+def test_labels_that_are_no_integers_are_refused(labels):
+    with pytest.raises(ValueError, match="Labels 'y' must be integers, got"):
+        FederatedData.from_arrays({"y": labels}, sizes=[2]).check_labels("y", 2)
+
+
 def test_client_batches_hold_every_example_once_an_epoch_with_a_key_per_step():
     client = FederatedData.from_clients({"a": {"x": np.arange(7), "z": np.arange(14).reshape(7, 2)}})["a"]
     key = rng.client_keys(rng.root(0), 0, np.arange(1))[0]

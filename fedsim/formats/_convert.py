@@ -1,0 +1,233 @@
+"""A file of any format by what it holds, and from one format to another."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedsim.data import ClientStream, FederatedData, FormatError
+from fedsim.formats._fedjax_sqlite import read_fedjax_sqlite, write_fedjax_sqlite
+from fedsim.formats._idx import IDX_TYPES
+from fedsim.formats._json_lines import read_json_lines
+from fedsim.formats._leaf import leaf_files, read_leaf, write_leaf
+from fedsim.formats._source import DAMAGE, Clients, StrPath, existing, located, opened
+from fedsim.formats._sqlite import HEADER, Database
+from fedsim.formats._table import read_table, write_table
+from fedsim.formats._tfds import read_tfds
+from fedsim.formats._tff_hdf5 import read_tff_hdf5
+from fedsim.formats._tff_sqlite import read_tff_sqlite, write_tff_sqlite
+
+
+def _read_packed(path: StrPath) -> ClientStream:
+    return FederatedData.open(path).stream()
+
+
+READERS: dict[str, Callable[..., ClientStream]] = {
+    "packed": _read_packed,
+    "tff_hdf5": read_tff_hdf5,
+    "tff_sqlite": read_tff_sqlite,
+    "fedjax_sqlite": read_fedjax_sqlite,
+    "leaf": read_leaf,
+    "json_lines": read_json_lines,
+    "csv": read_table,
+    "parquet": read_table,
+    "tfds": read_tfds,
+}
+_WRITERS: dict[str, Callable[..., None]] = {
+    "tff_sqlite": write_tff_sqlite,
+    "fedjax_sqlite": write_fedjax_sqlite,
+    "leaf": write_leaf,
+    "csv": write_table,
+    "parquet": write_table,
+}
+_SUFFIXES = {".h5": "packed", ".hdf5": "packed", ".json": "leaf", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+
+
+def read(path: StrPath, *, split: str | None = None, format: str | None = None, **options: Any) -> ClientStream:
+    """Reads a file whose format is recognized by its content.
+
+    Args:
+      path: the file; for LEAF and TensorFlow Datasets also a folder.
+      split: which split, for formats that keep several in one file.
+      format: the format's name, if it is not to be recognized: ``packed``, ``tff_hdf5``, ``tff_sqlite``, ``fedjax_sqlite``,
+        ``leaf``, ``json_lines``, ``csv``, ``parquet`` or ``tfds``.
+      **options: of that format's ``read_...`` function, such as ``client="user"`` for tables.
+
+    Raises:
+      FileNotFoundError: no such file or folder.
+      ValueError: an option that this format has not, or lacks.
+      FormatError: an unknown format, or a damaged file.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(f"{folder}/a.csv").write_text("user,y\\nann,1\\nbob,2\\nann,3\\n")
+    ...     [(client.client_id, client["y"].tolist()) for client in read(f"{folder}/a.csv", client="user")]
+    [('ann', [1, 3]), ('bob', [2])]
+    """
+    name = recognize(path) if format is None else format
+    if name not in READERS:
+        raise ValueError(f"Expected format= one of {sorted(READERS)}, got format={format!r}.")
+    if split is not None:
+        options["split"] = split
+    _check_options(READERS[name], name, options, given=1)
+    return READERS[name](path, **options)
+
+
+def convert(
+    source: StrPath,
+    target: StrPath,
+    *,
+    split: str | None = None,
+    client: str | None = None,
+    source_format: str | None = None,
+    target_format: str | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> None:
+    """Converts a file into another format, client by client, so memory stays bounded; ``target`` appears only once whole.
+
+    Args:
+      source: the file or folder to read; see `read`.
+      target: the file to write. ``.h5`` is packed, ``.json`` LEAF, ``.csv``, ``.tsv`` and ``.parquet`` are tables.
+      split: which split, for formats that keep several in one file.
+      client: the column of client ids, for tables.
+      source_format: the format's name, if it is not to be recognized.
+      target_format: the format's name, if its suffix does not say it: ``packed``, ``leaf``, ``csv``, ``parquet``,
+        ``fedjax_sqlite`` or ``tff_sqlite``.
+      progress: show a progress bar.
+      **options: more for `read`, such as ``features=["x", "y"]``.
+
+    Raises:
+      FileNotFoundError: no such file, or no folder to write into.
+      ValueError: a format that cannot be written, an option that does not fit the source's format.
+      FormatError: ``source`` is of no known format, or damaged.
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}, "bob": {"y": np.array([5])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_leaf(data, f"{folder}/a.json")
+    ...     convert(f"{folder}/a.json", f"{folder}/a.h5", progress=False)
+    ...     FederatedData.open(f"{folder}/a.h5").sizes.tolist()
+    [2, 1]
+    """
+    writable = ["packed", *_WRITERS]
+    suffixes = [suffix for suffix in Path(target).suffixes if suffix != ".gz"]
+    name = target_format or _SUFFIXES.get(suffixes[-1] if suffixes else "")
+    if name not in writable:
+        given = f"target_format={target_format!r}" if target_format else f"target {os.fspath(target)!r}"
+        raise ValueError(f"Expected a target in {sorted(_SUFFIXES)}, or target_format= one of {sorted(writable)}; got {given}.")
+    if client is not None:
+        options["client"] = client
+    clients = read(source, split=split, format=source_format, **options)
+    label = Path(target).name if progress else None
+    if name == "packed":
+        clients.save(target, progress=label)
+    else:
+        _WRITERS[name](_counted(clients, label), target)
+
+
+def _counted(clients: ClientStream, label: str | None) -> Clients:
+    return tqdm(clients, label, clients.num_clients, unit=" clients", disable=None if label else True, leave=False)
+
+
+def _check_options(reader: Callable[..., Any], name: str, options: dict[str, Any], given: int) -> None:
+    """Raises ``ValueError`` for options that the reader has not, or that it needs and are absent."""
+    parameters = list(inspect.signature(reader).parameters.values())[given:]
+    unknown = sorted(set(options) - {parameter.name for parameter in parameters})
+    if unknown:
+        raise ValueError(f"Format {name} has no option {unknown[0]!r}: it has {[parameter.name for parameter in parameters]}.")
+    needed = [each.name for each in parameters if each.default is inspect.Parameter.empty and each.name not in options]
+    if needed:
+        raise ValueError(f"Format {name} needs {needed[0]}=: the name of the column of client ids.")
+
+
+def recognize(path: StrPath) -> str:
+    """The name of the format of a file or folder, by its content.
+
+    Raises:
+      FileNotFoundError: no such file or folder.
+      FormatError: none that is known; the message says what it looks like.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(f"{folder}/a").write_bytes(b"PK is how ZIP archives begin")
+    ...     recognize(f"{folder}/a")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedsim.data._errors.FormatError: ...a looks like a ZIP archive: unpack it first. Known formats: ...
+    """
+    source = existing(path, folder=True)
+    if source.is_dir():
+        if (source / "dataset_info.json").is_file():
+            return "tfds"
+        if leaf_files(source):
+            return "leaf"
+        raise _unknown(source, "a folder without LEAF's *.json and without TensorFlow Datasets' dataset_info.json")
+    with located(os.fspath(source), *DAMAGE), opened(source) as file:
+        head = file.read(1 << 16)
+    if head.startswith(HEADER):
+        return _by_tables(source)
+    for magic, name in ((b"PAR1", "parquet"), (b"fedsim.packed", "packed"), (b"\x89HDF\r\n\x1a\n", "tff_hdf5")):
+        if head.startswith(magic):
+            return name
+    looks = _foreign(head)
+    if looks is not None:
+        raise _unknown(source, looks)
+    return _by_text(source, head)
+
+
+def _by_tables(path: Path) -> str:
+    database = Database(path)
+    with located(os.fspath(path)), database.reading() as connection:
+        names = {str(row[0]) for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if "federated_data" in names:
+        return "fedjax_sqlite"
+    if {"examples", "client_metadata"} <= names:
+        return "tff_sqlite"
+    raise _unknown(path, f"SQLite with tables {sorted(names)}, neither FedJAX's federated_data nor TFF's examples")
+
+
+def _foreign(head: bytes) -> str | None:
+    """What a file that none of the readers takes looks like; None: text."""
+    if not head:
+        return "an empty file"
+    if head[:2] == b"\0\0" and len(head) > 3 and head[2] in IDX_TYPES:
+        return "an idx file, which knows no clients: read_idx gives its array, and fedsim.partitioners split it"
+    if head[:2] == b"PK":
+        return "a ZIP archive: unpack it first"
+    if head[257:262] == b"ustar":
+        return "a tar archive: unpack it first"
+    if head[:6] == b"\x93NUMPY":
+        return "a NumPy array, which knows no clients: FederatedData.from_arrays takes it with its clients"
+    try:
+        head[: max(1, len(head) - 4)].decode()
+    except UnicodeDecodeError:
+        return f"binary data beginning with {head[:8]!r}"
+    return f"binary data beginning with {head[:8]!r}" if b"\0" in head else None
+
+
+def _by_text(path: Path, head: bytes) -> str:
+    text = head.decode("utf-8-sig", "replace").lstrip()
+    if text.startswith("{"):
+        key = re.match(r'\{\s*("(?:[^"\\]|\\.)*")', text)
+        try:
+            first = json.loads(key[1]) if key else None
+        except ValueError:
+            first = None
+        return "leaf" if first in ("users", "num_samples", "user_data", "hierarchies") else "json_lines"
+    line = text.partition("\n")[0]
+    if {".csv", ".tsv"} & set(path.suffixes) or "," in line:
+        return "csv"
+    raise _unknown(path, f"text beginning with {line[:30]!r}")
+
+
+def _unknown(path: Path, looks: str) -> FormatError:
+    return FormatError(f"{path} looks like {looks}. Known formats: {', '.join(READERS)}.")

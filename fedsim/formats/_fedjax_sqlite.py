@@ -1,0 +1,140 @@
+"""FedJAX's SQLite files: one row a client, its examples as zlib-compressed msgpack.
+
+Table ``federated_data(client_id BLOB, data BLOB, num_examples INTEGER)``. The msgpack is a map from features to
+extension 1, the packed triple ``(shape, dtype name, bytes)`` of an array, or extension 4, the packed pair ``(shape, flat
+list of byte strings)``: FedJAX 0.0.17, `fedjax/core/serialization.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import msgpack
+import numpy as np
+from zlib_ng import zlib_ng
+
+from fedsim.data import ClientStream, FormatError
+from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features, StrPath, located, selected, stream, texts
+from fedsim.formats._sqlite import Database, require, text, writing
+
+_NDARRAY, _BYTES_NDARRAY = 1, 4
+_COLUMNS = ["client_id", "data", "num_examples"]
+_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
+
+
+def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream:
+    """Reads a file of FedJAX's ``SQLiteFederatedData``, also as ``.lzma`` or ``.xz``, clients in the file's order.
+
+    Clients are decompressed by a few threads, a few clients ahead; memory is that of those. One whose data would
+    decompress to more than 256 MiB is refused.
+
+    Args:
+      path: the file.
+      features: names of those to keep, or name to ``(shape, dtype)``, for instance ``{"pixels": ((784,), np.float16)}``.
+
+    Raises:
+      FileNotFoundError: no such file.
+      FormatError: when opened or read, a file that is not of this layout, or is damaged.
+
+    >>> import tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}, "bob": {"y": np.array([5])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_fedjax_sqlite(data, f"{folder}/a.sqlite")
+    ...     {client.client_id: client["y"].tolist() for client in read_fedjax_sqlite(f"{folder}/a.sqlite")}
+    {'ann': [3, 4], 'bob': [5]}
+    """
+    database = Database(path)
+    with located(os.fspath(path)), database.reading() as connection:
+        require(connection, "federated_data", _COLUMNS, "FedJAX")
+        (count,) = connection.execute("SELECT COUNT(*) FROM federated_data").fetchone()
+
+    def read() -> Iterator[tuple[str, Columns]]:
+        # Decompression lets other threads run, so it is spread over the cores while this thread goes on.
+        threads = os.cpu_count() or 1
+        with database.reading() as connection, ThreadPoolExecutor(threads) as pool:
+            waiting: deque[Future[tuple[str, Columns]]] = deque()
+            try:
+                for row in connection.execute(f"SELECT {', '.join(_COLUMNS)} FROM federated_data ORDER BY rowid"):
+                    waiting.append(pool.submit(_client, row, features))
+                    if len(waiting) > 2 * threads:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    return stream(path, read, count)
+
+
+def _client(row: tuple[Any, Any, Any], features: Features) -> tuple[str, Columns]:
+    client_id, data, num_examples = text(row[0], "Client id"), row[1], row[2]
+    with located(f"client {client_id!r}", *_DAMAGE):
+        if not isinstance(data, bytes):
+            raise FormatError(f"its data are {data!r} and not bytes")
+        inflate = zlib_ng.decompressobj()
+        packed = inflate.decompress(data, MAX_CLIENT_BYTES)
+        if not inflate.eof:
+            more = "holds more than 256 MiB, the most that is read" if len(packed) == MAX_CLIENT_BYTES else "is cut"
+            raise FormatError(f"its compressed data {more}")
+        examples = msgpack.unpackb(packed, ext_hook=_array)
+        if not isinstance(examples, dict) or not examples:
+            raise FormatError(f"its data are a {type(examples).__name__} and not a map of features")
+        for name in examples:
+            if not isinstance(name, str) or not isinstance(examples.get(name), np.ndarray):
+                raise FormatError(f"Feature {name!r} is {type(examples.get(name)).__name__} and not an array")
+            if examples[name].shape[:1] != (num_examples,):
+                raise FormatError(f"Feature {name!r} has shape {list(examples[name].shape)} for {num_examples!r} examples")
+        return client_id, selected(examples, features)
+
+
+def _array(code: int, packed: bytes) -> np.ndarray:
+    if code not in (_NDARRAY, _BYTES_NDARRAY):
+        raise FormatError(f"extension {code} is not an array")
+    parts = msgpack.unpackb(packed, raw=True)
+    if code == _BYTES_NDARRAY:
+        shape, flat = parts
+        if not all(isinstance(value, bytes) for value in flat):
+            raise FormatError("an array of byte strings holds something else")
+        return texts(flat).reshape(shape)
+    shape, name, content = parts
+    dtype = np.dtype(name.decode())
+    if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+        raise FormatError(f"no array of numbers has dtype {dtype}")
+    if any(size < 0 for size in shape) or prod(shape) * dtype.itemsize != len(content):
+        raise FormatError(f"an array of {dtype} {list(shape)} cannot have {len(content)} bytes")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
+    """Writes a file that FedJAX's ``SQLiteFederatedData.new(path)`` opens. It takes its name only once it is whole.
+
+    Raises:
+      FileNotFoundError: the folder does not exist.
+      ValueError: two clients of one id.
+    """
+    table = (
+        "CREATE TABLE federated_data (client_id BLOB NOT NULL PRIMARY KEY, data BLOB NOT NULL, num_examples INTEGER NOT NULL)"
+    )
+    with writing(path, table) as connection:
+        for client in clients:
+            examples = {name: _packed(np.asarray(array)) for name, array in client.examples.items()}
+            row = client.client_id.encode(), zlib_ng.compress(msgpack.packb(examples)), len(client)
+            try:
+                connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", row)
+            except sqlite3.IntegrityError:
+                raise ValueError(f"Client ids must be unique, and {client.client_id!r} occurs more than once.") from None
+
+
+def _packed(array: np.ndarray) -> msgpack.ExtType:
+    if array.dtype.kind == "O":
+        return msgpack.ExtType(_BYTES_NDARRAY, msgpack.packb((array.shape, array.reshape(-1).tolist())))
+    native = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return msgpack.ExtType(_NDARRAY, msgpack.packb((array.shape, array.dtype.name, native.tobytes())))

@@ -1,0 +1,301 @@
+"""CSV and Parquet with a column that says whose each row is."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data import ClientDataset, ClientStream, FormatError
+from fedsim.data._whole_file import whole_file
+from fedsim.formats._owners import Owners
+from fedsim.formats._source import Clients, Columns, Features, StrPath, existing, located, selected, stream, texts
+
+Stack = Mapping[str, str | Sequence[str]]
+_BUCKET_BYTES = 1 << 26
+_PARQUET = b"PAR1"
+
+
+def read_table(path: StrPath, client: str, features: Features = None, *, stack: Stack | None = None) -> ClientStream:
+    """Reads a CSV (``.csv``, ``.tsv``, also ``.gz``) or Parquet file, clients in order of first appearance.
+
+    The rows of a client may lie anywhere. The file is read twice: the first time only the column of clients, of which one
+    integer a row is kept; the second time rows go to temporary files (``TMPDIR``) of about 64 MiB, a range of clients each,
+    so memory is that of one such file or of the largest client. A file up to that size is grouped in memory.
+
+    Args:
+      path: the file.
+      client: the column of client ids, of any type.
+      features: names of those to keep, or name to ``(shape, dtype)``; by default every column but ``client``. Numbers stay of
+        their type, strings become text, and lists (Parquet) of one length a further dimension.
+      stack: new feature name to the numeric columns that make it, ``[n, k]``: a list, or a pattern like ``"x*"`` (in the
+        file's order).
+
+    Raises:
+      ImportError: pyarrow is not installed.
+      FileNotFoundError: no such file.
+      FormatError: when opened or read, a damaged file, no such column, a missing value, values of another type than before.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = pathlib.Path(f"{folder}/a.csv").write_text("user,x0,x1,word\\nbob,1,2,to\\nann,3,4,be\\nbob,5,6,or\\n")
+    ...     data = read_table(f"{folder}/a.csv", "user", stack={"x": "x*"}).load()
+    >>> {client.client_id: (client["x"].tolist(), client["word"].tolist()) for client in data}
+    {'bob': ([[1, 2], [5, 6]], [b'to', b'or']), 'ann': ([[3, 4]], [b'be'])}
+    """
+    source = existing(path)
+    with _arrow_errors(source):
+        encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, only=client))
+        owners = Owners((array.dictionary.to_pylist(), _whole(array.indices)) for array in encoded)
+
+    def read() -> Iterator[tuple[str, Columns | None]]:
+        with _arrow_errors(source):
+            for client_id, table in _grouped(source, client, owners, features):
+                with located(f"client {client_id!r}"):
+                    names = [name for name in table.column_names if name != client]
+                    columns = {name: arrow_column(name, table[name].combine_chunks()) for name in names}
+                    yield client_id, selected(_stacked(columns, stack or {}), features)
+
+    return stream(path, read, len(owners.names))
+
+
+def _batches(path: Path, features: Features = None, only: str | None = None) -> Iterator[Any]:
+    """The file's rows as Arrow record batches; of one column if ``only`` it is wanted."""
+    pa = _pyarrow()
+    import pyarrow.csv as csv
+    import pyarrow.parquet as parquet
+
+    with path.open("rb") as file:
+        head = file.read(4)
+    if head == _PARQUET:
+        # A damaged file may claim lists and names of any length.
+        limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
+        with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as table:
+            _require(only, table.schema_arrow.names)
+            yield from table.iter_batches(1 << 14, columns=only and [only])
+        return
+    compression = "gzip" if head[:2] == b"\x1f\x8b" else None
+    reading = csv.ReadOptions(block_size=1 << 23)
+    parsing = csv.ParseOptions(delimiter="\t" if ".tsv" in path.suffixes else ",")
+    types = {}
+    if isinstance(features, Mapping):
+        for name, (_, dtype) in features.items():
+            types[name] = pa.string() if np.dtype(dtype).kind in "OS" else pa.from_numpy_dtype(dtype)
+
+    def open_csv(**how: Any) -> Any:
+        converting = csv.ConvertOptions(column_types=types, **how)
+        return csv.open_csv(files.enter_context(pa.input_stream(str(path), compression)), reading, parsing, converting)
+
+    with contextlib.ExitStack() as files:
+        table = open_csv()
+        _require(only, table.schema.names)
+        yield from open_csv(include_columns=[only]) if only else table
+
+
+def _whole(indices: Any) -> np.ndarray:
+    if indices.null_count:
+        raise FormatError("rows without a client: fill or drop them")
+    return indices.to_numpy()
+
+
+def _require(client: str | None, names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        raise FormatError(f"two columns of one name, among {names}: rename one.")
+    if client is not None and client not in names:
+        raise FormatError(f"the column of clients must be one of {names}, got client={client!r}.")
+
+
+def _grouped(path: Path, client: str, owners: Owners, features: Features) -> Iterator[tuple[str, Any]]:
+    """Each client's name and rows, as an Arrow table."""
+    with tempfile.TemporaryDirectory(prefix="fedsim-table-") as folder:
+        for table in _buckets(path, client, owners, features, folder):
+            numbers = table[client].to_numpy()
+            order = np.argsort(numbers, kind="stable")
+            table, numbers = table.take(order), numbers[order]
+            cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
+            for start, stop in itertools.pairwise(cuts):
+                yield owners.names[numbers[start]], table.slice(start, stop - start)
+
+
+def _buckets(path: Path, client: str, owners: Owners, features: Features, folder: str) -> Iterator[Any]:
+    """The rows of one range of clients after another, ``client`` replaced by numbers."""
+    pa = _pyarrow()
+    batches = _numbered(path, client, owners, features)
+    first = next(batches)  # There are rows, for there are owners.
+    # Which range a client falls into: as if every row were as large as those of the first batch.
+    ends = np.cumsum(np.bincount(owners.rows, minlength=len(owners.names)))
+    bucket_of = ((ends - 1) * (first.nbytes / first.num_rows) // _BUCKET_BYTES).astype(np.int64)
+    batches = itertools.chain([first], batches)
+    if bucket_of[-1] == bucket_of[0]:
+        yield pa.Table.from_batches(batches)
+        return
+    with contextlib.ExitStack() as files:
+        sinks: dict[int, Any] = {}
+        for batch in batches:
+            bucket = bucket_of[batch.column(client).to_numpy()]
+            for number in np.unique(bucket).tolist():
+                if number not in sinks:
+                    sinks[number] = files.enter_context(pa.ipc.new_file(f"{folder}/{number}", batch.schema))
+                sinks[number].write_batch(batch.take(np.flatnonzero(bucket == number)))
+    for number in sorted(sinks):
+        with pa.memory_map(f"{folder}/{number}") as content:
+            yield pa.ipc.open_file(content).read_all()
+        os.unlink(f"{folder}/{number}")
+
+
+def _numbered(path: Path, client: str, owners: Owners, features: Features) -> Iterator[Any]:
+    at = 0
+    for batch in _batches(path, features):
+        numbers = owners.rows[at : at + batch.num_rows]
+        at += batch.num_rows
+        if len(numbers) != batch.num_rows:
+            break
+        if batch.num_rows:
+            yield batch.set_column(batch.schema.get_field_index(client), client, _pyarrow().array(numbers))
+    if at != len(owners.rows):
+        raise FormatError(f"column {client!r} has {len(owners.rows)} rows, and the others have more or fewer.")
+
+
+def arrow_column(name: str, array: Any) -> np.ndarray:
+    """An Arrow array as NumPy's ``[n, ...]``, or text ``[n]``."""
+    pa = _pyarrow()
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return arrow_column(name, array.dictionary_decode())
+    if isinstance(kind, pa.BaseExtensionType):
+        return arrow_column(name, array.storage)
+    if array.null_count:
+        row = array.is_null().index(True).as_py()
+        raise FormatError(f"Feature {name!r} has no value in the client's row {row}: fill or drop it.")
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False)) if len(array) else [0]
+        if len(lengths) != 1:
+            raise FormatError(f"Feature {name!r} has lists of {lengths[0]} to {lengths[-1]} values: no column holds both.")
+        inner = arrow_column(name, array.flatten())
+        return inner.reshape(len(array), int(lengths[0]), *inner.shape[1:])
+    if any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
+        array = array.cast(pa.large_binary())
+    if array.type in (pa.binary(), pa.large_binary()):
+        return texts(array.to_pylist())
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        remedy = f"features={{{name!r}: ((), bytes)}} reads it as text" if not pa.types.is_nested(kind) else "leave it out"
+        raise FormatError(f"Feature {name!r} has type {kind}: expected numbers, strings, or lists of them; {remedy}.")
+    return array.to_numpy(zero_copy_only=False)
+
+
+def _stacked(columns: dict[str, np.ndarray], stack: Stack) -> dict[str, np.ndarray]:
+    for name, members in stack.items():
+        chosen = fnmatch.filter(columns, members) if isinstance(members, str) else list(members)
+        absent = [member for member in chosen if member not in columns]
+        if not chosen or absent:
+            raise FormatError(f"stack={{{name!r}: {members!r}}} names no columns: there are {sorted(columns)}.")
+        wrong = [member for member in chosen if columns[member].dtype == object]
+        if wrong:
+            raise FormatError(f"stack={{{name!r}: {members!r}}} needs numbers, and column {wrong[0]!r} is text.")
+        columns[name] = np.stack([columns.pop(member) for member in chosen], axis=1)
+    return columns
+
+
+def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> None:
+    """Writes a Parquet file, or by suffix ``.csv`` or ``.tsv`` (also ``.gz``); it takes its name only once it is whole.
+
+    In Parquet, further dimensions are lists of fixed size; in CSV, feature ``x [n, k]`` becomes columns ``x_0`` to ``x_{k-1}``.
+
+    Args:
+      clients: what to write.
+      path: the file.
+      client: the name of the column of client ids.
+
+    Raises:
+      ImportError: pyarrow is not installed.
+      FileNotFoundError: the folder does not exist.
+      ValueError: text that is not UTF-8, naming the client; a feature that is called as the column of clients.
+    """
+    pa = _pyarrow()
+    import pyarrow.csv as csv
+    import pyarrow.parquet as parquet
+
+    suffixes = Path(path).suffixes
+    comma_separated = bool({".csv", ".tsv"} & set(suffixes))
+    with whole_file(path) as part, contextlib.ExitStack() as files:
+        writer: Any = None
+        for table in _tables(clients, client, flat=comma_separated):
+            if writer is None and comma_separated:
+                sink = files.enter_context(pa.output_stream(str(part), "gzip" if ".gz" in suffixes else None))
+                options = csv.WriteOptions(delimiter="\t" if ".tsv" in suffixes else ",")
+                writer = files.enter_context(csv.CSVWriter(sink, table.schema, write_options=options))
+            elif writer is None:
+                writer = files.enter_context(parquet.ParquetWriter(part, table.schema, write_page_checksum=True))
+            writer.write_table(table)
+        if writer is None:
+            raise ValueError("The population is empty: expected at least one client.")
+
+
+def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:
+    """Clients as Arrow tables of a few megabytes, so that a file of small clients has few row groups."""
+    pa = _pyarrow()
+    waiting: list[Any] = []
+    size = 0
+    for dataset in clients:
+        if client in dataset.examples:
+            raise ValueError(f"A feature is called {client!r} as the column of clients: name that another way by client=.")
+        columns: dict[str, Any] = {client: pa.array([dataset.client_id] * len(dataset), pa.string())}
+        with located(f"client {dataset.client_id!r}", pa.ArrowException, UnicodeDecodeError):
+            for name, array in _flattened(dataset, flat):
+                columns[name] = _arrow(array)
+        waiting.append(pa.table(columns))
+        size += waiting[-1].nbytes
+        if size > 1 << 24:
+            yield pa.concat_tables(waiting)
+            waiting, size = [], 0
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _flattened(dataset: ClientDataset, flat: bool) -> Iterator[tuple[str, np.ndarray]]:
+    for name, column in dataset.examples.items():
+        array = np.ascontiguousarray(column)
+        if flat and array.ndim > 1:
+            rows = array.reshape(len(array), prod(array.shape[1:]))
+            yield from ((f"{name}_{i}", rows[:, i]) for i in range(rows.shape[1]))
+        else:
+            yield name, array
+
+
+def _arrow(array: np.ndarray) -> Any:
+    pa = _pyarrow()
+    if array.dtype.kind == "O":
+        return pa.array(array.tolist(), pa.string())
+    made = pa.array(array.reshape(-1))
+    for size in reversed(array.shape[1:]):
+        made = pa.FixedSizeListArray.from_arrays(made, size)
+    return made
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError("CSV and Parquet need pyarrow: pip install 'fedsim-jax[formats]'.") from error
+    return pyarrow
+
+
+@contextlib.contextmanager
+def _arrow_errors(path: Path) -> Iterator[None]:
+    """What Arrow raises for a damaged file becomes `FormatError`; a full disk stays an `OSError`."""
+    pa = _pyarrow()
+    try:
+        with located(os.fspath(path), pa.ArrowException, UnicodeDecodeError, MemoryError):
+            yield
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise FormatError(f"{path}: truncated or damaged, fetch or write it again ({error})") from error

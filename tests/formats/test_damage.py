@@ -1,0 +1,79 @@
+"""Every reader of files on 500 damaged copies of a small one: it reads them, or raises `FormatError` naming the file."""
+
+import functools
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pytest
+from fuzz import assert_only_format_errors
+
+from fedsim.data import ClientStream, FederatedData
+from fedsim.formats import (
+    read,
+    read_fedjax_sqlite,
+    read_idx,
+    read_json_lines,
+    read_leaf,
+    read_table,
+    read_tff_sqlite,
+    write_fedjax_sqlite,
+    write_leaf,
+    write_table,
+    write_tff_sqlite,
+)
+
+
+def small(tmp_path):
+    random = np.random.default_rng(0)
+    clients = {}
+    for i, n in enumerate((3, 0, 2)):
+        words = np.array([b"to be", "né".encode(), b"or not"][:n] + [None], object)[:-1]
+        clients[f"w{i}"] = {"x": random.random((n, 2, 2), np.float32), "y": random.integers(300, size=n), "words": words}
+    return FederatedData.from_clients(clients)
+
+
+def read_array(path):
+    """An idx file as one client, so that it can be read like the others."""
+    return ClientStream(lambda: iter([("all", {"x": read_idx(path)})]), source=path)
+
+
+def lines(data):
+    rows = [
+        {"client_id": c.client_id, "train": [{"y": int(y), "words": w.decode()} for y, w in zip(c["y"], c["words"])]}
+        for c in data
+    ]
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def written(write):
+    def content(tmp_path, suffix=".file"):
+        path = tmp_path / f"whole{suffix}"
+        write(small(tmp_path), path)
+        return path.read_bytes()
+
+    return content
+
+
+read_clients = functools.partial(read_table, client="client_id")
+IDX = bytes([0, 0, 0x0D, 3, 0, 0, 0, 2, 0, 0, 0, 2, 0, 0, 0, 2]) + np.arange(8, dtype=">f4").tobytes()
+READERS = {
+    "fedjax_sqlite": (read_fedjax_sqlite, ".sqlite", written(write_fedjax_sqlite)),
+    "tff_sqlite": (read_tff_sqlite, ".sqlite", written(write_tff_sqlite)),
+    "tff_sqlite.lzma": (read_tff_sqlite, ".lzma", lambda t: lzma.compress(written(write_tff_sqlite)(t), lzma.FORMAT_ALONE)),
+    "leaf": (read_leaf, ".json", written(write_leaf)),
+    "leaf.gz": (read_leaf, ".json.gz", lambda t: gzip.compress(written(write_leaf)(t), mtime=0)),
+    "json_lines": (read_json_lines, ".jsonl", lambda t: lines(small(t))),
+    "csv": (read_clients, ".csv", lambda t: written(write_table)(t, ".csv")),
+    "parquet": (read_clients, ".pq", lambda t: written(write_table)(t, ".pq")),
+    "idx": (read_array, ".idx", lambda t: IDX),
+    "idx.gz": (read_array, ".gz", lambda t: gzip.compress(IDX, mtime=0)),
+    "recognized": (read, ".sqlite", written(write_fedjax_sqlite)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused(tmp_path, name):
+    reader, suffix, content = READERS[name]
+    assert_only_format_errors(reader, content(tmp_path), suffix, 500)

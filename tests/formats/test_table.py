@@ -1,0 +1,179 @@
+"""CSV and Parquet with a column of clients, against pyarrow and the standard library's csv."""
+
+import csv
+import gzip
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from fedsim.data import ClientDataset, FederatedData, FormatError
+from fedsim.formats import read_table, write_table
+from formats.clients import contents, some_clients, text
+
+
+def csv_file(path, *lines):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def parquet_file(path, **columns):
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def test_clients_come_by_first_appearance_and_keep_the_order_of_their_rows(tmp_path):
+    path = csv_file(tmp_path / "a.csv", "y,user,word", "1,bob,to", "2,ann,be", "3,bob,or", "4,ann,né", '5,bob,"not, ""to"""')
+    read = read_table(path, "user")
+    assert read.num_clients == 2
+    expected = {
+        "bob": {"y": ("int64", (), [1, 3, 5]), "word": ("object", (), [b"to", b"or", b'not, "to"'])},
+        "ann": {"y": ("int64", (), [2, 4]), "word": ("object", (), [b"be", "né".encode()])},
+    }
+    assert contents(read) == contents(read) == expected
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".csv.gz", ".parquet"])
+def test_round_trip(tmp_path, suffix):
+    data = some_clients((3, 1, 2))
+    path = tmp_path / f"a{suffix}"
+    write_table(data, path)
+    if suffix == ".parquet":
+        assert contents(read_table(path, "client_id")) == contents(data)
+    else:
+        read = read_table(path, "client_id", {"x": ((2, 3), np.float32), "y": ((), np.int64), "words": ((), bytes)}, stack={"x": "x_*"})
+        assert contents(read) == contents(data)
+
+
+def test_what_is_written_other_readers_read(tmp_path):
+    data = FederatedData.from_clients({"a": {"x": np.array([[1.5, 2], [3, 4]]), "t": text(b"p,q", b"r")}, "b": {"x": np.zeros([1, 2]), "t": text(b"")}})
+    write_table(data, tmp_path / "a.csv.gz", client="who")
+    rows = list(csv.DictReader(gzip.decompress((tmp_path / "a.csv.gz").read_bytes()).decode().splitlines()))
+    assert rows[0] == {"who": "a", "x_0": "1.5", "x_1": "2", "t": "p,q"}
+    assert [row["who"] for row in rows] == ["a", "a", "b"]
+    write_table(data, tmp_path / "a.parquet", client="who")
+    table = parquet.read_table(tmp_path / "a.parquet")
+    assert table["x"].to_pylist() == [[1.5, 2], [3, 4], [0, 0]]
+    assert table["t"].to_pylist() == ["p,q", "r", ""]
+
+
+@pytest.mark.parametrize("bucket", [1, 300, 10_000])
+def test_buckets_of_any_size_give_the_same(tmp_path, monkeypatch, bucket):
+    """Scattered rows of 20 clients, regrouped by a loop over the rows."""
+    random = np.random.default_rng(0)
+    owners, values = random.integers(20, size=500), random.random((500, 3))
+    words = [f"w{i}" for i in range(500)]
+    path = parquet_file(tmp_path / "a.parquet", user=owners, x=list(values), word=words)
+    expected = {}
+    for owner, value, word in zip(owners, values, words, strict=True):
+        expected.setdefault(str(owner), []).append((value.tolist(), word.encode()))
+    monkeypatch.setattr("fedsim.formats._table._BUCKET_BYTES", bucket)
+    read = {c.client_id: list(zip(c["x"].tolist(), c["word"].tolist(), strict=True)) for c in read_table(path, "user")}
+    assert read == expected
+    assert list(read) == list(expected)
+
+
+def test_temporary_files_go(tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr("fedsim.formats._table._BUCKET_BYTES", 100)
+    path = parquet_file(tmp_path / "a.parquet", user=np.arange(100) % 7, y=np.arange(100))
+    for _ in read_table(path, "user"):
+        assert list(temporary.iterdir())
+        break
+    assert list(temporary.iterdir()) == []
+
+
+def test_columns_can_be_stacked_by_name_or_pattern(tmp_path):
+    path = csv_file(tmp_path / "a.csv", "x10,user,x2,y", "1,a,2.5,0", "3,a,4,1")
+    for members in ("x*", ["x10", "x2"]):
+        assert read_table(path, "user", stack={"x": members}).load()["a"]["x"].tolist() == [[1, 2.5], [3, 4]]
+    for members, message in (("z*", "names no columns"), (["x2", "z"], "names no columns"), (["user"], "names no columns")):
+        with pytest.raises(FormatError, match=f"a.csv.*{message}"):
+            read_table(path, "user", stack={"x": members}).load()
+    path = csv_file(tmp_path / "b.csv", "x0,user,x1", "1,a,word")
+    with pytest.raises(FormatError, match="needs numbers, and column 'x1' is text"):
+        read_table(path, "user", stack={"x": "x*"}).load()
+
+
+def test_parquet_types(tmp_path):
+    path = parquet_file(
+        tmp_path / "a.parquet",
+        user=pa.array([b"u"] * 2, pa.binary()),
+        flag=[True, False],
+        small=pa.array([1, 2], pa.uint8()),
+        half=pa.array(np.array([1, 2], np.float16)),
+        word=pa.array(["a", "b"]).dictionary_encode(),
+        image=pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.int16()))),
+    )
+    assert contents(read_table(path, "user")) == {
+        "u": {
+            "flag": ("bool", (), [True, False]),
+            "small": ("uint8", (), [1, 2]),
+            "half": ("float16", (), [1, 2]),
+            "word": ("object", (), [b"a", b"b"]),
+            "image": ("int16", (2, 2), [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (dict(user=["ann", None], y=[1, 2]), "rows without a client"),
+        (dict(user=["ann", "ann"], y=[1, None]), "client 'ann': Feature 'y' has no value in the client's row 1"),
+        (dict(user=["ann", "ann"], y=[[1, 2], [1]]), "client 'ann': Feature 'y' has lists of 1 to 2 values"),
+        (dict(user=["ann", "bob"], y=[[1, 2], [1]]), "'y' of client 'bob' is int64 \\[1\\]"),
+        (dict(user=["ann"], y=[{"a": 1}]), "client 'ann': Feature 'y' has type struct.*leave it out"),
+        (dict(user=pa.array([b"\xff"]), y=[1]), "client id .*xff.* is not UTF-8"),
+        (dict(who=["ann"], y=[1]), r"the column of clients must be one of \['who', 'y'\], got client='user'"),
+        (dict(user=pa.array([], pa.string()), y=pa.array([], pa.int64())), "no rows, hence no clients"),
+    ],
+)
+def test_tables_that_make_no_population_are_refused(tmp_path, columns, message):
+    path = parquet_file(tmp_path / "bad.parquet", **columns)
+    with pytest.raises(FormatError, match=f"bad.parquet: .*{message}"):
+        read_table(path, "user").load()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["user,y", "a,1", "a,1,2"], "Expected 2 columns, got 3"),
+        (["user,y,y", "a,1,2"], "two columns of one name"),
+        (["user,y", "a,2020-01-01"], "Feature 'y' has type date32.*reads it as text"),
+        ([""], "truncated or damaged"),
+    ],
+)
+def test_csv_that_makes_no_population_is_refused(tmp_path, lines, message):
+    path = csv_file(tmp_path / "bad.csv", *lines)
+    with pytest.raises(FormatError, match=f"bad.csv: .*{message}"):
+        read_table(path, "user").load()
+
+
+def test_a_label_of_another_type_is_refused_wherever_it_is(tmp_path):
+    """In the first block it makes the column text, beyond it an error of conversion; a stated dtype finds both."""
+    path = csv_file(tmp_path / "near.csv", "user,y", "a,1", "b,two")
+    with pytest.raises(FormatError, match="near.csv: .*CSV column #1: CSV conversion error to int64: invalid value 'two'"):
+        read_table(path, "user", {"y": ((), np.int64)}).load()
+    path = csv_file(tmp_path / "far.csv", "user,y", *["a,1"] * 3_000_000, "b,two")
+    with pytest.raises(FormatError, match="far.csv: .*CSV conversion error to int64: invalid value 'two'"):
+        read_table(path, "user").load()
+
+
+def test_csv_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "bad.csv").write_bytes(b"user,word\na,\xff\xfe\n")
+    with pytest.raises(FormatError, match="bad.csv: .*UTF8"):
+        read_table(tmp_path / "bad.csv", "user", {"word": ((), bytes)}).load()
+
+
+def test_what_no_table_holds_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="client 'ann'"):
+        write_table([ClientDataset("ann", {"t": text(b"\xff")})], tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="A feature is called 'client_id'"):
+        write_table([ClientDataset("ann", {"client_id": np.zeros(2)})], tmp_path / "a.csv")
+    with pytest.raises(ValueError, match="population is empty"):
+        write_table([], tmp_path / "a.csv")
+    assert list(tmp_path.iterdir()) == []
