@@ -15,6 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
@@ -147,8 +148,12 @@ def _first(parts: Mapping[str, Part]) -> str:
     """The column that is probably the largest: a text, or the widest."""
     return max(
         (name for name in parts if name.startswith("columns/")),
-        key=lambda name: (name.count("/") == 2 and name.endswith("/bytes"), parts[name].dtype.itemsize * int(np.prod(parts[name].shape[1:]))),
+        key=lambda name: (name.count("/") == 2 and name.endswith("/bytes"), _row_bytes(parts[name])),
     )
+
+
+def _row_bytes(part: Part) -> int:
+    return part.dtype.itemsize * int(np.prod(part.shape[1:]))
 
 
 def _user_block(columns: Mapping[str, Part]) -> int:

@@ -119,6 +119,16 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
     Raises:
       FileNotFoundError: the folder does not exist.
       ValueError: two clients of one id.
+
+    >>> import sqlite3, tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}, "bob": {"y": np.array([5])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_fedjax_sqlite(data, f"{folder}/a.sqlite")
+    ...     connection = sqlite3.connect(f"{folder}/a.sqlite")
+    ...     connection.execute("SELECT client_id, num_examples FROM federated_data").fetchall()
+    ...     connection.close()
+    [(b'ann', 2), (b'bob', 1)]
     """
     table = (
         "CREATE TABLE federated_data (client_id BLOB NOT NULL PRIMARY KEY, data BLOB NOT NULL, num_examples INTEGER NOT NULL)"
