@@ -205,6 +205,7 @@ def conversion(args: argparse.Namespace) -> Iterator[Part]:
         workers = {name: stack.enter_context(Worker(name, task)) for name in ("fedsim", "fedjax")}
         replies: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
         for _ in range(args.repeats):
+            Path(target).unlink(missing_ok=True)
             replies["fedsim"].append(workers["fedsim"]("convert", source=source, target=target))
             replies["fedjax"].append(workers["fedjax"]("read", source=source))
         equal = replies["fedsim"][0]["result"] == replies["fedjax"][0]["result"]
