@@ -1,5 +1,6 @@
-"""Strict numerics and eight virtual devices for every test and doctest."""
+"""Strict numerics, eight virtual devices and an empty cache for every test and doctest."""
 
+import os
 import tempfile
 
 import jax
@@ -11,3 +12,5 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Many tests compile the same small programs; one session's cache halves its time.
 jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="fedsim-tests-"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+# No test reads or writes the user's own cache.
+os.environ["FEDSIM_CACHE"] = tempfile.mkdtemp(prefix="fedsim-tests-cache-")

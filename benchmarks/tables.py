@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -14,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import workload
-from benchmarks.worker import ContenderError, Entrant, Worker
+from benchmarks import populations, workload
+from benchmarks.worker import ROOT, ContenderError, Entrant, Worker
 
 PEERS = ("fedjax", "pfl", "drjax", "flower")
 CHECKED_ROUNDS = 3
@@ -45,31 +48,39 @@ def rounds(args: argparse.Namespace) -> Iterator[Part]:
     """Time of whole rounds at 10 clients, all contenders in rotation, and relative to fedsim's."""
     names = [name for name in args.contenders or ("fedsim", "floor", *PEERS) if name not in args.without]
     for model in args.models:
-        checks = {} if args.unchecked else check(model, names, args)
-        one = workload.Task(model=model, device=args.device)
-        many = dataclasses.replace(one, per_dispatch=1 if model == "cnn" else 20)
-        entrants = {
-            name: Entrant(name, many if name in ("fedsim", "floor") else one, visits=name == "flower") for name in names
-        }
-        if "fedsim" in names and many != one:  # what several rounds a dispatch are worth
-            entrants["fedsim, one round a dispatch"] = Entrant("fedsim", one)
-        rotate(entrants.values(), args)
-        if len({entrant.about["digest"] for entrant in entrants.values() if entrant.about}) > 1:
-            raise ContenderError("the contenders were given different data")
-        rows = []
-        for label, entrant in entrants.items():
-            equal = checks.get(entrant.name, {}).get("equal")
-            row: Part = {"model": model, "contender": label, "equal": equal, "turns": len(entrant.times)}
-            if entrant.times:
-                row |= {key: median(t[key] for t in entrant.times) for key in ("us_per_step", "ms_per_round")}
-                row["relative_to_fedsim"] = ratio(entrants["fedsim"], entrant) if "fedsim" in entrants else None
-            rows.append(row | {"failure": entrant.failure})
-        turns = {label: entrant.times for label, entrant in entrants.items()}
-        about = {label: entrant.about for label, entrant in entrants.items()}
-        yield {"rows": rows, "checks": checks, "turns": turns, "about": about}
+        yield compare(workload.Task(model=model, device=args.device), 1 if model == "cnn" else 20, names, args)
 
 
-def check(model: str, names: list[str], args: argparse.Namespace) -> dict[str, Part]:
+def lstm(args: argparse.Namespace) -> Iterator[Part]:
+    """Time of whole rounds of next-word prediction, 10 clients, batch 16: fedsim, bare steps and FedJAX in rotation."""
+    task = workload.Task(model="lstm", data="sentences", batch=16, device=args.device)
+    yield compare(task, 1, ["fedsim", "floor", "fedjax"], args)
+
+
+def compare(one: workload.Task, several: int, names: list[str], args: argparse.Namespace) -> Part:
+    """Checks that all compute the same, then times them in rotation; those that can take ``several`` rounds a dispatch."""
+    checks = {} if args.unchecked else check(one, names)
+    many = dataclasses.replace(one, per_dispatch=several)
+    entrants = {name: Entrant(name, many if name in ("fedsim", "floor") else one, visits=name == "flower") for name in names}
+    if "fedsim" in names and many != one:  # what several rounds a dispatch are worth
+        entrants["fedsim, one round a dispatch"] = Entrant("fedsim", one)
+    rotate(entrants.values(), args)
+    if len({entrant.about["digest"] for entrant in entrants.values() if entrant.about}) > 1:
+        raise ContenderError("the contenders were given different data")
+    rows = []
+    for label, entrant in entrants.items():
+        equal = checks.get(entrant.name, {}).get("equal")
+        row: Part = {"model": one.model, "contender": label, "equal": equal, "turns": len(entrant.times)}
+        if entrant.times:
+            row |= {key: median(t[key] for t in entrant.times) for key in ("us_per_step", "ms_per_round")}
+            row["relative_to_fedsim"] = ratio(entrants["fedsim"], entrant) if "fedsim" in entrants else None
+        rows.append(row | {"failure": entrant.failure})
+    turns = {label: entrant.times for label, entrant in entrants.items()}
+    about = {label: entrant.about for label, entrant in entrants.items()}
+    return {"rows": rows, "checks": checks, "turns": turns, "about": about}
+
+
+def check(one: workload.Task, names: list[str]) -> dict[str, Part]:
     """Has contenders train the same rounds from the same parameters, and compares each with the plain reference.
 
     See `workload.population` on why shuffling does not matter. Dropout is off, for its draws cannot agree. Flower is
@@ -77,13 +88,13 @@ def check(model: str, names: list[str], args: argparse.Namespace) -> dict[str, P
     """
     checks: dict[str, Part] = {}
     references: dict[str, list[np.ndarray]] = {}
-    start = workload.initial_leaves(model)
+    start = workload.initial_leaves(one.model)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             if name == "floor":  # nothing federated to check; its model and steps are the reference's
                 continue
             server, path = "average" if name == "flower" else "adam", f"{folder}/{name}.npz"
-            task = workload.Task(model=model, data="repeated", dropout=False, server=server, device=args.device)
+            task = dataclasses.replace(one, data="repeated", dropout=False, server=server)
             try:
                 if server not in references:
                     with Worker("floor", task) as floor:
@@ -221,6 +232,31 @@ def conversion(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": rows, "turns": times, "bytes": packed, "about": about}
 
 
+def data(args: argparse.Namespace) -> Iterator[Part]:
+    """Large populations: a packed file opened and gathered from, rounds whatever the population, streaming against resident."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = {"path": f"{folder}/tokens.h5"}
+        written = measured(args, "write_tokens", **tokens, **populations.STACK_OVERFLOW)
+        opened = measured(args, "open_tokens", **tokens, clients=populations.STACK_OVERFLOW["clients"])
+        gathered = measured(args, "gather", **tokens, cohort=1000, repeats=4 * args.repeats)
+    yield {"rows": [populations.STACK_OVERFLOW | {"file_mb": written["mb"]} | opened | gathered], "written": written}
+    yield {"rows": measured(args, "rounds", populations=[1_000, 1_000_000], cohort=100, turns=args.repeats, rounds=20)}
+    if args.emnist is None:
+        print("rest left out: give --emnist a folder with client_sizes and emnist_byclass", file=sys.stderr)
+        return
+    yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
+
+
+def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
+    """What a measure of `benchmarks.populations` finds, in a process of its own: its memory is nobody else's."""
+    command = [sys.executable, "-m", "benchmarks.populations", name, json.dumps(arguments)]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda" if args.device == "gpu" else "cpu"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise ContenderError(f"{name} ended with status {done.returncode}")
+    return json.loads(done.stdout)
+
+
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
-    table.__name__: table for table in (rounds, scale, mnist, femnist, evaluation, conversion)
+    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion)
 }

@@ -18,7 +18,9 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {  # weights in Haiku's layout: [in, 
     "logistic": [(784, 62)],
     "dense": [(784, 200), (200, 200), (200, 62)],
     "cnn": [(3, 3, 1, 32), (3, 3, 32, 64), (9216, 128), (128, 62)],
+    "lstm": [(670, 96), (96, 10004), (766, 2680)],  # projection, output, recurrence: Haiku's alphabetical order
 }
+EMBEDDINGS = {"lstm": (10004, 96)}  # comes before all of them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Task:
 
     Attributes:
       data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" (for the equality check, see `population`),
-        "mnist" (69 examples each), "evaluation" (3,400 clients, 77,483 examples) or "femnist" (TFF's HDF5 files).
+        "mnist" (69 examples each), "sentences" (for the lstm; 8 to 128 a client), "evaluation" (3,400 clients, 77,483 examples) or "femnist" (TFF's HDF5 files).
       server: "adam", or "average": the clients' weighted mean becomes the model.
       per_dispatch: rounds that a contender which can do so may hand to its devices at once.
       source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").
@@ -56,7 +58,10 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """Packed clients: ``x: [n, 28, 28, 1] uint8``, ``y: [n] int32``, ``sizes: [clients] int64``, in client order."""
+    """Packed clients: ``x: [n, 28, 28, 1] uint8``, ``y: [n] int32``, ``sizes: [clients] int64``, in client order.
+
+    For the lstm, ``x`` and ``y`` are ``[n, 20] int32``: word ids, and those of the next words.
+    """
 
     x: np.ndarray
     y: np.ndarray
@@ -94,7 +99,11 @@ def population(task: Task, split: str = "train") -> Population:
         return _femnist(Path(task.source or "."), split)
     if task.data == "repeated":
         sizes = np.array([7, 20, 33, 60, 45, 19, 21, 40, 3, 52])
-        return Population(*(np.repeat(a, sizes, axis=0) for a in _examples(rng, len(sizes))), sizes)
+        examples = _sentences(rng, len(sizes)) if task.model == "lstm" else _examples(rng, len(sizes))
+        return Population(*(np.repeat(a, sizes, axis=0) for a in examples), sizes)
+    if task.data == "sentences":
+        sizes = np.clip(rng.normal(64, 24, task.population), 8, 128).astype(np.int64)
+        return Population(*_sentences(rng, int(sizes.sum())), sizes)
     if task.data == "evaluation":
         sizes = _evaluation_sizes(rng, task.source)
     elif task.data == "mnist":
@@ -128,7 +137,19 @@ def initial_layers(model: str, seed: int = 0) -> list[Layer]:
 
 def initial_leaves(model: str, seed: int = 0) -> list[np.ndarray]:
     """`initial_layers` as JAX flattens the Haiku parameters of these models."""
-    return [array for layer in initial_layers(model, seed) for array in layer]
+    layers = [array for layer in initial_layers(model, seed) for array in layer]
+    if model not in EMBEDDINGS:
+        return layers
+    return [np.clip(np.random.default_rng(seed).standard_normal(EMBEDDINGS[model], np.float32), -2, 2), *layers]
+
+
+def _sentences(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Words by Zipf's law, 4 to 30 a sentence, cut to 20; 0 pads, 1 begins, 2 ends."""
+    words = np.minimum(3 + rng.zipf(1.2, (n, 21)), 10_003)
+    ends = rng.integers(4, 30, (n, 1))
+    place = np.arange(21)
+    words = np.select([place == 0, place < ends, place == ends], [1, words, 2], 0).astype(np.int32)
+    return words[:, :-1], words[:, 1:]
 
 
 def _examples(rng: np.random.Generator, n: int, classes: int = 62) -> tuple[np.ndarray, np.ndarray]:

@@ -7,9 +7,13 @@ from fedsim import datasets as datasets
 from fedsim import execution as execution
 from fedsim import experiment as experiment
 from fedsim import formats as formats
+from fedsim import heterogeneity as heterogeneity
 from fedsim import metrics as metrics
 from fedsim import models as models
+from fedsim import partitioners as partitioners
+from fedsim import plots as plots
 from fedsim import rng as rng
+from fedsim import samplers as samplers
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
@@ -18,7 +22,6 @@ from fedsim.data import Batches as Batches
 from fedsim.data import ClientDataset as ClientDataset
 from fedsim.data import Cohort as Cohort
 from fedsim.data import FederatedData as FederatedData
-from fedsim.data import UniformSampler as UniformSampler
 from fedsim.execution import Auto as Auto
 from fedsim.execution import Client as Client
 from fedsim.execution import ClientUpdate as ClientUpdate
@@ -31,3 +34,4 @@ from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import evaluate as evaluate
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.model import Model as Model
+from fedsim.samplers import UniformSampler as UniformSampler

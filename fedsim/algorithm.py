@@ -10,7 +10,7 @@ import jax
 
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo
+from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, watch_dropped
 from fedsim.model import Model
 
 State = Any
@@ -30,9 +30,9 @@ class Algorithm:
       batches: how a client cuts its examples into batches, and how many steps it takes.
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
-      nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round and counts it in the info;
-        (`fedsim.experiment.run` also warns once); ``"raise"`` raises ``FloatingPointError``, and waits for every round to see
-        whether it must.
+      nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
+        once (no round waits for that: the warning comes with a later call); ``"raise"`` raises ``FloatingPointError``, and
+        waits for every round to see whether it must.
 
     Guarantees:
       - `apply` does not change its arguments, and its answer depends on them alone.
@@ -42,7 +42,6 @@ class Algorithm:
     A federated count of examples, which is not about neural networks at all:
 
     >>> import jax.numpy as jnp, numpy as np
-    >>> from fedsim.data import UniformSampler
     >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     ... class MeanOfX(Algorithm):
     ...     def init(self, key): return jnp.zeros(())
@@ -107,7 +106,7 @@ class Algorithm:
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         """One round: broadcast, every client's steps, fold, server update."""
         state, info = self.execution.run_one(self, state, cohort)
-        self._raise_if_dropped(info, [cohort])
+        watch_dropped(self, info, [cohort], self.nonfinite)
         return state, info
 
     def apply_rounds(
@@ -130,15 +129,5 @@ class Algorithm:
                 infos.append(info)
             return state, jax.tree.map(lambda *rows: jax.numpy.stack(rows), *infos)
         state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
-        self._raise_if_dropped(stacked, cohorts)
+        watch_dropped(self, stacked, cohorts, self.nonfinite)
         return state, stacked
-
-    def _raise_if_dropped(self, info: RoundInfo, cohorts: Sequence[Cohort]) -> None:
-        if self.nonfinite == "raise" and jax.numpy.any(info.num_dropped > 0):
-            dropped = jax.device_get(info.clients["dropped"]).reshape(len(cohorts), -1)
-            row, position = map(int, next(zip(*dropped.nonzero(), strict=True)))
-            cohort = cohorts[row]
-            raise FloatingPointError(
-                f"The update of client {cohort.client_ids[position]!r} in round {cohort.round} holds a NaN or an infinity. "
-                "Lower the client learning rate, or set nonfinite='drop' to leave such updates out."
-            )

@@ -18,18 +18,18 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import datasets, experiment, models
+from fedsim import _datasets_command, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._build import absolute, own_hyperparameters, ready_models
-from fedsim.names import did_you_mean
+from fedsim.experiment._build import own_hyperparameters, ready_models
+from fedsim.names import absolute, did_you_mean, parse_call
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
 
   run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
   resume FOLDER      go on with a run that was stopped
-  datasets           list the datasets
+  datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
 
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "resume": _resume,
-        "datasets": lambda _: _list((name, datasets.describe(name).task) for name in datasets.names()),
+        "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
         "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
     }
@@ -94,19 +94,21 @@ def _where(error: BaseException) -> str:
 
 
 def _run(arguments: list[str]) -> int:
-    """Options come in two steps: dataset, algorithm and ``--from`` decide which others there are and their defaults."""
+    """Options come in two steps: dataset, model, algorithm and ``--from`` decide which others there are and their defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
     first.add_argument("--dataset")
     first.add_argument("--algorithm")
+    first.add_argument("--model")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     base, previous = stored["config"], {**stored["settings"], "folder": None}
-    dataset = chosen.dataset or base.get("dataset", "digits")
+    dataset = absolute(chosen.dataset or base.get("dataset", "digits"))
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
     datasets.describe(dataset)  # an unknown name is said before anything else
     cls = experiment.algorithm_class(algorithm)
-    defaults = experiment.published(dataset, algorithm)
+    model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
+    defaults = experiment.published(dataset, algorithm, model)
     # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
     general = {field.name for field in dataclasses.fields(RunConfig)} - {"weighting", "nonfinite"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
@@ -119,7 +121,8 @@ def _run(arguments: list[str]) -> int:
     source = f"Defaults: those of {chosen.origin}." if base else f"Defaults for {dataset} with {algorithm}: {defaults.source}."
     config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
     if settings.folder is None:
-        name = f"{config.dataset}-{config.algorithm.rpartition(':')[2].lower()}-{time.strftime('%Y%m%d-%H%M%S')}"
+        parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
+        name = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
     return _train(config, settings)
 
@@ -181,7 +184,7 @@ def _parse(
     options = {"from": origin} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
     chosen = _tyro(options, arguments, "fedsim run", f"Train, evaluate, and write all of it to a run folder. {source}")
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
-    for name in ("algorithm", "model"):
+    for name in ("dataset", "algorithm", "model"):
         if general.get(name):
             general[name] = absolute(general[name])
     if general.get("data"):

@@ -67,6 +67,15 @@ def cross_entropy(examples: Examples, outputs: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(outputs, axis=1) - picked
 
 
+def squared_error(examples: Examples, outputs: jax.Array) -> jax.Array:
+    """Squared difference of outputs ``float32 [n]`` from targets ``examples["y"] float32 [n]``.
+
+    >>> squared_error({"y": jnp.array([1.0, 2.0])}, jnp.array([1.0, 5.0])).tolist()
+    [0.0, 9.0]
+    """
+    return jnp.square(outputs - examples["y"])
+
+
 def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
     """Fraction of examples whose largest logit is at the label ``examples["y"]``.
 

@@ -21,6 +21,12 @@ def data(sizes=(7, 0, 3, 12, 1, 5, 9, 2), seed=0) -> fedsim.FederatedData:
     return fedsim.FederatedData.from_arrays(columns, sizes=sizes, client_ids=[f"client{i}" for i in range(len(sizes))])
 
 
+def singletons(clients: int) -> fedsim.FederatedData:
+    """A population of any size, in little memory: a byte a client."""
+    columns = {"x": np.zeros(clients, np.int8)}
+    return fedsim.FederatedData(columns, np.arange(clients + 1), np.arange(clients).astype(str).tolist())
+
+
 def model() -> fedsim.Model:
     return fedsim.Model.from_haiku(
         hk.transform(lambda examples: hk.Linear(NUM_CLASSES)(examples["x"])), features=FEATURES, num_classes=NUM_CLASSES
@@ -30,6 +36,23 @@ def model() -> fedsim.Model:
 def cohort(population=None, round=0, seed=0) -> fedsim.Cohort:
     population = population or data()
     return fedsim.Cohort.of(population, population.client_ids, round=round, seed=seed)
+
+
+def schedule(data, seed):
+    draw = np.random.default_rng(0)
+    rounds = [draw.choice(data.num_clients, size=draw.integers(0, 6), replace=False) for _ in range(30)]
+    return fedsim.samplers.ScheduleSampler(data, [[data.client_ids[i] for i in ids] for ids in rounds], seed=seed)
+
+
+# A sampler of about five clients a round, by name, from data and seed.
+SAMPLERS = {
+    "UniformSampler": lambda data, seed: fedsim.samplers.UniformSampler(data, clients=5, seed=seed),
+    "WeightedSampler": lambda data, seed: fedsim.samplers.WeightedSampler(data, clients=5, seed=seed),
+    "PoissonSampler": lambda data, seed: fedsim.samplers.PoissonSampler(data, probability=5 / data.num_clients, seed=seed),
+    "ShuffledSampler": lambda data, seed: fedsim.samplers.ShuffledSampler(data, clients=5, seed=seed),
+    "DiurnalSampler": lambda data, seed: fedsim.samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
+    "ScheduleSampler": schedule,
+}
 
 
 def assert_trees_close(a, b, rtol=1e-5, atol=1e-6):

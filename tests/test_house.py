@@ -26,13 +26,16 @@ FLOORS: list[set[str]] = [
     {"_version", "names", "rng", "tree"},
     {"metrics"},
     {"model", "data"},
-    {"aggregators", "formats"},
+    {"aggregators", "formats", "text"},
+    {"heterogeneity", "partitioners", "samplers"},
+    {"plots"},
     {"execution"},
     {"algorithm"},
     {"algorithms"},
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
+    {"_datasets_command"},
     {"cli"},
     {"__main__"},
 ]
@@ -48,9 +51,14 @@ PUBLIC_MODULES = [
     "fedsim.execution",
     "fedsim.experiment",
     "fedsim.formats",
+    "fedsim.heterogeneity",
     "fedsim.metrics",
     "fedsim.models",
+    "fedsim.partitioners",
+    "fedsim.plots",
     "fedsim.rng",
+    "fedsim.text",
+    "fedsim.samplers",
     "fedsim.tree",
 ]
 
@@ -74,6 +82,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
+    "fedsim.samplers.Sampler",
 }
 
 KNOWN_DEFECTS = [

@@ -29,6 +29,11 @@ def population(**columns):
         (lambda: fedsim.Pmap(devices=[0]), "Expected devices >= 1"),
         (lambda: fedavg(execution="jit"), "Expected execution to be one of fedsim's"),
         (lambda: train(fedsim.Batches(size=2**20, epochs=2**29, max_steps=1)), "go beyond 2\\*\\*31 examples"),
+        (lambda: train(client_optimizer=optax.sgd(-1.0)), "Expected client_optimizer to descend, .* is \\+1 in the mean"),
+        (lambda: train(client_optimizer=optax.lion(-0.1)), "Expected client_optimizer to descend"),
+        (lambda: train(client_optimizer=optax.sgd(np.nan)), "Expected client_optimizer to descend"),
+        (lambda: train(client_optimizer=lambda round: optax.sgd(-0.1)), "Expected client_optimizer to descend"),
+        (lambda: train(server_optimizer=optax.sgd(-1.0)), "Expected server_optimizer to descend"),
         (lambda: train(fedsim.Batches(size=2**20, steps=2**12)), "go beyond 2\\*\\*31 examples"),
     ],
 )
@@ -42,9 +47,23 @@ def fedavg(**changes):
     return fedsim.algorithms.FedAvg(**(settings | changes))
 
 
-def train(batches=None, data=None):
-    algorithm = fedavg(batches=batches or fedsim.Batches(size=4))
+def train(batches=None, data=None, **changes):
+    algorithm = fedavg(batches=batches or fedsim.Batches(size=4), **changes)
     return algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(optax.linear_schedule(0.0, 0.1, 10)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)),
+        optax.multi_transform({"w": optax.sgd(0.1), "b": optax.set_to_zero()}, lambda params: {"linear": {"w": "w", "b": "b"}}),
+        optax.polyak_sgd(),
+        optax.lion(0.1),
+    ],
+)
+def test_optimizers_that_descend_are_let_through(optimizer):
+    train(client_optimizer=optimizer)
 
 
 def test_positions_out_of_range():

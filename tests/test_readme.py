@@ -1,5 +1,6 @@
 """The README does what it says: its Python runs, top to bottom, and what it points at exists."""
 
+import contextlib
 import itertools
 import re
 import shlex
@@ -67,12 +68,17 @@ def test_depths_of_extension_run(namespace):
 def test_commands_are_the_cli_s(capsys):
     """Every `fedsim ...` line has a known command and options that exist."""
     lines = [
-        line.partition("#")[0].split() for block in blocks("") for line in block.splitlines() if line.startswith("fedsim ")
+        shlex.split(line, comments=True) for block in blocks("") for line in block.splitlines() if line.startswith("fedsim ")
     ]
     assert len(lines) >= 5
     for _, command, *arguments in lines:
         if command != "run":
-            assert cli.main([command, "--help"]) == 0
+            names = [word for word in arguments[:1] if command == "datasets"]
+            with contextlib.suppress(SystemExit):
+                assert cli.main([command, *names, "--help"]) == 0
+            shown = capsys.readouterr().out
+            for option in (word for word in arguments if word.startswith("--")):
+                assert option in shown, shlex.join(arguments)
             continue
         known = dict(itertools.pairwise(arguments))
         choice = [word for name in ("--dataset", "--algorithm") if name in known for word in (name, known[name])]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-jax.tree_map = jax.tree.map  # FedJAX 0.0.17 calls this name, which JAX has since removed.
+jax.tree_map = jax.tree.map  # FedJAX 0.0.17 uses these names, which JAX has since removed.
+jax.numpy.NINF = -jax.numpy.inf
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
@@ -16,6 +17,7 @@ MODELS = {
     "logistic": fedjax.models.emnist.create_logistic_model,
     "dense": fedjax.models.emnist.create_dense_model,
     "cnn": fedjax.models.emnist.create_conv_model,
+    "lstm": fedjax.models.stackoverflow.create_lstm_model,
 }
 
 
@@ -72,6 +74,6 @@ class Contender:
 
 
 def federated(data: workload.Population) -> fedjax.InMemoryFederatedData:
-    x, offsets = data.floats(), data.offsets
+    x, offsets = data.x if data.x.dtype == np.int32 else data.floats(), data.offsets
     rows = [slice(*offsets[i : i + 2]) for i in range(len(data.sizes))]
     return fedjax.InMemoryFederatedData({b"%06d" % i: {"x": x[r], "y": data.y[r]} for i, r in enumerate(rows)})

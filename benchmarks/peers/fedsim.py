@@ -18,6 +18,7 @@ MODELS = {
     "logistic": fedsim.models.emnist_logistic,
     "dense": fedsim.models.emnist_dense,
     "cnn": fedsim.models.emnist_cnn,
+    "lstm": lambda: fedsim.models.stackoverflow_lstm(tanh=True),  # FedJAX's second tanh
 }
 
 

@@ -25,6 +25,8 @@ Loss = Callable[..., jax.Array]
 
 def plain_loss(task: workload.Task, params: list[jax.Array], x: Any, y: Any, mask: Any, key: Any) -> jax.Array:
     """Masked mean cross-entropy of the task's model, in plain jnp, on the leaves of `workload.initial_leaves`."""
+    if task.model == "lstm":
+        return jnp.sum(_sentence_losses(params, x, y) * mask) / jnp.sum(mask)
     layers = list(zip(params[::2], params[1::2], strict=True))
     x = x.astype(jnp.float32) / 255
     if task.model == "cnn":
@@ -43,6 +45,21 @@ def plain_loss(task: workload.Task, params: list[jax.Array], x: Any, y: Any, mas
     return jnp.sum(losses * mask) / jnp.sum(mask)
 
 
+def _sentence_losses(params: list[jax.Array], x: Any, y: Any) -> jax.Array:
+    """Sums over a sentence's words of the cross-entropy of the next: FedJAX's model, unrolled step by step."""
+    embedding, b_projection, projection, b_output, output, b_lstm, lstm = params
+    h = c = jnp.zeros((len(x), len(lstm) - embedding.shape[1]))
+    losses = jnp.zeros(len(x))
+    for word, label in zip(x.T, y.T, strict=True):
+        i, g, f, o = jnp.split(jnp.concatenate([embedding[word], h], axis=1) @ lstm + b_lstm, 4, axis=1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        logits = (jnp.tanh(h) @ projection + b_projection) @ output + b_output
+        picked = jnp.take_along_axis(logits, label[:, None], axis=1)[:, 0]
+        losses += (jax.nn.logsumexp(logits, axis=1) - picked) * (label != 0)
+    return losses
+
+
 def _conv3x3(x: jax.Array, bias: jax.Array, weight: jax.Array) -> jax.Array:
     """A VALID convolution as three matmuls of patches along the width: XLA:CPU's own is 16 times slower in a loop."""
     n, height, width, channels = x.shape
@@ -58,9 +75,9 @@ def _dropout(key: jax.Array | None, rate: float, x: jax.Array) -> jax.Array:
 
 def _fedsim_loss(task: workload.Task) -> tuple[Loss, Any]:
     """fedsim's model as a loss, and the structure of its parameters."""
-    import fedsim
+    from benchmarks.peers.fedsim import MODELS
 
-    model = getattr(fedsim.models, f"emnist_{task.model}")()
+    model = MODELS[task.model]()
 
     def loss(params: Any, x: Any, y: Any, mask: Any, key: Any) -> jax.Array:
         examples = {"x": x, "y": y}

@@ -18,7 +18,7 @@ import optax
 
 from fedsim import metrics, tree
 from fedsim.algorithms._gradient_server import GradientServer, ServerState
-from fedsim.data import Batch
+from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -56,6 +56,10 @@ class FedAvg(GradientServer):
     """
 
     client_optimizer: optax.GradientTransformation | Schedule
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        self.must_descend(client_optimizer=self._client_optimizer(jnp.int32(0)))
 
     def client_loss(self, shared: ServerState, params: Params, batch: Batch) -> jax.Array:
         """The loss that a client's step descends: the hook that FedProx and its kin override."""

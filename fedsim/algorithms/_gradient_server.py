@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim.algorithm import Algorithm
+from fedsim.data import FederatedData
 from fedsim.execution import Client
 from fedsim.model import Model, Params
 
@@ -53,6 +54,30 @@ class GradientServer(Algorithm):
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         updates, opt_state = self.server_optimizer.update(update, state.opt_state, state.params)
         return ServerState(optax.apply_updates(state.params, updates), opt_state, state.round + 1)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        self.must_descend(server_optimizer=self.server_optimizer)
+
+    def must_descend(self, **optimizers: optax.GradientTransformation) -> None:
+        """Raises ``ValueError`` naming the first optimizer whose first step goes up, or nowhere finite.
+
+        A learning rate cannot be read off an optax transformation. But from zero, where every slope is 1, it must not climb.
+        (It may stay: a warm-up does.) Parameters keep their names here and shrink to one number each.
+        """
+        params = jax.eval_shape(self.model.init, jax.random.key(0))
+        zeros, ones = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1))
+        for name, optimizer in optimizers.items():
+            optimizer = optax.with_extra_args_support(optimizer)
+            steps, _ = optimizer.update(
+                ones, optimizer.init(zeros), zeros, value=jnp.float32(0), grad=ones, value_fn=lambda _: jnp.float32(0)
+            )
+            climb = max(float(jnp.mean(step)) for step in jax.tree.leaves(steps))
+            if not climb <= 0:
+                raise ValueError(
+                    f"Expected {name} to descend, and its first step along a gradient of ones is {climb:+.3g} in the mean: "
+                    "give it a positive learning rate."
+                )
 
     def weight(self, client: Client) -> jax.Array:
         """A client's share in the aggregate, ``float32 []``, by ``weighting``."""

@@ -1,4 +1,4 @@
-"""Federated data: packed populations, streams of clients, one client's dataset, batches, cohorts, samplers, partitioners."""
+"""Federated data: packed populations, streams of clients, one client's dataset, batches, cohorts."""
 
 from fedsim.data._batching import Batch as Batch
 from fedsim.data._batching import Batches as Batches
@@ -6,8 +6,5 @@ from fedsim.data._cohort import Cohort as Cohort
 from fedsim.data._errors import FormatError as FormatError
 from fedsim.data._federated_data import ClientDataset as ClientDataset
 from fedsim.data._federated_data import FederatedData as FederatedData
-from fedsim.data._partition import dirichlet_partition as dirichlet_partition
-from fedsim.data._samplers import Sampler as Sampler
-from fedsim.data._samplers import UniformSampler as UniformSampler
 from fedsim.data._stream import ClientStream as ClientStream
 from fedsim.data._text_column import TextColumn as TextColumn

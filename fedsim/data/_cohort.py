@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -23,6 +24,12 @@ class Cohort:
       clients: ``int32 [n]``, positions in the population, no client twice.
       round: the round's number, from 0; it enters every key.
       key: the run's root key.
+      slots: room for this many clients, at least n and at most the population; 0: n. Cohorts of equal ``slots`` share
+        one compiled program, however many clients they have: none at all is fine, too, if ``slots`` is given.
+
+    Raises:
+      ValueError: positions outside the population or one twice, a cohort that is empty without ``slots``, ``slots`` out of
+        its range, a round out of [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -33,15 +40,22 @@ class Cohort:
     clients: np.ndarray
     round: int
     key: jax.Array
+    slots: int = 0
 
     def __post_init__(self) -> None:
         clients = np.asarray(self.clients, np.int32)
         object.__setattr__(self, "clients", clients)
         if not 0 <= self.round < 2**31:
             raise ValueError(f"Expected 0 <= round < 2**31, got round={self.round}.")
-        if clients.size == 0:
-            raise ValueError("The cohort is empty: expected at least one client.")
-        if clients.min() < 0 or clients.max() >= self.data.num_clients:
+        object.__setattr__(self, "slots", operator.index(self.slots) or len(clients))
+        if not self.slots:
+            raise ValueError("The cohort is empty: expected at least one client, or slots=... for a round without any.")
+        if not len(clients) <= self.slots <= self.data.num_clients:
+            raise ValueError(
+                f"Expected {len(clients)} (the cohort) <= slots <= {self.data.num_clients} (the population), "
+                f"got slots={self.slots}."
+            )
+        if len(clients) and (clients.min() < 0 or clients.max() >= self.data.num_clients):
             raise ValueError(f"Expected clients in [0, {self.data.num_clients}), got {clients.min()} to {clients.max()}.")
         if len(np.unique(clients)) != len(clients):
             raise ValueError("A client occurs more than once in the cohort; each may take part once a round.")

@@ -1,5 +1,6 @@
 """Federated datasets by name: each with its contract, its source, and a model to start with."""
 
+from fedsim.datasets._cache import is_cached as is_cached
 from fedsim.datasets._download import DownloadError as DownloadError
 from fedsim.datasets._registry import Description as Description
 from fedsim.datasets._registry import FederatedSplits as FederatedSplits
@@ -9,4 +10,18 @@ from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
 # Importing a dataset's file registers it.
-from fedsim.datasets import _digits, _emnist62  # isort: skip  # noqa: F401
+from fedsim.datasets import (  # isort: skip
+    _cifar10,  # noqa: F401
+    _cifar100,  # noqa: F401
+    _digits,  # noqa: F401
+    _emnist,  # noqa: F401
+    _emnist62_like,  # noqa: F401
+    _mnist,  # noqa: F401
+    _shakespeare,  # noqa: F401
+    _stackexchange,  # noqa: F401
+    _stackoverflow,  # noqa: F401
+    _stackoverflow_like,  # noqa: F401
+    _synthetic,  # noqa: F401
+    _tfds,  # noqa: F401
+    _toy_regression,  # noqa: F401
+)

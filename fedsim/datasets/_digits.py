@@ -25,8 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from fedsim import rng
-from fedsim.data import FederatedData, dirichlet_partition
+from fedsim.data import FederatedData
 from fedsim.datasets._registry import register
+from fedsim.partitioners import dirichlet
 
 _CLIENTS, _ALPHA, _SEED = 100, 0.3, 0
 
@@ -36,14 +37,16 @@ _CLIENTS, _ALPHA, _SEED = 100, 0.3, 0
     task="tell which of ten digits an 8 by 8 image shows; 100 clients, Dirichlet(0.3) label skew",
     features={"x": "[8, 8, 1] uint8 image, 0 = paper, 16 = ink", "y": "[] int32 the digit"},
     source_features={"images": "[8, 8] float64 image, 0 = paper, 16 = ink", "target": "[] int64 the digit"},
+    splits={"train": (100, 1439), "test": (100, 358)},
     num_classes=10,
     default_model="digits_dense",
     source="sklearn.datasets.load_digits: the test part of UCI's optdigits; no download",
+    download_bytes=0,
     licence="CC BY 4.0 (UCI Machine Learning Repository)",
     citation="E. Alpaydin and C. Kaynak. Optical recognition of handwritten digits. UCI Machine Learning Repository, "
     "1998. https://doi.org/10.24432/C50P49",
 )
-def load_digits(data: Path | None, cache: Path) -> tuple[FederatedData, FederatedData]:
+def load_digits(data: Path | None, cache: Path) -> dict[str, FederatedData]:
     """The two splits, the same whenever they are loaded.
 
     Raises:
@@ -61,9 +64,9 @@ def load_digits(data: Path | None, cache: Path) -> tuple[FederatedData, Federate
     columns = {"x": images.reshape(-1, 8, 8, 1).astype(np.uint8), "y": target.astype(np.int32)}
     words = np.asarray(rng.words(rng.stream(rng.root(_SEED), "split")))
     train, test = [], []
-    for client, rows in enumerate(dirichlet_partition(columns["y"], clients=_CLIENTS, alpha=_ALPHA, seed=_SEED)):
+    for client, rows in enumerate(dirichlet(columns["y"], clients=_CLIENTS, alpha=_ALPHA, seed=_SEED)):
         shuffled = rows[rng.permute(words, client, len(rows), np.arange(len(rows)), np)]
         held_out = (len(rows) + 2) // 5
         test.append(np.sort(shuffled[:held_out]))
         train.append(np.sort(shuffled[held_out:]))
-    return FederatedData.from_partition(columns, train), FederatedData.from_partition(columns, test)
+    return {"train": FederatedData.from_partition(columns, train), "test": FederatedData.from_partition(columns, test)}

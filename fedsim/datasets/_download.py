@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import http.client
 import os
-import tarfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks; there, two first runs at once may fetch twice.
-    fcntl = None  # type: ignore[assignment]
+from fedsim.datasets._archive import bar, unpack
+from fedsim.datasets._cache import only_one
 
 _BLOCK = 1 << 16
 _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}
@@ -29,11 +24,16 @@ class DownloadError(OSError):
     """A file could not be fetched; the message is one line that says which and why."""
 
 
+class UnreachableError(DownloadError):
+    """There is no network, or no such server."""
+
+
 def fetch(
     url: str,
     path: Path,
     *,
     sha256: str | None = None,
+    num_bytes: int | None = None,
     retries: int = 4,
     backoff: float = 1.0,
     timeout: float = 30.0,
@@ -48,6 +48,7 @@ def fetch(
       path: the file to be; its folder is made.
       sha256: what the content must hash to, in hex; checked for a file that is there already too. Without it, only the
         number of bytes is checked.
+      num_bytes: how long it must be; without it, as long as the server says.
       retries: how often, in a row, to try again without a single new byte.
       backoff: seconds to wait before the first of these, doubled for each that follows.
       timeout: seconds without a byte after which a transfer counts as stalled.
@@ -57,80 +58,69 @@ def fetch(
 
     Raises:
       DownloadError: the server cannot be reached (which is not tried again), it refuses, it keeps failing, or what it
-        sends has another hash (in which case nothing is kept).
-      ValueError: ``path`` is there and has another hash.
+        sends has another hash or size (in which case nothing is kept).
+      ValueError: ``path`` is there and has another hash or size.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     if path.exists():
-        if sha256 is not None and (actual := _sha256(path)) != sha256:
-            raise ValueError(f"{path} has SHA-256 {actual}, expected {sha256}: delete it to fetch it anew.")
+        if fault := _fault(path, sha256, num_bytes):
+            raise ValueError(f"{path} has {fault}: delete it to fetch it anew.")
         return path
     # What an earlier call left may be another file's beginning: if the hash is wrong then, once more from the start.
-    actual = ""
+    fault = ""
     for _ in range(2 if part.exists() else 1):
         _fetch_whole(url, part, retries, backoff, timeout)
-        actual = _sha256(part)
-        if sha256 in (None, actual):
+        fault = _fault(part, sha256, num_bytes)
+        if not fault:
             os.replace(part, path)
             return path
         part.unlink()
-    raise DownloadError(f"{url} has SHA-256 {actual}, expected {sha256}; nothing of it is kept.")
+    raise DownloadError(f"{url} has {fault}; nothing of it is kept.")
 
 
-def fetch_members(url: str, folder: Path, members: Sequence[str], *, sha256: str | None = None, **how: Any) -> None:
-    """Fetches a tar archive and extracts its files ``members`` into ``folder``, unless all are there.
+@dataclasses.dataclass(frozen=True)
+class Download:
+    """An address, and what is known of what lies there.
 
-    An archive that lies in ``folder`` already, under the name it has in ``url``, is taken instead (and removed after,
-    like a fetched one). Of several processes at once, one does the work and the others wait for it.
-
-    Raises:
-      DownloadError, ValueError: as `fetch` and `extract` do.
+    Attributes:
+      url: the address. A tar archive, or a compressed file if ``files`` says so, is unpacked.
+      files: names of the files that there are in the end.
+      sha256: published hash of what is fetched, in hex; None: none is published.
+      num_bytes: published size of what is fetched; None: none is published.
     """
-    if all((folder / member).is_file() for member in members):
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with _only_one(folder / ".lock"):
-        if not all((folder / member).is_file() for member in members):
-            archive = fetch(url, folder / url.rpartition("/")[2], sha256=sha256, **how)
-            extract(archive, members)
-            archive.unlink()
 
+    url: str
+    files: tuple[str, ...]
+    sha256: str | None = None
+    num_bytes: int | None = None
 
-def extract(archive: Path, members: Sequence[str]) -> list[Path]:
-    """Takes the files named ``members`` out of a tar archive, into its folder, whatever folders they lie in inside.
+    @property
+    def name(self) -> str:
+        """The name of the file that is fetched."""
+        return self.url.rpartition("/")[2]
 
-    Nothing else is written, and each file takes its name only when it is whole.
+    def at_hand(self, folder: Path) -> bool:
+        """Whether `into` needs no network."""
+        return (folder / self.name).is_file() or all((folder / file).is_file() for file in self.files)
 
-    Raises:
-      ValueError: the archive is damaged, or lacks a member.
-    """
-    missing = dict.fromkeys(members)
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            for entry in tar:
-                name = entry.name.rpartition("/")[2]
-                content = tar.extractfile(entry) if entry.isreg() and name in missing else None
-                if content is None:
-                    continue
-                part = archive.with_name(name + ".part")
-                with open(part, "wb") as out, _bar(f"extracting {name}", entry.size) as bar:
-                    while block := content.read(_BLOCK):
-                        out.write(block)
-                        bar.update(len(block))
-                    _to_disk(out)
-                os.replace(part, archive.with_name(name))
-                del missing[name]
-                if not missing:
-                    break
-    except (tarfile.TarError, EOFError, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # A full disk is no fault of the archive.
-            raise
-        reason = str(error).partition("\n")[0].rstrip(":")
-        raise ValueError(f"{archive} is damaged ({reason}): delete it to fetch it anew.") from error
-    if missing:
-        raise ValueError(f"{archive} has no {' and no '.join(missing)}: delete it to fetch it anew.")
-    return [archive.with_name(name) for name in members]
+    def into(self, folder: Path, **how: Any) -> None:
+        """Fetches, checks and unpacks into ``folder``, unless all ``files`` are there.
+
+        A file that lies in ``folder`` already, under the name it has in ``url``, is taken instead (and an archive is removed
+        after, like a fetched one). Of several processes at once, one does the work and the others wait for it.
+
+        Raises:
+          DownloadError, ValueError: as `fetch` does; the archive is damaged, or lacks a file.
+        """
+        if all((folder / file).is_file() for file in self.files):
+            return
+        with only_one(folder / ".lock"):
+            if not all((folder / file).is_file() for file in self.files):
+                fetched = fetch(self.url, folder / self.name, sha256=self.sha256, num_bytes=self.num_bytes, **how)
+                if self.name not in self.files:
+                    unpack(fetched, self.files)
+                    fetched.unlink()
 
 
 def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: float) -> None:
@@ -147,7 +137,7 @@ def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: fl
         except urllib.error.URLError as error:
             reason = str(getattr(error.reason, "strerror", None) or error.reason)
             if not reached:  # Without a network, waiting helps nobody.
-                raise DownloadError(f"{url} cannot be reached ({reason}).") from None
+                raise UnreachableError(f"{url} cannot be reached ({reason}).") from None
         except TimeoutError:
             reached, reason = True, f"no byte for {timeout:g} seconds"
         except (http.client.HTTPException, ConnectionError) as error:
@@ -181,10 +171,10 @@ def _transfer(url: str, part: Path, timeout: float) -> None:
             raise http.client.HTTPException("the server resumes elsewhere than asked")
         start = have if resumes else 0
         total = _total(response.headers) if resumes else _length(response.headers)
-        with open(part, "ab" if resumes else "wb") as out, _bar(f"fetching {part.stem}", total, start) as bar:
+        with open(part, "ab" if resumes else "wb") as out, bar(f"fetching {part.stem}", total, start) as progress:
             for block in _blocks(response):
                 out.write(block)
-                bar.update(len(block))
+                progress.update(len(block))
             _to_disk(out)
     if total is not None and (size := _size(part)) != total:
         if size > total:
@@ -226,26 +216,18 @@ def _total(headers: Any) -> int | None:
     return int(total) if total.isdigit() else None
 
 
-def _bar(label: str, total: int | None, start: int = 0) -> Any:
-    return tqdm(desc=label, total=total, initial=start, unit="B", unit_scale=True, disable=None, leave=False)
-
-
 def _to_disk(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Holds a lock between processes; it ends with the process, however that ends."""
-    if fcntl is None:
-        yield
-        return
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _fault(path: Path, sha256: str | None, num_bytes: int | None) -> str:
+    """What is wrong with a file; empty: nothing."""
+    if num_bytes is not None and (size := _size(path)) != num_bytes:
+        return f"{size} bytes, expected {num_bytes}"
+    if sha256 is not None:
+        with open(path, "rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != sha256:
+            return f"SHA-256 {actual}, expected {sha256}"
+    return ""

@@ -6,6 +6,8 @@ from fedsim.execution._contract import RoundInfo as RoundInfo
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._devices import use_all_cores as use_all_cores
+from fedsim.execution._dropped import report_dropped as report_dropped
+from fedsim.execution._dropped import watch_dropped as watch_dropped
 from fedsim.execution._evaluate import Evaluation as Evaluation
 from fedsim.execution._evaluate import evaluate as evaluate
 from fedsim.execution._execution import Auto as Auto

@@ -17,7 +17,7 @@ Info = dict[str, jax.Array]
 
 
 class Roster(NamedTuple):
-    """The cohort as a device sees it: each field ``[clients]``, in cohort order."""
+    """The cohort as a device sees it: each field ``[slots]``, in cohort order."""
 
     client: jax.Array
     start: jax.Array
@@ -55,7 +55,7 @@ class Lane:
         return Batch(examples, mask, jax.random.fold_in(people.step_key[position], step), step)
 
     def zeros(self) -> tuple[Any, Info]:
-        """An empty fold, and room ``[clients, ...]`` for what every client reports."""
+        """An empty fold, and room ``[slots, ...]`` for what every client reports."""
 
         def report(position: jax.Array) -> tuple[Any, Info]:
             client = self.client(position)
@@ -89,14 +89,15 @@ def sanitize(result: ClientUpdate, client: Client) -> tuple[Any, Info]:
     return update, info | {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
 
 
-def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array) -> RoundInfo:
-    """The round's info from the lines ``[clients, ...]`` that `sanitize` wrote; what the plan knows is not communicated."""
+def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array, num_clients: jax.Array) -> RoundInfo:
+    """The round's info from the lines ``[slots, ...]`` that `sanitize` wrote; what the plan knows is not communicated."""
     dropped = lines["dropped"] > 0
     steps = jnp.asarray(program.batches.num_steps(sizes), jnp.int32)
     return RoundInfo(
         clients=lines | {"num_examples": sizes, "num_steps": steps, "dropped": dropped},
         num_dropped=jnp.sum(dropped, dtype=jnp.int32),
         num_aggregated=jnp.sum(lines["weight"] != 0, dtype=jnp.int32),
+        num_clients=num_clients,
     )
 
 
@@ -105,7 +106,7 @@ def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: tuple
 
     Args:
       lane: the device's clients and data.
-      queue: ``int32 [clients]``, positions in the cohort.
+      queue: ``int32 [slots]``, positions in the cohort.
       window: ``int32 [2]``, which part of the queue to train: from, and up to.
       carry: the fold so far, and the lines.
     """
@@ -134,7 +135,7 @@ def run_side_by_side(
 
     Args:
       lane: the device's clients and data.
-      queues: ``int32 [lanes, clients]``, positions in the cohort.
+      queues: ``int32 [lanes, slots]``, positions in the cohort.
       windows: ``int32 [lanes, 2]``, which part of each queue to train.
       carry: the fold so far, and the lines.
       steps_per_check: how many steps to take before asking whether all lanes are done: a loop condition is read back

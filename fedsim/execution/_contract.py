@@ -52,15 +52,18 @@ class RoundInfo(NamedTuple):
     """What people plot of one round; it never feeds back. Arrays stay on the device until asked for.
 
     Attributes:
-      clients: per client, in cohort order ``[n]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
+      clients: per client, in cohort order ``[slots]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
         did not count), ``dropped bool`` (its update was not finite), and all that the algorithm's `ClientUpdate.info` holds.
+        The rows of a cohort that has fewer clients than slots come first, ``[:num_clients]``; the others are 0.
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
       num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.
+      num_clients: ``int32 []``, clients of the cohort.
     """
 
     clients: Mapping[str, jax.Array]
     num_dropped: jax.Array
     num_aggregated: jax.Array
+    num_clients: jax.Array
 
 
 class FederatedProgram(Protocol):

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedsim.data import Cohort
+from fedsim.data import ClientDataset, Cohort
 from fedsim.execution._cohort_loop import round_info, sanitize
 from fedsim.execution._contract import Client, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, check_cohorts, finish_round
@@ -45,7 +46,9 @@ class Debug(Execution):
         check_cohorts(program, [cohort])
         shared = _stage("broadcast", "the server", program.broadcast, state)
         accumulator, lines = None, []
-        for index, (client_id, dataset, key) in zip(cohort.clients, cohort, strict=True):
+        # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
+        clients = list(zip(cohort.clients, cohort, strict=True)) or [_nobody(cohort)]
+        for index, (client_id, dataset, key) in clients:
             who = f"client {client_id!r}"
             steps = program.batches.num_steps(len(dataset))
             client = Client(jnp.int32(index), jnp.int32(len(dataset)), jnp.int32(steps), key)
@@ -61,9 +64,18 @@ class Debug(Execution):
             accumulate = program.aggregator.accumulate
             accumulator = _stage("aggregator.accumulate", who, accumulate, accumulator, update, line["weight"])
             lines.append(line)
-        info = round_info(program, jax.tree.map(lambda *rows: jnp.stack(rows), *lines), jnp.asarray(cohort.sizes, jnp.int32))
+        sizes = np.zeros(cohort.slots, np.int32)
+        sizes[: len(cohort)] = cohort.sizes
+        lines += [jax.tree.map(jnp.zeros_like, lines[0])] * (cohort.slots - len(lines))
+        told = jax.tree.map(lambda *rows: jnp.stack(rows), *lines)
+        info = round_info(program, told, jnp.asarray(sizes), jnp.int32(len(cohort)))
         state = _stage("server_update", "the server", finish_round, program, state, accumulator, info.num_aggregated)
         return state, info
+
+
+def _nobody(cohort: Cohort) -> tuple[int, tuple[str, ClientDataset, jax.Array]]:
+    examples = {name: column[:0] for name, column in cohort.data.columns.items()}
+    return 0, ("nobody", ClientDataset("nobody", examples), cohort.key)
 
 
 def _stage(stage: str, who: str, hook: Callable[..., T], *args: Any) -> T:

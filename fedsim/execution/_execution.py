@@ -28,6 +28,11 @@ class Execution:
 
     States come back on the devices that ran the round; another execution takes them from there. To mix states of two
     executions in arithmetic of your own, bring them to the host first, by `jax.device_get`.
+
+    Guarantees:
+      - A cohort gives the same answer whatever its slots, up to the order of floating-point sums.
+      - Cohorts of equal slots share one compiled program, whatever their sizes.
+      - A cohort without clients leaves the state as it was, to the bit.
     """
 
     def run(
@@ -38,7 +43,7 @@ class Execution:
         Args:
           program: the algorithm.
           state: its state before the first of these rounds; not changed.
-          cohorts: one or more, all of the same population, root key and size.
+          cohorts: one or more, all of the same population, root key and number of slots (by default, of clients).
           max_rounds: calls with any number of cohorts up to this share one compiled program; default: as many as given.
 
         Returns:
@@ -94,7 +99,8 @@ class Jit(Execution):
     ) -> tuple[State, RoundInfo]:
         check_cohorts(program, cohorts)
         data, mesh = cohorts[0].data, self.mesh()
-        layout = Layout(len(cohorts[0]), mesh.size, self._lanes(len(cohorts[0]), mesh))
+        slots = cohorts[0].slots
+        layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
         plans = [plan_round(cohort, program.batches, layout.devices, layout.lanes) for cohort in cohorts]
         resident = _placement.is_resident(data, mesh, self.memory)
         if resident:
@@ -176,7 +182,9 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
     first = cohorts[0]
     for cohort in cohorts:
         if not runs_with(cohort, first):
-            raise ValueError("Cohorts that run together need one population, one size and one root key: run them apart.")
+            raise ValueError(
+                "Cohorts that run together need one population, one number of slots and one root key: run them apart."
+            )
     checked = vars(program).setdefault("_checked", weakref.WeakSet())
     if first.data not in checked:
         first.data.check_dtypes()
@@ -185,16 +193,17 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
-    """Whether two cohorts can run in one dispatch: one population, one size, one root key.
+    """Whether two cohorts can run in one dispatch: one population, one number of slots, one root key.
 
-    >>> from fedsim.data import FederatedData, UniformSampler
+    >>> from fedsim.data import FederatedData
+    >>> from fedsim.samplers import UniformSampler
     >>> data = FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[1, 2])
     >>> first, second = UniformSampler(data, clients=1, seed=0).rounds(2)
     >>> runs_with(second, first), runs_with(UniformSampler(data, clients=1, seed=1).cohort(0), first)
     (True, False)
     """
     same_key = cohort.key is other.key or bool(cohort.key == other.key)
-    return cohort.data is other.data and len(cohort) == len(other) and same_key
+    return cohort.data is other.data and cohort.slots == other.slots and same_key
 
 
 class _Compiled(NamedTuple):
@@ -232,7 +241,7 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
         accumulator, lines = carry
         accumulator = program.aggregator.merge_devices(accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
-        info = round_info(program, jax.lax.psum(lines, AXIS), plan.size)
+        info = round_info(program, jax.lax.psum(lines, AXIS), plan.size, jnp.sum(plan.length, dtype=jnp.int32))
         return finish_round(program, state, accumulator, info.num_aggregated), info
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:

@@ -16,14 +16,16 @@ _STEPS_PER_PROGRAM = 500
 
 
 class RoundPlan(NamedTuple):
-    """One round's plan, all ``int32``; ``clients`` means clients in cohort order.
+    """One round's plan, all ``int32``; ``slots`` means clients in cohort order, then zeros up to the cohort's slots.
+
+    Slots beyond the cohort are in no queue: they cost a few integers, and no step.
 
     Attributes:
       round: ``[]``.
-      client: ``[clients]``, position in the population.
-      start: ``[clients]``, first row in the columns that the device reads.
-      size: ``[clients]``, number of rows.
-      queue: ``[devices, lanes, clients]``, positions in the cohort, in the order in which the lane trains them.
+      client: ``[slots]``, position in the population.
+      start: ``[slots]``, first row in the columns that the device reads.
+      size: ``[slots]``, number of rows.
+      queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
       length: ``[devices, lanes]``, how many entries of each queue count.
     """
 
@@ -39,21 +41,21 @@ class RoundPlan(NamedTuple):
 class Layout:
     """The shape of a plan. Packed end to end it is one array, hence one transfer a dispatch."""
 
-    clients: int
+    slots: int
     devices: int
     lanes: int
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 1 + (3 + self.devices * self.lanes) * self.clients + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 1 + (3 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (self.clients,), (self.clients,), (self.clients,)]
-        shapes += [(self.devices, self.lanes, self.clients), (self.devices, self.lanes)]
+        shapes = [(), (self.slots,), (self.slots,), (self.slots,)]
+        shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
             words = int(np.prod(shape, dtype=np.int64))
@@ -64,8 +66,7 @@ class Layout:
 
 def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> RoundPlan:
     """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan)."""
-    sizes = cohort.sizes
-    clients = len(cohort)
+    sizes, slots = cohort.sizes, cohort.slots
     # Starting and folding a client takes about as long as half a step.
     work = 2 * batches.num_steps(sizes) + 1
     queues: list[list[int]] = [[] for _ in range(devices * lanes)]
@@ -75,17 +76,23 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> Ro
         busy, lane, device = heapq.heappop(load)
         queues[device * lanes + lane].append(position)
         heapq.heappush(load, (busy + int(work[position]), lane, device))
-    queue = np.zeros((devices * lanes, clients), np.int32)
+    queue = np.zeros((devices * lanes, slots), np.int32)
     for row, positions in zip(queue, queues, strict=True):
         row[: len(positions)] = positions
     return RoundPlan(
         round=np.int32(cohort.round),
-        client=cohort.clients,
-        start=cohort.data.offsets[cohort.clients].astype(np.int32),
-        size=sizes.astype(np.int32),
-        queue=queue.reshape(devices, lanes, clients),
+        client=_fill(cohort.clients, slots),
+        start=_fill(cohort.data.offsets[cohort.clients], slots),
+        size=_fill(sizes, slots),
+        queue=queue.reshape(devices, lanes, slots),
         length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
     )
+
+
+def _fill(values: np.ndarray, slots: int) -> np.ndarray:
+    filled = np.zeros(slots, np.int32)
+    filled[: len(values)] = values
+    return filled
 
 
 def windows(plan: RoundPlan, batches: Batches) -> list[np.ndarray]:

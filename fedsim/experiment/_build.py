@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import inspect
 import sys
 import types
 import typing
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import optax
 
 from fedsim import algorithms, datasets, models
 from fedsim.algorithm import Algorithm
-from fedsim.data import Batches, FederatedData, UniformSampler
+from fedsim.data import Batches, FederatedData
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._schedule import client_optimizer
 from fedsim.model import Model
-from fedsim.names import did_you_mean
+from fedsim.names import did_you_mean, import_reference, make, required
+from fedsim.samplers import UniformSampler
 
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that a RunConfig fills by other means than a number of the same name.
@@ -93,7 +90,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """
     if ":" not in name:
         return algorithms.get(name)
-    cls = _import(name)
+    cls = import_reference(name)
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise ValueError(f"{name} is not a subclass of fedsim.Algorithm.")
     return cls
@@ -128,35 +125,6 @@ def own_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
     return found
 
 
-def absolute(reference: str) -> str:
-    """``FILE.py:NAME`` with the file's absolute path, so that a run can be resumed from anywhere; other names as they are."""
-    file, _, attribute = reference.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{attribute}" if file.endswith(".py") else reference
-
-
-def _import(reference: str) -> Any:
-    source, _, attribute = reference.rpartition(":")
-    try:
-        module = _load_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"Cannot import {reference!r}: {error}. Give FILE.py:NAME or MODULE:NAME.") from error
-    except FileNotFoundError as error:
-        raise ValueError(f"Cannot import {reference!r}: there is no file {source}.") from error
-    if not hasattr(module, attribute):
-        raise ValueError(f"Cannot import {reference!r}: {source} has no {attribute!r}.{did_you_mean(attribute, dir(module))}")
-    return getattr(module, attribute)
-
-
-def _load_file(path: Path) -> types.ModuleType:
-    name = f"fedsim_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up there
-    spec.loader.exec_module(module)
-    return module
-
-
 def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
     if name is None:
         raise ValueError(
@@ -164,11 +132,7 @@ def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
         )
     if not isinstance(name, str):
         return name()
-    if ":" in name:
-        return _import(name)()
-    if name in models.MODELS and name not in ready_models():
-        raise ValueError(f"The model {name!r} needs arguments: write a function that makes it, and give FILE.py:FUNCTION.")
-    return models.get(name)
+    return make("model", name, models.MODELS)
 
 
 def ready_models() -> list[str]:
@@ -177,13 +141,7 @@ def ready_models() -> list[str]:
     >>> "emnist_cnn" in ready_models(), "dense" in ready_models()
     (True, False)
     """
-    empty = inspect.Parameter.empty
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return [
-        name
-        for name, factory in models.MODELS.items()
-        if all(p.default is not empty or p.kind in variable for p in inspect.signature(factory).parameters.values())
-    ]
+    return [name for name, factory in models.MODELS.items() if not required(factory)]
 
 
 def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:

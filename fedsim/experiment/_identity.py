@@ -20,7 +20,7 @@ def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any)
 
     Args:
       algorithm: its simple fields and its batches count, if there is no config.
-      first: a cohort, for its size, population and root key.
+      first: a cohort, for its slots, population and root key.
       config: a `RunConfig`, a mapping, or None.
       **arguments: of `run`: added to all but a `RunConfig`, which has them.
     """
@@ -35,7 +35,7 @@ def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any)
     simple = {name: value for name, value in fields.items() if isinstance(value, float | int | str | bool | None)}
     local_work = dataclasses.asdict(algorithm.batches)
     data = {"clients": first.data.num_clients, "examples": first.data.num_examples, "features": sorted(first.data.columns)}
-    described = {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": len(first), "data": data}
+    described = {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": first.slots, "data": data}
     return described | arguments | {"root_key": words}
 
 

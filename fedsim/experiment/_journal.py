@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.data import Cohort
-from fedsim.execution import RoundInfo
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._folder import RunFolder, lock
 from fedsim.experiment._lines import Line, score
@@ -37,7 +34,6 @@ class Journal:
     ) -> None:
         self.history: list[Line] = []
         self.written: list[str] = []
-        self._warned = False
         self._callbacks, self.checkpoints = callbacks, checkpoints
         self._file = self._tensorboard = None
         self._lock = lock(paths.path) if paths else None
@@ -83,19 +79,6 @@ class Journal:
             self.checkpoints.save(round, state)
             self.checkpoints.keep_only(keep)
             self._saved, self._saved_at = round, time.monotonic()
-
-    def warn_of_dropped(self, infos: Any, together: Sequence[Cohort]) -> None:
-        """Says once that a client update was not finite; the lines count them all."""
-        if self._warned or not isinstance(infos, RoundInfo) or not (count := int(infos.num_dropped.sum())):
-            return
-        self._warned = True
-        row, position = map(int, next(zip(*infos.clients["dropped"].nonzero(), strict=True)))
-        warnings.warn(
-            f"{count} client update(s) held a NaN or an infinity and were left out, the first that of client "
-            f"{together[row].client_ids[position]!r} in sampler.cohort({together[row].round}). The metrics count them under "
-            "'dropped'; this is said once. A lower client learning rate may help.",
-            stacklevel=4,
-        )
 
     def latest(self) -> dict[str, str]:
         """The newest loss and accuracy, for the progress bar."""

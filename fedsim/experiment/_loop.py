@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort, FederatedData, Sampler
-from fedsim.execution import Evaluation, Jit
+from fedsim.data import Cohort, FederatedData
+from fedsim.execution import Evaluation, Jit, RoundInfo, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
@@ -30,6 +30,7 @@ from fedsim.experiment._pace import Pace, cohorts
 from fedsim.experiment._report import closing_table
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
+from fedsim.samplers import Sampler
 
 State = Any
 Tested = Evaluation | Mapping[str, float]
@@ -152,7 +153,8 @@ def run(
         compiled = compiled or (dispatch.stop, now)
         length = len(dispatch.cohorts)
         pace.measured(length, seconds)
-        journal.warn_of_dropped(infos, dispatch.cohorts)
+        if isinstance(infos, RoundInfo):
+            report_dropped(algorithm, infos, dispatch.cohorts, algorithm.nonfinite)
         journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
         if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
             evaluation = test(dispatch.state)

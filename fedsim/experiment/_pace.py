@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from fedsim.data import Cohort, Sampler
+from fedsim.data import Cohort
 from fedsim.execution import runs_with
+from fedsim.samplers import Sampler
 
 # Two dispatches are under way at a time, so Ctrl-C is answered within about twice this.
 _SECONDS_PER_DISPATCH = 0.4
@@ -51,7 +52,7 @@ class Pace:
 
 
 def cohorts(sampler: Sampler, start: int, length: int) -> list[Cohort]:
-    """The next cohorts that can run together: at most ``length``, of one population, size and root key."""
+    """The next cohorts that can run together: at most ``length``, of one population, number of slots and root key."""
     return list(_alike(sampler.cohort(round) for round in range(start, start + length)))
 
 

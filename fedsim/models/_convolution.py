@@ -25,6 +25,8 @@ from jax import lax
 
 # Below this many channels on either side, transforming Winograd's tiles costs more than its products save (measured).
 _WINOGRAD_MIN_CHANNELS = 16
+# And with fewer tiles, transforming the kernel does; besides, these programs take several times as long to compile.
+_WINOGRAD_MIN_TILES = 512
 
 
 class Conv2D(hk.Module):
@@ -122,7 +124,9 @@ def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, paddi
         raise ValueError(f"A kernel of {list(kernel)} does not fit into images of {size} (padding={padding!r}).")
     # Winograd's sums and differences cost a few bits, which half precision does not have.
     exact = jnp.finfo(x.dtype).bits >= 32
-    if kernel == (3, 3) and stride == (1, 1) and min(w.shape[2:]) >= _WINOGRAD_MIN_CHANNELS and exact:
+    tiles = x.shape[0] * ((size[0] - 1) // 2) * ((size[1] - 1) // 2)
+    many = tiles >= _WINOGRAD_MIN_TILES and min(w.shape[2:]) >= _WINOGRAD_MIN_CHANNELS
+    if kernel == (3, 3) and stride == (1, 1) and many and exact:
         return _winograd(x, w, pads)
     return _patches(_pad(x, pads), w, stride)
 

@@ -6,29 +6,57 @@ from collections.abc import Callable
 from typing import Any
 
 from fedsim.model import Model
+from fedsim.models._autoencoder import emnist_autoencoder
+from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
-from fedsim.names import look_up
+from fedsim.models._generated import synthetic_logistic, toy_regression
+from fedsim.models._mnist import mnist_2nn, mnist_cnn
+from fedsim.models._shakespeare import shakespeare_lstm
+from fedsim.models._stackoverflow import stackoverflow_logistic, stackoverflow_lstm, stackoverflow_transformer
+from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
     factory.__name__: factory
-    for factory in (dense, digits_dense, digits_logistic, emnist_cnn, emnist_dense, emnist_logistic, logistic)
+    for factory in (
+        cifar10_cnn,
+        cifar100_logistic,
+        cifar100_resnet18,
+        dense,
+        digits_dense,
+        digits_logistic,
+        emnist_autoencoder,
+        emnist_cnn,
+        emnist_dense,
+        emnist_logistic,
+        logistic,
+        mnist_2nn,
+        mnist_cnn,
+        shakespeare_lstm,
+        stackoverflow_logistic,
+        stackoverflow_lstm,
+        stackoverflow_transformer,
+        synthetic_logistic,
+        toy_regression,
+    )
 }
 """Every model of `fedsim.models` by its function's name."""
 
 
 def get(name: str, **kwargs: Any) -> Model:
-    """The model that ``fedsim.models.<name>(**kwargs)`` makes.
+    """The model that ``fedsim.models.<name>(**kwargs)`` makes; ``name`` may carry options itself: ``"name(option=literal)"``.
 
     Raises:
-      ValueError: for a name that is not in `MODELS`; the message has the nearest ones.
+      ValueError: for a name that is not in `MODELS`, or an option that it has not; the message has the nearest ones.
 
     >>> get("emnist_dense", hidden=(100,)).num_classes
     62
+    >>> get("emnist_cnn(num_classes=10)").num_classes
+    10
     >>> get("emnist_cn")
     Traceback (most recent call last):
     ...
-    ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'emnist_dense'?
+    ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'mnist_cnn'?
     """
-    return look_up("model", name, MODELS)(**kwargs)
+    return make("model", name, MODELS, **kwargs)

@@ -1,6 +1,7 @@
 """The price of admission: every algorithm of the registry keeps the same promises."""
 
 import dataclasses
+import warnings
 
 import federation
 import haiku as hk
@@ -173,7 +174,14 @@ def test_a_non_finite_update_is_dropped_and_counted(name, how, poison):
     columns["x"][5:8, 0] = 2e3
     population = fedsim.FederatedData.from_arrays(columns, sizes=(5, 3, 4), client_ids=["client0", "client1", "client2"])
     algorithm = make(name, model=dataclasses.replace(model, loss=loss), execution=EXECUTIONS[how])
-    state, infos = run(algorithm, 1, [federation.cohort(population)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state, infos = run(algorithm, 1, [federation.cohort(population)])
+        for round in (1, 2):  # By now round 0 has been computed, and it is said once.
+            jax.block_until_ready(algorithm.apply(state, federation.cohort(population, round=round)))
+    (warning,) = caught
+    assert "1 client update(s) held a NaN or an infinity" in str(warning.message)
+    assert "client 'client1' in round 0" in str(warning.message)
     assert infos[0].clients["dropped"].tolist() == [False, True, False]
     assert infos[0].num_dropped == 1
     assert infos[0].clients["weight"][1] == 0

@@ -1,5 +1,6 @@
 """Tests of the dataset registry."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,16 @@ def registry_of_this_test(monkeypatch):
 
 
 def two_clients(data, cache):
+    """Two clients, three examples."""
     both = FederatedData.from_arrays({"y": np.arange(3)}, sizes=[1, 2])
-    return both, both
+    return {"train": both, "test": both}
 
 
 def test_unknown_names_are_refused_with_the_nearest():
     for ask in (datasets.load, datasets.describe):
         with pytest.raises(ValueError, match=r"no dataset 'emnist_62'. Did you mean 'emnist62'"):
             ask("emnist_62")
-        with pytest.raises(ValueError, match=r"no dataset 'zzz'. There are digits, emnist62"):
+        with pytest.raises(ValueError, match=r"no dataset 'zzz'. There are .*digits, .*emnist62"):
             ask("zzz")
 
 
@@ -41,7 +43,8 @@ def test_a_loader_gets_the_folder_and_a_cache_of_its_own(tmp_path):
     datasets.load("mine", cache=str(tmp_path))
     assert calls == [(tmp_path, tmp_path / "cache" / "mine"), (None, tmp_path / "mine")]
     assert splits.train.num_clients == splits.test.num_clients == 2
-    assert splits.description == datasets.describe("mine") == datasets.Description(name="mine", num_classes=3)
+    assert datasets.describe("mine") == datasets.Description(name="mine", num_classes=3)
+    assert splits.description == datasets.Description(name="mine", num_classes=3, features={"y": "[] int64"})
     assert "mine" in datasets.names()
     assert load_mine.__name__ == "load_mine"
 
@@ -80,17 +83,136 @@ def test_a_taken_name_is_refused_and_the_same_function_again_is_not():
 
 
 def test_every_dataset_says_all_of_itself_and_its_model_fits():
-    assert datasets.names() == ["digits", "emnist62"]
+    assert {"digits", "emnist62"} <= set(datasets.names())
     for name in datasets.names():
         about = datasets.describe(name)
         assert about.name == name
-        assert about.task
-        assert about.source
-        assert about.licence
-        assert about.citation
-        assert about.source_features
+        assert about.task and about.source and about.licence and about.citation and about.source_features, name
+        assert set(about.options) == set(about.defaults), name
+        if about.default_model is None:
+            continue
         model = fedsim.models.get(about.default_model)
-        assert model.num_classes == about.num_classes
-        for feature, accepted in model.features.items():
-            specs = accepted if isinstance(accepted, tuple) else (accepted,)
-            assert any(about.features[feature].startswith(f"{list(spec.shape)} {spec.dtype}") for spec in specs)
+        assert about.num_classes in (None, model.num_classes), name
+        stated = {feature: re.match(r"\[(.*?)\] (\w+) \w", text).groups() for feature, text in about.features.items()}
+        columns = {
+            feature: np.zeros((1, *(int(size) for size in shape.split(",") if size)), dtype)
+            for feature, (shape, dtype) in stated.items()
+        }
+        model.check(FederatedData.from_arrays(columns, sizes=[1]))
+
+
+def sized(data, cache, *, size=3, kind="plain", share=0.5, three=False):
+    train = FederatedData.from_arrays({"x": np.zeros((size, 2), np.uint8)}, sizes=[size])
+    return {"train": train, "test": train} | ({"held_out": train} if three else {})
+
+
+def test_options_come_by_keyword_or_in_the_name():
+    datasets.register("sized", options={"size": "how many"})(sized)
+    assert datasets.load("sized").train.num_examples == 3
+    assert datasets.load("sized", size=4).train.num_examples == 4
+    assert datasets.load("sized(size=5, share=1)").train.num_examples == 5
+    assert datasets.load("sized(size=5)", kind="other").train.num_examples == 5
+    assert datasets.describe("sized(size=5)").defaults == {"size": 3, "kind": "plain", "share": 0.5, "three": False}
+    assert datasets.load("sized").held_out is None
+    assert datasets.load("sized(three=True)").held_out.num_examples == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sized(siez=3)", r"dataset 'sized' has no option 'siez'. Did you mean 'size'\? It has: size, kind, share, three."),
+        ("digits(alpha=1)", "dataset 'digits' has no option 'alpha'. It has none."),
+        ("sized(data='.')", "no option 'data'"),
+        ("sized(size=1.5)", "option size of the dataset 'sized' is a whole number, as its default 3 is: got size=1.5"),
+        ("sized(size=True)", "is a whole number"),
+        ("sized(share='half')", "share .* is a number, .* got share='half'"),
+        ("sized(three=1)", "three .* is True or False"),
+        ("sized(kind=other)", r"kind=other is not a literal: quote it, kind='other'"),
+        ("sized(size=int(3))", r"size=int\(3\) is not a literal: write the value out"),
+        ("sized(size=1, size=2)", "size is given twice"),
+        ("sized(3)", "3 has no name: write name"),
+        ("sized(**{'size': 3})", r"is not a literal"),
+        ("sized(size=)", "Cannot read the options of"),
+        ("sized(size=3", "is not closed"),
+        ("sized)", "Cannot read the options"),
+        ("(size=3)", "Cannot read the options"),
+        ("", "There is no dataset ''"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(name, message):
+    datasets.register("sized")(sized)
+    for ask in (datasets.load, datasets.describe):
+        with pytest.raises(ValueError, match=message):
+            ask(name)
+
+
+def test_an_option_given_twice_is_refused():
+    datasets.register("sized")(sized)
+    with pytest.raises(ValueError, match=r"'size' is given twice, in 'sized\(size=3\)' and beside it"):
+        datasets.load("sized(size=3)", size=3)
+
+
+def test_a_family_gets_what_follows_its_prefix():
+    asked = []
+
+    @datasets.register("zoo:NAME", task="animals")
+    def load_zoo(data, cache, *, name, size=3):
+        asked.append((name, cache.name))
+        return sized(data, cache, size=size)
+
+    assert datasets.load("zoo:cat/big(size=4)", cache="c").train.num_examples == 4
+    assert asked == [("cat/big", "zoo_cat_big")]
+    assert datasets.describe("zoo:cat").name == "zoo:cat" and datasets.describe("zoo:cat").defaults == {"size": 3}
+    with pytest.raises(ValueError, match="no option 'name'"):
+        datasets.load("zoo:cat(name='dog')")
+    for name in ("a:b", "a(b)"):
+        with pytest.raises(ValueError, match="without parentheses and colons"):
+            datasets.register(name)
+
+
+def test_a_loader_in_a_file_of_ones_own(tmp_path):
+    folder = tmp_path / "my data (2)"
+    folder.mkdir()
+    file = folder / "mine.py"
+    file.write_text(
+        "import numpy as np\n"
+        "from fedsim import FederatedData, datasets\n"
+        "def load(data, cache, *, size=2):\n"
+        "    'Zeros.'\n"
+        "    both = FederatedData.from_arrays({'x': np.zeros((size, 3), np.float32)}, sizes=[size])\n"
+        "    return {'train': both, 'test': both}\n"
+        "@datasets.register('mine_registered', licence='mine')\n"
+        "def registered(data, cache):\n"
+        "    return load(data, cache)\n"
+        "number = 3\n"
+    )
+    splits = datasets.load(f"{file}:load(size=5)")
+    assert splits.train.num_examples == 5
+    assert splits.description.task == "Zeros." and splits.description.features == {"x": "[3] float32"}
+    assert datasets.load(f"{file}:load").train.num_examples == 2
+    assert datasets.describe(f"{file}:registered").licence == "mine"
+    assert datasets.load(f"{file}:registered").description.name == "mine_registered"
+    assert datasets.load("mine_registered").train.num_examples == 2
+    with pytest.raises(ValueError, match=r"has no option 'sise'. Did you mean 'size'"):
+        datasets.load(f"{file}:load(sise=5)")
+    with pytest.raises(ValueError, match=r"mine.py has no 'laod'. Did you mean 'load'"):
+        datasets.load(f"{file}:laod")
+    with pytest.raises(ValueError, match="is not a function that loads a dataset"):
+        datasets.load(f"{file}:number")
+    with pytest.raises(ValueError, match="there is no file"):
+        datasets.load(f"{tmp_path}/no.py:load")
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ((1, 2), "'mine' returned a tuple: expected {'train'"),
+        ({"train": two_clients(None, None)["train"]}, r"no split 'test', only \['train'\]: add it"),
+        (two_clients(None, None) | {"heldout": 1}, "returned .heldout.. Did you mean 'held_out'"),
+        ({"train": 1, "test": 2}, "returned a int as train: expected FederatedData"),
+    ],
+)
+def test_what_a_loader_returns_is_checked(returned, message):
+    datasets.register("mine")(lambda data, cache: returned)
+    with pytest.raises(ValueError, match=message):
+        datasets.load("mine")

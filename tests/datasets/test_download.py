@@ -1,9 +1,13 @@
 """Tests of fetching, against a server on this machine that misbehaves on purpose."""
 
+import bz2
 import contextlib
+import errno
+import gzip
 import hashlib
 import http.server
 import io
+import lzma
 import os
 import socket
 import subprocess
@@ -14,7 +18,7 @@ import threading
 import numpy as np
 import pytest
 
-from fedsim.datasets import DownloadError, _download
+from fedsim.datasets import DownloadError, _archive, _download
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
 HASH = hashlib.sha256(CONTENT).hexdigest()
@@ -199,7 +203,7 @@ def pack(entries):
 def test_members_are_fetched_and_extracted_and_the_archive_removed(server, tmp_path):
     server.content = pack([("a.h5", b"A" * 1000), ("folder/b.h5", b"B"), ("c", b"C")])
     for _ in range(2):
-        _download.fetch_members(server.url, tmp_path, ["a.h5", "b.h5"])
+        _download.Download(f"{server.url}.tar", ("a.h5", "b.h5")).into(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != ".lock") == ["a.h5", "b.h5"]
     assert (tmp_path / "a.h5").read_bytes() == b"A" * 1000
     assert len(server.ranges) == 1
@@ -209,7 +213,7 @@ def test_nothing_is_extracted_outside_the_folder(tmp_path):
     inside = tmp_path / "inside"
     inside.mkdir()
     (inside / "evil.tar").write_bytes(pack([("../a.h5", b"A"), ("/b.h5", b"B"), ("../../c", b"C")]))
-    _download.extract(inside / "evil.tar", ["a.h5", "b.h5"])
+    _archive.extract(inside / "evil.tar", ["a.h5", "b.h5"])
     assert sorted(p.name for p in inside.iterdir()) == ["a.h5", "b.h5", "evil.tar"]
     assert list(tmp_path.iterdir()) == [inside]
 
@@ -220,7 +224,7 @@ def test_a_link_is_no_member(tmp_path):
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         tar.addfile(link)
     with pytest.raises(ValueError, match=r"a.tar has no a.h5: delete it"):
-        _download.extract(tmp_path / "a.tar", ["a.h5"])
+        _archive.extract(tmp_path / "a.tar", ["a.h5"])
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.9])
@@ -228,8 +232,75 @@ def test_a_cut_archive_is_named_and_no_member_takes_its_name(tmp_path, share):
     content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # Several blocks of bzip2.
     (tmp_path / "a.tar.bz2").write_bytes(content[: int(len(content) * share)])
     with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to fetch it anew"):
-        _download.extract(tmp_path / "a.tar.bz2", ["a.h5", "b.h5"])
-    assert not (tmp_path / "a.h5").exists()
+        _archive.extract(tmp_path / "a.tar.bz2", ["a.h5", "b.h5"])
+    assert os.listdir(tmp_path) == ["a.tar.bz2"]
+
+
+COMPRESSED = {
+    ".lzma": lambda content: lzma.compress(content, lzma.FORMAT_ALONE),
+    ".xz": lzma.compress,
+    ".bz2": bz2.compress,
+    ".gz": gzip.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+def test_a_compressed_file_is_fetched_decompressed_and_removed(server, tmp_path, suffix):
+    server.content = COMPRESSED[suffix](CONTENT)
+    size, digest = len(server.content), hashlib.sha256(server.content).hexdigest()
+    download = _download.Download(f"{server.url}/a.sqlite{suffix}", ("a.sqlite",), digest, size)
+    for _ in range(2):
+        download.into(tmp_path)
+        assert (tmp_path / "a.sqlite").read_bytes() == CONTENT
+    assert sorted(os.listdir(tmp_path)) == [".lock", "a.sqlite"]
+    assert len(server.ranges) == 1
+
+
+@pytest.mark.parametrize("suffix", COMPRESSED)
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_a_cut_compressed_file_is_named_and_nothing_half_is_left(tmp_path, suffix, share):
+    content = COMPRESSED[suffix](CONTENT)
+    path = tmp_path / f"a.sqlite{suffix}"
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ValueError, match=rf"a.sqlite{suffix} is damaged .*: delete it to fetch it anew"):
+        _download.Download(f"http://nowhere/a.sqlite{suffix}", ("a.sqlite",)).into(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".lock", path.name]
+
+
+def test_another_size_is_refused_and_nothing_kept(server, tmp_path):
+    with pytest.raises(DownloadError, match="has 300000 bytes, expected 300001; nothing of it is kept"):
+        fetch(server, tmp_path / "file.bin", num_bytes=300_001)
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file.bin").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="file.bin has 3 bytes, expected 300000: delete it"):
+        fetch(server, tmp_path / "file.bin", num_bytes=300_000)
+
+
+def test_a_file_that_needs_no_unpacking_stays_as_it_is(server, tmp_path):
+    _download.Download(server.url, ("file.bin",), HASH, len(CONTENT)).into(tmp_path)
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no such limits there")
+@pytest.mark.parametrize("form", ["plain", "tar", "bz2"])
+def test_a_full_disk_is_said_and_nothing_half_written_takes_a_name(server, tmp_path, form):
+    """A limit on the size of files stands in for the disk."""
+    server.content = {"plain": CONTENT, "tar": pack([("a.h5", b"A" * 300_000)]), "bz2": bz2.compress(b"A" * 300_000)}[form]
+    name = {"plain": "a.h5", "tar": "a.tar", "bz2": "a.h5.bz2"}[form]
+    script = f"""
+import resource
+from pathlib import Path
+from fedsim.datasets import _download
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+try:
+    _download.Download({server.url!r} + "/{name}", ("a.h5",)).into(Path({str(tmp_path)!r}))
+except OSError as error:
+    print(type(error).__name__, error.errno)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["OSError", str(errno.EFBIG)], done
+    left = {"plain": ["a.h5.part"], "tar": ["a.tar"], "bz2": ["a.h5.bz2"]}[form]  # what is fetched can be taken up again
+    assert sorted(os.listdir(tmp_path)) == [".lock", *left]
 
 
 def test_of_several_processes_one_fetches(server, tmp_path):
@@ -237,7 +308,7 @@ def test_of_several_processes_one_fetches(server, tmp_path):
     script = f"""
 from pathlib import Path
 from fedsim.datasets import _download
-_download.fetch_members({server.url!r}, Path({str(tmp_path)!r}), ["a.h5"])
+_download.Download({server.url!r} + ".tar", ("a.h5",)).into(Path({str(tmp_path)!r}))
 """
     running = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(2)]
     assert [process.wait(60) for process in running] == [0, 0]

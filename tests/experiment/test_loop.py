@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,9 +100,48 @@ class EveryFourth:
         return fedsim.Cohort.of(self.data, [str(round % 4), str(4 + round % 4), "11"][: 2 + round % 2], round=round, seed=1)
 
 
-def test_every_sampler_works_with_the_runner(algorithm, data):
-    result = run(algorithm, EveryFourth(data), rounds=6, test_data=data, progress=False)
-    assert result.round == 6 and [line["num_examples"] for line in result.history[:2]] == [8, 48]
+@pytest.mark.parametrize("name", ["EveryFourth", *federation.SAMPLERS])
+def test_every_sampler_works_with_the_runner(name, algorithm, data):
+    sampler = EveryFourth(data) if name == "EveryFourth" else federation.SAMPLERS[name](data, 4)
+    result = run(algorithm, sampler, rounds=6, test_data=data, progress=False)
+    assert result.round == 6
+    examples = [line["num_examples"] for line in result.history if "num_examples" in line]
+    assert examples == [int(sampler.cohort(round).sizes.sum()) for round in range(6)]
+
+
+@pytest.mark.parametrize("name", ["PoissonSampler", "ShuffledSampler", "DiurnalSampler", "ScheduleSampler"])
+def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_algorithm, data):
+    algorithm, sampler = make_algorithm(), federation.SAMPLERS[name](data, 4)
+    assert len({len(cohort) for cohort in sampler.rounds(6)}) > 1
+    run(algorithm, sampler, rounds=6, progress=False)
+    (compiled,) = algorithm._compiled.values()
+    assert compiled.rounds._cache_size() == 1
+
+
+def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
+    algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
+    whole = run(algorithm, sampler, rounds=6, progress=False)
+    seen = []
+
+    def stop(line, state):
+        seen.append(line)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            algorithm,
+            sampler,
+            rounds=6,
+            folder=tmp_path / "r",
+            checkpoint_every=1,
+            callbacks=[stop],
+            rounds_per_dispatch=1,
+            progress=False,
+        )
+    again = run(algorithm, sampler, rounds=6, folder=tmp_path / "r", checkpoint_every=1, rounds_per_dispatch=1, progress=False)
+    assert bits(again.state) == bits(whole.state)
+    assert [line["round"] for line in again.history] == [1, 2, 3, 4, 5, 6]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -174,7 +214,7 @@ def _poisoned(make_algorithm, **fields):
 
 
 def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampler, tmp_path):
-    with pytest.warns(UserWarning, match=r"3 client update\(s\) held a NaN .* client '\d+' in sampler.cohort\(2\)") as caught:
+    with pytest.warns(UserWarning, match=r"3 client update\(s\) held a NaN .* client '\d+' in round 2") as caught:
         result = run(_poisoned(make_algorithm), sampler, rounds=5, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1)
     assert len([w for w in caught if "client update" in str(w.message)]) == 1
     assert [line["dropped"] for line in result.history] == [0, 0, 3, 3, 3]

@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedsim.models import Conv2D, conv2d
+from fedsim.models import Conv2D, _convolution, conv2d
+
+
+@pytest.fixture(autouse=True)
+def winograd_on_small_images(monkeypatch):
+    monkeypatch.setattr(_convolution, "_WINOGRAD_MIN_TILES", 1)
+
 
 # (kernel, stride, padding, channels in, channels out, height, width); 16 channels and more take Winograd's way.
 CASES = [
@@ -179,3 +185,10 @@ def test_inputs_that_are_no_float_images_are_refused():
         net.init(jax.random.key(0), jnp.ones([8, 8]))
     with pytest.raises(ValueError, match="3 channels"):
         conv2d(jnp.ones([1, 8, 8, 3]), jnp.ones([3, 3, 1, 4]))
+
+
+@pytest.mark.parametrize(("images", "products"), [(8, 1), (32, 16)])
+def test_few_tiles_take_the_way_of_patches(monkeypatch, images, products):
+    monkeypatch.undo()
+    text = str(jax.make_jaxpr(conv2d)(jnp.ones([images, 8, 8, 16]), jnp.ones([3, 3, 16, 16])))
+    assert text.count("dot_general[") == products

@@ -1,4 +1,4 @@
-"""Samplers: which clients take part in round r, as a function of the seed and r alone."""
+"""What a sampler is, and what those of this room share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from fedsim import rng
-from fedsim.data._cohort import Cohort
-from fedsim.data._federated_data import FederatedData
+from fedsim.data import Cohort, FederatedData
 
 
 class Sampler(Protocol):
@@ -24,23 +23,16 @@ class Sampler(Protocol):
         ...
 
 
-class UniformSampler:
-    """The same number of distinct clients every round, uniformly at random, independent between rounds.
+class SeededSampler:
+    """A sampler that draws positions in the population by ``_draw(round)``.
 
     Args:
       data: the population.
-      clients: cohort size.
+      clients: the cohort's slots: how many take part, exactly or at most.
       seed: the run's seed, or its root key.
 
     Raises:
-      ValueError: ``clients`` is not positive, or larger than the population.
-
-    >>> data = FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
-    >>> sampler = UniformSampler(data, clients=3, seed=0)
-    >>> [cohort.round for cohort in sampler.rounds(4, start=2)]
-    [2, 3]
-    >>> sampler.cohort(7).client_ids == sampler.cohort(7).client_ids
-    True
+      ValueError: ``clients`` is not positive, or larger than the population; a round out of [0, 2**31).
     """
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array) -> None:
@@ -56,10 +48,21 @@ class UniformSampler:
         self._words = np.asarray(rng.words(rng.stream(self.key, "sampling")))
 
     def cohort(self, round: int) -> Cohort:
-        """The cohort of a round: the first entries of that round's permutation of the population."""
-        chosen = rng.permute(self._words, round, self.data.num_clients, np.arange(self.clients, dtype=np.int32), np)
-        return Cohort(self.data, chosen, round, self.key)
+        """The cohort of a round."""
+        round = operator.index(round)
+        if not 0 <= round < 2**31:
+            raise ValueError(f"Expected 0 <= round < 2**31, got round={round}.")
+        chosen = self._draw(round)
+        return Cohort(self.data, chosen, round, self.key, slots=max(self.clients, len(chosen)))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
         """The cohorts of rounds ``start`` to ``stop - 1``."""
         return (self.cohort(r) for r in range(start, stop))
+
+    def _draw(self, round: int) -> np.ndarray:
+        """Positions of the clients of a round, ``[n]``, no one twice."""
+        raise NotImplementedError
+
+    def _generator(self, round: int) -> np.random.Generator:
+        """The round's own stream of numbers: Philox counts up from the round, and no two rounds meet."""
+        return np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, round]))

@@ -1,0 +1,218 @@
+"""``fedsim datasets``: a table of them all, one described with its picture, and files converted from one format to another."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim import datasets, formats, heterogeneity, plots
+
+_COUNT_LABELS_UP_TO = 10_000_000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs ``fedsim datasets`` with what follows it; wrong options end in ``SystemExit``."""
+    options = _parser().parse_args(arguments)
+    if options.command == "describe":
+        _describe(options.name, options.data, options.picture)
+    elif options.command == "convert":
+        _convert(options)
+    else:
+        _list()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "fedsim datasets",
+        description="Without a command: a table of all datasets. Sizes are those of what is downloaded at first use.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    describe = commands.add_parser(
+        "describe",
+        help="what a dataset holds, where it is from, whom to cite; and its picture",
+        description="What a dataset holds before and after preprocessing, its options, where it is from and whom to "
+        "cite. If it is at hand (cached, generated, or given by --data), also what was found in it.",
+        allow_abbrev=False,
+    )
+    describe.add_argument("name", metavar="NAME", help="a name, also with options, 'NAME(option=value)', or FILE.py:FUNCTION")
+    describe.add_argument("--data", metavar="DIR", help="folder with the dataset's files, instead of the cache")
+    describe.add_argument(
+        "--picture",
+        metavar="FILE.png",
+        help="draw client sizes, labels and examples into this file (also .pdf, .svg); downloads the data if need be",
+    )
+    convert = commands.add_parser(
+        "convert",
+        help="convert a file of clients from one format to another",
+        description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
+        "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
+        "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: packed, "
+        "leaf, csv, parquet, fedjax_sqlite, tff_sqlite. Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
+        allow_abbrev=False,
+    )
+    convert.add_argument("source", metavar="IN", help="what to read")
+    convert.add_argument(
+        "target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format, which FederatedData.open maps"
+    )
+    convert.add_argument("--split", metavar="NAME", help="which split of IN, if it has several")
+    convert.add_argument("--client", metavar="COLUMN", help="the column that says whose a row is, for tables (CSV, Parquet)")
+    convert.add_argument("--format", metavar="FORMAT", help="the format of OUT, if its suffix does not say it")
+    convert.add_argument("--source-format", metavar="FORMAT", help="the format of IN, if it is not to be recognized")
+    return parser
+
+
+def _list() -> None:
+    rows = [("NAME", "CLIENTS", "EXAMPLES", "SIZE", "CACHED", "LICENCE", "TASK")]
+    for name in datasets.names():
+        about = datasets.describe(name)
+        clients = [count for count, _ in about.splits.values()]
+        rows.append(
+            (
+                name,
+                " + ".join(dict.fromkeys(map(_short, clients))) or "any",
+                " + ".join(_short(count) for _, count in about.splits.values()) or "any",
+                "your own" if about.needs_data else _size(about.download_bytes),
+                "–" if about.needs_data or about.download_bytes == 0 else "yes" if datasets.is_cached(name) else "no",
+                re.split(r" ?[;:(]", about.licence)[0],
+                about.task,
+            )
+        )
+    _table(rows)
+    print("\nMore on one: fedsim datasets describe NAME. To train on it: fedsim run --dataset NAME.")
+
+
+def _describe(name: str, data: str | None, picture: str | None) -> None:
+    about = datasets.describe(name)
+    if picture and not Path(picture).resolve().parent.is_dir():
+        raise FileNotFoundError(f"No folder {Path(picture).resolve().parent} for the picture: create it first.")
+    cached = datasets.is_cached(about.name)
+    loaded = None
+    if data or picture or cached or about.download_bytes == 0:
+        loaded = datasets.load(name, data=data)
+        about = loaded.description
+    model = about.default_model
+    facts = [
+        ("task", about.task),
+        *((split, _population(*counts)) for split, counts in about.splits.items()),
+        *([("classes", str(about.num_classes))] if about.num_classes else []),
+        *([("model", model if isinstance(model, str) else getattr(model, "__name__", str(model)))] if model else []),
+        ("before", [f"{feature}: {text}" for feature, text in about.source_features.items()]),
+        ("after", [f"{feature}: {text}" for feature, text in about.features.items()]),
+        ("options", [_option(about, option) for option in about.defaults] or "none"),
+        ("source", about.source),
+        ("download", _download(about, cached)),
+        ("licence", about.licence),
+        ("cite", about.citation),
+    ]
+    print(about.name)
+    _facts(facts)
+    if loaded is None:
+        remedy = "--data DIR" if about.needs_data else "--picture FILE.png"
+        print(
+            f"\nNot at hand. To {'read' if about.needs_data else 'fetch and draw'} it: fedsim datasets describe "
+            f"{shlex.quote(name)} {remedy}"
+        )
+        return
+    print(f"\nFound{f' in {data}' if data else ''}")
+    splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
+    _facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
+    if picture:
+        figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
+        figure.savefig(picture)
+        print(f"\nThe picture is in {picture}.")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    formats.convert(
+        options.source,
+        options.target,
+        split=options.split,
+        client=options.client,
+        source_format=options.source_format,
+        target_format=options.format,
+    )
+    print(f"Wrote {options.target} ({_size(Path(options.target).stat().st_size)}).")
+
+
+def _measured(population: Any, about: datasets.Description) -> list[str]:
+    sizes = population.sizes
+    lines = [
+        _population(population.num_clients, population.num_examples),
+        f"a client: {sizes.min():,} to {sizes.max():,} examples, half have {int(np.median(sizes)):,} or more; "
+        f"Gini coefficient {heterogeneity.gini(population):.2f}",
+    ]
+    label = population.columns.get("y")
+    if about.num_classes and label is not None and label.ndim == 1 and len(label) <= _COUNT_LABELS_UP_TO:
+        lines.append(
+            f"labels: distance from the population's {heterogeneity.label_emd(population):.2f} on average (0 alike, 2 "
+            f"disjoint); as diverse as {np.mean(heterogeneity.effective_classes(population)):.1f} classes"
+        )
+    return lines
+
+
+def _download(about: datasets.Description, cached: bool) -> str:
+    if about.needs_data:
+        return "none: give a folder that has it, --data DIR"
+    if about.download_bytes == 0:
+        return "nothing"
+    size = "of a size that is not published" if about.download_bytes is None else _size(about.download_bytes)
+    return f"{size}, {'at hand in the cache' if cached else 'once, into the cache'}"
+
+
+def _option(about: datasets.Description, option: str) -> str:
+    default = about.defaults[option]
+    shown = "" if default is inspect.Parameter.empty else f"={default!r}"
+    return f"{option}{shown}: {about.options.get(option, '')}".rstrip(": ")
+
+
+def _population(clients: int | None, examples: int | None) -> str:
+    shown = ["any number of" if count is None else f"{count:,}" for count in (clients, examples)]
+    return f"{shown[0]} clients, {shown[1]} examples"
+
+
+def _short(count: int | None) -> str:
+    """A count in few characters: 715, 3,400, 67.2k, 136M."""
+    if count is None:
+        return "any"
+    if count >= 10**6:
+        return f"{count / 10**6:.3g}M"
+    return f"{count / 10**3:.3g}k" if count >= 10**4 else f"{count:,}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return "not stated"
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count} B" if count else "none"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns side by side; the last one, of prose, is cut at the edge of a terminal."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    edge = shutil.get_terminal_size((200, 24)).columns
+    for row in rows:
+        line = "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + "  " + row[-1]
+        print(line if len(line) <= edge else line[: edge - 1] + "…")
+
+
+def _facts(facts: Iterable[tuple[str, str | Sequence[str]]]) -> None:
+    """Words and what there is to say of each, wrapped beside them."""
+    width = min(120, shutil.get_terminal_size((120, 24)).columns)
+    for word, text in facts:
+        start = f"  {word:<9} "
+        for paragraph in [text] if isinstance(text, str) else text:
+            print(textwrap.fill(paragraph, width, initial_indent=start, subsequent_indent=" " * 14, break_on_hyphens=False))
+            start = " " * 12

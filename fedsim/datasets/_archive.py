@@ -1,0 +1,97 @@
+"""Taking files out of archives and compressed files, in a stream: each takes its name only when it is whole."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import lzma
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from fedsim.data._whole_file import whole_file
+
+_BLOCK = 1 << 20
+_OPENERS: dict[str, Callable[..., Any]] = {".lzma": lzma.open, ".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
+_DAMAGE = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError)
+
+
+def unpack(archive: Path, members: Sequence[str]) -> None:
+    """Puts the files ``members`` of an archive beside it: those of a tar archive, or the content of one compressed file.
+
+    Raises:
+      ValueError: the archive is damaged, or has something else in it.
+    """
+    if ".tar" in archive.suffixes:
+        extract(archive, members)
+    else:
+        (member,) = members
+        decompress(archive, member)
+
+
+def extract(archive: Path, members: Sequence[str]) -> None:
+    """Takes the files named ``members`` out of a tar archive, into its folder, whatever folders they lie in inside.
+
+    Nothing else is written.
+
+    Raises:
+      ValueError: the archive is damaged, or lacks a member.
+    """
+    missing = dict.fromkeys(members)
+    with _blaming(archive), tarfile.open(archive, "r:*") as tar:
+        for entry in tar:
+            name = entry.name.rpartition("/")[2]
+            content = tar.extractfile(entry) if entry.isreg() and name in missing else None
+            if content is None:
+                continue
+            with bar(f"extracting {name}", entry.size) as progress:
+                _copy(content, archive.with_name(name), progress.update)
+            del missing[name]
+            if not missing:
+                break
+    if missing:
+        raise ValueError(f"{archive} has no {' and no '.join(missing)}: delete it to fetch it anew.")
+
+
+def decompress(archive: Path, name: str) -> None:
+    """Decompresses ``archive`` (``.lzma``, ``.xz``, ``.bz2`` or ``.gz``) to the file ``name`` beside it.
+
+    Raises:
+      ValueError: the file is damaged.
+    """
+    size = archive.stat().st_size
+    with (
+        _blaming(archive),
+        open(archive, "rb") as raw,
+        _OPENERS[archive.suffix](raw, "rb") as content,
+        bar(f"decompressing {name}", size) as progress,
+    ):
+        _copy(content, archive.with_name(name), lambda _: progress.update(raw.tell() - progress.n))
+
+
+def bar(label: str, total: int | None, start: int = 0) -> Any:
+    """A progress bar of bytes, shown where there is a terminal."""
+    return tqdm(desc=label, total=total, initial=start, unit="B", unit_scale=True, disable=None, leave=False)
+
+
+def _copy(content: IO[bytes], target: Path, advance: Callable[[int], Any]) -> None:
+    with whole_file(target) as part, open(part, "wb") as out:
+        while block := content.read(_BLOCK):
+            out.write(block)
+            advance(len(block))
+
+
+@contextlib.contextmanager
+def _blaming(archive: Path) -> Iterator[None]:
+    try:
+        yield
+    except _DAMAGE as error:
+        if isinstance(error, OSError) and error.errno is not None:  # A full disk is no fault of the archive.
+            raise
+        reason = str(error).partition("\n")[0].rstrip(":.") or type(error).__name__
+        raise ValueError(f"{archive} is damaged ({reason}): delete it to fetch it anew.") from error

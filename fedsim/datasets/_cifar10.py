@@ -1,0 +1,89 @@
+"""CIFAR-10: 60,000 colour images of ten kinds of things, over clients that a partitioner makes.
+
+A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
+The partition by default, a Dirichlet over labels with 100 clients, is that of T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the
+effects of non-identical data distribution for federated visual classification", 2019, https://arxiv.org/abs/1909.06335.
+
+Address, hash and size are those of TensorFlow Datasets (url_checksums/cifar10.txt).
+
+Source, data_batch_1.bin to data_batch_5.bin and test_batch.bin, 10,000 records of 3,073 bytes each:
+  label: [] uint8.
+  image: [3, 32, 32] uint8 red, green, blue.
+
+Loaded:
+  x: [32, 32, 3] uint8 red, green, blue.
+  y: [] int32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedsim.data import FederatedData, FormatError
+from fedsim.datasets._checks import labels
+from fedsim.datasets._download import Download
+from fedsim.datasets._partitioned import OPTIONS, partitioned
+from fedsim.datasets._registry import register
+from fedsim.datasets._source import Source, locate
+
+_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
+_NUM_BYTES = 170_052_171
+_FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
+_ALL = tuple(name for names in _FILES.values() for name in names)
+_SOURCE = Source(
+    "CIFAR-10's binary files",
+    {name: (name,) for name in _ALL},
+    downloads=[Download(_URL, _ALL, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd", _NUM_BYTES)],
+)
+_RECORD = 1 + 3 * 32 * 32
+
+
+@register(
+    "cifar10",
+    task="tell which of ten things a 32 by 32 colour image shows; 100 clients, Dirichlet(0.5) label skew, or another partition",
+    features={"x": "[32, 32, 3] uint8 red, green, blue", "y": "[] int32 class, 0-9"},
+    source_features={"image": "[3, 32, 32] uint8 red, green, blue", "label": "[] uint8 class, 0-9"},
+    splits={"train": (100, 50_000), "test": (100, 10_000)},
+    class_names=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    num_classes=10,
+    default_model="cifar10_cnn",
+    options=OPTIONS,
+    source=_URL,
+    download_bytes=_NUM_BYTES,
+    licence="not stated (its authors ask for the citation)",
+    citation="A. Krizhevsky. Learning multiple layers of features from tiny images. 2009. "
+    "https://www.cs.toronto.edu/~kriz/cifar.html",
+)
+def load_cifar10(
+    data: Path | None, cache: Path, *, partition: str = "dirichlet", clients: int = 100, seed: int = 0, **partition_options: Any
+) -> dict[str, FederatedData]:
+    """The two splits, over the same number of clients.
+
+    Raises:
+      FileNotFoundError: ``data`` has not the six files.
+      FormatError: a file that is damaged.
+      ValueError: no such partition, or it has no such option.
+      DownloadError: nothing could be fetched; says the ways out.
+    """
+    _, files = locate("cifar10", data, cache, [_SOURCE])
+    read = {name: _read(path) for name, path in files.items()}
+    splits = {
+        split: {feature: np.concatenate([read[name][feature] for name in names]) for feature in ("x", "y")}
+        for split, names in _FILES.items()
+    }
+    return partitioned(splits, partition, clients=clients, seed=seed, **partition_options)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    content = np.fromfile(path, np.uint8)
+    if not len(content) or len(content) % _RECORD:
+        raise FormatError(f"{path} has {len(content)} bytes, no multiple of {_RECORD}: it is cut, or no file of CIFAR-10.")
+    records = content.reshape(-1, _RECORD)
+    try:
+        y = labels(path.name, "label", records[:, 0], 10)
+    except ValueError as error:
+        raise FormatError(f"{path}: {error}".replace("client ", "file ")) from None
+    return {"x": np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), "y": y}

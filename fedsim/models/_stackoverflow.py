@@ -1,0 +1,174 @@
+"""Models for Stack Overflow: two that predict the next word, and one that predicts a question's tags.
+
+Features of the next word: ``x: int32 [length]``, ``y: int32 [length]``, ids of `fedsim.text.WordTokenizer`. Of tags: see
+`stackoverflow_logistic`.
+
+Losses are FedJAX's: that of a sentence is the sum over its tokens, pad counting for nothing, or that divided by an
+``expected_length``; TFF takes the mean over all tokens of a batch instead, so learning rates published for TFF want an
+``expected_length`` of about the mean number of tokens (13.3 for Stack Overflow). The metrics are means over tokens: ``loss``
+over all but pad, ``accuracy`` over all but pad, bos, eos and oov (S. Reddi et al. 2021 and TFF), ``accuracy_in_vocabulary``
+over all but pad and eos, where oov is a miss and special ids are never answered (FedJAX).
+"""
+
+from __future__ import annotations
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+
+from fedsim.metrics import Examples, Mean
+from fedsim.model import Feature, Model
+from fedsim.models._positive import check_positive
+from fedsim.models._recurrent import LSTM
+from fedsim.models._tokens import language_model
+from fedsim.models._transformer import encode
+
+
+def stackoverflow_lstm(
+    vocabulary: int = 10_000,
+    *,
+    length: int = 20,
+    oov_buckets: int = 1,
+    embedding: int = 96,
+    hidden: int = 670,
+    layers: int = 1,
+    expected_length: float | None = None,
+    tanh: bool = False,
+) -> Model:
+    """One LSTM layer over words, projected to the width of the embedding: 4,050,748 parameters.
+
+    S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C, table 9; the
+    count is the same there, in TFF and in FedJAX. It differs from TFF's in its initial weights, which are Haiku's; parameters
+    have the names and shapes of FedJAX's model.
+
+    Args:
+      vocabulary: number of words, without pad, bos, eos and the ``oov_buckets``.
+      length: of the sequences.
+      oov_buckets: ids of unknown words.
+      embedding, hidden, layers: sizes.
+      expected_length: divides the loss of a sentence; None leaves it a sum.
+      tanh: squash each LSTM's output once more, as FedJAX does and neither TFF nor the paper.
+
+    Raises:
+      ValueError: a size is not positive.
+
+    >>> model = stackoverflow_lstm()
+    >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+    4050748
+    """
+    check_positive(vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, hidden=hidden)
+    check_positive(layers=layers)
+    num_ids = vocabulary + 3 + oov_buckets
+
+    def logits(tokens: jax.Array, training: bool) -> jax.Array:
+        x = hk.Embed(num_ids, embedding)(tokens)
+        for _ in range(layers):
+            x = LSTM(hidden)(x)
+            x = hk.Linear(embedding)(jnp.tanh(x) if tanh else x)
+        return hk.Linear(num_ids)(x)
+
+    return language_model(logits, length, num_ids, _divisor(expected_length), oov_buckets)
+
+
+def stackoverflow_transformer(
+    vocabulary: int = 10_000,
+    *,
+    length: int = 20,
+    oov_buckets: int = 1,
+    embedding: int = 96,
+    heads: int = 8,
+    feedforward: int = 1536,
+    layers: int = 3,
+    dropout: float = 0.1,
+    expected_length: float | None = None,
+) -> Model:
+    """A causal transformer whose output weights are its embedding: 1,962,912 parameters.
+
+    The architecture of J. Wang et al., "A Field Guide to Federated Optimization", 2021, https://arxiv.org/abs/2107.06917, in the
+    size that pfl-research (F. Granqvist et al., 2024, https://arxiv.org/abs/2404.06430) gives it: A. Vaswani et al., "Attention
+    is all you need", NeurIPS 2017, https://arxiv.org/abs/1706.03762, with layer norm after each sum, relu, and fixed sinusoids for
+    positions. A word sees those up to itself; pad, which follows them, is not seen.
+
+    Args:
+      vocabulary: number of words, without pad, bos, eos and the ``oov_buckets``.
+      length: of the sequences.
+      oov_buckets: ids of unknown words.
+      embedding, heads, feedforward, layers: sizes; ``heads`` divides ``embedding``.
+      dropout: rate, in training, after the embedding and before each sum.
+      expected_length: divides the loss of a sentence; None leaves it a sum.
+
+    Raises:
+      ValueError: a size is not positive, or does not divide.
+
+    >>> model = stackoverflow_transformer()
+    >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+    1962912
+    """
+    check_positive(vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
+    check_positive(feedforward=feedforward, layers=layers)
+    if embedding % heads or embedding % 2:
+        raise ValueError(f"Expected an even embedding={embedding} that heads={heads} divides. Take 96 and 8.")
+    num_ids = vocabulary + 3 + oov_buckets
+
+    def logits(tokens: jax.Array, training: bool) -> jax.Array:
+        embed = hk.Embed(num_ids, embedding, w_init=hk.initializers.RandomUniform(-0.05, 0.05))
+        x = encode(embed(tokens), heads, feedforward, layers, dropout if training else 0.0)
+        return x @ embed.embeddings.T
+
+    return language_model(logits, length, num_ids, _divisor(expected_length), oov_buckets)
+
+
+def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None) -> Model:
+    """One logistic regression a tag on the shares of words: 5,000,500 parameters; outputs are logits ``[n, tags]``.
+
+    Tag prediction of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295,
+    appendix C. Features, of `fedsim.text.TagTokenizer`: ``x: float32 [vocabulary]``, each word's share of the post, or, with
+    ``length``, ``x: int32 [length]``, the ids of its words, of which the model takes the shares itself, and faster;
+    ``y: uint8 [tags]``. The loss is the sum of the tags' cross-entropies, as published; ``recall_at_5`` is the share of a
+    post's tags among its 5 largest logits, and a post without tags counts for nothing.
+
+    Raises:
+      ValueError: a size is not positive.
+
+    >>> model = stackoverflow_logistic()
+    >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+    5000500
+    """
+    check_positive(vocabulary=vocabulary, tags=tags, length=1 if length is None else length)
+    x: Feature = jax.ShapeDtypeStruct((vocabulary,), jnp.float32)
+    if length is not None:
+        x = jax.ShapeDtypeStruct((length,), jnp.int32)
+
+    def logits(examples: Examples) -> jax.Array:
+        if length is None:
+            return hk.Linear(tags)(examples["x"])
+        ids = examples["x"].astype(jnp.int32)
+        words = jnp.maximum(jnp.sum(ids > 0, axis=1, keepdims=True), 1).astype(jnp.float32)
+        with hk.name_scope("linear"):
+            w = hk.get_parameter("w", [vocabulary, tags], init=hk.initializers.TruncatedNormal(vocabulary**-0.5))
+            b = hk.get_parameter("b", [tags], init=jnp.zeros)
+        known = (ids > 0) & (ids <= vocabulary)
+        rows = jnp.where(known[..., None], w[jnp.where(known, ids - 1, 0)], 0.0)
+        return jnp.sum(rows, axis=1) / words + b
+
+    def loss(examples: Examples, outputs: jax.Array) -> jax.Array:
+        y = examples["y"].astype(jnp.float32)
+        return jnp.sum(jax.nn.softplus(outputs) - y * outputs, axis=1)
+
+    def recall_at_5(examples: Examples, outputs: jax.Array) -> Mean:
+        y = examples["y"].astype(jnp.float32)
+        best = jax.lax.top_k(outputs, min(5, tags))[1]
+        return Mean(jnp.sum(jnp.take_along_axis(y, best, axis=1), axis=1), jnp.sum(y, axis=1))
+
+    return Model.from_haiku(
+        hk.transform(logits),
+        features={"x": x, "y": jax.ShapeDtypeStruct((tags,), jnp.uint8)},
+        loss=loss,
+        metrics={"loss": lambda examples, outputs: Mean(loss(examples, outputs), jnp.ones(len(outputs))), "recall_at_5": recall_at_5},
+    )
+
+
+def _divisor(expected_length: float | None) -> float:
+    if expected_length is not None and not expected_length > 0:
+        raise ValueError(f"Expected expected_length > 0 or None, got expected_length={expected_length}.")
+    return 1.0 if expected_length is None else float(expected_length)

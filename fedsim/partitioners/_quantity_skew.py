@@ -1,0 +1,74 @@
+"""Clients of unlike sizes and like data.
+
+Log-normal sizes: T. Li et al., "Federated optimization in heterogeneous networks", MLSys 2020 (FedProx's synthetic data):
+https://arxiv.org/abs/1812.06127. Power law: sizes by rank, as G. K. Zipf's law has it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedsim.partitioners._draw import check_clients, count_examples, cut, generator
+
+
+def quantity_skew(
+    examples: Any,
+    *,
+    clients: int,
+    sigma: float | None = None,
+    exponent: float | None = None,
+    seed: int,
+    min_size: int = 1,
+) -> list[np.ndarray]:
+    """Sizes from a log-normal distribution or by a power law; which examples a client gets is pure chance.
+
+    Every client gets ``min_size`` examples, and the rest is shared out in proportion, rounded by largest remainders.
+
+    Args:
+      examples: their number, or anything that has one row for each.
+      clients: number of clients.
+      sigma: shares in proportion to LogNormal(0, sigma), drawn for each client; 0: equal sizes.
+      exponent: instead of ``sigma``: shares in proportion to k ** -exponent for k = 1, 2, ..., in random order.
+      seed: same seed, same partition.
+      min_size: no client has fewer examples than this.
+
+    Returns:
+      One sorted ``int64`` index array per client.
+
+    Guarantees:
+      - Every example goes to exactly one client.
+      - No client has fewer than ``min_size`` examples.
+      - With ``min_size=0``, a client's size is its share of the examples, rounded up or down.
+
+    Raises:
+      ValueError: neither or both of ``sigma`` and ``exponent``, one negative, ``clients`` not positive, or fewer than
+        ``clients * min_size`` examples.
+
+    >>> sorted(len(rows) for rows in quantity_skew(60, clients=3, exponent=1.0, seed=0, min_size=0))
+    [11, 16, 33]
+    """
+    number = count_examples(examples)
+    check_clients(clients, number, min_size)
+    if (sigma is None) == (exponent is None):
+        raise ValueError(f"Give either sigma (log-normal) or exponent (power law), got sigma={sigma}, exponent={exponent}.")
+    name, value = ("sigma", sigma) if sigma is not None else ("exponent", exponent)
+    if value is None or not 0 <= value < float("inf"):
+        raise ValueError(f"Expected {name} >= 0 and finite, got {name}={value}: 0 is no skew.")
+    draw = generator(seed, "quantity_skew")
+    if sigma is not None:
+        logarithms = sigma * draw.standard_normal(clients)
+    else:
+        logarithms = -value * np.log(draw.permutation(clients) + 1.0)
+    shares = np.exp(logarithms - logarithms.max())
+    sizes = min_size + _apportion(shares / shares.sum(), number - clients * min_size)
+    return cut(draw.permutation(number), sizes)
+
+
+def _apportion(shares: np.ndarray, total: int) -> np.ndarray:
+    exact = shares * total
+    sizes = np.floor(exact).astype(np.int64)
+    missing = total - int(sizes.sum())
+    sizes[np.argsort(sizes - exact, kind="stable")[:missing]] += 1
+    return sizes

@@ -1,0 +1,69 @@
+"""Each client for itself: the sampling that differential privacy is accounted for.
+
+Poisson subsampling: B. Balle, G. Barthe, M. Gaboardi, "Privacy amplification by subsampling: tight analyses via couplings
+and divergences", NeurIPS 2018; in federated learning H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially
+private recurrent language models", ICLR 2018: https://arxiv.org/abs/1807.01647, https://arxiv.org/abs/1710.06963.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import numpy as np
+
+from fedsim.data import FederatedData
+from fedsim.samplers._sampler import SeededSampler
+
+# A round has more clients than slots with at most this probability. It then gets more slots, and a program of its own.
+_OVERFLOW = 1e-12
+
+
+class PoissonSampler(SeededSampler):
+    """Every client takes part with the same probability, independent of all others: the cohort's size varies.
+
+    A cohort may be empty, and the round is then a no-op. No cohort is ever cut to a size, which would void the accounting.
+
+    Args:
+      data: the population.
+      probability: of each client in each round.
+      seed: the run's seed, or its root key.
+
+    Attributes:
+      clients: slots, chosen so that a round has more clients less often than once in 10**12 rounds (Bernstein's
+        inequality). Such a round has slots of its own, and is compiled apart.
+
+    Guarantees:
+      - Clients are independent, within a round and between rounds.
+      - Cost: O(probability * population), which is the cohort.
+
+    Raises:
+      ValueError: ``probability`` is not in (0, 1].
+
+    >>> data = FederatedData.from_arrays({"x": np.zeros(1000)}, sizes=[1] * 1000)
+    >>> sampler = PoissonSampler(data, probability=0.003, seed=0)
+    >>> [len(cohort) for cohort in sampler.rounds(6)], sampler.clients
+    ([1, 5, 1, 6, 4, 4], 29)
+    """
+
+    def __init__(self, data: FederatedData, *, probability: float, seed: int | jax.Array) -> None:
+        if not 0 < probability <= 1:
+            raise ValueError(f"Expected 0 < probability <= 1, got probability={probability}: the chance of each client.")
+        mean, log = probability * data.num_clients, -math.log(_OVERFLOW)
+        spread = log / 3 + math.sqrt(log**2 / 9 + 2 * log * mean * (1 - probability))
+        super().__init__(data, clients=min(data.num_clients, math.ceil(mean + spread)), seed=seed)
+        self.probability = float(probability)
+
+    def _draw(self, round: int) -> np.ndarray:
+        population = self.data.num_clients
+        if self.probability == 1:
+            return np.arange(population)
+        # Those who stay out between two who take part are geometrically many, so nobody who stays out is looked at.
+        draw, rate = self._generator(round), math.log1p(-self.probability)
+        chosen, last = [], -1.0
+        while last < population:
+            skipped = np.floor(np.log1p(-draw.random(self.clients)) / rate)
+            chosen.append(last + np.cumsum(np.minimum(skipped, population) + 1))
+            last = chosen[-1][-1]
+        positions = np.concatenate(chosen)
+        return positions[positions < population].astype(np.int32)

@@ -1,0 +1,38 @@
+"""The same number of clients every round, all alike."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedsim import rng
+from fedsim.samplers._sampler import SeededSampler
+
+
+class UniformSampler(SeededSampler):
+    """The same number of distinct clients every round, uniformly at random, independent between rounds.
+
+    A round takes the first entries of its own permutation of the population, which is never written down.
+
+    Args:
+      data: the population.
+      clients: cohort size.
+      seed: the run's seed, or its root key.
+
+    Guarantees:
+      - Exactly ``clients`` different clients; every set of them is as likely as any other.
+      - Cost: O(clients), whatever the population.
+
+    Raises:
+      ValueError: ``clients`` is not positive, or larger than the population.
+
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
+    >>> sampler = UniformSampler(data, clients=3, seed=0)
+    >>> [cohort.round for cohort in sampler.rounds(4, start=2)]
+    [2, 3]
+    >>> sampler.cohort(7).client_ids == sampler.cohort(7).client_ids
+    True
+    """
+
+    def _draw(self, round: int) -> np.ndarray:
+        return rng.permute(self._words, round, self.data.num_clients, np.arange(self.clients, dtype=np.int32), np)

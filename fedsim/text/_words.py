@@ -1,0 +1,110 @@
+"""Sentences to word ids."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedsim.data import FormatError
+from fedsim.text._farmhash import fingerprint64
+from fedsim.text._vocabulary import as_bytes, check_utf8, check_vocabulary, ids_dtype
+
+PAD, BOS, EOS, FIRST = 0, 1, 2, 3
+_ROWS = 50_000  # sentences at a time: their ids as Python lists take much more room than as arrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WordTokenizer:
+    """Sentences, whose words single spaces divide, to pairs of id sequences ``x`` and ``y``, each the other's neighbour.
+
+    A sentence ``w1 ... wn`` becomes ``x = bos w1 ... wn`` and ``y = w1 ... wn eos``, both cut or padded to ``length``; so a
+    sentence of ``length`` words or more has no eos. Ids are those of FedJAX's ``StackoverflowTokenizer`` and of TFF:
+    0 pads, 1 is bos, 2 eos, the vocabulary starts at 3, and unknown words take the last ``oov_buckets`` ids, by FarmHash's
+    fingerprint. As there, two spaces in a row have an empty word between them, and so has an empty sentence: it is unknown.
+    Unlike there, text that is not UTF-8 is refused.
+
+    Attributes:
+      vocabulary: the words, most frequent first, without special ones.
+      length: of the sequences.
+      oov_buckets: ids that unknown words share.
+      dtype: of the ids; by default int16 if it holds them, else int32.
+
+    Raises:
+      ValueError: an empty vocabulary, a word that comes twice, one more than ``dtype`` holds, a number that is not positive.
+
+    >>> tokenize = WordTokenizer(["the", "to", "."], length=4)
+    >>> x, y = tokenize([b"to the zebra .", "to"])
+    >>> x.tolist(), y.tolist()
+    ([[1, 4, 3, 6], [1, 4, 0, 0]], [[4, 3, 6, 5], [4, 2, 0, 0]])
+    >>> tokenize.size, x.dtype
+    (7, dtype('int16'))
+    """
+
+    vocabulary: Sequence[str]
+    length: int = 20
+    oov_buckets: int = 1
+    dtype: type | np.dtype | str | None = None
+
+    def __post_init__(self) -> None:
+        check_vocabulary("vocabulary", self.vocabulary)
+        for name in ("length", "oov_buckets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
+        object.__setattr__(self, "dtype", ids_dtype(self.size, self.dtype))
+        object.__setattr__(self, "_ids", {word.encode(): id for id, word in enumerate(self.vocabulary, FIRST)})
+
+    @property
+    def size(self) -> int:
+        """How many ids there are: words, pad, bos, eos, and the buckets of unknown ones."""
+        return len(self.vocabulary) + FIRST + self.oov_buckets
+
+    def __call__(self, sentences: Sequence[bytes | str]) -> tuple[np.ndarray, np.ndarray]:
+        """``x`` and ``y``, each ``[sentences, length]``.
+
+        Raises:
+          FormatError: a sentence is not UTF-8, or not text.
+        """
+        x = np.full((len(sentences), self.length), PAD, self.dtype)
+        y = np.full_like(x, PAD)
+        for start in range(0, len(sentences), _ROWS):
+            block = [text.encode() if isinstance(text, str) else text for text in sentences[start : start + _ROWS]]
+            if not all(isinstance(text, bytes) for text in block):
+                block = [as_bytes(text, f"Text {index}") for index, text in enumerate(block, start)]
+            check_utf8(block, first=start)
+            cut = [text.split(b" ", self.length)[: self.length] for text in block]
+            self._write(cut, x[start : start + _ROWS], y[start : start + _ROWS])
+        return x, y
+
+    def client(self, client_id: str, features: Mapping[str, np.ndarray], *, feature: str = "tokens") -> dict[str, np.ndarray]:
+        """A client's ``feature`` as ``{"x", "y"}``: what `fedsim.data.ClientStream.map` takes.
+
+        Raises:
+          FormatError: as for a call, and names the client and the feature.
+
+        >>> WordTokenizer(["a"], length=2).client("ann", {"tokens": np.array([b"a"], object)})["y"].tolist()
+        [[3, 2]]
+        """
+        try:
+            x, y = self(features[feature])
+        except FormatError as error:
+            raise FormatError(f"Client {client_id!r}, feature {feature!r}: {error}") from None
+        return {"x": x, "y": y}
+
+    def _write(self, cut: list[list[bytes]], x: np.ndarray, y: np.ndarray) -> None:
+        counts = np.fromiter(map(len, cut), np.int64, len(cut))
+        words, oov = itertools.chain.from_iterable(cut), self.size - self.oov_buckets
+        known: dict[bytes, int] = self._ids  # type: ignore[attr-defined]
+        if self.oov_buckets == 1:
+            ids = np.fromiter(map(known.get, words, itertools.repeat(oov)), self.dtype, counts.sum())
+        else:
+            found = ((word, known.get(word)) for word in words)
+            each = (oov + fingerprint64(word) % self.oov_buckets if id is None else id for word, id in found)
+            ids = np.fromiter(each, self.dtype, counts.sum())
+        y[np.arange(self.length) < counts[:, None]] = ids
+        x[:, 0] = BOS
+        x[:, 1:] = y[:, :-1]
+        rows = np.flatnonzero(counts < self.length)
+        y[rows, counts[rows]] = EOS

@@ -1,0 +1,196 @@
+"""Tests of `mnist`, `fashion_mnist` and `cifar10`: files that the tests write themselves, every partition, and real MNIST."""
+
+import gzip
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import datasets, heterogeneity
+from fedsim.datasets import _cifar10, _download, _mnist
+
+REAL = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "mnist"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")
+
+DRAW = np.random.default_rng(0)
+LABELS = {"train": np.arange(200, dtype=np.uint8) % 10, "test": np.arange(100, dtype=np.uint8) % 10}
+IMAGES = {split: DRAW.integers(256, size=(len(y), 28, 28)).astype(np.uint8) for split, y in LABELS.items()}
+
+
+def idx(array):
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for split, file in (("train", "train"), ("test", "t10k")):
+        (folder / f"{file}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(IMAGES[split])))
+        (folder / f"{file}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(LABELS[split])))
+    return folder
+
+
+def rows(population):
+    """Every example as bytes of image and label, sorted: what a partition must neither lose nor repeat."""
+    return sorted(x.tobytes() + bytes([y]) for x, y in zip(population.columns["x"], population.columns["y"], strict=True))
+
+
+PARTITIONS = ["iid", "dirichlet", "dirichlet(alpha=0.1)", "dirichlet_balanced", "shards", "classes_per_client(classes=3)"]
+PARTITIONS += ["quantity_skew(sigma=1)"]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_every_partition_keeps_every_image_with_its_label(partition, folder):
+    name, options = fedsim.names.parse_call(partition)
+    splits = datasets.load("mnist", data=folder, partition=name, clients=10, **options)
+    for split, population in (("train", splits.train), ("test", splits.test)):
+        assert population.num_clients == 10
+        assert {n: (c.dtype, c.shape[1:]) for n, c in population.columns.items()} == {
+            "x": (np.uint8, (28, 28, 1)),
+            "y": (np.int32, ()),
+        }
+        assert rows(population) == sorted(x.tobytes() + bytes([y]) for x, y in zip(IMAGES[split], LABELS[split], strict=True))
+    fedsim.models.get(splits.description.default_model).check(splits.train)
+
+
+def test_options_reach_the_partitioner(folder):
+    def spread(name):
+        return heterogeneity.label_emd(datasets.load(name, data=folder).train)
+
+    assert spread("mnist(partition='dirichlet', alpha=0.05, clients=10)") > 1.2
+    assert spread("mnist(partition='dirichlet', alpha=100, clients=10)") < 0.6
+    classes = datasets.load("mnist(partition='classes_per_client', classes=3, clients=10)", data=folder).train
+    assert {len(set(client["y"])) for client in classes} == {3}
+    by_seed = [datasets.load("mnist", data=folder, clients=10, seed=seed).train.columns["y"].tolist() for seed in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("partition='dirichlt'", "There is no partition 'dirichlt'. Did you mean 'dirichlet'"),
+        ("partition='iid', alpha=1", "The partition 'iid' has no option 'alpha'. It has none."),
+        ("partition='dirichlet', alhpa=1", "no option 'alhpa'. Did you mean 'alpha'"),
+        ("partition='dirichlet', alpha=-1", "Expected alpha > 0"),
+        ("clients=1000", "1000"),
+        ("clients=1.5", "clients of the dataset 'mnist' is a whole number"),
+    ],
+)
+def test_partitions_that_cannot_be_are_refused(options, message, folder):
+    with pytest.raises(ValueError, match=message):
+        datasets.load(f"mnist({options})", data=folder)
+
+
+def test_files_may_be_unpacked_and_have_the_dotted_name(folder):
+    for path in list(folder.iterdir()):
+        name = path.name.removesuffix(".gz").replace("-idx", ".idx" if "images" in path.name else "-idx")
+        (folder / name).write_bytes(gzip.decompress(path.read_bytes()))
+        path.unlink()
+    assert datasets.load("fashion_mnist", data=folder, clients=10).train.num_examples == 200
+
+
+def test_writers_are_clients(folder):
+    writers = {"train": np.arange(200) // 50 + 7, "test": np.arange(100) // 50}
+    with pytest.raises(FileNotFoundError, match=r"needs .*mnist_writer_ids.npz, with arrays train_writer"):
+        datasets.load("mnist(partition='writers')", data=folder)
+    np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["train"], test_writer=writers["test"])
+    splits = datasets.load("mnist(partition='writers')", data=folder)
+    assert splits.train.sizes.tolist() == [50] * 4 and splits.test.num_clients == 2
+    np.testing.assert_array_equal(splits.train["8"]["x"][..., 0], IMAGES["train"][50:100])
+    np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["test"], test_writer=writers["test"])
+    with pytest.raises(ValueError, match=r"mnist_writer_ids.npz: train_writer has shape \[100\]: expected \[200\]"):
+        datasets.load("mnist(partition='writers')", data=folder)
+    (folder / "mnist_writer_ids.npz").write_bytes(b"no archive")
+    with pytest.raises(fedsim.data.FormatError, match=r"mnist_writer_ids.npz holds no arrays"):
+        datasets.load("mnist(partition='writers')", data=folder)
+
+
+def test_files_that_do_not_fit_are_refused(folder):
+    path = folder / "t10k-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(idx(LABELS["test"][:-1])))
+    with pytest.raises(fedsim.data.FormatError, match=r"t10k-images-idx3-ubyte.gz has 100 images and .* 99 labels"):
+        datasets.load("mnist", data=folder)
+    path.write_bytes(gzip.compress(idx(LABELS["test"] + 1)))
+    with pytest.raises(fedsim.data.FormatError, match=r"data: Feature 'labels' of split 'test' reaches from 1 to 10"):
+        datasets.load("mnist", data=folder)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(fedsim.data.FormatError, match=r"t10k-labels-idx1-ubyte.gz"):
+        datasets.load("mnist", data=folder)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"No 'mnist' in .*: expected idx files \(train-images-idx3-ubyte.gz, "):
+        datasets.load("mnist", data=folder)
+
+
+def test_what_is_fetched_is_what_tensorflow_datasets_lists(folder, tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(url, path, *, sha256, num_bytes):
+        asked.append((url, num_bytes, sha256))
+        path.write_bytes((folder / path.name).read_bytes())
+        return path
+
+    monkeypatch.setattr(_download, "fetch", fetch)
+    assert datasets.load("mnist", cache=tmp_path, clients=10).train.num_examples == 200
+    listed = pytest.importorskip("tensorflow_datasets").__path__[0] + "/url_checksums/mnist.txt"
+    assert set(asked) == {(url, int(size), sha) for url, size, sha, _ in map(str.split, Path(listed).read_text().splitlines())}
+    assert datasets.is_cached("mnist", tmp_path)
+    assert [about.num_bytes for about in _mnist._source(_mnist._FASHION_URL, _mnist._FASHION).downloads] == [
+        26421880,
+        29515,
+        4422102,
+        5148,
+    ]
+
+
+@needs_real
+def test_real_mnist_by_its_writers_and_by_shards():
+    by_writer = datasets.load("mnist(partition='writers')", data=REAL)
+    assert (by_writer.train.num_clients, by_writer.test.num_clients) == (539, 297)
+    assert (by_writer.train.num_examples, by_writer.test.num_examples) == (60_000, 10_000)
+    by_shards = datasets.load("mnist", data=REAL)
+    assert by_shards.train.sizes.tolist() == [600] * 100
+    assert max(len(set(client["y"])) for client in by_shards.train) <= 4
+    digest = hashlib.sha256(b"".join(rows(by_writer.train))).digest()
+    assert digest == hashlib.sha256(b"".join(rows(by_shards.train))).digest()
+    assert np.median(by_writer.train.columns["x"]) == 0  # paper
+
+
+def cifar_record(image, label):
+    """As its page says: the label, then 1024 reds, 1024 greens, 1024 blues, row by row."""
+    return bytes([label]) + b"".join(image[:, :, channel].tobytes() for channel in range(3))
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    folder = tmp_path / "cifar"
+    folder.mkdir()
+    pictures = DRAW.integers(256, size=(6, 20, 32, 32, 3)).astype(np.uint8)
+    for i, name in enumerate(_cifar10._ALL):
+        (folder / name).write_bytes(b"".join(cifar_record(image, j % 10) for j, image in enumerate(pictures[i])))
+    return folder, pictures
+
+
+def test_cifar10_has_colours_last(cifar):
+    folder, pictures = cifar
+    splits = datasets.load("cifar10(partition='iid', clients=5)", data=folder)
+    there = {x.tobytes(): int(y) for x, y in zip(splits.train.columns["x"], splits.train.columns["y"], strict=True)}
+    assert there == {image.tobytes(): j % 10 for part in pictures[:5] for j, image in enumerate(part)}
+    assert {x.tobytes() for x in splits.test.columns["x"]} == {image.tobytes() for image in pictures[5]}
+    fedsim.models.get(splits.description.default_model).check(splits.train)
+
+
+def test_a_damaged_file_of_cifar10_is_named(cifar):
+    folder, _ = cifar
+    path = folder / "data_batch_3.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin has 61459 bytes, no multiple of 3073"):
+        datasets.load("cifar10", data=folder)
+    path.write_bytes(b"\xff" + content[1:])
+    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin: Feature 'label' .* reaches from 0 to 255"):
+        datasets.load("cifar10", data=folder)

@@ -1,0 +1,79 @@
+"""Tests of the published set-ups, against the paper's own table of rates (typed off arXiv 2003.00295's repository)."""
+
+import dataclasses
+import math
+
+import pytest
+
+from fedsim import algorithms, datasets
+from fedsim.experiment import RunConfig, published
+from fedsim.experiment._build import own_hyperparameters
+
+# optimization/docs/hyperparameters.md of google-research/federated, as it is printed there.
+RATES = """
+cifar100_image        | -1      | -1.5 | -1.5 | -1.5 | -1    | -1      | 0    | 0    | 0    | 0.5  | -2      | -1   | -1
+emnist_autoencoder    | 1.5     | 1    | 1    | 0.5  | 1     | -1.5    | -1.5 | -1.5 | 0    | 0    | -3      | -3   | -3
+emnist_character      | -1.5    | -1.5 | -1.5 | -1.5 | -1    | -1      | -2.5 | -2.5 | -0.5 | 0    | -2      | -4   | -4
+shakespeare_character | 0       | 0    | 0    | 0    | 0     | -0.5    | -2   | -2   | -0.5 | 0    | -1      | -3   | -3
+stackoverflow_word    | -0.5    | -0.5 | -0.5 | -0.5 | -0.5  | -1.5    | -2   | -2   | 0    | 0    | -4      | -5   | -5
+stackoverflow_tag     | 2       | 2    | 2    | 2    | 2     | 1       | -0.5 | -0.5 | 0    | 0    | -2      | -5   | -5
+"""
+SETUPS = """
+cifar100_image        | 10                | 20         | 4000
+emnist_autoencoder    | 10                | 20         | 3000
+emnist_character      | 10                | 20         | 1500
+shakespeare_character | 10                | 4          | 1200
+stackoverflow_word    | 50                | 16         | 1500
+stackoverflow_tag     | 10                | 100        | 1500
+"""
+TASKS = {
+    "cifar100_image": ("cifar100", None),
+    "emnist_autoencoder": ("emnist62", "emnist_autoencoder"),
+    "emnist_character": ("emnist62", None),
+    "shakespeare_character": ("shakespeare", None),
+    "stackoverflow_word": ("stackoverflow_word", None),
+    "stackoverflow_tag": ("stackoverflow_tag", None),
+}
+COLUMNS = ["fedadagrad", "fedadam", "fedyogi", "fedavgm", "fedavg"]
+
+
+def rows(table):
+    for line in table.strip().splitlines():
+        name, *numbers = line.split("|")
+        yield name.strip(), [float(number) for number in numbers]
+
+
+@pytest.mark.parametrize(("task", "powers"), list(rows(RATES)), ids=[name for name, _ in rows(RATES)])
+def test_rates_are_those_of_the_paper(task, powers):
+    dataset, model = TASKS[task]
+    for column, algorithm in enumerate(COLUMNS):
+        found = published(f"{dataset}()", algorithm, model)
+        assert found.source.startswith("Reddi et al. 2021 (")
+        assert math.log10(found.values["client_learning_rate"]) == pytest.approx(powers[column])
+        assert math.log10(found.values["server_learning_rate"]) == pytest.approx(powers[5 + column])
+        if column < 3:
+            assert math.log10(found.values["tau"]) == pytest.approx(powers[10 + column])
+        else:
+            assert "tau" not in found.values
+
+
+@pytest.mark.parametrize(("task", "numbers"), list(rows(SETUPS)), ids=[name for name, _ in rows(SETUPS)])
+def test_set_ups_are_those_of_the_paper(task, numbers):
+    values = published(TASKS[task][0], "fedavg", TASKS[task][1]).values
+    assert [values[name] for name in ("clients", "batch_size", "rounds")] == numbers
+
+
+def test_every_value_is_a_setting_that_there_is():
+    general = {field.name for field in dataclasses.fields(RunConfig)}
+    for dataset in datasets.names():
+        for algorithm, cls in algorithms.ALGORITHMS.items():
+            values = published(dataset, algorithm).values
+            own = set(own_hyperparameters(cls))
+            assert set(values) <= general | own, (dataset, algorithm)
+            RunConfig(**{name: value for name, value in values.items() if name in general})
+
+
+def test_what_nobody_published_says_so():
+    assert published("digits", "fedavg").source == published("emnist62", "fedprox").source
+    assert "nobody" in published("emnist62", "fedsgd").source and "nobody" in published("mnist", "fedadam").source
+    assert published("mine.py:load(size=3)", "fedavg").values == {}

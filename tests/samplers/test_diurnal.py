@@ -1,0 +1,91 @@
+"""Availability by time of day."""
+
+import numpy as np
+import pytest
+from federation import singletons
+from scipy import stats
+
+from fedsim.samplers import DiurnalSampler, UniformSampler
+
+
+def counts(sampler, size, rounds, period):
+    """How often each client takes part at each hour, ``[period, size]``."""
+    table = np.zeros((period, size), int)
+    for cohort in sampler.rounds(rounds):
+        table[cohort.round % period, cohort.clients] += 1
+    return table
+
+
+def test_in_blocks_only_those_of_the_hour_take_part_all_alike():
+    size, period, blocks, days = 12, 6, 3, 150
+    phases = (np.arange(size) + 0.5) / size
+    sampler = DiurnalSampler(singletons(size), clients=2, seed=0, period=period, blocks=blocks, phases=phases)
+    table = counts(sampler, size, days * period, period)
+    for hour in range(period):
+        mine = np.arange(size) // 4 == hour // 2
+        assert table[hour, ~mine].sum() == 0
+        assert stats.chisquare(table[hour, mine]).pvalue > 1e-4
+        np.testing.assert_array_equal(sampler.availability(hour), mine)
+
+
+def test_uniform_cohorts_do_not_know_the_hour():
+    """The negative control of the test above."""
+    table = counts(UniformSampler(singletons(12), clients=2, seed=0), 12, 600, 6)
+    assert np.all(table.sum(1)[:, None] * 0.02 < table)
+
+
+def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
+    """With room for everybody, taking part is being available: (1 + cos 2π(t - p)) / 2, independently."""
+    size, period, days = 4, 4, 400
+    phases = [0.0, 0.25, 0.5, 0.125]
+    sampler = DiurnalSampler(singletons(size), clients=size, seed=0, period=period, phases=phases)
+    table = counts(sampler, size, days * period, period)
+    diagonal = (1 + np.sqrt(0.5)) / 2
+    expected = np.array(
+        [
+            [1, 0.5, 0, diagonal],
+            [0.5, 1, 0.5, diagonal],
+            [0, 0.5, 1, 1 - diagonal],
+            [0.5, 0, 0.5, 1 - diagonal],
+        ]
+    )
+    np.testing.assert_allclose([sampler.availability(hour) for hour in range(4)], expected, atol=1e-12)
+    low, high = stats.binom.interval(1 - 1e-5, days, np.clip(expected, 1e-12, 1))
+    assert np.all(table >= np.nan_to_num(low)) and np.all(table <= np.nan_to_num(high))
+
+
+def test_of_many_available_clients_all_are_equally_likely():
+    """Also where the order is walked in several steps: of 40 clients 10 are there, and 2 are wanted."""
+    phases = np.where(np.arange(40) % 4 == 0, 0.1, 0.6)
+    sampler = DiurnalSampler(singletons(40), clients=2, seed=0, period=2, blocks=2, phases=phases)
+    table = counts(sampler, 40, 2000, 2)
+    assert stats.chisquare(table[0, ::4]).pvalue > 1e-4
+    assert table[0].sum() == 2 * 1000 and table[1, ::4].sum() == 0
+
+
+def test_cohorts_are_smaller_where_fewer_are_there():
+    sampler = DiurnalSampler(singletons(5), clients=4, seed=0, period=2, blocks=2, phases=[0, 0, 0, 0, 0])
+    assert [len(cohort) for cohort in sampler.rounds(4)] == [4, 0, 4, 0]
+
+
+def test_phases_are_drawn_from_the_seed():
+    phases = [DiurnalSampler(singletons(1000), clients=1, seed=seed).phases for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(phases[0], phases[1])
+    assert not np.any(phases[0] == phases[2])
+    assert stats.kstest(phases[0], "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"period": 0}, "Expected period >= 1, got period=0"),
+        ({"blocks": 0}, "Expected 1 <= blocks <= period=24, got blocks=0"),
+        ({"blocks": 25}, "got blocks=25"),
+        ({"phases": [0.1] * 4}, r"one phase for each of 5 clients, got shape \[4\]"),
+        ({"phases": [0.1, 0.2, 0.3, 0.4, 1.0]}, r"Expected phases in \[0, 1\)"),
+        ({"phases": [0.1, 0.2, 0.3, 0.4, float("nan")]}, r"Expected phases in \[0, 1\)"),
+    ],
+)
+def test_impossible_days_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        DiurnalSampler(singletons(5), **{"clients": 2, "seed": 0} | change)

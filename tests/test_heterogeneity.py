@@ -1,0 +1,87 @@
+"""Measures of heterogeneity, against values computed by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from fedsim import heterogeneity
+from fedsim.data import FederatedData
+
+# Clients hold {a: 3, b: 1}, {b: 4}, nothing, {a: 1, c: 1}; together a: 4, b: 5, c: 1.
+LABELS = np.array(list("aaabbbbbac"))
+PARTITION = [np.arange(4), np.arange(4, 8), np.arange(0), np.arange(8, 10)]
+CODES = np.unique(LABELS, return_inverse=True)[1].astype(np.int32)
+POPULATION = FederatedData.from_partition({"y": CODES}, PARTITION)
+
+
+def test_counts():
+    counts, labels = heterogeneity.label_counts(LABELS, PARTITION)
+    assert labels.tolist() == ["a", "b", "c"]
+    assert counts.tolist() == [[3, 1, 0], [0, 4, 0], [0, 0, 0], [1, 0, 1]]
+    same, codes = heterogeneity.label_counts(POPULATION)
+    assert same.tolist() == counts.tolist() and codes.tolist() == [0, 1, 2]
+
+
+def test_a_label_that_nobody_holds_keeps_its_column():
+    counts, labels = heterogeneity.label_counts(LABELS, [np.array([0, 8]), np.array([3])])
+    assert labels.tolist() == ["a", "b", "c"]
+    assert counts.tolist() == [[2, 0, 0], [0, 1, 0]]
+
+
+def test_label_distance_is_the_l1_distance_from_the_population():
+    """p = (.4, .5, .1): |.75-.4| + |.25-.5| + .1 = .7; .4 + .5 + .1 = 1; |.5-.4| + .5 + |.5-.1| = 1."""
+    distances = heterogeneity.label_distances(LABELS, PARTITION)
+    np.testing.assert_allclose(distances, [0.7, 1.0, np.nan, 1.0])
+    np.testing.assert_array_equal(heterogeneity.label_distances(POPULATION), distances)
+    assert heterogeneity.label_emd(POPULATION) == pytest.approx((0.7 + 1 + 1) / 3)
+
+
+def test_label_distance_at_its_ends():
+    """Ten clients of one class each: |1 - .1| + 9 * .1 = 1.8, the value of Zhao et al. for one class a client."""
+    one_class_each = [np.arange(i * 5, i * 5 + 5) for i in range(10)]
+    assert heterogeneity.label_emd(np.repeat(np.arange(10), 5), one_class_each) == pytest.approx(1.8)
+    assert heterogeneity.label_emd(np.tile(np.arange(5), 10), one_class_each) == pytest.approx(0)
+
+
+def test_effective_classes():
+    """exp of -(3/4 ln 3/4 + 1/4 ln 1/4); one label; nothing; two labels alike."""
+    expected = [math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))), 1, 0, 2]
+    np.testing.assert_allclose(heterogeneity.effective_classes(LABELS, PARTITION), expected)
+    np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), expected)
+
+
+def test_gini_is_half_the_mean_difference_over_the_mean():
+    for sizes in ([4, 4, 0, 2], [1], [5, 5], [0, 0, 0, 1], list(range(30))):
+        pairs = [abs(a - b) for a, b in itertools.product(sizes, sizes)]
+        by_hand = sum(pairs) / len(pairs) / 2 / (sum(sizes) / len(sizes))
+        assert heterogeneity.gini(sizes) == pytest.approx(by_hand)
+    assert heterogeneity.gini(PARTITION) == heterogeneity.gini(POPULATION) == heterogeneity.gini([4, 4, 0, 2])
+    assert heterogeneity.gini([0, 0]) == 0
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda: heterogeneity.label_emd(LABELS), "Expected labels with a partition"),
+        (lambda: heterogeneity.label_emd(POPULATION, PARTITION), "has its own partition"),
+        (lambda: heterogeneity.label_emd(POPULATION, feature="label"), r"no feature 'label'; the data has \['y'\]"),
+        (lambda: heterogeneity.label_emd(np.zeros([4, 2], int), [np.arange(4)]), r"one whole number or name per example"),
+        (lambda: heterogeneity.label_emd(np.zeros(4), [np.arange(4)]), "these are float64"),
+        (lambda: heterogeneity.gini([]), "one size >= 0 per client, got none"),
+        (lambda: heterogeneity.gini([1, -2]), "one size >= 0 per client"),
+    ],
+)
+def test_bad_input_is_named(misuse, message):
+    with pytest.raises(ValueError, match=message):
+        misuse()
+
+
+def test_a_population_in_blocks_of_clients_measures_the_same(monkeypatch):
+    whole = heterogeneity.label_distances(POPULATION), heterogeneity.effective_classes(POPULATION)
+    counts, _ = heterogeneity.label_counts(POPULATION)
+    monkeypatch.setattr(heterogeneity, "_BLOCK", 6)  # two clients a block
+    np.testing.assert_array_equal(heterogeneity.label_counts(POPULATION)[0], counts)
+    np.testing.assert_allclose(heterogeneity.label_distances(POPULATION), whole[0])
+    np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), whole[1])

@@ -1,0 +1,171 @@
+"""Pictures: they show what is there, and draw without complaint from the least to the most."""
+
+import builtins
+import io
+
+import numpy as np
+import pytest
+
+from fedsim import plots
+from fedsim.data import FederatedData
+
+
+def population(clients, classes=10, seed=0):
+    draw = np.random.default_rng(seed)
+    sizes = draw.integers(1, 40, clients)
+    rows = int(sizes.sum())
+    x = draw.integers(0, 255, [rows, 6, 6, 1]).astype(np.uint8)
+    return FederatedData.from_arrays({"x": x, "y": draw.integers(0, classes, rows)}, sizes=sizes)
+
+
+def png(figure):
+    file = io.BytesIO()
+    figure.savefig(file)
+    return file.getvalue()
+
+
+def texts(figure):
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+@pytest.mark.parametrize("clients", [1, 100, 3400])
+def test_the_histogram_counts_every_client_once(clients):
+    data = population(clients)
+    figure = plots.plot_sizes(data)
+    (axes,) = figure.axes
+    assert sum(bar.get_height() for bar in axes.patches) == clients
+    assert axes.get_title().startswith(f"{clients:,} clients, {data.num_examples:,} examples")
+    assert png(figure)[:4] == b"\x89PNG"
+
+
+def test_the_histogram_of_a_long_tail_is_logarithmic_and_counts_the_empty():
+    sizes = [0, 0, *[1] * 50, *[2] * 20, 5000]
+    axes = plots.plot_sizes(FederatedData.from_arrays({"x": np.zeros(sum(sizes))}, sizes=sizes)).axes[0]
+    assert axes.get_xscale() == "log"
+    assert sum(bar.get_height() for bar in axes.patches) == 71
+    assert "2 without examples" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert axes.patches[0].get_height() == 50
+
+
+def test_a_population_of_empty_clients_has_sizes_and_nothing_else():
+    data = FederatedData.from_arrays({"x": np.zeros(0), "y": np.zeros(0, int)}, sizes=[0, 0])
+    assert "2 without examples" in texts(plots.plot_sizes(data))
+    assert png(plots.plot_overview(data))
+    for plot in (plots.plot_labels, plots.plot_examples):
+        with pytest.raises(ValueError, match="nothing to draw"):
+            plot(data)
+
+
+def test_bubbles_have_areas_in_proportion_to_shares():
+    data = FederatedData.from_arrays({"y": [0, 0, 0, 1, 1, 1]}, sizes=[4, 2])
+    axes = plots.plot_labels(data).axes[0]
+    offsets, areas = axes.collections[0].get_offsets(), axes.collections[0].get_sizes()
+    found = {(int(column), int(row)): area for (column, row), area in zip(offsets, areas, strict=True)}
+    # Row 0 is the population; label 0 makes up 1/2, 3/4 and nothing of the rows.
+    assert found.keys() == {(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)}
+    assert found[0, 0] / found[1, 2] == pytest.approx(0.5)
+    assert found[0, 1] / found[1, 2] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("clients", "shown"), [(100, 10), (100, 100), (3400, 10), (3400, 3400)])
+def test_labels_of_few_and_of_many_clients(clients, shown):
+    data = population(clients, classes=62)
+    figure = plots.plot_labels(data, clients=shown, names=[f"class {i}" for i in range(62)])
+    assert png(figure)[:4] == b"\x89PNG"
+    written = texts(figure)
+    assert any(
+        text.startswith(f"labels of {'all' if clients == shown else f'{shown:,} of {clients:,}'} clients") for text in written
+    )
+    assert "class 61" in written
+
+
+def test_a_heat_map_has_the_population_above_the_clients():
+    data = FederatedData.from_arrays({"y": [0, 1] * 40}, sizes=[2] * 40)
+    picture = plots.plot_labels(data, clients=40).axes[0].images[0].get_array()
+    np.testing.assert_array_equal(picture[0], [0.5, 0.5])
+    np.testing.assert_array_equal(picture[-40:], np.full([40, 2], 0.5))
+
+
+def test_of_many_labels_the_most_frequent_are_shown():
+    y = np.concatenate([np.arange(300), np.repeat(np.arange(200, 300), 3)])
+    figure = plots.plot_labels(FederatedData.from_arrays({"y": y}, sizes=[300, 300]))
+    written = texts(figure)
+    assert any("the 100 most frequent of 300 labels" in text for text in written)
+    assert "298" in written and "198" not in written
+
+
+def test_named_clients_are_the_ones_that_are_shown():
+    data = population(20)
+    rows = plots.plot_labels(data, clients=["7", "3"]).axes[0].get_yticklabels()
+    assert [row.get_text() for row in rows] == ["all clients", f"7 ({data.sizes[7]})", f"3 ({data.sizes[3]})"]
+    with pytest.raises(KeyError, match="No client 'nobody'"):
+        plots.plot_examples(data, clients=["nobody"])
+
+
+def test_images_are_shown_as_they_are():
+    data = population(3)
+    figure = plots.plot_examples(data, clients=["1"], examples=2)
+    shown = [axes.images[0].get_array() for axes in figure.axes]
+    np.testing.assert_array_equal(shown, data["1"]["x"][:2, :, :, 0])
+    assert [axes.get_title() for axes in figure.axes] == [str(label) for label in data["1"]["y"][:2]]
+    colour = FederatedData.from_arrays({"x": np.random.default_rng(0).normal(size=(4, 8, 8, 3))}, sizes=[2, 2])
+    assert png(plots.plot_examples(colour))
+
+
+def test_text_is_written_out_and_tokens_by_their_decoder():
+    lines = np.array([b"to be,\nor not", b"", "caf\u00e9 $x^$".encode(), b"\xff"], object)
+    written = texts(plots.plot_examples(FederatedData.from_arrays({"x": lines}, sizes=[4])))
+    lines = [line for line in written if line.startswith("  ")]
+    assert lines == ["  to be, or not", "  (empty)", "  café $x^$", "  \ufffd"]
+    tokens = FederatedData.from_arrays({"x": np.array([[1, 2], [2, 0]])}, sizes=[2])
+    figure = plots.plot_examples(tokens, decode=lambda ids: " ".join("_ab"[i] for i in ids))
+    assert {"  a b", "  b _"} <= set(texts(figure))
+    assert png(figure)
+
+
+@pytest.mark.parametrize("x", [np.zeros([6, 60], np.float32), np.arange(6.0), np.zeros([6, 4, 2, 2, 2]), np.zeros([6, 1, 5])])
+def test_plain_numbers_are_strips(x):
+    assert png(plots.plot_examples(FederatedData.from_arrays({"x": x, "y": np.linspace(0, 1, 6)}, sizes=[5, 1])))
+
+
+def test_an_overview_leaves_out_what_is_not_there():
+    class Splits:
+        train, test = population(5), population(4)
+
+    assert len(plots.plot_overview(Splits(), title="both").subfigs) == 3
+    no_labels = FederatedData.from_arrays({"x": np.zeros([6, 3]), "y": np.zeros([6, 3], int)}, sizes=[5, 1])
+    assert len(plots.plot_overview(no_labels).subfigs) == 2
+    only_labels = FederatedData.from_arrays({"y": np.zeros(6, int)}, sizes=[5, 1])
+    figure = plots.plot_overview(only_labels)
+    assert len(figure.subfigs) == 2
+    assert png(figure)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda data: plots.plot_labels(data, "z"), "no feature 'z'"),
+        (lambda data: plots.plot_labels(data, "x"), "one whole number or name per example"),
+        (lambda data: plots.plot_labels(data, clients=0), "Expected clients >= 1, got clients=0"),
+        (lambda data: plots.plot_examples(data, "z"), "no feature 'z'"),
+        (lambda data: plots.plot_examples(data, examples=0), "Expected examples >= 1, got examples=0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(misuse, message):
+    with pytest.raises(ValueError, match=message):
+        misuse(population(3))
+
+
+def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        plots.plot_sizes(population(2))
