@@ -206,9 +206,7 @@ def _open(whole: np.ndarray) -> FederatedData:
 
 
 def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int) -> dict[str, Any]:
-    arrays = {
-        name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()
-    }
+    arrays = {name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()}
     return {"bytes": size, "arrays": arrays}
 
 
