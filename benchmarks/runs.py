@@ -118,8 +118,8 @@ def page(records: list[dict[str, Any]]) -> str:
     lines = [
         "# Runs on real data",
         "",
-        "Made by `python -m benchmarks.runs --data DIR`. Configuration, machine, date, commit and all evaluations of each run",
-        "are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of what papers use: these accuracies",
+        "Made by `python -m benchmarks.runs --data DIR`. Configuration, machine, date, commit and all evaluations of each",
+        "run are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of what papers use: these accuracies",
         "are not to be compared with published tables. *Always the same answer* is the test accuracy of naming one label for",
         "every example, the best such label.",
         "",
