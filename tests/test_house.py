@@ -74,7 +74,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
     "fedsim.data.FormatError",
-    "fedsim.data.Sampler",
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
@@ -253,7 +252,7 @@ def test_every_test_file_is_collected():
             assert tests == [], f"{path.relative_to(ROOT)} has tests, and pytest collects test_*.py"
         else:
             assert tests, f"{path.relative_to(ROOT)} has no tests"
-    for path in ROOT.rglob("conftest.py"):
+    for path in [ROOT / "conftest.py", *(ROOT / "tests").rglob("conftest.py"), *PACKAGE.rglob("conftest.py")]:
         assert "collect_ignore" not in path.read_text("utf-8")
     assert not {"ignore", "deselect"} & set(
         re.findall(r"--(\w+)", " ".join(PROJECT["tool"]["pytest"]["ini_options"]["addopts"]))
