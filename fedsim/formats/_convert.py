@@ -21,7 +21,7 @@ from fedsim.formats._source import DAMAGE, Clients, StrPath, existing, located, 
 from fedsim.formats._sqlite import HEADER, Database
 from fedsim.formats._table import read_table, write_table
 from fedsim.formats._tfds import read_tfds
-from fedsim.formats._tff_hdf5 import read_tff_hdf5
+from fedsim.formats._tff_hdf5 import read_tff_hdf5, write_tff_hdf5
 from fedsim.formats._tff_sqlite import read_tff_sqlite, write_tff_sqlite
 
 
@@ -41,6 +41,7 @@ READERS: dict[str, Callable[..., ClientStream]] = {
     "tfds": read_tfds,
 }
 _WRITERS: dict[str, Callable[..., None]] = {
+    "tff_hdf5": write_tff_hdf5,
     "tff_sqlite": write_tff_sqlite,
     "fedjax_sqlite": write_fedjax_sqlite,
     "leaf": write_leaf,
@@ -100,7 +101,7 @@ def convert(
       client: the column of client ids, for tables.
       source_format: the format's name, if it is not to be recognized.
       target_format: the format's name, if its suffix does not say it: ``packed``, ``leaf``, ``csv``, ``parquet``,
-        ``fedjax_sqlite`` or ``tff_sqlite``.
+        ``fedjax_sqlite``, ``tff_sqlite`` or ``tff_hdf5``.
       progress: show a progress bar.
       **options: more for `read`, such as ``features=["x", "y"]``.
 

@@ -18,10 +18,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fedsim.data import ClientDataset, ClientStream, FederatedData, FormatError, TextColumn
+from fedsim.data import ClientDataset, ClientStream, FormatError, TextColumn
 from fedsim.data._whole_file import whole_file
-
-StrPath = str | os.PathLike[str]
+from fedsim.formats._source import Clients, StrPath
 
 # Children that wait for another file.
 _idle: list[subprocess.Popen[bytes]] = []
@@ -82,15 +81,17 @@ def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, patie
     return ClientStream(read, source=path)
 
 
-def write_tff_hdf5(data: FederatedData, path: StrPath) -> None:
-    """Writes a population in TensorFlow Federated's layout, clients in their order; the file takes its name once it is whole.
+def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
+    """Writes TensorFlow Federated's layout, client by client, in their order; the file takes its name once it is whole.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), or text with a NUL in it.
+      ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), text with a NUL in it, or two clients of
+        one id.
       OSError: the disk is full; nothing is left of the file.
 
     >>> import tempfile
+    >>> from fedsim.data import FederatedData
     >>> data = FederatedData.from_clients({"ann": {"snippets": np.array([b"to be", b"or not"], object)}})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_tff_hdf5(data, f"{folder}/a.h5")
@@ -98,15 +99,14 @@ def write_tff_hdf5(data: FederatedData, path: StrPath) -> None:
     ...         file["examples/ann/snippets"][()].tolist()
     [b'to be', b'or not']
     """
-    for kind, names in (("Client id", data.client_ids), ("Feature name", data.columns)):
-        for name in names:
-            if name in ("", ".") or "/" in name or "\0" in name:
-                raise ValueError(f"{kind} {name!r} cannot name anything in an HDF5 file: rename it.")
     with whole_file(path) as part, open(part, "r+b", buffering=0) as raw:
         disk = _Disk(raw)
         with h5py.File(disk, "w") as file:
             examples = file.create_group("examples", track_order=True)
-            for client in data.clients():
+            for client in clients:
+                _check_name("Client id", client.client_id)
+                if client.client_id in examples:
+                    raise ValueError(f"Client ids must be unique, and {client.client_id!r} occurs more than once.")
                 _write(examples.create_group(client.client_id), client)
                 if disk.error is not None:
                     break
@@ -116,12 +116,18 @@ def write_tff_hdf5(data: FederatedData, path: StrPath) -> None:
 
 def _write(group: Any, client: ClientDataset) -> None:
     for name, rows in client.examples.items():
+        _check_name("Feature name", name)
         if rows.dtype != object:
             group.create_dataset(name, data=rows)
             continue
         if any(b"\0" in row for row in rows):
             raise ValueError(f"Text {name!r} of client {client.client_id!r} holds a NUL, where HDF5's strings end.")
         group.create_dataset(name, data=rows, dtype=h5py.string_dtype("ascii"))
+
+
+def _check_name(kind: str, name: str) -> None:
+    if name in ("", ".") or "/" in name or "\0" in name:
+        raise ValueError(f"{kind} {name!r} cannot name anything in an HDF5 file: rename it.")
 
 
 class _Disk(io.RawIOBase):

@@ -127,7 +127,7 @@ def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("suffix", "target_format"),
-    [(".h5", None), (".json", None), (".parquet", None), (".sqlite", "fedjax_sqlite"), (".bin", "packed")],
+    [(".h5", None), (".json", None), (".parquet", None), (".sqlite", "fedjax_sqlite"), (".bin", "packed"), (".h5", "tff_hdf5")],
 )
 def test_what_is_converted_there_and_back_is_the_same(tmp_path, suffix, target_format):
     data = some_clients((3, 1, 2))
