@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -228,6 +229,34 @@ def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
+def conversion(args: argparse.Namespace) -> Iterator[Part]:
+    """Seconds in which FedJAX reads its SQLite file of 3,400 clients, and fedsim converts it into a packed file; in turn."""
+    if args.sqlite is None:
+        print("left out: give --sqlite a file that FedJAX wrote; its clients are repeated", file=sys.stderr)
+        return
+    task = workload.Task(model="logistic", population=10, device=args.device)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        source, target = f"{folder}/large.sqlite", f"{folder}/packed.h5"
+        workload.repeat_sqlite(args.sqlite, source, clients=3400)
+        workers = {name: stack.enter_context(Worker(name, task)) for name in ("fedsim", "fedjax")}
+        replies: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
+        for _ in range(args.repeats):
+            Path(target).unlink(missing_ok=True)
+            replies["fedsim"].append(workers["fedsim"]("convert", source=source, target=target))
+            replies["fedjax"].append(workers["fedjax"]("read", source=source))
+        equal = replies["fedsim"][0]["result"] == replies["fedjax"][0]["result"]
+        packed = Path(target).stat().st_size
+    times = {name: [reply["seconds"] for reply in each] for name, each in replies.items()}
+    rows = [
+        {"contender": name, "equal": equal, "seconds": median(seconds), "mb_per_s": packed / 1e6 / median(seconds),
+         "relative_to_fedsim": median(a / b for a, b in zip(seconds, times["fedsim"], strict=True)),
+         "peak_mib": replies[name][-1]["peak_mib"]}
+        for name, seconds in times.items()
+    ]  # fmt: skip
+    about = {name: worker.about for name, worker in workers.items()}
+    yield {"rows": rows, "turns": times, "bytes": packed, "about": about}
+
+
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
-    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data)
+    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion)
 }

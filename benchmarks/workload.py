@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
+import sqlite3
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,8 @@ class Task:
 
     Attributes:
       data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" (for the equality check, see `population`),
-        "mnist" (69 examples each), "sentences" (for the lstm; 8 to 128 a client), "evaluation" (3,400 clients, 77,483 examples) or "femnist" (TFF's HDF5 files).
+        "sentences" (for the lstm: 8 to 128 a client), "mnist" (69 examples each), "evaluation" (3,400 clients, 77,483
+        examples) or "femnist" (TFF's HDF5 files).
       server: "adam", or "average": the clients' weighted mean becomes the model.
       per_dispatch: rounds that a contender which can do so may hand to its devices at once.
       source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").
@@ -109,6 +112,18 @@ def population(task: Task, split: str = "train") -> Population:
     else:
         sizes = np.clip(rng.normal(198, 77, task.population), 19, 420).astype(np.int64)
     return Population(*_examples(rng, int(sizes.sum()), classes=10 if task.data == "mnist" else 62), sizes)
+
+
+def repeat_sqlite(source: Path, target: str, clients: int) -> None:
+    """Writes a FedJAX SQLite file in which the clients of another are repeated under new names."""
+    with contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as small:
+        rows = small.execute("SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid").fetchall()
+        (table,) = small.execute("SELECT sql FROM sqlite_master WHERE name = 'federated_data'").fetchone()
+    with contextlib.closing(sqlite3.connect(target)) as large:
+        large.execute(table)
+        repeated = ((b"%06d" % i + rows[i % len(rows)][0], *rows[i % len(rows)][1:]) for i in range(clients))
+        large.executemany("INSERT INTO federated_data VALUES (?, ?, ?)", repeated)
+        large.commit()
 
 
 def initial_layers(model: str, seed: int = 0) -> list[Layer]:

@@ -6,6 +6,7 @@ from fedsim import data as data
 from fedsim import datasets as datasets
 from fedsim import execution as execution
 from fedsim import experiment as experiment
+from fedsim import formats as formats
 from fedsim import heterogeneity as heterogeneity
 from fedsim import metrics as metrics
 from fedsim import models as models

@@ -68,6 +68,10 @@ class Contender:
         sizes = [size for _, size in self.test.client_sizes()]
         return {"accuracy": float(np.average(accuracy, weights=sizes)), "client_mean": float(accuracy.mean())}
 
+    def read(self, source: str) -> list[int]:
+        sizes = [len(dataset) for _, dataset in fedjax.SQLiteFederatedData.new(source).clients()]
+        return [len(sizes), sum(sizes)]
+
 
 def federated(data: workload.Population) -> fedjax.InMemoryFederatedData:
     x, offsets = data.x if data.x.dtype == np.int32 else data.floats(), data.offsets

@@ -70,6 +70,11 @@ class Contender:
         per_client = np.asarray(evaluation.clients["accuracy"].result())
         return {"accuracy": float(evaluation.overall["accuracy"]), "client_mean": float(per_client.mean())}
 
+    def convert(self, source: str, target: str) -> list[int]:
+        fedsim.formats.convert(source, target, progress=False)
+        data = fedsim.FederatedData.open(target)
+        return [data.num_clients, data.num_examples]
+
 
 def federated(data: workload.Population) -> fedsim.FederatedData:
     return fedsim.FederatedData.from_arrays({"x": data.x, "y": data.y}, sizes=data.sizes)

@@ -7,6 +7,7 @@ import os
 import tempfile
 from array import array as growing
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +17,8 @@ from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
 from fedsim.data._packed import BLOCK_BYTES, Part, fill_packed, first_place, packed_names, text_parts
 from fedsim.data._whole_file import whole_file
+
+_SYNC_BYTES = 1 << 27
 
 
 class Spool:
@@ -28,6 +31,8 @@ class Spool:
         self._path, self._columns = Path(path), dict[str, _Column]()
         self._names, self._sizes = list[bytes](), growing("q")
         self._files = contextlib.ExitStack()
+        self._synced, self._sync = 0, Future[None]()
+        self._sync.set_result(None)
 
     def __enter__(self) -> Spool:
         self._target = self._files.enter_context(whole_file(self._path))
@@ -42,6 +47,7 @@ class Spool:
             self._start(client)
         for name, rows in client.examples.items():
             self._columns[name].append(rows)
+        self._sync_now_and_then()
         self._names.append(packed_names([client.client_id])[0])
         self._sizes.append(len(client))
 
@@ -59,6 +65,7 @@ class Spool:
         parts: dict[str, Part] = {}
         for name, column in self._columns.items():
             parts |= column.parts(name, int(offsets[-1]))
+        self._sync.result()
         fill_packed(self._target, offsets, names, parts)
 
     def _start(self, like: ClientDataset) -> None:
@@ -67,9 +74,17 @@ class Spool:
             self._columns[name] = column = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
             parts |= column.parts(name, 0)
         first, start = first_place(parts)
-        content = self._files.enter_context(self._target.open("r+b", buffering=1 << 20))
-        content.seek(start)
-        self._columns[first.split("/")[1]].write_in_place(content)
+        self._content = self._files.enter_context(self._target.open("r+b", buffering=1 << 20))
+        self._content.seek(start)
+        self._columns[first.split("/")[1]].write_in_place(self._content)
+        self._thread = self._files.enter_context(ThreadPoolExecutor(1))
+
+    def _sync_now_and_then(self) -> None:
+        """Has the disk write while more rows come, so that there is little to wait for at the end."""
+        if self._content.tell() - self._synced > _SYNC_BYTES and self._sync.done():
+            self._sync.result()  # What went wrong is said once only.
+            self._synced = self._content.tell()
+            self._sync = self._thread.submit(os.fsync, self._content.fileno())
 
     def _new_file(self) -> IO[bytes]:
         return self._files.enter_context(tempfile.TemporaryFile(dir=self._path.parent, buffering=1 << 20))

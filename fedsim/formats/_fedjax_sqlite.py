@@ -24,8 +24,9 @@ from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features,
 from fedsim.formats._sqlite import Database, require, text, writing
 
 _NDARRAY, _BYTES_NDARRAY = 1, 4
+_HEAD_BYTES = 1024
 _COLUMNS = ["client_id", "data", "num_examples"]
-_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError)
+_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError, IndexError, AttributeError)
 
 
 def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream:
@@ -98,19 +99,26 @@ def _client(row: tuple[Any, Any, Any], features: Features) -> tuple[str, Columns
 def _array(code: int, packed: bytes) -> np.ndarray:
     if code not in (_NDARRAY, _BYTES_NDARRAY):
         raise FormatError(f"extension {code} is not an array")
-    parts = msgpack.unpackb(packed, raw=True)
     if code == _BYTES_NDARRAY:
-        shape, flat = parts
+        shape, flat = msgpack.unpackb(packed, raw=True)
         if not all(isinstance(value, bytes) for value in flat):
             raise FormatError("an array of byte strings holds something else")
         return texts(flat).reshape(shape)
-    shape, name, content = parts
-    dtype = np.dtype(name.decode())
+    # Only what stands before the content is unpacked; the content, mostly much longer, is not copied out.
+    head = msgpack.Unpacker(raw=True)
+    head.feed(packed[:_HEAD_BYTES])
+    if head.read_array_header() != 3:
+        raise FormatError("an array is not packed as shape, dtype and content")
+    shape, dtype = head.unpack(), np.dtype(head.unpack().decode())
+    at = head.tell()
+    width = {0xC4: 1, 0xC5: 2, 0xC6: 4}.get(packed[at], 0)  # msgpack's bin 8, 16 and 32
+    start = at + 1 + width
+    size = int.from_bytes(packed[at + 1 : start], "big")
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise FormatError(f"no array of numbers has dtype {dtype}")
-    if any(size < 0 for size in shape) or prod(shape) * dtype.itemsize != len(content):
-        raise FormatError(f"an array of {dtype} {list(shape)} cannot have {len(content)} bytes")
-    return np.frombuffer(content, dtype).reshape(shape)
+    if not width or len(packed) != start + size or any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != size:
+        raise FormatError(f"an array of {dtype} {list(shape)} cannot have {len(packed) - start} bytes")
+    return np.frombuffer(packed, dtype, offset=start).reshape(shape)
 
 
 def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
@@ -119,6 +127,16 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
     Raises:
       FileNotFoundError: the folder does not exist.
       ValueError: two clients of one id.
+
+    >>> import sqlite3, tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}, "bob": {"y": np.array([5])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_fedjax_sqlite(data, f"{folder}/a.sqlite")
+    ...     connection = sqlite3.connect(f"{folder}/a.sqlite")
+    ...     connection.execute("SELECT client_id, num_examples FROM federated_data").fetchall()
+    ...     connection.close()
+    [(b'ann', 2), (b'bob', 1)]
     """
     table = (
         "CREATE TABLE federated_data (client_id BLOB NOT NULL PRIMARY KEY, data BLOB NOT NULL, num_examples INTEGER NOT NULL)"

@@ -42,7 +42,8 @@ def read_json_lines(
 
     Raises:
       FileNotFoundError: no such file.
-      FormatError: no such split, or several and none chosen; when opened or read, a line that is no such object, examples whose features differ.
+      FormatError: no such split, or several and none chosen; when opened or read, a line that is no such object, examples
+        whose features differ.
 
     >>> import json, pathlib, tempfile
     >>> line = json.dumps({"client_id": "beer:10", "train": [{"tokens": "to be", "score": 3}], "test": []})

@@ -123,6 +123,14 @@ def write_leaf(clients: Clients, path: StrPath) -> None:
     Raises:
       FileNotFoundError: the folder does not exist.
       ValueError: text that is not UTF-8, which JSON cannot hold, or two clients of one id; the client is named.
+
+    >>> import pathlib, tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_leaf(data, f"{folder}/a.json")
+    ...     pathlib.Path(f"{folder}/a.json").read_text()
+    '{"user_data": {"ann": {"y": [3, 4]}}, "users": ["ann"], "num_samples": [2]}\\n'
     """
     sizes: dict[str, int] = {}
     with whole_file(path) as part, part.open("w", encoding="utf-8") as file:

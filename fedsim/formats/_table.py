@@ -218,6 +218,18 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
       ImportError: pyarrow is not installed.
       FileNotFoundError: the folder does not exist.
       ValueError: text that is not UTF-8, naming the client; a feature that is called as the column of clients.
+
+    >>> import pathlib, tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"x": np.array([[1, 2], [3, 4]])}, "bob": {"x": np.array([[5, 6]])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_table(data, f"{folder}/a.csv")
+    ...     print(pathlib.Path(f"{folder}/a.csv").read_text())
+    "client_id","x_0","x_1"
+    "ann",1,2
+    "ann",3,4
+    "bob",5,6
+    <BLANKLINE>
     """
     pa = _pyarrow()
     import pyarrow.csv as csv

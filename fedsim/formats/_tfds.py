@@ -123,7 +123,7 @@ class _Split:
         whole = split.partition("[")[0]
         if whole not in builder.info.splits and whole != "all":
             raise ValueError(f"Expected split= one of {sorted(builder.info.splits)} of {self.name}, got split={split!r}.")
-        self._builder, self._split, self._skip = builder, split, tfds.decode.SkipDecoding
+        self._builder, self._split, self._tfds = builder, split, tfds
         with located(self.name, *_DAMAGE):
             self._source = builder.as_data_source(split)
 
@@ -134,12 +134,15 @@ class _Split:
         if client not in self.features:
             raise FormatError(f"{self.name}: client= must be one of {sorted(self.features)}, got client={client!r}.")
         with located(self.name, *_DAMAGE):
-            skipped = {name: self._skip() for name in self.features if name != client}
+            skipped = {name: self._tfds.decode.SkipDecoding() for name in self.features if self._is_image(name)}
             names = self._builder.as_data_source(self._split, decoders=skipped)
             chunks = (range(start, min(start + _ROWS, len(names))) for start in range(0, len(names), _ROWS))
             return Owners(
                 ([row[client] for row in names.__getitems__(list(chunk))], np.arange(len(chunk))) for chunk in chunks
             )
+
+    def _is_image(self, name: str) -> bool:
+        return isinstance(self.features[name], self._tfds.features.Image)
 
     def columns(self, rows: Sequence[int], features: Features, without: str | None = None) -> dict[str, np.ndarray]:
         with located(self.name, *_DAMAGE):
@@ -148,15 +151,16 @@ class _Split:
         absent = [name for name in names if name not in self.features]
         if absent:
             raise FormatError(f"{self.name}: Feature {absent[0]!r} is missing: there are {sorted(self.features)}.")
-        return dict(selected({name: _column(name, [example[name] for example in examples]) for name in names}, features))
+        columns = {name: _column(name, [example[name] for example in examples], self.features[name]) for name in names}
+        return dict(selected(columns, features))
 
 
-def _column(name: str, values: list[Any]) -> np.ndarray:
+def _column(name: str, values: list[Any], feature: Any) -> np.ndarray:
     if isinstance(values[0], Mapping):
         raise FormatError(f"Feature {name!r} is nested: leave it out by features=.")
     if isinstance(values[0], bytes):
         return texts(values)
-    arrays = [np.asarray(value) for value in values]
+    arrays = [np.asarray(value, feature.np_dtype) for value in values]  # Scalars come as Python's own.
     shapes = {array.shape for array in arrays}
     if len(shapes) > 1 or arrays[0].dtype == object:
         raise FormatError(f"Feature {name!r} has examples of shapes {sorted(shapes)[:4]}: no column holds them, leave it out.")

@@ -36,7 +36,8 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
 
     Raises:
       FileNotFoundError: no such file.
-      FormatError: no such split, or several and none chosen; when opened or read, a file that is not of this layout, or is damaged.
+      FormatError: no such split, or several and none chosen; when opened or read, a file that is not of this layout, or is
+        damaged.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -96,6 +97,14 @@ def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, spl
 
     Raises:
       FileNotFoundError: the folder does not exist.
+
+    >>> import tempfile
+    >>> from fedsim.data import FederatedData
+    >>> data = FederatedData.from_clients({"ann": {"y": np.array([3, 4])}, "bob": {"y": np.array([5])}})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_tff_sqlite({"train": data, "test": data.select(["bob"])}, f"{folder}/a.sqlite")
+    ...     [client.client_id for client in read_tff_sqlite(f"{folder}/a.sqlite", "test")]
+    ['bob']
     """
     named = splits if isinstance(splits, Mapping) else {split: splits}
     statements = [

@@ -226,12 +226,12 @@ def test_users_of_few_topics_use_words_of_their_own():
 
 
 def test_a_model_learns_the_characters():
-    splits = load("emnist62_like", clients=40)
+    splits = load("emnist62_like", clients=40, max_examples=120)
     algorithm = fedsim.algorithms.FedAvg(
         model=fedsim.models.emnist_dense(),
         client_optimizer=optax.sgd(0.1),
         server_optimizer=optax.sgd(1.0),
-        batches=fedsim.Batches(size=20, epochs=2),
+        batches=fedsim.Batches(size=20, epochs=3),
     )
     state = algorithm.init(jax.random.key(0))
     for cohort in fedsim.UniformSampler(splits.train, clients=10, seed=0).rounds(8):

@@ -7,9 +7,10 @@ import lzma
 
 import numpy as np
 import pytest
+from formats.clients import some_clients
 from fuzz import assert_only_format_errors
 
-from fedsim.data import ClientStream, FederatedData
+from fedsim.data import ClientStream
 from fedsim.formats import (
     read,
     read_fedjax_sqlite,
@@ -25,32 +26,23 @@ from fedsim.formats import (
 )
 
 
-def small(tmp_path):
-    random = np.random.default_rng(0)
-    clients = {}
-    for i, n in enumerate((3, 0, 2)):
-        words = np.array([b"to be", "né".encode(), b"or not"][:n] + [None], object)[:-1]
-        clients[f"w{i}"] = {"x": random.random((n, 2, 2), np.float32), "y": random.integers(300, size=n), "words": words}
-    return FederatedData.from_clients(clients)
-
-
 def read_array(path):
     """An idx file as one client, so that it can be read like the others."""
     return ClientStream(lambda: iter([("all", {"x": read_idx(path)})]), source=path)
 
 
 def lines(data):
-    rows = [
-        {"client_id": c.client_id, "train": [{"y": int(y), "words": w.decode()} for y, w in zip(c["y"], c["words"])]}
-        for c in data
-    ]
+    rows = []
+    for client in data:
+        pairs = zip(client["y"].tolist(), client["words"], strict=True)
+        rows.append({"client_id": client.client_id, "train": [{"y": y, "words": words.decode()} for y, words in pairs]})
     return "\n".join(map(json.dumps, rows)).encode()
 
 
 def written(write):
     def content(tmp_path, suffix=".file"):
         path = tmp_path / f"whole{suffix}"
-        write(small(tmp_path), path)
+        write(some_clients(), path)
         return path.read_bytes()
 
     return content
@@ -64,7 +56,7 @@ READERS = {
     "tff_sqlite.lzma": (read_tff_sqlite, ".lzma", lambda t: lzma.compress(written(write_tff_sqlite)(t), lzma.FORMAT_ALONE)),
     "leaf": (read_leaf, ".json", written(write_leaf)),
     "leaf.gz": (read_leaf, ".json.gz", lambda t: gzip.compress(written(write_leaf)(t), mtime=0)),
-    "json_lines": (read_json_lines, ".jsonl", lambda t: lines(small(t))),
+    "json_lines": (read_json_lines, ".jsonl", lambda t: lines(some_clients())),
     "csv": (read_clients, ".csv", lambda t: written(write_table)(t, ".csv")),
     "parquet": (read_clients, ".pq", lambda t: written(write_table)(t, ".pq")),
     "idx": (read_array, ".idx", lambda t: IDX),

@@ -81,7 +81,8 @@ def test_what_is_written_is_read_by_protobuf(messages):
 def test_random_integers_survive_both_ways(messages):
     random = np.random.default_rng(0)
     values = (random.integers(-(2**63), 2**63 - 1, 2000) >> random.integers(0, 64, 2000)).astype(np.int64)
-    assert list(messages["packed"].FromString(serialized({"i": values})).features.feature["i"].int64_list.value) == values.tolist()
+    read = messages["packed"].FromString(serialized({"i": values}))
+    assert list(read.features.feature["i"].int64_list.value) == values.tolist()
     np.testing.assert_array_equal(columns([serialized({"i": values})])["i"], values[None])
 
 

@@ -1,6 +1,7 @@
 """FedJAX's SQLite layout; the file in shared data was written by FedJAX itself."""
 
 import sqlite3
+import threading
 import tracemalloc
 import zlib
 
@@ -8,10 +9,10 @@ import h5py
 import msgpack
 import numpy as np
 import pytest
+from formats.clients import REAL, contents, needs_real, some_clients, text
 
 from fedsim.data import ClientDataset, FormatError
 from fedsim.formats import read_fedjax_sqlite, write_fedjax_sqlite
-from formats.clients import REAL, contents, needs_real, some_clients, text
 
 FEDJAX_FILE = REAL / "formats" / "femnist_20_writers_fedjax.sqlite"
 
@@ -60,8 +61,6 @@ def test_many_clients_keep_their_order(tmp_path):
 
 
 def test_stopping_early_leaves_no_thread_behind(tmp_path):
-    import threading
-
     write_fedjax_sqlite((ClientDataset(str(i), {"y": np.zeros(10)}) for i in range(50)), tmp_path / "a.sqlite")
     before = threading.active_count()
     for client in read_fedjax_sqlite(tmp_path / "a.sqlite"):
@@ -125,7 +124,7 @@ GOOD = np.arange(2)
         (dict(data={"y": msgpack.ExtType(1, msgpack.packb(((2,), "int64", b"123")))}), r"int64 \[2\] cannot have 3 bytes"),
         (dict(data={"y": msgpack.ExtType(1, msgpack.packb(((2**62, 2**62), "int64", b"")))}), "cannot have 0 bytes"),
         (dict(data={"y": msgpack.ExtType(1, msgpack.packb(((-1,), "int64", bytes(8))))}), r"int64 \[-1\] cannot have"),
-        (dict(data={"y": msgpack.ExtType(1, msgpack.packb(((2,), "object", bytes(16))))}), "no array of numbers has dtype object"),
+        (dict(data={"y": msgpack.ExtType(1, msgpack.packb(((2,), "object", bytes(16))))}), "no array of numbers"),
         (dict(data={"y": msgpack.ExtType(4, msgpack.packb(((2,), [b"a", 5])))}), "byte strings holds something else"),
         (dict(data={"y": msgpack.ExtType(9, b"")}), "extension 9 is not an array"),
         (dict(data={"y": packed(GOOD)}, client_id=b"\xff\xfe"), "Client id .*xff.* is not UTF-8: rename it"),
@@ -182,7 +181,7 @@ def test_other_files_are_refused(tmp_path):
     connection = sqlite3.connect(tmp_path / "other.sqlite")
     connection.execute("CREATE TABLE federated_data (client_id BLOB)")
     connection.close()
-    with pytest.raises(FormatError, match=r"other.sqlite.*Expected FedJAX's table federated_data.*found columns \['client_id'\]"):
+    with pytest.raises(FormatError, match=r"other.sqlite.*FedJAX's table federated_data.*found columns \['client_id'\]"):
         read_fedjax_sqlite(tmp_path / "other.sqlite")
 
 

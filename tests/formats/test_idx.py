@@ -5,10 +5,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from formats.clients import REAL, needs_real
 
 from fedsim.data import FormatError
 from fedsim.formats import read_idx
-from formats.clients import REAL, needs_real
 
 
 def idx(kind, array):

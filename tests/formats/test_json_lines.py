@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
+from formats.clients import REAL, needs_real
 
 from fedsim.data import FormatError
 from fedsim.formats import read_json_lines
-from formats.clients import REAL, needs_real
 
 
 def lines_file(path, *lines):

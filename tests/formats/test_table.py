@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+from formats.clients import contents, some_clients, text
 
 from fedsim.data import ClientDataset, FederatedData, FormatError
 from fedsim.formats import read_table, write_table
-from formats.clients import contents, some_clients, text
 
 
 def csv_file(path, *lines):
@@ -42,12 +42,13 @@ def test_round_trip(tmp_path, suffix):
     if suffix == ".parquet":
         assert contents(read_table(path, "client_id")) == contents(data)
     else:
-        read = read_table(path, "client_id", {"x": ((2, 3), np.float32), "y": ((), np.int64), "words": ((), bytes)}, stack={"x": "x_*"})
-        assert contents(read) == contents(data)
+        features = {"x": ((2, 3), np.float32), "y": ((), np.int64), "words": ((), bytes)}
+        assert contents(read_table(path, "client_id", features, stack={"x": "x_*"})) == contents(data)
 
 
 def test_what_is_written_other_readers_read(tmp_path):
-    data = FederatedData.from_clients({"a": {"x": np.array([[1.5, 2], [3, 4]]), "t": text(b"p,q", b"r")}, "b": {"x": np.zeros([1, 2]), "t": text(b"")}})
+    ann = {"x": np.array([[1.5, 2], [3, 4]]), "t": text(b"p,q", b"r")}
+    data = FederatedData.from_clients({"a": ann, "b": {"x": np.zeros([1, 2]), "t": text(b"")}})
     write_table(data, tmp_path / "a.csv.gz", client="who")
     rows = list(csv.DictReader(gzip.decompress((tmp_path / "a.csv.gz").read_bytes()).decode().splitlines()))
     assert rows[0] == {"who": "a", "x_0": "1.5", "x_1": "2", "t": "p,q"}

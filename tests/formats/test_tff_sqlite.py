@@ -5,11 +5,11 @@ import sqlite3
 
 import numpy as np
 import pytest
+from formats.clients import contents, some_clients
 
 from fedsim.data import ClientDataset, FederatedData, FormatError
 from fedsim.formats import read_tff_sqlite, write_tff_sqlite
 from fedsim.formats._example_proto import serialized
-from formats.clients import contents, some_clients
 
 
 def tff_file(path, examples, metadata, index=True):
@@ -109,7 +109,7 @@ def test_an_archive_that_asks_for_gigabytes_of_memory_is_refused(tmp_path):
         (ROWS[:1], [("b", "train", 1), ("b", "train", 1)], "client 'b': 0 examples where"),
         ([("train", "b", b"\x0a\xff")], [("b", "train", 1)], "client 'b': example 0 is not a whole tf.train.Example"),
         ([("train", "b", "text")], [("b", "train", 1)], "client 'b': an example is not bytes"),
-        ([row("train", "b", 1), ("train", "b", serialized({"y": b"one", "word": b""}))], [("b", "train", 2)], "client 'b': .*'y' is bytes"),
+        ([ROWS[0], ("train", "b", serialized({"y": b"1", "word": b""}))], [("b", "train", 2)], "client 'b': .*'y' is bytes"),
         ([], [("b", "train", 0)], "None of its 1 clients has an example"),
         ([], [], "no split, hence no clients"),
     ],

@@ -1,0 +1,174 @@
+"""Real data, trained and evaluated: ``python -m benchmarks.runs --data DIR`` writes ``docs/runs.md`` and its pictures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedsim
+from benchmarks import hardware
+from fedsim.experiment import RunConfig, Settings
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = Path(__file__).parents[1] / "docs"
+
+# Title, folder below --data, and configuration: `fedsim run` with the same options is the same run.
+RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "femnist-cnn": (
+        "FEMNIST, 300 real writers, CNN",
+        "femnist",
+        dict(dataset="emnist62", model="emnist_cnn", rounds=300, evaluate_every=10, client_learning_rate=0.1),
+    ),
+    "femnist-dense": (
+        "FEMNIST, 300 real writers, dense 200-200",
+        "femnist",
+        dict(dataset="emnist62", model="emnist_dense", rounds=1000, evaluate_every=20, client_learning_rate=0.1),
+    ),
+    "shakespeare-lstm": (
+        "Shakespeare, 715 real roles, next character, two LSTM layers of 256",
+        "shakespeare_tff",
+        dict(
+            dataset="shakespeare", model="shakespeare_lstm", rounds=200, batch_size=4, max_steps=50, evaluate_every=20,
+            client_learning_rate=1.0,
+        ),
+    ),
+    "stackexchange-lstm": (
+        "Stack Exchange, 2,387 real users, next word, LSTM of 670",
+        "stackexchange",
+        dict(dataset="stackexchange", rounds=300, clients=20, batch_size=16, evaluate_every=30, client_learning_rate=0.3),
+    ),
+    "mnist-writers": (
+        "MNIST by its 539 real writers, CNN",
+        "mnist",
+        dict(dataset="mnist(partition='writers')", model="mnist_cnn", rounds=200, evaluate_every=10, client_learning_rate=0.1),
+    ),
+    "mnist-shards": (
+        "MNIST by shards, 100 clients of two digits each, CNN",
+        "mnist",
+        dict(dataset="mnist(partition='shards')", model="mnist_cnn", rounds=200, evaluate_every=10, client_learning_rate=0.05),
+    ),
+}
+
+
+def most_frequent(model: fedsim.Model, train: fedsim.FederatedData, test: fedsim.FederatedData) -> float:
+    """Test accuracy of always naming the same label, the best one of the train split's eight most frequent."""
+    counts = np.bincount(np.concatenate([np.ravel(train.gather("y", [i])) for i in range(train.num_clients)]))
+    outputs = jax.eval_shape(model.apply_for_eval, jax.eval_shape(model.init, jax.random.key(0)), _one_example(model))
+    size, shape = outputs.shape[-1], outputs.shape[1:]
+
+    def constant(label: int) -> fedsim.Model:
+        def logits(params: Any, examples: Any) -> jax.Array:
+            return jnp.broadcast_to(jax.nn.one_hot(label, size), (len(examples["y"]), *shape))
+
+        return dataclasses.replace(model, apply_for_eval=logits)
+
+    candidates = np.argsort(-counts)[:8].tolist()
+    return max(fedsim.evaluate(constant(label), {}, test).overall["accuracy"] for label in candidates)
+
+
+def _one_example(model: fedsim.Model) -> dict[str, jax.ShapeDtypeStruct]:
+    specs = {name: spec[0] if isinstance(spec, tuple) else spec for name, spec in model.features.items()}
+    return {name: jax.ShapeDtypeStruct((1, *spec.shape), spec.dtype) for name, spec in specs.items()}
+
+
+def train(name: str, data: Path, seed: int) -> dict[str, Any]:
+    """One run; returns what is recorded of it."""
+    title, below, options = RUNS[name]
+    published = {"clients": 10, "batch_size": 20, "epochs": 1}
+    config = RunConfig(**(published | options), data=str(data / below), seed=seed)
+    experiment = fedsim.experiment.build(config, Settings())
+    algorithm, sampler, test_data = experiment
+    stamp, began = hardware.stamp("cpu"), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        result = fedsim.experiment.run(
+            algorithm, sampler, rounds=config.rounds, folder=Path(folder) / "run", test_data=test_data,
+            evaluate_every=config.evaluate_every, config=dataclasses.replace(config, data=below),
+        )
+        picture = DOCS / "runs" / f"{name}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_bytes((Path(folder) / "run" / "learning_curve.png").read_bytes())
+    seconds = time.perf_counter() - began
+    tested = [line for line in result.history if "test_accuracy" in line]
+    return {
+        "run": name,
+        "title": title,
+        **stamp,
+        "jax": jax.__version__,
+        "config": dataclasses.asdict(dataclasses.replace(config, data=below)),
+        "train": [sampler.data.num_clients, sampler.data.num_examples],
+        "test": [test_data.num_clients, test_data.num_examples],
+        "seconds": round(seconds, 1),
+        "most_frequent": round(most_frequent(algorithm.model, sampler.data, test_data), 4),
+        "last": tested[-1],
+        "accuracy": {line["round"]: round(line["test_accuracy"], 4) for line in tested},
+    }
+
+
+def page(records: list[dict[str, Any]]) -> str:
+    """``docs/runs.md``."""
+    lines = [
+        "# Runs on real data",
+        "",
+        "Made by `python -m benchmarks.runs --data DIR`. Configuration, machine, date, commit and all evaluations of each run",
+        "are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of what papers use: these accuracies",
+        "are not to be compared with published tables. *Always the same answer* is the test accuracy of naming one label for",
+        "every example, the best such label.",
+        "",
+        "| run | seed | rounds × clients | test accuracy | clients: mean, std, worst 10 % | always the same answer | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for record in records:
+        config, last = record["config"], record["last"]
+        over = ", ".join(f"{last[f'test_accuracy_clients_{key}']:.3f}" for key in ("mean", "std", "worst10"))
+        lines.append(
+            f"| {record['title']} | {config['seed']} | {config['rounds']} × {config['clients']} | "
+            f"**{last['test_accuracy']:.4f}** | {over} | {record['most_frequent']:.4f} | {record['seconds']:,.0f} |"
+        )
+    for record in records:
+        config = {name: value for name, value in record["config"].items() if value != getattr(RunConfig(), name)}
+        given = " ".join(f"--{k.replace('_', '-')} {_shell(v)}" for k, v in config.items() if k != "hyperparameters")
+        lines += [
+            "",
+            f"## {record['title']}",
+            "",
+            f"`fedsim run {given}`",
+            "",
+            f"{record['train'][0]:,} clients with {record['train'][1]:,} training examples; {record['test'][1]:,} test "
+            f"examples. {record['cpu']}, {record['cores']} cores, {record['date'][:10]}.",
+            "",
+            f"![{record['title']}: loss and accuracy over rounds](runs/{record['run']}.png)",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _shell(value: Any) -> str:
+    text = str(value)
+    return f'"{text}"' if "(" in text else text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.runs", description=__doc__)
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the datasets' folders; without it, only the page")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    fedsim.use_all_cores()
+    for name in args.only if args.data else ():
+        record = train(name, args.data, args.seed)
+        (RESULTS / f"run-{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    written = [RESULTS / f"run-{name}.json" for name in RUNS]
+    records = [json.loads(path.read_text()) for path in written if path.exists()]
+    (DOCS / "runs.md").write_text(page(records), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
