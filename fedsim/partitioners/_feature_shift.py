@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedsim import rng
-from fedsim.data import FederatedData
+from fedsim.data import FederatedData, TextColumn
 
 
 def rotation(data: FederatedData, *, angles: Sequence[int] = (0, 90, 180, 270), feature: str = "x") -> FederatedData:
@@ -98,7 +98,10 @@ def noise(data: FederatedData, *, sigma: float, seed: int, feature: str = "x") -
 def _column(data: FederatedData, feature: str) -> np.ndarray:
     if feature not in data.columns:
         raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}.")
-    return data.columns[feature]
+    column = data.columns[feature]
+    if isinstance(column, TextColumn):
+        raise ValueError(f"Feature {feature!r} is text: expected numbers.")
+    return column
 
 
 def _with(data: FederatedData, feature: str, column: np.ndarray) -> FederatedData:

@@ -61,8 +61,9 @@ def test_streamed_chunks_load_every_device_alike(monkeypatch, rows):
         own = (by_device > 0).sum(1)
         assert own.sum() == count
         assert own.max() == -(-count // 4)
-        seen.extend(by_device[by_device > 0])
-        np.testing.assert_array_equal(np.asarray(owner).reshape(4, per_device)[by_device > 0], by_device[by_device > 0] > rows // 2)
+        read, owners = by_device[by_device > 0], np.asarray(owner).reshape(4, per_device)[by_device > 0]
+        np.testing.assert_array_equal(owners, read > rows // 2)
+        seen.extend(read)
     assert seen == list(range(1, rows + 1))
 
 
