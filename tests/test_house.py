@@ -74,7 +74,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
     "fedsim.data.FormatError",
-    "fedsim.data.Sampler",
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
