@@ -134,6 +134,7 @@ def streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterato
     """
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
     per_device = batch_size * max(1, _CHUNK_BYTES // (mesh.size * row_bytes * batch_size))
+    per_device = min(per_device, max(1, -(-data.num_examples // mesh.size)))  # What fits one chunk needs no padding.
     chunk, sharded = per_device * mesh.size, NamedSharding(mesh, P(AXIS))
     for start in range(0, max(1, data.num_examples), chunk):
         stop = min(start + chunk, data.num_examples)

@@ -100,7 +100,7 @@ def _column(data: FederatedData, feature: str) -> np.ndarray:
         raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}.")
     column = data.columns[feature]
     if isinstance(column, TextColumn):
-        raise ValueError(f"Feature {feature!r} is text, which cannot be shifted: name a feature of numbers.")
+        raise ValueError(f"Feature {feature!r} is text: expected numbers.")
     return column
 
 
