@@ -45,6 +45,7 @@ def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, patie
         features of different lengths, or whose shape or dtype differ between clients.
 
     >>> import tempfile
+    >>> from fedsim.data import FederatedData
     >>> data = FederatedData.from_clients({"ann": {"label": np.array([3, 4])}, "bob": {"label": np.array([5])}})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_tff_hdf5(data, f"{folder}/a_train.h5")
