@@ -6,6 +6,7 @@ from fedsim import data as data
 from fedsim import datasets as datasets
 from fedsim import execution as execution
 from fedsim import experiment as experiment
+from fedsim import formats as formats
 from fedsim import heterogeneity as heterogeneity
 from fedsim import metrics as metrics
 from fedsim import models as models
@@ -13,6 +14,7 @@ from fedsim import partitioners as partitioners
 from fedsim import plots as plots
 from fedsim import rng as rng
 from fedsim import samplers as samplers
+from fedsim import text as text
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm

@@ -27,7 +27,7 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Pictures are drawn by matplotlib: pip install matplotlib.") from error
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    figure: Any = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     figure._repr_png_ = functools.partial(_png, figure)  # A notebook shows what has this, whether pyplot was imported or not.
     return figure
