@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--femnist-rounds", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3, help="runs on FEMNIST")
     parser.add_argument("--sizes", type=Path, metavar="CSV", help="EMNIST's test examples per writer, for evaluation")
+    parser.add_argument("--emnist", type=Path, metavar="DIR", help="folder of client_sizes and emnist_byclass, for data")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON files")
     return parser.parse_args()
 

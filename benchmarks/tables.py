@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator
@@ -13,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import workload
-from benchmarks.worker import ContenderError, Entrant, Worker
+from benchmarks import populations, workload
+from benchmarks.worker import ROOT, ContenderError, Entrant, Worker
 
 PEERS = ("fedjax", "pfl", "drjax", "flower")
 CHECKED_ROUNDS = 3
@@ -200,6 +203,31 @@ def evaluation(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": rows, "results": results, "turns": times, "about": about}
 
 
+def data(args: argparse.Namespace) -> Iterator[Part]:
+    """Large populations: a packed file opened and gathered from, rounds whatever the population, streaming against resident."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = {"path": f"{folder}/tokens.h5"}
+        written = measured(args, "write_tokens", **tokens, **populations.STACK_OVERFLOW)
+        opened = measured(args, "open_tokens", **tokens, clients=populations.STACK_OVERFLOW["clients"])
+        gathered = measured(args, "gather", **tokens, cohort=1000, repeats=4 * args.repeats)
+    yield {"rows": [populations.STACK_OVERFLOW | {"file_mb": written["mb"]} | opened | gathered], "written": written}
+    yield {"rows": measured(args, "rounds", populations=[1_000, 1_000_000], cohort=100, turns=args.repeats, rounds=20)}
+    if args.emnist is None:
+        print("rest left out: give --emnist a folder with client_sizes and emnist_byclass", file=sys.stderr)
+        return
+    yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
+
+
+def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
+    """What a measure of `benchmarks.populations` finds, in a process of its own: its memory is nobody else's."""
+    command = [sys.executable, "-m", "benchmarks.populations", name, json.dumps(arguments)]
+    environment = os.environ | {"JAX_PLATFORMS": "cuda" if args.device == "gpu" else "cpu"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    if done.returncode:
+        raise ContenderError(f"{name} ended with status {done.returncode}")
+    return json.loads(done.stdout)
+
+
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
-    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation)
+    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data)
 }

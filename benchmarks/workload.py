@@ -27,7 +27,8 @@ class Task:
 
     Attributes:
       data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" (for the equality check, see `population`),
-        "mnist" (69 examples each), "sentences" (for the lstm; 8 to 128 a client), "evaluation" (3,400 clients, 77,483 examples) or "femnist" (TFF's HDF5 files).
+        "sentences" (for the lstm: 8 to 128 a client), "mnist" (69 examples each), "evaluation" (3,400 clients, 77,483
+        examples) or "femnist" (TFF's HDF5 files).
       server: "adam", or "average": the clients' weighted mean becomes the model.
       per_dispatch: rounds that a contender which can do so may hand to its devices at once.
       source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").

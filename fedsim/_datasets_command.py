@@ -58,8 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         help="convert a file of clients from one format to another",
         description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
         "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
-        "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: packed, "
-        "leaf, csv, parquet, fedjax_sqlite, tff_sqlite. Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
+        "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: "
+        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite. "
+        "Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )
     convert.add_argument("source", metavar="IN", help="what to read")

@@ -15,6 +15,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
@@ -145,10 +146,12 @@ def _check(columns: Mapping[str, Part]) -> None:
 
 def _first(parts: Mapping[str, Part]) -> str:
     """The column that is probably the largest: a text, or the widest."""
-    return max(
-        (name for name in parts if name.startswith("columns/")),
-        key=lambda name: (name.count("/") == 2 and name.endswith("/bytes"), parts[name].dtype.itemsize * int(np.prod(parts[name].shape[1:]))),
-    )
+
+    def size(name: str) -> tuple[bool, int]:
+        is_text = name.count("/") == 2 and name.endswith("/bytes")
+        return is_text, parts[name].dtype.itemsize * int(np.prod(parts[name].shape[1:]))
+
+    return max((name for name in parts if name.startswith("columns/")), key=size)
 
 
 def _user_block(columns: Mapping[str, Part]) -> int:
@@ -203,9 +206,7 @@ def _open(whole: np.ndarray) -> FederatedData:
 
 
 def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int) -> dict[str, Any]:
-    arrays = {
-        name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()
-    }
+    arrays = {name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()}
     return {"bytes": size, "arrays": arrays}
 
 

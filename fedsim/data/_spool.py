@@ -67,7 +67,7 @@ class Spool:
             self._columns[name] = column = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
             parts |= column.parts(name, 0)
         first, start = first_place(parts)
-        content = self._files.enter_context(open(self._target, "r+b", buffering=1 << 20))
+        content = self._files.enter_context(self._target.open("r+b", buffering=1 << 20))
         content.seek(start)
         self._columns[first.split("/")[1]].write_in_place(content)
 

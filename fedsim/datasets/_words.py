@@ -51,8 +51,9 @@ def counts_file(
             download.into(cache)
         except DownloadError as error:
             raise DownloadError(
-                f"Could not fetch the counts for {name!r}: {error} Two ways out: give a folder with the data (--data DIR, or data=DIR "
-                f"in Python), which are counted if it has no {patterns[0]}; or fetch {download.url} by hand and put it into {cache}."
+                f"Could not fetch the counts for {name!r}: {error} Two ways out: give a folder with the data (--data DIR, or "
+                f"data=DIR in Python), which are counted if it has no {patterns[0]}; or fetch {download.url} by hand and "
+                f"put it into {cache}."
             ) from None
         return cache / download.files[0]
     assert source.read is not None

@@ -23,6 +23,15 @@ def report_dropped(program: Any, info: RoundInfo, cohorts: Sequence[Cohort], non
 
     Raises:
       FloatingPointError: an update was dropped, and ``nonfinite`` is ``"raise"``.
+
+    >>> from fedsim.data import FederatedData
+    >>> cohort = Cohort.of(FederatedData.from_arrays({"x": np.zeros(1)}, sizes=[1], client_ids=["ann"]), ["ann"], round=7)
+    >>> one = np.int32(1)
+    >>> info = RoundInfo({"dropped": np.array([True])}, num_dropped=one, num_aggregated=one, num_clients=one)
+    >>> report_dropped(None, info, [cohort], "raise")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    FloatingPointError: The update of client 'ann' in round 7 holds a NaN or an infinity. ...
     """
     if not (count := int(np.sum(info.num_dropped))):
         return
@@ -45,7 +54,13 @@ def report_dropped(program: Any, info: RoundInfo, cohorts: Sequence[Cohort], non
 
 
 def watch_dropped(program: Any, info: RoundInfo, cohorts: Sequence[Cohort], nonfinite: Literal["drop", "raise"]) -> None:
-    """`report_dropped` of all rounds so far whose infos have been computed; the others wait for the next call."""
+    """`report_dropped` of all rounds so far whose infos have been computed; the others wait for the next call.
+
+    >>> import jax.numpy as jnp, types
+    >>> none = jnp.int32(0)
+    >>> info = RoundInfo({}, num_dropped=none, num_aggregated=none, num_clients=none)
+    >>> watch_dropped(types.SimpleNamespace(), info, [], "drop")
+    """
     if nonfinite == "raise":
         return report_dropped(program, info, cohorts, nonfinite)
     if vars(program).get("_said_dropped"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from fedsim.execution._placement import AXIS
 from fedsim.metrics import Mean
 from fedsim.model import Model, Params
 
+T = TypeVar("T")
 _Chunk = tuple[dict[str, jax.Array], jax.Array, int]
 
 
@@ -89,18 +90,29 @@ def evaluate(
         chunks: Iterable[_Chunk] = [everything]
     else:
         chunks = _placement.streamed_chunks(data, mesh, batch_size)
-    # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. Fetching
-    # them also keeps streamed chunks from piling up.
+    # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. A chunk's
+    # are fetched once the next one is on its way, and before there is a third.
     clients: dict[str, Mean] = {}
-    for columns, owner, rows in chunks:
-        parts = jax.device_get(compiled(columns, owner, params, np.int32(rows)))
-        sums = jax.tree.map(lambda x: x.sum(0, dtype=np.float32), parts)
+    results = (compiled(columns, owner, params, np.int32(rows)) for columns, owner, rows in chunks)
+    for parts in _one_ahead(results):
+        sums = jax.tree.map(lambda x: x.sum(0, dtype=np.float32), jax.device_get(parts))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
     overall = {}
     for name, mean in clients.items():
         weight = float(np.sum(mean.weight, dtype=np.float64))
         overall[name] = float(np.sum(mean.total, dtype=np.float64)) / weight if weight else 0.0
     return Evaluation(overall, clients)
+
+
+def _one_ahead(results: Iterable[T]) -> Iterator[T]:
+    """The same, each given out when the one after it has been made."""
+    before = None
+    for result in results:
+        if before is not None:
+            yield before
+        before = result
+    if before is not None:
+        yield before
 
 
 def _compiled(model: Model, *how: Any) -> Callable[..., dict[str, Mean]]:
@@ -115,12 +127,9 @@ def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: 
 
     def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, rows: jax.Array) -> Any:
         device = jax.lax.axis_index(AXIS)
-        if resident:
-            share = -(-rows // mesh.size)
-            start, stop = device * share, jnp.minimum((device + 1) * share, rows)
-        else:
-            share = owner.shape[0]
-            start, stop = jnp.int32(0), jnp.clip(rows - device * share, 0, share)
+        share = -(-rows // mesh.size)
+        start = device * share if resident else jnp.int32(0)
+        stop = start + jnp.clip(rows - device * share, 0, share)
 
         def step(i: jax.Array, totals: dict[str, Mean]) -> dict[str, Mean]:
             row = start + i * batch_size + jnp.arange(batch_size, dtype=jnp.int32)

@@ -128,16 +128,26 @@ def resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
 
 
 def streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterator[tuple[dict[str, jax.Array], jax.Array, int]]:
-    """All rows in stored order, in chunks of one shape: columns and owners sharded over the devices, and how many count."""
+    """All rows in stored order, in chunks of one shape: columns and owners, and how many rows count.
+
+    A chunk is sharded over the devices; each has as many of its rows as any other, and then padding.
+    """
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
     per_device = batch_size * max(1, _CHUNK_BYTES // (mesh.size * row_bytes * batch_size))
     chunk, sharded = per_device * mesh.size, NamedSharding(mesh, P(AXIS))
     for start in range(0, max(1, data.num_examples), chunk):
         stop = min(start + chunk, data.num_examples)
+        share = -(-(stop - start) // mesh.size)
 
-        def whole(rows: np.ndarray, missing: int = chunk - (stop - start)) -> np.ndarray:
-            return np.concatenate([rows, np.zeros((missing, *rows.shape[1:]), rows.dtype)])
+        def dealt(rows: np.ndarray, share: int = share) -> np.ndarray:
+            if len(rows) == chunk:
+                return rows
+            padded = np.zeros((mesh.size, per_device, *rows.shape[1:]), rows.dtype)
+            for device in range(mesh.size):
+                own = rows[device * share : (device + 1) * share]
+                padded[device, : len(own)] = own
+            return padded.reshape(chunk, *rows.shape[1:])
 
-        columns = {name: whole(np.asarray(column[start:stop])) for name, column in data.columns.items()}
+        columns = {name: dealt(np.asarray(column[start:stop])) for name, column in data.columns.items()}
         owner = np.searchsorted(data.offsets, np.arange(start, stop), side="right").astype(np.int32) - 1
-        yield jax.device_put(columns, sharded), jax.device_put(whole(owner.astype(np.int32)), sharded), stop - start
+        yield jax.device_put(columns, sharded), jax.device_put(dealt(owner.astype(np.int32)), sharded), stop - start

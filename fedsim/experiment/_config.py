@@ -36,9 +36,15 @@ class RunConfig:
     ValueError: Expected rounds >= 1, got rounds=0: give a positive whole number.
     """
 
-    dataset: str = _option("digits", "data and model", "Name of a dataset; `fedsim datasets` lists them.")
+    dataset: str = _option(
+        "digits",
+        "data and model",
+        "Name of a dataset, also 'NAME(option=value)', or FILE.py:FUNCTION; `fedsim datasets` lists them.",
+    )
     data: str | None = _option(None, "data and model", "Folder with the dataset's files; default: download once.")
-    model: str | None = _option(None, "data and model", "Name of a model, or FILE.py:FUNCTION; default: the dataset's own.")
+    model: str | None = _option(
+        None, "data and model", "Name of a model, also 'NAME(option=value)', or FILE.py:FUNCTION; default: the dataset's."
+    )
     algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
     weighting: Literal["examples", "uniform"] = _option("examples", "algorithm", "Clients weigh by their examples, or alike.")
     nonfinite: Literal["drop", "raise"] = _option("drop", "algorithm", "What to do with a client update that is not finite.")

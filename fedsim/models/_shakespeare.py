@@ -25,7 +25,7 @@ def shakespeare_lstm(
     and so do FedJAX and TFF.
 
     The loss of a sequence is the mean over its ``length`` positions, those of pad as 0: FedJAX's. The metrics are means over
-    tokens: ``loss`` over all but pad, ``accuracy`` over all but pad, bos, eos and oov, as published. ``accuracy_in_vocabulary``
+    tokens: ``loss`` over all but pad, ``accuracy`` over all but pad, bos, eos and oov, as published. ``accuracy_in_vocab``
     is FedJAX's: oov labels count, as misses, and special ids are never answered. FedJAX's own takes bos and eos for 87 and
     88, where its data have 1 and 2, and so forbids the characters ``9`` and ``\\r`` instead; this one does not.
 
@@ -52,4 +52,4 @@ def shakespeare_lstm(
             x = jax.numpy.tanh(x) if tanh else x
         return hk.Linear(num_ids)(x)
 
-    return language_model(logits, length, num_ids, "mean")
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=1, divisor=length)

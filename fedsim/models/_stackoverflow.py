@@ -6,7 +6,7 @@ Features of the next word: ``x: int32 [length]``, ``y: int32 [length]``, ids of 
 Losses are FedJAX's: that of a sentence is the sum over its tokens, pad counting for nothing, or that divided by an
 ``expected_length``; TFF takes the mean over all tokens of a batch instead, so learning rates published for TFF want an
 ``expected_length`` of about the mean number of tokens (13.3 for Stack Overflow). The metrics are means over tokens: ``loss``
-over all but pad, ``accuracy`` over all but pad, bos, eos and oov (S. Reddi et al. 2021 and TFF), ``accuracy_in_vocabulary``
+over all but pad, ``accuracy`` over all but pad, bos, eos and oov (S. Reddi et al. 2021 and TFF), ``accuracy_in_vocab``
 over all but pad and eos, where oov is a miss and special ids are never answered (FedJAX).
 """
 
@@ -16,7 +16,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from fedsim.metrics import Examples, Mean
+from fedsim.metrics import Examples, Mean, per_example
 from fedsim.model import Feature, Model
 from fedsim.models._positive import check_positive
 from fedsim.models._recurrent import LSTM
@@ -37,7 +37,7 @@ def stackoverflow_lstm(
 ) -> Model:
     """One LSTM layer over words, projected to the width of the embedding: 4,050,748 parameters.
 
-    S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C, table 9; the
+    S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C; the
     count is the same there, in TFF and in FedJAX. It differs from TFF's in its initial weights, which are Haiku's; parameters
     have the names and shapes of FedJAX's model.
 
@@ -67,7 +67,8 @@ def stackoverflow_lstm(
             x = hk.Linear(embedding)(jnp.tanh(x) if tanh else x)
         return hk.Linear(num_ids)(x)
 
-    return language_model(logits, length, num_ids, _divisor(expected_length), oov_buckets)
+    divisor = _divisor(expected_length)
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor)
 
 
 def stackoverflow_transformer(
@@ -84,10 +85,11 @@ def stackoverflow_transformer(
 ) -> Model:
     """A causal transformer whose output weights are its embedding: 1,962,912 parameters.
 
-    The architecture of J. Wang et al., "A Field Guide to Federated Optimization", 2021, https://arxiv.org/abs/2107.06917, in the
-    size that pfl-research (F. Granqvist et al., 2024, https://arxiv.org/abs/2404.06430) gives it: A. Vaswani et al., "Attention
-    is all you need", NeurIPS 2017, https://arxiv.org/abs/1706.03762, with layer norm after each sum, relu, and fixed sinusoids for
-    positions. A word sees those up to itself; pad, which follows them, is not seen.
+    The architecture of J. Wang et al., "A Field Guide to Federated Optimization", 2021, https://arxiv.org/abs/2107.06917,
+    in the size that pfl-research (F. Granqvist et al., 2024, https://arxiv.org/abs/2404.06430) gives it: A. Vaswani et al.,
+    "Attention is all you need", NeurIPS 2017, https://arxiv.org/abs/1706.03762, with layer norm after each sum, relu, and
+    fixed sinusoids for positions. A word sees those up to itself; pad, which follows them, is not seen. Initial weights are
+    Haiku's but for the embedding's, and dropout is TFF's: not on attention weights.
 
     Args:
       vocabulary: number of words, without pad, bos, eos and the ``oov_buckets``.
@@ -115,7 +117,8 @@ def stackoverflow_transformer(
         x = encode(embed(tokens), heads, feedforward, layers, dropout if training else 0.0)
         return x @ embed.embeddings.T
 
-    return language_model(logits, length, num_ids, _divisor(expected_length), oov_buckets)
+    divisor = _divisor(expected_length)
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor)
 
 
 def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None) -> Model:
@@ -149,7 +152,7 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
             b = hk.get_parameter("b", [tags], init=jnp.zeros)
         known = (ids > 0) & (ids <= vocabulary)
         rows = jnp.where(known[..., None], w[jnp.where(known, ids - 1, 0)], 0.0)
-        return jnp.sum(rows, axis=1) / words + b
+        return jnp.sum(rows, axis=1) / words + b[None]
 
     def loss(examples: Examples, outputs: jax.Array) -> jax.Array:
         y = examples["y"].astype(jnp.float32)
@@ -164,7 +167,7 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
         hk.transform(logits),
         features={"x": x, "y": jax.ShapeDtypeStruct((tags,), jnp.uint8)},
         loss=loss,
-        metrics={"loss": lambda examples, outputs: Mean(loss(examples, outputs), jnp.ones(len(outputs))), "recall_at_5": recall_at_5},
+        metrics={"loss": lambda examples, outputs: per_example(loss(examples, outputs)), "recall_at_5": recall_at_5},
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.text._vocabulary import as_bytes, ids_dtype
+from fedsim.text._vocabulary import Texts, as_bytes, ids_dtype
 from fedsim.text._words import BOS, EOS, FIRST, PAD
 
 TFF_SHAKESPEARE = b"dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
@@ -61,7 +61,7 @@ class CharacterTokenizer:
         """How many ids there are: characters, pad, bos, eos and the unknown one."""
         return len(self.characters) + FIRST + 1
 
-    def __call__(self, snippets: Sequence[bytes | str]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, snippets: Texts) -> tuple[np.ndarray, np.ndarray]:
         """``x`` and ``y`` of one client's snippets, each ``[sequences, length]``; no sequences if there are no snippets.
 
         Raises:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.text._vocabulary import as_bytes, check_vocabulary, ids_dtype
+from fedsim.text._vocabulary import Texts, as_bytes, check_vocabulary, ids_dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,9 +47,7 @@ class TagTokenizer:
         if self.length is not None and self.length < 1:
             raise ValueError(f"Expected length >= 1 or None, got length={self.length}.")
 
-    def __call__(
-        self, tokens: Sequence[bytes | str], *, titles: Sequence[bytes | str], tags: Sequence[bytes | str]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, tokens: Texts, *, titles: Texts, tags: Texts) -> tuple[np.ndarray, np.ndarray]:
         """``x float32 [posts, words]`` (or ids ``[posts, length]``) and ``y uint8 [posts, tags]``.
 
         Raises:

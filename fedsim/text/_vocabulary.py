@@ -13,6 +13,7 @@ import numpy as np
 
 from fedsim.data import FormatError
 
+Texts = Sequence[bytes | str] | np.ndarray
 _REMEDY = "Give a file of lines 'word count', most frequent first, or TFF's archive of it."
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim.data import FormatError
 from fedsim.text._farmhash import fingerprint64
-from fedsim.text._vocabulary import as_bytes, check_utf8, check_vocabulary, ids_dtype
+from fedsim.text._vocabulary import Texts, as_bytes, check_utf8, check_vocabulary, ids_dtype
 
 PAD, BOS, EOS, FIRST = 0, 1, 2, 3
 _ROWS = 50_000  # sentences at a time: their ids as Python lists take much more room than as arrays
@@ -61,7 +61,7 @@ class WordTokenizer:
         """How many ids there are: words, pad, bos, eos, and the buckets of unknown ones."""
         return len(self.vocabulary) + FIRST + self.oov_buckets
 
-    def __call__(self, sentences: Sequence[bytes | str]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(self, sentences: Texts) -> tuple[np.ndarray, np.ndarray]:
         """``x`` and ``y``, each ``[sentences, length]``.
 
         Raises:

@@ -224,12 +224,16 @@ def test_without_a_network_one_line_names_the_ways_out(tmp_path, monkeypatch):
         raise _download.UnreachableError(f"{url} cannot be reached (Name or service not known).")
 
     monkeypatch.setattr(_download, "fetch", no_network)
-    with pytest.raises(datasets.DownloadError, match=r"Could not fetch 'stackoverflow_word': .* Two ways out: .*by hand") as caught:
+    with pytest.raises(
+        datasets.DownloadError, match=r"Could not fetch 'stackoverflow_word': .* Two ways out: .*by hand"
+    ) as caught:
         datasets.load("stackoverflow_word", cache=tmp_path)
     assert "\n" not in str(caught.value)
-    (tmp_path / "stackoverflow_word").mkdir()
+    (tmp_path / "stackoverflow_word").mkdir(exist_ok=True)
     write_fedjax(tmp_path / "stackoverflow_word", "stackoverflow", POSTS)
-    with pytest.raises(datasets.DownloadError, match=r"the counts for 'stackoverflow_word': .* Two ways out: .*by hand") as caught:
+    with pytest.raises(
+        datasets.DownloadError, match=r"the counts for 'stackoverflow_word': .* Two ways out: .*by hand"
+    ) as caught:
         datasets.load("stackoverflow_word", cache=tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -51,6 +51,21 @@ def test_streams_in_several_chunks(monkeypatch):
     federation.assert_trees_close(resident, streamed)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 8, 30, 40, 43])
+def test_streamed_chunks_load_every_device_alike(monkeypatch, rows):
+    monkeypatch.setattr("fedsim.execution._placement._CHUNK_BYTES", 40 * 4)
+    data = fedsim.FederatedData.from_arrays({"x": np.arange(1, rows + 1, dtype=np.int32)}, sizes=[rows // 2, rows - rows // 2])
+    seen = []
+    for columns, owner, count in _placement.streamed_chunks(data, fedsim.Pmap(devices=4).mesh(), batch_size=2):
+        by_device = np.asarray(columns["x"]).reshape(4, 10)
+        own = (by_device > 0).sum(1)
+        assert own.sum() == count
+        assert own.max() == -(-count // 4)
+        seen.extend(by_device[by_device > 0])
+        np.testing.assert_array_equal(np.asarray(owner).reshape(4, 10)[by_device > 0], by_device[by_device > 0] > rows // 2)
+    assert seen == list(range(1, rows + 1))
+
+
 def test_a_population_of_empty_clients():
     model, data = federation.model(), federation.data(sizes=(0, 0))
     evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), data)

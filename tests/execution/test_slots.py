@@ -22,7 +22,7 @@ EXECUTIONS = {
 }
 POPULATION = federation.data()
 # Client 1 has no examples; the fourth round has nobody, the fifth one client without examples, the last everybody.
-ROUNDS = [[3, 0, 6], [5], [7, 4, 3, 2], [], [1], [0, 1, 2, 3, 4, 5, 6, 7]]
+ROUNDS = [[3, 0, 6], [5], [7, 4, 2], [], [1], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def cohort(clients, round=0, slots=8):

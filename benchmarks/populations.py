@@ -1,0 +1,175 @@
+"""Measures of fedsim on large populations, each run alone: ``python -m benchmarks.populations NAME ARGUMENTS_JSON``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+Figures = dict[str, Any]
+
+STACK_OVERFLOW = {"clients": 342_477, "sequences": 10_000_000, "length": 20}
+
+
+def write_tokens(path: str, clients: int, sequences: int, length: int) -> Figures:
+    """A packed file of token sequences: many clients with few, few with many."""
+    import fedsim
+
+    draw = np.random.default_rng(0)
+    sizes = 1 + draw.multinomial(sequences - clients, draw.dirichlet(np.full(clients, 0.5)))
+    tokens = draw.integers(1, 10_004, (sequences, length), np.int16)
+    ids = [f"{i:08d}" for i in range(clients)]
+    start = time.perf_counter()
+    fedsim.FederatedData.from_arrays({"x": tokens, "y": tokens}, sizes=sizes, client_ids=ids).save(path)
+    return {"seconds": time.perf_counter() - start, "mb": Path(path).stat().st_size / 1e6}
+
+
+def open_tokens(path: str, clients: int) -> Figures:
+    """Seconds and resident memory to open the file and find one client in it."""
+    import psutil
+
+    import fedsim
+
+    before, start = psutil.Process().memory_info().rss, time.perf_counter()
+    data = fedsim.FederatedData.open(path)
+    assert data.index(f"{clients - 1:08d}") == clients - 1
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "resident_mb": (psutil.Process().memory_info().rss - before) / 1e6}
+
+
+def gather(path: str, cohort: int, repeats: int) -> Figures:
+    """Seconds to sample a cohort and gather its rows, of pages that are in memory."""
+    import fedsim
+
+    data = fedsim.FederatedData.open(path)
+    sampler = fedsim.UniformSampler(data, clients=cohort, seed=0)
+    sampling, gathering, size = [], [], 0
+    for turn in range(repeats + 1):
+        for timed in (False, True):  # The first time, pages may have to come from the disk.
+            start = time.perf_counter()
+            clients = sampler.cohort(turn).clients
+            middle = time.perf_counter()
+            size = sum(data.gather(name, clients).nbytes for name in data.columns)
+            if timed and turn:
+                sampling.append(middle - start)
+                gathering.append(time.perf_counter() - middle)
+    seconds = median(gathering)
+    return {"sample_ms": 1e3 * median(sampling), "gather_ms": 1e3 * seconds, "mb": size / 1e6, "gb_per_s": size / seconds / 1e9}
+
+
+def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list[Figures]:
+    """Milliseconds a round of clients with 20 digits each, small populations and large in turn, in memory and streamed."""
+    import fedsim
+
+    fedsim.use_all_cores()
+    ways = ("resident", "stream")
+    runs = {(memory, clients): _digits(memory, clients, cohort) for memory in ways for clients in populations}
+    times: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
+    for _ in range(turns):
+        for run, rounds_of in runs.items():
+            times[run].append(rounds_of(rounds) / rounds)
+    rows = []
+    for memory, clients in runs:
+        mine, smallest = times[memory, clients], times[memory, populations[0]]
+        row = {"memory": memory, "population": clients, "ms_per_round": 1e3 * median(mine)}
+        rows.append(row | {"relative_to_smallest": median(a / b for a, b in zip(mine, smallest, strict=True))})
+    return rows
+
+
+def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:
+    import fedsim
+
+    draw = np.random.default_rng(0)
+    columns = {"x": draw.integers(0, 17, (clients * 20, 8, 8, 1), np.uint8), "y": draw.integers(0, 10, clients * 20, np.int32)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=np.full(clients, 20))
+    return _timed_rounds(fedsim.models.digits_dense(), data, memory, cohort, size=10)[0]
+
+
+def _timed_rounds(model: Any, data: Any, memory: Any, cohort: int, size: int) -> tuple[Callable[[int], float], Any]:
+    """A function that runs so many rounds and gives their seconds, compiled already; and the algorithm."""
+    import jax
+    import optax
+
+    import fedsim
+
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model,
+        client_optimizer=optax.sgd(10**-1.5),
+        server_optimizer=optax.adam(10**-2.5),
+        batches=fedsim.Batches(size=size),
+        execution=fedsim.execution.Auto(memory=memory),
+    )
+    state = algorithm.init(jax.random.key(0))
+    cohorts: Iterator[Any] = fedsim.UniformSampler(data, clients=cohort, seed=0).rounds(10**9)
+
+    def run(rounds: int) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for _ in range(rounds):
+            state, _ = algorithm.apply(state, next(cohorts))
+        jax.block_until_ready(state)
+        return time.perf_counter() - start
+
+    run(2)
+    return run, state
+
+
+def memory(source: str, cohort: int, turns: int, rounds: int) -> list[Figures]:
+    """Seconds of a round and of a full evaluation, CNN, clients of EMNIST's true sizes: streamed and resident in turn."""
+    import fedsim
+
+    fedsim.use_all_cores()
+    train, test = emnist(Path(source), "train"), emnist(Path(source), "test")
+    model = fedsim.models.emnist_cnn()
+    times: dict[str, dict[str, list[float]]] = {}
+    runs = {how: _timed_rounds(model, train, how, cohort, size=20) for how in ("resident", "stream")}
+    params = runs["resident"][1].params
+
+    def evaluate(how: Any) -> float:
+        start = time.perf_counter()
+        fedsim.evaluate(model, params, test, execution=fedsim.execution.Auto(memory=how))
+        return time.perf_counter() - start
+
+    for how in runs:
+        times[how] = {"round": [], "evaluation": []}
+        evaluate(how)
+    for _ in range(turns):
+        # Both see the same cohorts.
+        for how, (run, _) in runs.items():
+            times[how]["round"].append(run(rounds) / rounds)
+        for how in runs:
+            times[how]["evaluation"].append(evaluate(how))
+    for of in times.values():
+        of["both"] = [sum(pair) for pair in zip(of["round"], of["evaluation"], strict=True)]
+    return [
+        {"what": what, "resident_s": median(times["resident"][what]), "stream_s": median(times["stream"][what]),
+         "stream_to_resident": median(a / b for a, b in zip(times["stream"][what], times["resident"][what], strict=True))}
+        for what in ("round", "evaluation", "both")
+    ]  # fmt: skip
+
+
+def emnist(folder: Path, split: str) -> Any:
+    """3,400 clients of their true sizes, with images drawn from EMNIST byclass."""
+    import fedsim
+
+    with open(folder / "client_sizes" / f"emnist_{split}_num_examples.csv", newline="") as file:
+        sizes = {row["client_id"]: int(row["num_examples"]) for row in csv.DictReader(file)}
+    images = np.load(folder / "emnist_byclass" / "emnist_byclass_test.npz")
+    chosen = np.random.default_rng(0).integers(len(images["y"]), size=sum(sizes.values()))
+    columns = {"x": images["x"][chosen][..., None], "y": images["y"][chosen].astype(np.int32)}
+    return fedsim.FederatedData.from_arrays(columns, sizes=list(sizes.values()), client_ids=list(sizes))
+
+
+MEASURES: dict[str, Callable[..., Any]] = {
+    measure.__name__: measure for measure in (write_tokens, open_tokens, gather, rounds, memory)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(MEASURES[sys.argv[1]](**json.loads(sys.argv[2]))))
