@@ -1,6 +1,6 @@
-"""Your own dataset: 569 tumours that come with scikit-learn, dealt to hospitals that see them in different shares. In a shell::
+"""Your own dataset: 569 tumours that come with scikit-learn, dealt to hospitals that see them in different shares.
 
-    fedsim run --dataset "examples/own_dataset.py:tumours(hospitals=30)" --rounds 40 --client-learning-rate 0.1
+In a shell: fedsim run --dataset "examples/own_dataset.py:tumours(hospitals=30)" --rounds 40 --client-learning-rate 0.1
 """
 
 import numpy as np

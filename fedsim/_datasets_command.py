@@ -91,7 +91,7 @@ def _list() -> None:
             )
         )
     _table(rows)
-    print("\nMore on one: fedsim datasets describe NAME. To train on it: fedsim run --dataset NAME.")
+    print("\nMore on one: fedsim datasets describe NAME. To train: fedsim run --dataset NAME.")
 
 
 def _describe(name: str, data: str | None, picture: str | None) -> None:

@@ -333,8 +333,11 @@ def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkey
 def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shell(capsys, tmp_path):
     (tmp_path / "mine.py").write_text("def load(data, cache):\n    'Mine.'\n")
     for name, expected in (
-        ("mnist(partition='iid')", "To fetch and draw it: fedsim datasets describe \"mnist(partition='iid')\" --picture FILE.png"),
-        (f"{tmp_path}/mine.py:load", f"To load and draw it: fedsim datasets describe {tmp_path}/mine.py:load --picture FILE.png"),
+        ("mnist(seed=1)", 'To fetch and draw it: fedsim datasets describe "mnist(seed=1)" --picture FILE.png'),
+        (
+            f"{tmp_path}/mine.py:load",
+            f"To load and draw it: fedsim datasets describe {tmp_path}/mine.py:load --picture FILE.png",
+        ),
         ("tfds:NAME", "tfds:NAME stands for many: write a dataset's name for NAME."),
     ):
         assert main(["datasets", "describe", name]) == 0
@@ -373,7 +376,7 @@ def test_files_are_converted_there_and_back(capsys, tmp_path):
     ("arguments", "expected"),
     [
         (["a.csv", "a.h5"], "needs client="),
-        (["a.csv", "a.xyz", "--client", "user"], "Expected a target in"),
+        (["a.csv", "a.xyz", "--client", "user"], "Expected a target that ends in .csv, .h5"),
         (["no.csv", "a.h5"], "no.csv"),
         (["b.h5", "a.h5"], "b.h5"),
     ],

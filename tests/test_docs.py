@@ -26,7 +26,7 @@ def test_page_of_datasets_has_a_section_for_each_and_links_that_lead_there():
     sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert {"emnist62", "stackoverflow_word", "tfds:NAME"} <= set(sections) <= set(datasets.names())
     anchors = {re.sub(r"[^\w-]", "", section.lower()) for section in sections}
-    assert {target for target in re.findall(r"\]\(#([^)]+)\)", text)} == anchors
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) == anchors
     targets = [target for target in re.findall(r"\]\(([^)#]+)\)", text) if not target.startswith("http")]
     assert targets and [target for target in targets if not (DOCS / target).exists()] == []
 

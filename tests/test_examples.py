@@ -115,12 +115,12 @@ def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys
     """The same numbers, so the option in parentheses arrived and the dataset's own model was taken."""
     accuracy = load("own_dataset").main(rounds=3)
     assert accuracy > 0.9 and "tumours, 3 rounds" in capsys.readouterr().out
-    options = {"rounds": 3, "clients": 10, "batch-size": 10, "epochs": 1, "client-learning-rate": 0.1, "folder": tmp_path / "run"}
+    options = {"rounds": 3, "clients": 10, "batch-size": 10, "epochs": 1, "client-learning-rate": 0.1, "folder": tmp_path}
     options = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     reference = f"{EXAMPLES / 'own_dataset'}.py:tumours(hospitals=30)"
     jax.devices()
     assert cli.main(["run", "--dataset", reference, *options]) == 0
-    last = fedsim.experiment.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = fedsim.experiment.read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["test_accuracy"] == pytest.approx(accuracy)
 
 

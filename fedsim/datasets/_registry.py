@@ -175,7 +175,9 @@ def load(
     _check_call(name, loader, options)
     folder = None if data is None else Path(data).expanduser()
     if folder is not None and folder.is_file():
-        raise ValueError(f"Expected data to be a folder to read {name!r} from, and {folder} is a file: give the folder it is in.")
+        raise ValueError(
+            f"Expected data to be a folder to read {name!r} from, and {folder} is a file: give the folder it is in."
+        )
     if folder is not None and not folder.is_dir():
         raise FileNotFoundError(f"No folder {folder} to read {name!r} from.")
     splits = loader(folder, dataset_folder(name, cache), **options)
