@@ -17,10 +17,10 @@ TASKS = {"emnist62": [None, "emnist_autoencoder"]}
 HEAD = """\
 # Datasets
 
-What `fedsim.datasets.load(NAME)` and `fedsim run --dataset NAME` know by name. Written by `python docs/write_datasets.py` from
-the registry, so do not edit it. `fedsim datasets describe NAME --picture FILE.png` shows the same in a shell, with what was
-found in the data, and a picture. Options go in parentheses: `"mnist(partition='dirichlet', alpha=0.1)"`. How to make one of your
-own: [`examples/own_dataset.py`](../examples/own_dataset.py), [the notebook](../colab/datasets.ipynb).
+What `fedsim.datasets.load(NAME)` and `fedsim run --dataset NAME` know by name. Written by `python docs/write_datasets.py`
+from the registry, so do not edit it. `fedsim datasets describe NAME --picture FILE.png` shows the same in a shell, with
+what was found in the data, and a picture. Options go in parentheses: `"mnist(partition='dirichlet', alpha=0.1)"`. How to
+make one of your own: [`examples/own_dataset.py`](../examples/own_dataset.py), [the notebook](../colab/datasets.ipynb).
 
 Clients and examples are those published or, of generated datasets and of those split by a partitioner, those by default. One
 number of clients means that all splits have the same clients.
