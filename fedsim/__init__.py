@@ -14,6 +14,7 @@ from fedsim import partitioners as partitioners
 from fedsim import plots as plots
 from fedsim import rng as rng
 from fedsim import samplers as samplers
+from fedsim import text as text
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm

@@ -17,6 +17,7 @@ import numpy as np
 from fedsim import datasets, formats, heterogeneity, plots
 
 _COUNT_LABELS_UP_TO = 10_000_000
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,13 +91,13 @@ def _list() -> None:
             )
         )
     _table(rows)
-    print("\nMore on one: fedsim datasets describe NAME. To train on it: fedsim run --dataset NAME.")
+    print("\nMore on one: fedsim datasets describe NAME. To train: fedsim run --dataset NAME.")
 
 
 def _describe(name: str, data: str | None, picture: str | None) -> None:
     about = datasets.describe(name)
-    if picture and not Path(picture).resolve().parent.is_dir():
-        raise FileNotFoundError(f"No folder {Path(picture).resolve().parent} for the picture: create it first.")
+    if picture:
+        _check_picture(Path(picture))
     cached = datasets.is_cached(about.name)
     loaded = None
     if data or picture or cached or about.download_bytes == 0:
@@ -119,11 +120,7 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
     print(about.name)
     _facts(facts)
     if loaded is None:
-        remedy = "--data DIR" if about.needs_data else "--picture FILE.png"
-        print(
-            f"\nNot at hand. To {'read' if about.needs_data else 'fetch and draw'} it: fedsim datasets describe "
-            f"{shlex.quote(name)} {remedy}"
-        )
+        print(f"\n{_remedy(name, about)}")
         return
     print(f"\nFound{f' in {data}' if data else ''}")
     splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
@@ -132,6 +129,23 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
         figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
         figure.savefig(picture)
         print(f"\nThe picture is in {picture}.")
+
+
+def _check_picture(path: Path) -> None:
+    if path.suffix not in _PICTURES:
+        raise ValueError(f"Expected a picture's name to end in {', '.join(_PICTURES)}, got {str(path)!r}.")
+    if not path.resolve().parent.is_dir():
+        raise FileNotFoundError(f"No folder {path.resolve().parent} for the picture: create it first.")
+
+
+def _remedy(name: str, about: datasets.Description) -> str:
+    if name.endswith(":NAME"):
+        return f"{name} stands for many: write a dataset's name for NAME."
+    quoted = name if re.fullmatch(r"[\w./:-]+", name) else shlex.quote(name) if '"' in name else f'"{name}"'
+    if about.needs_data:
+        return f"Not at hand. To read it: fedsim datasets describe {quoted} --data DIR"
+    fetch = "load" if about.source == "" else "fetch"
+    return f"Not at hand. To {fetch} and draw it: fedsim datasets describe {quoted} --picture FILE.png"
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -167,6 +181,8 @@ def _download(about: datasets.Description, cached: bool) -> str:
         return "none: give a folder that has it, --data DIR"
     if about.download_bytes == 0:
         return "nothing"
+    if not about.source:
+        return ""
     size = "of a size that is not published" if about.download_bytes is None else _size(about.download_bytes)
     return f"{size}, {'at hand in the cache' if cached else 'once, into the cache'}"
 
@@ -201,18 +217,27 @@ def _size(count: int | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side; the last one, of prose, is cut at the edge of a terminal."""
+    """Columns side by side, the last one, of prose, cut at the edge of a terminal; in a narrow one a few lines a row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     edge = shutil.get_terminal_size((200, 24)).columns
+    if edge < sum(widths) + 40:
+        for name, clients, examples, size, cached, licence, task in rows[1:]:
+            kept = {"yes": ", cached", "no": ", not cached"}.get(cached, "")
+            print(name)
+            for text in (task, f"{clients} clients, {examples} examples; download: {size}{kept}; licence: {licence}"):
+                print(textwrap.fill(text, edge, initial_indent="  ", subsequent_indent="    "))
+        return
     for row in rows:
         line = "  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=False)) + "  " + row[-1]
         print(line if len(line) <= edge else line[: edge - 1] + "…")
 
 
 def _facts(facts: Iterable[tuple[str, str | Sequence[str]]]) -> None:
-    """Words and what there is to say of each, wrapped beside them."""
+    """Words and what there is to say of each, wrapped beside them; words of which there is nothing to say are left out."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
     for word, text in facts:
+        if not text:
+            continue
         start = f"  {word:<9} "
         for paragraph in [text] if isinstance(text, str) else text:
             print(textwrap.fill(paragraph, width, initial_indent=start, subsequent_indent=" " * 14, break_on_hyphens=False))

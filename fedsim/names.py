@@ -33,6 +33,7 @@ def look_up(kind: str, name: str, known: Mapping[str, T]) -> T:
     """
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
+        hint = f" Of a file, name what is in it, too: {name}:NAME." if name.endswith(".py") else hint
         raise ValueError(f"There is no {kind} {name!r}.{hint}")
     return known[name]
 

@@ -278,6 +278,17 @@ def test_datasets_are_a_table(capsys, monkeypatch):
     assert "500 + 100" in rows["cifar100"] and "153 MB" in rows["cifar100"] and " no " in rows["cifar100"]
 
 
+def test_datasets_fit_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["datasets"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert set(fedsim.datasets.names()) <= set(text.splitlines())
+    words = " ".join(text.split())
+    assert "digits " + fedsim.datasets.describe("digits").task in words
+    assert "100 clients, 1,439 + 358 examples; download: none; licence: CC BY 4.0" in words
+
+
 def test_a_dataset_is_described_and_drawn(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     picture = tmp_path / "digits.png"
@@ -315,6 +326,23 @@ def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkey
     assert main(["datasets", "describe", f"{tmp_path}/mine.py:load(clients=7)"]) == 0
     text = capsys.readouterr().out
     assert "clients=100: how many are kept" in text and "train     7 clients" in text and "x: [8, 8, 1] uint8" in text
+    # Nothing is said where nothing is known.
+    assert "licence" not in text and "source" not in text and "\n\n\n" not in text
+
+
+def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shell(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text("def load(data, cache):\n    'Mine.'\n")
+    for name, expected in (
+        ("mnist(seed=1)", 'To fetch and draw it: fedsim datasets describe "mnist(seed=1)" --picture FILE.png'),
+        (
+            f"{tmp_path}/mine.py:load",
+            f"To load and draw it: fedsim datasets describe {tmp_path}/mine.py:load --picture FILE.png",
+        ),
+        ("tfds:NAME", "tfds:NAME stands for many: write a dataset's name for NAME."),
+    ):
+        assert main(["datasets", "describe", name]) == 0
+        text = capsys.readouterr().out
+        assert expected in text and ("download" in text) == ("mine" not in name)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +352,8 @@ def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkey
         (["describe", "digits(alpha=1)"], "has no option 'alpha'"),
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere for the picture: create it first"),
+        (["describe", "digits", "--picture", "digits.bmp"], "end in .png, .pdf, .svg, got 'digits.bmp'"),
+        (["describe", "digits.py"], "There is no dataset 'digits.py'. Of a file, name what is in it, too: digits.py:NAME."),
     ],
 )
 def test_wrong_names_of_datasets_are_one_line_and_exit_status_2(arguments, expected, capsys):
@@ -346,7 +376,7 @@ def test_files_are_converted_there_and_back(capsys, tmp_path):
     ("arguments", "expected"),
     [
         (["a.csv", "a.h5"], "needs client="),
-        (["a.csv", "a.xyz", "--client", "user"], "Expected a target in"),
+        (["a.csv", "a.xyz", "--client", "user"], "Expected a target that ends in .csv, .h5"),
         (["no.csv", "a.h5"], "no.csv"),
         (["b.h5", "a.h5"], "b.h5"),
     ],

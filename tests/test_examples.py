@@ -53,7 +53,7 @@ def test_example_trains_and_says_so(name, capsys):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(CLASSES)
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset"}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -111,9 +111,31 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
     assert (config["algorithm"], config["client_learning_rate"]) == (reference, 0.05)
 
 
+def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys):
+    """The same numbers, so the option in parentheses arrived and the dataset's own model was taken."""
+    accuracy = load("own_dataset").main(rounds=3)
+    assert accuracy > 0.9 and "tumours, 3 rounds" in capsys.readouterr().out
+    options = {"rounds": 3, "clients": 10, "batch-size": 10, "epochs": 1, "client-learning-rate": 0.1, "folder": tmp_path}
+    options = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    reference = f"{EXAMPLES / 'own_dataset'}.py:tumours(hospitals=30)"
+    jax.devices()
+    assert cli.main(["run", "--dataset", reference, *options]) == 0
+    last = fedsim.experiment.read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["test_accuracy"] == pytest.approx(accuracy)
+
+
+def test_own_dataset_leaves_no_tumour_out():
+    splits = load("own_dataset").tumours(None, None, hospitals=30)
+    assert [data.num_clients for data in splits.values()] == [30, 30]
+    both = np.concatenate([data.columns["x"] for data in splits.values()])
+    assert len(np.unique(both, axis=0)) == len(both) == 569
+    assert splits["train"].sizes.min() >= 4 and splits["test"].sizes.min() >= 1
+
+
 def test_examples_are_as_small_as_promised():
     lines = (EXAMPLES / "fedprox.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("@dataclasses"))
     last = next(i for i, line in enumerate(lines) if line.startswith("def main"))
     assert len([line for line in lines[first:last] if line.strip()]) <= 15
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 60
+    assert len((EXAMPLES / "own_dataset.py").read_text().splitlines()) <= 40

@@ -1,4 +1,4 @@
-"""The notebooks run top to bottom on the embedded digits, and what is committed is what they give."""
+"""The notebooks run top to bottom on embedded and generated data, and what is committed is what they give."""
 
 import os
 import time
@@ -21,7 +21,8 @@ def outputs(notebook, kind):
 
 
 def pictures(notebook):
-    return sum("image/png" in out["data"] for out in outputs(notebook, "display_data"))
+    shown = outputs(notebook, "display_data") + outputs(notebook, "execute_result")
+    return sum("image/png" in out["data"] for out in shown)
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
@@ -29,8 +30,8 @@ def path(request):
     return request.param
 
 
-def test_both_notebooks_are_there():
-    assert {path.stem for path in NOTEBOOKS} == {"quickstart", "custom_algorithm"}
+def test_all_notebooks_are_there():
+    assert {path.stem for path in NOTEBOOKS} == {"quickstart", "custom_algorithm", "datasets"}
 
 
 @pytest.mark.slow

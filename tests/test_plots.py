@@ -5,6 +5,7 @@ import io
 
 import numpy as np
 import pytest
+from IPython.core.formatters import PNGFormatter
 
 from fedsim import plots
 from fedsim.data import FederatedData
@@ -156,6 +157,11 @@ def test_an_overview_leaves_out_what_is_not_there():
 def test_what_cannot_be_drawn_is_named(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse(population(3))
+
+
+def test_a_picture_shows_itself_in_a_notebook_without_pyplot():
+    shown = PNGFormatter()(plots.plot_sizes(population(2)))
+    assert shown.startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_remedy_is_named(monkeypatch):

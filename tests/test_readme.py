@@ -92,7 +92,7 @@ def test_commands_are_the_cli_s(capsys):
 
 def test_links_and_paths_exist():
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith(("http", "#"))]
-    targets += re.findall(r"`((?:fedsim|examples|colab|benchmarks)/[\w./]*)`", README)
+    targets += re.findall(r"`((?:fedsim|examples|colab|docs|benchmarks)/[\w./]*)`", README)
     targets += re.findall(r"blob/main/(colab/\w+\.ipynb)", README)
     assert len(targets) > 15
     assert [target for target in targets if not (ROOT / target).exists()] == []

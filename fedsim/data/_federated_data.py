@@ -298,7 +298,7 @@ class FederatedData:
         """
         position = self._position(client_id)
         if position is None:
-            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients.")
+            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients, such as {self.client_ids[0]!r}.")
         return position
 
     def client(self, index: int) -> ClientDataset:

@@ -25,7 +25,7 @@ import numpy as np
 from fedsim.data import FederatedData, FormatError
 from fedsim.datasets._checks import labels
 from fedsim.datasets._download import Download
-from fedsim.datasets._partitioned import OPTIONS, partitioned
+from fedsim.datasets._partitioned import OPTIONS, find_partitioner, partitioned
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, locate
 
@@ -68,6 +68,7 @@ def load_cifar10(
       ValueError: no such partition, or it has no such option.
       DownloadError: nothing could be fetched; says the ways out.
     """
+    find_partitioner(partition, partition_options)
     _, files = locate("cifar10", data, cache, [_SOURCE])
     read = {name: _read(path) for name, path in files.items()}
     splits = {

@@ -30,7 +30,7 @@ import numpy as np
 from fedsim.data import FederatedData, FormatError
 from fedsim.datasets._checks import images, labels
 from fedsim.datasets._download import Download
-from fedsim.datasets._partitioned import OPTIONS, partitioned
+from fedsim.datasets._partitioned import OPTIONS, find_partitioner, partitioned
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, locate
 from fedsim.formats import read_idx
@@ -115,6 +115,8 @@ def load_mnist(
       ValueError: no such partition, or it has no such option.
       DownloadError: nothing could be fetched; says the ways out.
     """
+    if partition != "writers":
+        find_partitioner(partition, partition_options)
     splits = _arrays("mnist", _source(_MNIST_URL, _MNIST), data, cache)
     if partition == "writers":
         return _by_writer(splits, cache if data is None else data)
@@ -142,6 +144,7 @@ def load_fashion_mnist(
     data: Path | None, cache: Path, *, partition: str = "dirichlet", clients: int = 100, seed: int = 0, **partition_options: Any
 ) -> dict[str, FederatedData]:
     """The two splits, over the same number of clients; see `load_mnist`."""
+    find_partitioner(partition, partition_options)
     splits = _arrays("fashion_mnist", _source(_FASHION_URL, _FASHION), data, cache)
     return partitioned(splits, partition, clients=clients, seed=seed, **partition_options)
 

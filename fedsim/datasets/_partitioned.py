@@ -42,11 +42,27 @@ def partitioned(
     >>> splits["train"].sizes.tolist()
     [2, 2, 2, 2]
     """
-    partitioner = look_up("partition", partition, PARTITIONERS)
+    partitioner = find_partitioner(partition, options)
     parameters = inspect.signature(partitioner).parameters
-    check_options("partition", partition, partitioner, options, (next(iter(parameters)), "clients", "seed"))
     needed = {name: value for name, value in _WHERE_NEEDED.items() if name in parameters}
     return {
         split: FederatedData.from_partition(columns, partitioner(columns["y"], clients=clients, seed=seed, **needed | options))
         for split, columns in splits.items()
     }
+
+
+def find_partitioner(partition: str, options: Mapping[str, Any]) -> Callable[..., list[np.ndarray]]:
+    """The partitioner of this name, which takes these options of its own; loaders ask before they fetch anything.
+
+    Raises:
+      ValueError: no such partitioner, or it has no such option.
+
+    >>> find_partitioner("iid", {"alpha": 1})
+    Traceback (most recent call last):
+    ...
+    ValueError: The partition 'iid' has no option 'alpha'. It has none.
+    """
+    partitioner = look_up("partition", partition, PARTITIONERS)
+    first = next(iter(inspect.signature(partitioner).parameters))
+    check_options("partition", partition, partitioner, options, (first, "clients", "seed"))
+    return partitioner

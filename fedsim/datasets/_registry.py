@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedsim.data import FederatedData
 from fedsim.datasets._cache import dataset_folder
-from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call
+from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call, required
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +86,8 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
 
     The loader gets ``data``, the folder that the user named or None, and ``cache``, a folder of this dataset's own that
     may not exist yet. Its further parameters are the dataset's options. It may add a split ``held_out``,
-    and ``decode``, see `FederatedSplits`. Registering the
-    same function again (a notebook's cell run twice) replaces it.
+    and ``decode``, see `FederatedSplits`. Registering the same function again (a notebook's cell run twice, a file that is both
+    imported and named by its path) replaces it.
 
     Args:
       name: the name. ``"PREFIX:NAME"``, with these four capitals, stands for a family: the loader is given ``name=``, what
@@ -111,7 +111,7 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
     def decorate(loader: _Loader) -> _Loader:
         description = Description(name=name, defaults=_defaults(loader, name), **about)
         taken = _LOADERS.get(name)
-        if taken is not None and _origin(taken[0]) != _origin(loader):
+        if taken is not None and not _is_again(loader, taken[0]):
             raise ValueError(f"There is a dataset {name!r} already, by {_origin(taken[0])}: pick another name.")
         _LOADERS[name] = loader, description
         return loader
@@ -172,7 +172,12 @@ def load(
     """
     loader, description, options = _find(name, options)
     name = description.name
+    _check_call(name, loader, options)
     folder = None if data is None else Path(data).expanduser()
+    if folder is not None and folder.is_file():
+        raise ValueError(
+            f"Expected data to be a folder to read {name!r} from, and {folder} is a file: give the folder it is in."
+        )
     if folder is not None and not folder.is_dir():
         raise FileNotFoundError(f"No folder {folder} to read {name!r} from.")
     splits = loader(folder, dataset_folder(name, cache), **options)
@@ -228,9 +233,28 @@ def _origin(loader: Loader) -> str:
     return f"{loader.__module__}.{getattr(loader, '__qualname__', repr(loader))}"
 
 
+def _is_again(loader: Loader, taken: Loader) -> bool:
+    """Whether it is the same function, defined anew: of the same module, or of the same file, which may go by two modules."""
+    if _origin(loader) == _origin(taken):
+        return True
+    codes = [getattr(each, "__code__", None) for each in (loader, taken)]
+    first, second = ((code.co_filename, code.co_qualname) if code else None for code in codes)
+    return first is not None and first == second
+
+
+def _check_call(name: str, loader: Loader, options: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(loader).bind(None, None, **options)
+    except TypeError:
+        for option in required(loader) - {*options, *_reserved(loader, name)}:
+            raise ValueError(f"The dataset {name!r} needs the option {option}: write {name}({option}=...).") from None
+        takes = inspect.signature(loader)
+        raise ValueError(f"The loader of {name!r} must take (data, cache, ...options), and it takes {takes}.") from None
+
+
 def _check_splits(name: str, splits: Any) -> None:
     if not isinstance(splits, Mapping):
-        raise ValueError(f"The loader of {name!r} returned a {type(splits).__name__}: expected {{'train': ..., 'test': ...}}.")
+        raise ValueError(f"The loader of {name!r} returned {type(splits).__name__}: expected {{'train': ..., 'test': ...}}.")
     for split in ("train", "test"):
         if split not in splits:
             raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {sorted(splits)}: add it.")
@@ -241,4 +265,4 @@ def _check_splits(name: str, splits: Any) -> None:
                 f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}."
             )
         if split != "decode" and not isinstance(data, FederatedData):
-            raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as {split}: expected FederatedData.")
+            raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as {split}: expected FederatedData.")

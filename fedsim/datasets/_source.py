@@ -152,7 +152,7 @@ def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
     by_hand = " and ".join(download.url for download in able[0].downloads)
     raise DownloadError(
         f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {_forms(sources)} (--data DIR, "
-        f"or data=DIR in Python); or fetch {by_hand} by hand and put it into {cache}."
+        f"or data=DIR in Python); or fetch {by_hand} by hand into {cache}."
     ) from None
 
 

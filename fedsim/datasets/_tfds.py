@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FederatedData
-from fedsim.datasets._partitioned import OPTIONS, partitioned
+from fedsim.datasets._partitioned import OPTIONS, find_partitioner, partitioned
 from fedsim.datasets._registry import register
 from fedsim.formats import arrays_from_tfds, read_tfds
 
@@ -65,6 +65,7 @@ def load_tfds(
     if client:
         streams = {split: read_tfds(name, part, [x, y], client=client, data_dir=folder) for split, part in chosen.items()}
         return {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
+    find_partitioner(partition, partition_options)
     arrays = {split: arrays_from_tfds(name, part, [x, y], data_dir=folder) for split, part in chosen.items()}
     columns = {split: _columns(examples, x, y) for split, examples in arrays.items()}
     return partitioned(columns, partition, clients=clients, seed=seed, **partition_options)

@@ -128,7 +128,8 @@ def own_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
 def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
     if name is None:
         raise ValueError(
-            f"The dataset {dataset!r} has no default model: name one with --model, of {', '.join(ready_models())}."
+            f"The dataset {dataset!r} has no default model: name one with --model, of {', '.join(ready_models())}; or for "
+            "your own shapes 'dense(shape=[...], num_classes=...)'; or FILE.py:FUNCTION."
         )
     if not isinstance(name, str):
         return name()

@@ -74,7 +74,7 @@ def read(path: StrPath, *, split: str | None = None, format: str | None = None, 
     """
     name = recognize(path) if format is None else format
     if name not in READERS:
-        raise ValueError(f"Expected format= one of {sorted(READERS)}, got format={format!r}.")
+        raise ValueError(f"Expected format= (--source-format) to be one of {', '.join(sorted(READERS))}, got {format!r}.")
     if split is not None:
         options["split"] = split
     _check_options(READERS[name], name, options, given=1)
@@ -124,7 +124,10 @@ def convert(
     name = target_format or _SUFFIXES.get(suffixes[-1] if suffixes else "")
     if name not in writable:
         given = f"target_format={target_format!r}" if target_format else f"target {os.fspath(target)!r}"
-        raise ValueError(f"Expected a target in {sorted(_SUFFIXES)}, or target_format= one of {sorted(writable)}; got {given}.")
+        raise ValueError(
+            f"Expected a target that ends in {', '.join(sorted(_SUFFIXES))}, or target_format= (--format), one of "
+            f"{', '.join(sorted(writable))}; got {given}."
+        )
     if client is not None:
         options["client"] = client
     clients = read(source, split=split, format=source_format, **options)
@@ -144,10 +147,11 @@ def _check_options(reader: Callable[..., Any], name: str, options: dict[str, Any
     parameters = list(inspect.signature(reader).parameters.values())[given:]
     unknown = sorted(set(options) - {parameter.name for parameter in parameters})
     if unknown:
-        raise ValueError(f"Format {name} has no option {unknown[0]!r}: it has {[parameter.name for parameter in parameters]}.")
+        known = ", ".join(parameter.name for parameter in parameters) or "none"
+        raise ValueError(f"Format {name} has no option {unknown[0]!r}. It has: {known}.")
     needed = [each.name for each in parameters if each.default is inspect.Parameter.empty and each.name not in options]
     if needed:
-        raise ValueError(f"Format {name} needs {needed[0]}=: the name of the column of client ids.")
+        raise ValueError(f"Format {name} needs {needed[0]}= (--{needed[0]}): the name of the column of client ids.")
 
 
 def recognize(path: StrPath) -> str:

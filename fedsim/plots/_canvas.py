@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +27,16 @@ def new_figure(width: float, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("Pictures are drawn by matplotlib: pip install matplotlib.") from error
-    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    figure: Any = Figure(figsize=(width, height), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
+    figure._repr_png_ = functools.partial(_png, figure)  # A notebook shows what has this, whether pyplot was imported or not.
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def pick_clients(data: FederatedData, clients: int | Sequence[str]) -> list[int]:

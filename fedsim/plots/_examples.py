@@ -107,7 +107,7 @@ def _images(
             axes.set_yticks([])
             axes.spines[:].set_visible(False)
             if column == 0:
-                axes.set_ylabel(f"{shorten(person.client_id, 12)}\n({len(person):,})", fontsize=8, rotation=0, ha="right")
+                axes.set_ylabel(f"{shorten(person.client_id, 16)}\n({len(person):,})", fontsize=8, rotation=0, ha="right")
             if column < len(images):
                 # One range for all of a client's images; colours must lie between 0 and 1.
                 image, low, high = images[column], float(images.min()), float(images.max())
@@ -154,7 +154,7 @@ def _strips(figure: Any, people: Sequence[ClientDataset], feature: str, examples
     for person, block, axes in zip(people, blocks, lines, strict=True):
         image = axes.imshow(block, aspect="auto", cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
         axes.set_yticks([])
-        axes.set_ylabel(f"{shorten(person.client_id, 12)}\n({len(person):,})", fontsize=8, rotation=0, ha="right", va="center")
+        axes.set_ylabel(f"{shorten(person.client_id, 16)}\n({len(person):,})", fontsize=8, rotation=0, ha="right", va="center")
         axes.tick_params(labelsize=8, labelbottom=axes is lines[-1])
     lines[-1].set_xlabel("component; a row is an example", fontsize=8)
     figure.colorbar(image, ax=list(lines), label="value")

@@ -116,4 +116,5 @@ def _name_columns(axes: Any, names: list[str]) -> None:
     names = [shorten(name, 14) for name in names]
     every = max(1, -(-len(names) // 64)) if max(map(len, names)) <= 3 else 1
     rotation = 90 if max(map(len, names)) > 2 and len(names) > 12 else 0
-    axes.set_xticks(range(0, len(names), every), names[::every], fontsize=8 if len(names) <= 40 else 7, rotation=rotation)
+    size = 8 if len(names) <= 40 else 7 if rotation else 6
+    axes.set_xticks(range(0, len(names), every), names[::every], fontsize=size, rotation=rotation)

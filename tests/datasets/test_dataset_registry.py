@@ -1,6 +1,7 @@
 """Tests of the dataset registry."""
 
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -206,13 +207,42 @@ def test_a_loader_in_a_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ((1, 2), "'mine' returned a tuple: expected {'train'"),
+        ((1, 2), "'mine' returned tuple: expected {'train'"),
         ({"train": two_clients(None, None)["train"]}, r"no split 'test', only \['train'\]: add it"),
         (two_clients(None, None) | {"heldout": 1}, "returned .heldout.. Did you mean 'held_out'"),
-        ({"train": 1, "test": 2}, "returned a int as train: expected FederatedData"),
+        ({"train": 1, "test": 2}, "returned int as train: expected FederatedData"),
     ],
 )
 def test_what_a_loader_returns_is_checked(returned, message):
     datasets.register("mine")(lambda data, cache: returned)
     with pytest.raises(ValueError, match=message):
         datasets.load("mine")
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "train.sqlite").touch()
+    with pytest.raises(ValueError, match=r"Expected data to be a folder .*train.sqlite is a file: give the folder it is in"):
+        datasets.load("emnist62", data=tmp_path / "train.sqlite")
+
+
+def test_a_loader_of_other_arguments_is_refused():
+    datasets.register("nothing")(lambda: two_clients(None, None))
+    with pytest.raises(ValueError, match=r"loader of 'nothing' must take \(data, cache, ...options\), and it takes \(\)"):
+        datasets.load("nothing")
+    datasets.register("needs")(lambda data, cache, *, size: two_clients(data, cache))
+    with pytest.raises(ValueError, match=r"'needs' needs the option size: write needs\(size=...\)"):
+        datasets.load("needs")
+    assert datasets.load("needs(size=3)").train.num_clients == 2
+
+
+def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
+    """Its functions are the same under two modules' names; one of the same name in another file is another's."""
+    source = (
+        "from fedsim import datasets\n@datasets.register('both')\ndef load(data, cache):\n    return datasets.load('digits')\n"
+    )
+    for name in ("mine", "yours"):
+        (tmp_path / f"{name}.py").write_text(source)
+    runpy.run_path(str(tmp_path / "mine.py"), run_name="imported")
+    assert datasets.describe(f"{tmp_path}/mine.py:load").name == "both"
+    with pytest.raises(ValueError, match="There is a dataset 'both' already"):
+        datasets.describe(f"{tmp_path}/yours.py:load")

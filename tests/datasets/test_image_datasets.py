@@ -194,3 +194,13 @@ def test_a_damaged_file_of_cifar10_is_named(cifar):
     path.write_bytes(b"\xff" + content[1:])
     with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin: Feature 'label' .* reaches from 0 to 255"):
         datasets.load("cifar10", data=folder)
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
+def test_a_partition_is_checked_before_anything_is_fetched(name, tmp_path, monkeypatch):
+    def no_network(*args, **kwargs):
+        raise AssertionError("asked the network")
+
+    monkeypatch.setattr("urllib.request.urlopen", no_network)
+    with pytest.raises(ValueError, match="There is no partition 'dirichlt'"):
+        datasets.load(f"{name}(partition='dirichlt')", cache=tmp_path)
