@@ -274,6 +274,7 @@ def test_a_plain_python_apply_runs_like_any_other():
     assert infos["clients"].tolist() == [8, 8]
 
 
+@pytest.mark.filterwarnings("ignore:1 client update")
 def test_a_finite_update_too_large_to_be_summed_is_dropped():
     """At 1e37 with a weight of 5 the sum would overflow, and the server would be lost for good."""
 
