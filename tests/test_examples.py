@@ -12,10 +12,16 @@ import pytest
 
 import fedsim
 from fedsim import cli
+from fedsim.datasets import _registry
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSES = {"fedprox": "FedProx", "custom_algorithm": "FedNova", "python_loop": "WeightTransfer"}
 COMPILED = ["fedprox", "custom_algorithm"]  # their `apply` is the library's, so an execution runs it
+
+
+@pytest.fixture(autouse=True)
+def registry_of_this_test(monkeypatch):
+    monkeypatch.setattr(_registry, "_LOADERS", dict(_registry._LOADERS))
 
 
 def load(name):
