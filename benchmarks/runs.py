@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Shakespeare, 715 real roles, next character, two LSTM layers of 256",
         "shakespeare_tff",
         dict(
-            dataset="shakespeare", model="shakespeare_lstm", rounds=200, batch_size=4, max_steps=50, evaluate_every=20,
+            dataset="shakespeare", model="shakespeare_lstm", rounds=150, batch_size=4, max_steps=50, evaluate_every=10,
             client_learning_rate=1.0,
         ),
     ),
@@ -49,12 +49,12 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mnist-writers": (
         "MNIST by its 539 real writers, CNN",
         "mnist",
-        dict(dataset="mnist(partition='writers')", model="mnist_cnn", rounds=200, evaluate_every=10, client_learning_rate=0.1),
+        dict(dataset="mnist(partition='writers')", model="mnist_cnn", rounds=100, evaluate_every=10, client_learning_rate=0.1),
     ),
     "mnist-shards": (
         "MNIST by shards, 100 clients of two digits each, CNN",
         "mnist",
-        dict(dataset="mnist(partition='shards')", model="mnist_cnn", rounds=200, evaluate_every=10, client_learning_rate=0.05),
+        dict(dataset="mnist(partition='shards')", model="mnist_cnn", rounds=100, evaluate_every=10, client_learning_rate=0.05),
     ),
 }
 
