@@ -43,7 +43,7 @@ def label_counts(
     ([[1, 0], [1, 1]], [7, 9])
     """
     labels, blocks = _counted(data, partition, feature)
-    return np.concatenate([np.zeros((0, len(labels)), np.int64), *blocks]), labels
+    return np.concatenate([*blocks]), labels
 
 
 def label_distances(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
@@ -134,6 +134,8 @@ class _Blocks:
 
 def _counted(data: Any, partition: Partition | None, feature: str) -> tuple[np.ndarray, _Blocks]:
     values, owner, clients = _labels_and_owners(data, partition, feature)
+    if not clients:
+        raise ValueError("The partition is empty: expected at least one client.")
     labels, code = np.unique(values, return_inverse=True)
     return labels, _Blocks(code, owner, clients, len(labels))
 

@@ -69,6 +69,7 @@ def test_gini_is_half_the_mean_difference_over_the_mean():
         (lambda: heterogeneity.label_emd(POPULATION, feature="label"), r"no feature 'label'; the data has \['y'\]"),
         (lambda: heterogeneity.label_emd(np.zeros([4, 2], int), [np.arange(4)]), r"one whole number or name per example"),
         (lambda: heterogeneity.label_emd(np.zeros(4), [np.arange(4)]), "these are float64"),
+        (lambda: heterogeneity.label_emd(LABELS, []), "expected at least one client"),
         (lambda: heterogeneity.gini([]), "one size >= 0 per client, got none"),
         (lambda: heterogeneity.gini([1, -2]), "one size >= 0 per client"),
     ],

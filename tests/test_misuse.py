@@ -60,10 +60,12 @@ def train(batches=None, data=None, **changes):
         optax.multi_transform({"w": optax.sgd(0.1), "b": optax.set_to_zero()}, lambda params: {"linear": {"w": "w", "b": "b"}}),
         optax.polyak_sgd(),
         optax.lion(0.1),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(1.0, 0.0, 0), optax.sgd(0.1)),
     ],
 )
 def test_optimizers_that_descend_are_let_through(optimizer):
-    train(client_optimizer=optimizer)
+    with jax.numpy_dtype_promotion("standard"):  # optax.add_noise asks for it.
+        train(client_optimizer=optimizer)
 
 
 def test_positions_out_of_range():

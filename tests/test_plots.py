@@ -119,7 +119,7 @@ def test_text_is_written_out_and_tokens_by_their_decoder():
     lines = np.array([b"to be,\nor not", b"", "caf\u00e9 $x^$".encode(), b"\xff"], object)
     written = texts(plots.plot_examples(FederatedData.from_arrays({"x": lines}, sizes=[4])))
     lines = [line for line in written if line.startswith("  ")]
-    assert lines == ["  to be, or not", "  (empty)", "  café $x^$", "  \ufffd"]
+    assert lines == ["  to be, or not", "  (empty)", r"  café \$x^\$", "  \ufffd"]
     tokens = FederatedData.from_arrays({"x": np.array([[1, 2], [2, 0]])}, sizes=[2])
     figure = plots.plot_examples(tokens, decode=lambda ids: " ".join("_ab"[i] for i in ids))
     assert {"  a b", "  b _"} <= set(texts(figure))
@@ -144,12 +144,34 @@ def test_an_overview_leaves_out_what_is_not_there():
     assert png(figure)
 
 
+def test_names_with_dollars_are_no_formulas():
+    text = {"x": np.array([b"$x_{$", b"\\$"], object), "y": np.array(["$_{$", "a"])}
+    data = FederatedData.from_clients({"$_{$": text, "$$": text})
+    shown = texts(plots.plot_labels(data))
+    assert r"\$_{\$ (2)" in shown
+    assert png(plots.plot_labels(data))
+    assert png(plots.plot_overview(data))
+
+
+def test_labels_beyond_the_names_are_shown_as_they_are():
+    data = FederatedData.from_arrays({"x": np.zeros([3, 4]), "y": [-1, 0, 7]}, sizes=[1, 2])
+    assert [tick.get_text() for tick in plots.plot_labels(data, names=["cat"]).axes[0].get_xticklabels()] == ["-1", "cat", "7"]
+    assert png(plots.plot_examples(data, names=["cat"]))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("x", [np.zeros([3, 0]), np.array([[np.nan], [np.inf], [1]])])
+def test_numbers_that_are_none_and_clients_that_are_empty_are_drawn(x):
+    assert png(plots.plot_examples(FederatedData.from_arrays({"x": x}, sizes=[0, 3]), clients=["0", "1"]))
+
+
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
         (lambda data: plots.plot_labels(data, "z"), "no feature 'z'"),
         (lambda data: plots.plot_labels(data, "x"), "one whole number or name per example"),
         (lambda data: plots.plot_labels(data, clients=0), "Expected clients >= 1, got clients=0"),
+        (lambda data: plots.plot_labels(data, clients=[]), "nothing to draw: no client of these"),
         (lambda data: plots.plot_examples(data, "z"), "no feature 'z'"),
         (lambda data: plots.plot_examples(data, examples=0), "Expected examples >= 1, got examples=0"),
     ],

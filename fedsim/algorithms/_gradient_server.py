@@ -63,16 +63,19 @@ class GradientServer(Algorithm):
         """Raises ``ValueError`` naming the first optimizer whose first step goes up, or nowhere finite.
 
         A learning rate cannot be read off an optax transformation. But from zero, where every slope is 1, it must not climb.
-        (It may stay: a warm-up does.) Parameters keep their names here and shrink to one number each.
+        (It may stay: a warm-up does.) Half the way between its steps where slopes are 1 and -1 is taken, in which noise
+        cancels. Parameters keep their names here and shrink to one number each.
         """
         params = jax.eval_shape(self.model.init, jax.random.key(0))
-        zeros, ones = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1))
+        zeros, up, down = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1, -1))
         for name, optimizer in optimizers.items():
             optimizer = optax.with_extra_args_support(optimizer)
-            steps, _ = optimizer.update(
-                ones, optimizer.init(zeros), zeros, value=jnp.float32(0), grad=ones, value_fn=lambda _: jnp.float32(0)
-            )
-            climb = max(float(jnp.mean(step)) for step in jax.tree.leaves(steps))
+            state = optimizer.init(zeros)
+            steps = [
+                optimizer.update(slope, state, zeros, value=jnp.float32(0), grad=slope, value_fn=lambda _: jnp.float32(0))[0]
+                for slope in (up, down)
+            ]
+            climb = max(float(jnp.mean(a - b)) / 2 for a, b in zip(*map(jax.tree.leaves, steps), strict=True))
             if not climb <= 0:
                 raise ValueError(
                     f"Expected {name} to descend, and its first step along a gradient of ones is {climb:+.3g} in the mean: "

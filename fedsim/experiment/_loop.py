@@ -118,6 +118,7 @@ def run(
         if value is not None and value < 1:
             raise ValueError(f"Expected {name} >= 1, got {name}={value}.")
     first = sampler.cohort(0)
+    sampler.cohort(rounds - 1)  # A schedule that ends too early says so now, and not after its last round.
     algorithm.check(first.data)
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
@@ -167,8 +168,8 @@ def run(
         position = start
         try:
             while position < rounds and not interruption.signal:
-                together = cohorts(sampler, position, pace.length(position))
                 try:
+                    together = cohorts(sampler, position, pace.length(position))
                     state, infos = algorithm.apply_rounds(state, together, max_rounds=pace.limit)
                 except Exception:
                     if last:

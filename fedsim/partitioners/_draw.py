@@ -41,10 +41,12 @@ def check_labels(labels: Any) -> np.ndarray:
     """Labels ``[n]``, one per example.
 
     Raises:
-      ValueError: another shape, or floats: they would be a class each.
+      ValueError: another shape; floats: they would be a class each; objects of several types, a missing name among them.
     """
     labels = np.asarray(labels)
-    if labels.ndim != 1 or labels.dtype.kind == "f":
+    if labels.dtype.kind == "O" and len(kinds := {type(label).__name__ for label in labels.ravel()}) > 1:
+        raise ValueError(f"Expected labels of one type, got {sorted(kinds)}: drop or fill those that are missing.")
+    if labels.ndim != 1 or labels.dtype.kind in "fc":
         raise ValueError(
             f"Expected one label per example, whole numbers or names [n], got {labels.dtype} {list(labels.shape)}."
         )

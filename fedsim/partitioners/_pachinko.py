@@ -89,9 +89,9 @@ def pachinko(
 
     def mixture(people: np.ndarray, left: np.ndarray) -> np.ndarray:
         weights = leaves[people] * left
-        of_parent = weights @ below
-        scaled = np.divide(roots[people], of_parent, out=np.zeros_like(of_parent), where=of_parent > 0)
-        return weights * scaled[:, parent]
+        of_parent = (weights @ below)[:, parent]
+        # Divided before it is multiplied: a share is at most 1, where the inverse of what is left may overflow.
+        return np.divide(weights, of_parent, out=np.zeros_like(weights), where=of_parent > 0) * roots[people][:, parent]
 
     sizes = even_sizes(len(fine), clients) if examples is None else np.full(clients, examples)
     if replace:

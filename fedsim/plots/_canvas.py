@@ -46,8 +46,11 @@ def pick_clients(data: FederatedData, clients: int | Sequence[str]) -> list[int]
       KeyError: there is no client of this name.
       ValueError: none is asked for, or none holds anything.
     """
-    if not isinstance(clients, int):
-        return [data.index(client_id) for client_id in clients]
+    if not isinstance(clients, int | np.integer):
+        positions = [data.index(client_id) for client_id in clients]
+        if not data.sizes[positions].any():
+            raise ValueError("There is nothing to draw: no client of these holds an example.")
+        return positions
     if clients < 1:
         raise ValueError(f"Expected clients >= 1, got clients={clients}: how many to show.")
     holding = np.flatnonzero(data.sizes)
@@ -63,7 +66,12 @@ def check_feature(data: FederatedData, feature: str) -> None:
         raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}.")
 
 
+def label_name(label: Any, names: Sequence[str] | None) -> str:
+    """The label's name, or itself where ``names`` has none for it."""
+    return names[int(label)] if names is not None and 0 <= int(label) < len(names) else str(label)
+
+
 def shorten(text: Any, length: int) -> str:
-    """At most this many characters, the last of them an ellipsis if something was cut."""
+    """At most this many characters, the last of them an ellipsis if something was cut; a dollar begins no formula."""
     text = str(text)
-    return text if len(text) <= length else text[: length - 1] + "…"
+    return (text if len(text) <= length else text[: length - 1] + "…").replace("$", r"\$")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import ClientDataset, FederatedData
-from fedsim.plots._canvas import GREY, check_feature, new_figure, pick_clients, shorten
+from fedsim.plots._canvas import GREY, check_feature, label_name, new_figure, pick_clients, shorten
 
 _LINE = 116
 
@@ -93,7 +93,7 @@ def _labels(person: ClientDataset, label: str, names: Sequence[str] | None, exam
     values = person.examples.get(label)
     if values is None or values.ndim != 1:
         return [""] * min(examples, len(person))
-    written = [f"{v:.3g}" if values.dtype.kind == "f" else v if names is None else names[int(v)] for v in values[:examples]]
+    written = [f"{v:.3g}" if values.dtype.kind == "f" else label_name(v, names) for v in values[:examples]]
     return [shorten(name, 12) for name in written]
 
 
@@ -138,7 +138,7 @@ def _text(
             written = written.decode("utf-8", "replace") if isinstance(written, bytes) else str(written)
             written = " ".join(written.split()) or "(empty)"
             line = shorten(f"{caption}: {written}" if caption else written, _LINE)
-            lines.append((at, "  " + line, {"family": "monospace", "parse_math": False}))
+            lines.append((at, "  " + line, {"family": "monospace"}))
             at += 1
         at += 0.7
     axes.set_ylim(at, -0.5)
@@ -148,13 +148,16 @@ def _text(
 
 def _strips(figure: Any, people: Sequence[ClientDataset], feature: str, examples: int) -> None:
     """Examples as rows of cells, zero in the middle of the colours."""
-    blocks = [np.asarray(person[feature][:examples], np.float64).reshape(min(examples, len(person)), -1) for person in people]
-    most = max(1e-9, *(float(np.abs(block).max(initial=0)) for block in blocks))
+    rows = [np.asarray(person[feature][:examples], np.float64) for person in people]
+    # A client without examples has a strip, too: a zero, which is white.
+    blocks = [block.reshape(len(block), -1) if block.size else np.zeros([1, 1]) for block in rows]
+    most = max(1e-9, *(float(np.abs(block).max(initial=0, where=np.isfinite(block))) for block in blocks))
     lines = figure.subplots(len(people), 1, squeeze=False)[:, 0]
     for person, block, axes in zip(people, blocks, lines, strict=True):
         image = axes.imshow(block, aspect="auto", cmap="PuOr", vmin=-most, vmax=most, interpolation="nearest")
         axes.set_yticks([])
         axes.set_ylabel(f"{shorten(person.client_id, 16)}\n({len(person):,})", fontsize=8, rotation=0, ha="right", va="center")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.tick_params(labelsize=8, labelbottom=axes is lines[-1])
     lines[-1].set_xlabel("component; a row is an example", fontsize=8)
     figure.colorbar(image, ax=list(lines), label="value")

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedsim.data import FederatedData
 from fedsim.heterogeneity import label_emd
-from fedsim.plots._canvas import BLUE, GREY, LIGHTNESS, ORANGE, check_feature, new_figure, pick_clients, shorten
+from fedsim.plots._canvas import BLUE, GREY, LIGHTNESS, ORANGE, check_feature, label_name, new_figure, pick_clients, shorten
 
 _MOST_LABELS = 100
 _MOST_BUBBLE_ROWS = 30
@@ -69,7 +69,7 @@ def draw_labels(
     else:
         order = np.lexsort((-shares.max(1), shares.argmax(1)))
         _heat_map(axes, shares[order][:, shown], overall[shown])
-    _name_columns(axes, [str(labels[i] if names is None else names[int(labels[i])]) for i in shown])
+    _name_columns(axes, [label_name(labels[i], names) for i in shown])
 
 
 def _bubbles(axes: Any, shares: np.ndarray, overall: np.ndarray, rows: list[str]) -> None:
@@ -93,7 +93,7 @@ def _bubbles(axes: Any, shares: np.ndarray, overall: np.ndarray, rows: list[str]
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylabel("client (examples)")
     for share in (scale, scale / 10):
-        axes.scatter([], [], s=largest * share / scale, c=BLUE, linewidths=0, label=f"{share:.0%} of a client's examples")
+        axes.scatter([], [], s=largest * share / scale, c=BLUE, linewidths=0, label=f"{100 * share:.2g}% of a client's examples")
     axes.get_figure(root=False).legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False, borderpad=0.9)
 
 

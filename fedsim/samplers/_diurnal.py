@@ -80,7 +80,9 @@ class DiurnalSampler(SeededSampler):
         now = round % self.period
         if self.blocks is None:
             return (1 + np.cos(2 * np.pi * (now / self.period - self.phases[clients]))) / 2
-        return (np.floor(self.phases[clients] * self.blocks) == now * self.blocks // self.period).astype(np.float64)
+        # An hour is a fraction that was rounded: 29 / 100 times 100 is a little less than 29, and means the 29th part.
+        part = np.minimum(np.floor(self.phases[clients] * self.blocks * (1 + 1e-15)), self.blocks - 1)
+        return (part == now * self.blocks // self.period).astype(np.float64)
 
     def _draw(self, round: int) -> np.ndarray:
         population, draw = self.data.num_clients, self._generator(round)

@@ -106,12 +106,13 @@ def _read(path: Path) -> list[tuple[str, list[str]]]:
     except UnicodeDecodeError as error:
         number = path.read_bytes()[: error.start].count(b"\n") + 1
         raise ValueError(f"{path}, line {number} is not UTF-8 text: save the file as UTF-8.") from error
-    if path.suffix not in (".json", ".jsonl", ".ndjson"):
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".jsonl", ".ndjson"):
         return _read_csv(path, text)
-    if path.suffix == ".json":
+    if suffix == ".json":
         try:
             whole = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             whole = None  # Perhaps a list a line.
         if isinstance(whole, list) and all(isinstance(ids, list) for ids in whole):
             return [_checked(f"{path}, entry {number}", ids) for number, ids in enumerate(whole, 1)]
@@ -119,9 +120,10 @@ def _read(path: Path) -> list[tuple[str, list[str]]]:
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
         place = f"{path}, line {number}"
         try:
-            rounds.append(_checked(place, json.loads(line)))
-        except json.JSONDecodeError as error:
+            ids = json.loads(line)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f'{place} is not JSON ({error}): expected a list of client ids, ["a", "b"].') from None
+        rounds.append(_checked(place, ids))
     return rounds
 
 

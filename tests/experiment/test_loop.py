@@ -109,6 +109,26 @@ def test_every_sampler_works_with_the_runner(name, algorithm, data):
     assert examples == [int(sampler.cohort(round).sizes.sum()) for round in range(6)]
 
 
+def test_a_schedule_that_is_too_short_is_said_before_training(algorithm, data, tmp_path):
+    sampler = fedsim.samplers.ScheduleSampler(data, [["0"]] * 7, seed=7)
+    with pytest.raises(ValueError, match="has 7 rounds, from 0, and no round 19"):
+        run(algorithm, sampler, rounds=20, folder=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sampler_that_fails_leaves_the_rounds_before_it_written(algorithm, data, tmp_path):
+    class Broken(fedsim.UniformSampler):
+        def cohort(self, round):
+            if round == 6:
+                raise RuntimeError("nobody answers")
+            return super().cohort(round)
+
+    with pytest.raises(RuntimeError, match="nobody answers"):
+        sampler = Broken(data, clients=3, seed=7)
+        run(algorithm, sampler, rounds=20, folder=tmp_path, progress=False, rounds_per_dispatch=2)
+    assert [line["round"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("name", ["PoissonSampler", "ShuffledSampler", "DiurnalSampler", "ScheduleSampler"])
 def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_algorithm, data):
     algorithm, sampler = make_algorithm(), federation.SAMPLERS[name](data, 4)

@@ -86,6 +86,13 @@ def test_clients_are_as_skewed_as_by_the_paper_s_loop():
         assert stats.ttest_ind(other[:, column], theirs[:, column]).pvalue < 1e-6
 
 
+def test_mixtures_whose_last_labels_are_next_to_impossible_lose_no_example():
+    fine = np.random.default_rng(77).integers(0, 10, 500)
+    with np.errstate(all="raise", under="ignore"):
+        parts = pachinko(fine, fine // 2, clients=7, alpha=1e-3, beta=1e-3, seed=5)
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(500))
+
+
 def test_the_shape_of_tff_s_cifar_100():
     """500 clients of 100 examples use up all 50,000; few coarse labels each, all fine ones below them."""
     fine = np.repeat(np.arange(100), 500)

@@ -28,6 +28,15 @@ def test_in_blocks_only_those_of_the_hour_take_part_all_alike():
         np.testing.assert_array_equal(sampler.availability(hour), mine)
 
 
+def test_the_hours_of_a_day_are_blocks_of_their_own():
+    """29 / 100 * 100 is less than 29 in floating point, and 1 less a little is the last hour."""
+    for hours in (24, 49, 100):
+        phases = [*np.arange(hours) / hours, np.nextafter(1, 0)]
+        sampler = DiurnalSampler(singletons(hours + 1), clients=2, seed=0, period=hours, blocks=hours, phases=phases)
+        present = [np.flatnonzero(sampler.availability(hour)).tolist() for hour in range(hours)]
+        assert present == [[hour] for hour in range(hours - 1)] + [[hours - 1, hours]]
+
+
 def test_uniform_cohorts_do_not_know_the_hour():
     """The negative control of the test above."""
     table = counts(UniformSampler(singletons(12), clients=2, seed=0), 12, 600, 6)
