@@ -17,6 +17,7 @@ import numpy as np
 from fedsim import datasets, formats, heterogeneity, plots
 
 _COUNT_LABELS_UP_TO = 10_000_000
+_PICTURES = (".png", ".pdf", ".svg")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
         "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
         "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: "
-        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite. "
+        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite, tff_hdf5. "
         "Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )
@@ -97,6 +98,8 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
     about = datasets.describe(name)
     if picture and not Path(picture).resolve().parent.is_dir():
         raise FileNotFoundError(f"No folder {Path(picture).resolve().parent} for the picture: create it first.")
+    if picture and Path(picture).suffix not in _PICTURES:
+        raise ValueError(f"Expected --picture with one of {', '.join(_PICTURES)}, got {picture!r}.")
     cached = datasets.is_cached(about.name)
     loaded = None
     if data or picture or cached or about.download_bytes == 0:

@@ -323,6 +323,7 @@ def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkey
         (["describe", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
         (["describe", "digits(alpha=1)"], "has no option 'alpha'"),
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
+        (["describe", "digits", "--picture", "a.foo"], "Expected --picture with one of .png, .pdf, .svg, got 'a.foo'"),
         (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere for the picture: create it first"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedsim.data import FederatedData
 from fedsim.datasets._cache import dataset_folder
-from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call
+from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call, required
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,8 @@ def load(
     folder = None if data is None else Path(data).expanduser()
     if folder is not None and not folder.is_dir():
         raise FileNotFoundError(f"No folder {folder} to read {name!r} from.")
+    if lacking := sorted(required(loader) - {*options, *_reserved(loader, name)}):
+        raise ValueError(f"The dataset {name!r} needs an option: give it in parentheses, {name}({lacking[0]}=...).")
     splits = loader(folder, dataset_folder(name, cache), **options)
     _check_splits(name, splits)
     if not description.features:
@@ -197,19 +199,31 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
     options = carried | dict(options)
     prefix, colon, rest = name.partition(":")
     if colon and prefix + _FAMILY in _LOADERS:
+        if not rest:
+            raise ValueError(f"{text!r} lacks a name behind the colon: write {prefix}{_FAMILY}.")
         loader, description = _LOADERS[prefix + _FAMILY]
         check_options("dataset", name, loader, options, _reserved(loader, name))
         return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
     if colon:
         loader = import_reference(name)
-        if not callable(loader):
-            raise ValueError(f"{name} is not a function that loads a dataset: see fedsim.datasets.register for its arguments.")
+        if not _takes_folders(loader):
+            raise ValueError(
+                f"{name} is not a function that loads a dataset, (data, cache, **options): see fedsim.datasets.register."
+            )
         own = Description(name=name, task=(loader.__doc__ or "").strip().partition("\n")[0], defaults=_defaults(loader, name))
         description = next((about for known, about in _LOADERS.values() if known is loader), own)
     else:
         loader, description = look_up("dataset", name, _LOADERS)
     check_options("dataset", name, loader, options, _reserved(loader, name))
     return _Found(loader, description, options)
+
+
+def _takes_folders(loader: Any) -> bool:
+    try:
+        inspect.signature(loader).bind_partial(None, None)
+    except (TypeError, ValueError):  # It takes fewer arguments, is not callable, or does not say what it takes.
+        return False
+    return True
 
 
 def _reserved(loader: Loader, name: str) -> list[str]:
@@ -233,12 +247,14 @@ def _check_splits(name: str, splits: Any) -> None:
         raise ValueError(f"The loader of {name!r} returned a {type(splits).__name__}: expected {{'train': ..., 'test': ...}}.")
     for split in ("train", "test"):
         if split not in splits:
-            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {sorted(splits)}: add it.")
+            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: add it.")
     known = ["train", "test", "held_out", "decode"]
     for split, data in splits.items():
         if split not in known:
             raise ValueError(
-                f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}."
+                f"The loader of {name!r} returned {split!r}.{did_you_mean(str(split), known)} There are {', '.join(known)}."
             )
+        if split == "decode" and not callable(data):
+            raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as decode: expected a function.")
         if split != "decode" and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as {split}: expected FederatedData.")

@@ -216,3 +216,23 @@ def test_what_a_loader_returns_is_checked(returned, message):
     datasets.register("mine")(lambda data, cache: returned)
     with pytest.raises(ValueError, match=message):
         datasets.load("mine")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def load(data): return {}", "not a function that loads"),
+        ("def load(data, cache, *, size): return {}", r"needs an option: .*load\(size=...\)"),
+        ("def load(data, cache): return {1: 2, 'train': 3}", "no split 'test'"),
+        ("def load(data, cache)", "Cannot import .*expected ':'"),
+    ],
+)
+def test_what_is_wrong_with_a_loader_of_ones_own_is_said(tmp_path, body, message):
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ValueError, match=message):
+        datasets.load(f"{tmp_path}/mine.py:load")
+
+
+def test_a_family_needs_a_name():
+    with pytest.raises(ValueError, match="write tfds:NAME"):
+        datasets.describe("tfds:")
