@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
         "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
         "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: "
-        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite. "
+        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite, tff_hdf5. "
         "Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )

@@ -161,7 +161,7 @@ def import_reference(reference: str) -> Any:
     """What ``FILE.py:NAME`` or ``MODULE:NAME`` names.
 
     Raises:
-      ValueError: there is no such file, module or name in it.
+      ValueError: there is no such file, module or name in it, or the file is no Python.
 
     >>> import_reference("fedsim.names:look_up") is look_up
     True
@@ -173,6 +173,8 @@ def import_reference(reference: str) -> Any:
         raise ValueError(f"Cannot import {reference!r}: {error}. Give FILE.py:NAME or MODULE:NAME.") from error
     except FileNotFoundError as error:
         raise ValueError(f"Cannot import {reference!r}: there is no file {source}.") from error
+    except SyntaxError as error:
+        raise ValueError(f"Cannot import {reference!r}: {error}.") from error
     if not hasattr(module, attribute):
         raise ValueError(f"Cannot import {reference!r}: {source} has no {attribute!r}.{did_you_mean(attribute, dir(module))}")
     return getattr(module, attribute)

@@ -351,7 +351,7 @@ def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shel
         (["describe", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
         (["describe", "digits(alpha=1)"], "has no option 'alpha'"),
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
-        (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere for the picture: create it first"),
+        (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "digits.bmp"], "end in .png, .pdf, .svg, got 'digits.bmp'"),
         (["describe", "digits.py"], "There is no dataset 'digits.py'. Of a file, name what is in it, too: digits.py:NAME."),
     ],

@@ -107,7 +107,12 @@ class FederatedData:
                 raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
         if offsets[-1] >= 2**31:
             raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
-        if not isinstance(self.client_ids, ClientIds) and len(self._index) != len(self.client_ids):
+        if isinstance(self.client_ids, ClientIds):
+            return
+        wrong = next((i for i in self.client_ids if not isinstance(i, str)), None)
+        if wrong is not None:
+            raise ValueError(f"Client ids must be text, got {type(wrong).__name__} {wrong!r:.60}: give str(...) of it.")
+        if len(self._index) != len(self.client_ids):
             seen: set[str] = set()
             twice = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
             raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
@@ -126,12 +131,13 @@ class FederatedData:
         Args:
           columns: feature name to array ``[rows, ...]``.
           sizes: number of rows of each client, in order.
-          clients: ``[rows]``, the owner of each row; clients are ordered by first appearance in sorted order of owners,
-            and a client's rows keep their order.
+          clients: ``[rows]``, the owner of each row, whose name is its text; clients come in the sorted order of owners, and a
+            client's rows keep their order.
           client_ids: names, with ``sizes`` only; default ``"0", "1", ...``.
 
         Raises:
-          ValueError: neither or both of ``sizes`` and ``clients``, or lengths that do not fit.
+          ValueError: neither or both of ``sizes`` and ``clients``, ``client_ids`` without ``sizes``, a row without an owner, or
+            lengths that do not fit.
 
         >>> data = FederatedData.from_arrays({"y": [5, 6, 7]}, clients=["b", "a", "b"])
         >>> {client.client_id: client["y"].tolist() for client in data.clients()}
@@ -141,14 +147,19 @@ class FederatedData:
         if (sizes is None) == (clients is None):
             raise ValueError("Give either sizes (rows per client) or clients (the owner of each row).")
         if clients is not None:
-            owners, owner = np.unique(np.asarray(clients), return_inverse=True)
+            if client_ids is not None:
+                raise ValueError("Give client_ids only with sizes: clients names the clients itself.")
+            owners, owner = _owners(np.asarray(clients))
             for name, column in columns.items():
                 if len(column) != len(owner):
                     raise ValueError(f"Feature {name!r} has {len(column)} rows, and clients names {len(owner)} owners.")
             order = np.argsort(owner, kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
-            sizes, client_ids = np.bincount(owner, minlength=len(owners)), [str(o) for o in owners]
-        sizes = np.asarray(sizes, np.int64)
+            sizes, client_ids = np.bincount(owner, minlength=len(owners)), owners
+        sizes = np.asarray(sizes)
+        if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu"):
+            raise ValueError(f"Expected sizes [clients] of whole numbers, got {sizes.dtype} {list(sizes.shape)}.")
+        sizes = sizes.astype(np.int64)
         if sizes.size and sizes.min() < 0:
             raise ValueError(f"Expected sizes >= 0, got {sizes.min()} for client number {int(sizes.argmin())}.")
         ids = [str(i) for i in range(len(sizes))] if client_ids is None else list(client_ids)
@@ -183,18 +194,30 @@ class FederatedData:
     def from_partition(cls, columns: Mapping[str, Any], partition: Sequence[np.ndarray]) -> FederatedData:
         """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `fedsim.partitioners`.
 
+        Raises:
+          ValueError: columns of different lengths, indices that are no whole numbers or lie outside of the columns.
+
         >>> data = FederatedData.from_partition({"y": [5, 6, 7]}, [np.array([2]), np.array([0, 1])])
         >>> [client["y"].tolist() for client in data.clients()]
         [[7], [5, 6]]
         """
-        for client, rows in enumerate(partition):
-            if len(rows) and np.asarray(rows).dtype.kind not in "iu":
+        arrays = {name: column if isinstance(column, TextColumn) else np.asarray(column) for name, column in columns.items()}
+        shapes = {name: list(array.shape) for name, array in arrays.items()}
+        if [] in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
+            raise ValueError(f"Expected columns [rows, ...] of one length, got shapes {shapes}.")
+        num_rows = len(next(iter(arrays.values())))
+        indices = [np.asarray(rows) for rows in partition]
+        for client, rows in enumerate(indices):
+            if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
                 raise ValueError(
-                    f"Expected integer indices for client {client}, got {np.asarray(rows).dtype}: no masks, no floats."
+                    f"Expected integer indices for client {client}, got {rows.dtype} {list(rows.shape)}: no masks, no floats."
                 )
-        order = np.concatenate([np.zeros(0, np.int64), *(np.asarray(rows, np.int64) for rows in partition)])
-        packed = {name: np.asarray(column)[order] for name, column in columns.items()}
-        return cls.from_arrays(packed, sizes=[len(rows) for rows in partition])
+            if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
+                raise ValueError(
+                    f"Client {client} has indices from {rows.min()} to {rows.max()}: expected 0 to {num_rows - 1}."
+                )
+        order = np.concatenate([np.zeros(0, np.int64), *(rows.astype(np.int64) for rows in indices)])
+        return cls.from_arrays({name: array[order] for name, array in arrays.items()}, sizes=[len(rows) for rows in indices])
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FederatedData:
@@ -318,9 +341,10 @@ class FederatedData:
 
     def select(self, client_ids: Sequence[str]) -> FederatedData:
         """A population of these clients only, in this order (a copy of their rows)."""
+        client_ids = list(client_ids)
         chosen = [self.index(client_id) for client_id in client_ids]
         columns = {name: self.gather(name, chosen) for name in self.columns}
-        return FederatedData.from_arrays(columns, sizes=self.sizes[chosen], client_ids=list(client_ids))
+        return FederatedData.from_arrays(columns, sizes=self.sizes[chosen], client_ids=client_ids)
 
     def gather(self, feature: str, clients: Sequence[int] | np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """One feature's rows of these clients, end to end: ``[sum of sizes, ...]``.
@@ -339,14 +363,16 @@ class FederatedData:
         return out
 
     def check_dtypes(self) -> None:
-        """Raises ``ValueError`` for a column that no device can hold: strings, objects, another machine's byte order."""
+        """Raises ``ValueError`` for a column that no device can hold: strings, objects, dates, another machine's byte
+        order."""
         for name, column in self.columns.items():
             if isinstance(column, TextColumn):
                 raise ValueError(
                     f"Feature {name!r} is text, which no device can hold: make tokens of it first (see fedsim.text), or "
                     "leave it out."
                 )
-            if column.dtype.kind in "OSU" or not column.dtype.isnative:
+            number = column.dtype.kind in "biufc" or jax.numpy.issubdtype(column.dtype, jax.numpy.number)  # bfloat16, too.
+            if not number or column.dtype.char in "gG" or not column.dtype.isnative:
                 raise ValueError(
                     f"Feature {name!r} has dtype {column.dtype}, which no device can hold: convert it to numbers in this "
                     "machine's byte order, or leave it out."
@@ -409,8 +435,30 @@ def _packed_text(name: str, column: Any) -> Any:
         raise ValueError(f"Feature {name!r}: {error}.") from None
 
 
+def _owners(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """The names of those that ``clients [rows]`` holds, sorted as they are there, and the number of each row's."""
+    if clients.ndim != 1:
+        raise ValueError(f"Expected clients [rows], the owner of each row, got shape {list(clients.shape)}.")
+    nobody = clients != clients if clients.dtype.kind != "O" else np.array([each is None or each != each for each in clients])
+    if nobody.any():
+        raise ValueError(f"Row {int(nobody.argmax())} has no owner, clients holds {clients[nobody][0]}: fill or drop it.")
+    try:
+        values, owner = np.unique(clients, return_inverse=True)
+    except TypeError:
+        kinds = sorted({type(each).__name__ for each in clients})
+        raise ValueError(f"Expected owners of one kind in clients, got {' and '.join(kinds)}: make text of them.") from None
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in values], owner
+
+
 def check_same_lengths(client_id: str, features: Mapping[str, Any]) -> int:
-    """Raises ``ValueError`` unless a client's features have one length, which it returns."""
+    """Raises ``ValueError`` unless a client has features, and they have one length, which it returns."""
+    if not features:
+        raise ValueError(f"Client {client_id!r} has no features: expected at least one array per client.")
+    for name, array in features.items():
+        if not array.ndim:
+            raise ValueError(
+                f"Feature {name!r} of client {client_id!r}: Expected an array with one row per example, got a single value."
+            )
     lengths = {name: len(array) for name, array in features.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}.")

@@ -130,14 +130,10 @@ def _blank(examples: Examples) -> Examples:
 def _checked(client_id: str, features: Examples) -> ClientDataset:
     if not isinstance(client_id, str):
         raise ValueError(f"Client ids must be text, got {type(client_id).__name__} {client_id!r:.60}.")
-    if not features:
-        raise ValueError(f"Client {client_id!r} has no features: expected at least one array per client.")
     examples = {}
     for name, array in features.items():
         try:
             array = np.asarray(array)
-            if not array.ndim:
-                raise ValueError("Expected an array with one row per example, got a single value")
             if array.dtype == object:
                 check_text(array)
         except ValueError as error:

@@ -25,6 +25,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Raises:
       FileNotFoundError: the folder does not exist.
+      FileExistsError: ``path`` is a folder or a device, which no file may take the place of.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -36,6 +37,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"No folder {target.parent} to write {target.name} into: create it first.")
+    if target.exists() and not target.is_file():
+        raise FileExistsError(f"{target} is a folder or a device: give the name of a file.")
     for leftover in target.parent.glob(f"*{_SUFFIX}"):
         _delete_if_abandoned(leftover)
     with _claimed(target) as part:

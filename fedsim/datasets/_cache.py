@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsim.data import ClientStream, FederatedData
+from fedsim.data import ClientStream, FederatedData, FormatError
 
 try:
     import fcntl
@@ -25,7 +25,7 @@ except ImportError:  # Windows has no such locks; there, two first runs at once 
     fcntl = None  # type: ignore[assignment]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
@@ -95,7 +95,10 @@ def converted(
             for split, path in paths.items():
                 if not path.is_file():
                     streams[split]().save(path, progress=f"converting {name}, {split}")
-    return {split: FederatedData.open(path) for split, path in paths.items()}
+    try:
+        return {split: FederatedData.open(path) for split, path in paths.items()}
+    except FormatError as error:
+        raise FormatError(f"{error} Delete {folder} to have it made anew.") from None
 
 
 @contextlib.contextmanager

@@ -202,19 +202,31 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
     options = carried | dict(options)
     prefix, colon, rest = name.partition(":")
     if colon and prefix + _FAMILY in _LOADERS:
+        if not rest:
+            raise ValueError(f"{text!r} lacks a name behind the colon: write {prefix}{_FAMILY}.")
         loader, description = _LOADERS[prefix + _FAMILY]
         check_options("dataset", name, loader, options, _reserved(loader, name))
         return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
     if colon:
         loader = import_reference(name)
-        if not callable(loader):
-            raise ValueError(f"{name} is not a function that loads a dataset: see fedsim.datasets.register for its arguments.")
+        if not _takes_folders(loader):
+            raise ValueError(
+                f"{name} is not a function that loads a dataset, (data, cache, **options): see fedsim.datasets.register."
+            )
         own = Description(name=name, task=(loader.__doc__ or "").strip().partition("\n")[0], defaults=_defaults(loader, name))
         description = next((about for known, about in _LOADERS.values() if known is loader), own)
     else:
         loader, description = look_up("dataset", name, _LOADERS)
     check_options("dataset", name, loader, options, _reserved(loader, name))
     return _Found(loader, description, options)
+
+
+def _takes_folders(loader: Any) -> bool:
+    try:
+        inspect.signature(loader).bind_partial(None, None)
+    except (TypeError, ValueError):  # It takes fewer arguments, is not callable, or does not say what it takes.
+        return False
+    return True
 
 
 def _reserved(loader: Loader, name: str) -> list[str]:
@@ -257,12 +269,14 @@ def _check_splits(name: str, splits: Any) -> None:
         raise ValueError(f"The loader of {name!r} returned {type(splits).__name__}: expected {{'train': ..., 'test': ...}}.")
     for split in ("train", "test"):
         if split not in splits:
-            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {sorted(splits)}: add it.")
+            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: add it.")
     known = ["train", "test", "held_out", "decode"]
     for split, data in splits.items():
         if split not in known:
             raise ValueError(
-                f"The loader of {name!r} returned {split!r}.{did_you_mean(split, known)} There are {', '.join(known)}."
+                f"The loader of {name!r} returned {split!r}.{did_you_mean(str(split), known)} There are {', '.join(known)}."
             )
+        if split == "decode" and not callable(data):
+            raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as decode: expected a function.")
         if split != "decode" and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as {split}: expected FederatedData.")

@@ -20,7 +20,7 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features, StrPath, located, selected, stream, texts
+from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features, StrPath, held, located, selected, stream, texts
 from fedsim.formats._sqlite import Database, require, text, writing
 
 _NDARRAY, _BYTES_NDARRAY = 1, 4
@@ -126,7 +126,7 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: two clients of one id.
+      ValueError: two clients of one id, or a dtype that the format cannot hold; the client is named.
 
     >>> import sqlite3, tempfile
     >>> from fedsim.data import FederatedData
@@ -143,7 +143,7 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
     )
     with writing(path, table) as connection:
         for client in clients:
-            examples = {name: _packed(np.asarray(array)) for name, array in client.examples.items()}
+            examples = {name: _packed(array) for name, array in held(client, "biufc").items()}
             row = client.client_id.encode(), zlib_ng.compress(msgpack.packb(examples)), len(client)
             try:
                 connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", row)
@@ -154,5 +154,4 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
 def _packed(array: np.ndarray) -> msgpack.ExtType:
     if array.dtype.kind == "O":
         return msgpack.ExtType(_BYTES_NDARRAY, msgpack.packb((array.shape, array.reshape(-1).tolist())))
-    native = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return msgpack.ExtType(_NDARRAY, msgpack.packb((array.shape, array.dtype.name, native.tobytes())))
+    return msgpack.ExtType(_NDARRAY, msgpack.packb((array.shape, array.dtype.name, array.tobytes())))

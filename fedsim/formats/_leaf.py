@@ -23,7 +23,9 @@ from fedsim.formats._source import (
     Features,
     StrPath,
     column,
+    decoded,
     existing,
+    held,
     located,
     opened,
     selected,
@@ -122,7 +124,7 @@ def write_leaf(clients: Clients, path: StrPath) -> None:
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: text that is not UTF-8, which JSON cannot hold, or two clients of one id; the client is named.
+      ValueError: text that is not UTF-8 or a dtype that JSON cannot hold, or two clients of one id; the client is named.
 
     >>> import pathlib, tempfile
     >>> from fedsim.data import FederatedData
@@ -140,13 +142,9 @@ def write_leaf(clients: Clients, path: StrPath) -> None:
                 raise ValueError(f"Client ids must be unique, and {client.client_id!r} occurs more than once.")
             file.write(", " if sizes else "")
             sizes[client.client_id] = len(client)
-            with located(f"client {client.client_id!r}", UnicodeDecodeError):
-                data = {name: _values(np.asarray(array)) for name, array in client.examples.items()}
+            data = {
+                name: decoded(client.client_id, name, array) if array.dtype == object else array.tolist()
+                for name, array in held(client).items()
+            }
             file.write(f"{json.dumps(client.client_id)}: {json.dumps(data)}")
         file.write(f'}}, "users": {json.dumps(list(sizes))}, "num_samples": {json.dumps(list(sizes.values()))}}}\n')
-
-
-def _values(array: np.ndarray) -> list[Any]:
-    if array.dtype.kind == "O":
-        return [value.decode() for value in array]
-    return array.tolist()

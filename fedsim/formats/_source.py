@@ -170,6 +170,45 @@ def texts(values: list[bytes]) -> np.ndarray:
     return array
 
 
+def held(client: ClientDataset, kinds: str = "biuf") -> Columns:
+    """A client's columns as writers take them: numbers in this machine's byte order, text as objects.
+
+    Args:
+      client: its name and examples.
+      kinds: those of numbers that the format holds, as ``np.dtype.kind`` has them.
+
+    Raises:
+      ValueError: a column that the format cannot hold; it names the client and the feature.
+    """
+    columns = {}
+    for name, array in client.examples.items():
+        array = np.asarray(array)
+        if array.dtype.kind in "SU" and array.ndim == 1:
+            array = texts([each if isinstance(each, bytes) else each.encode() for each in array.tolist()])
+        is_text = array.dtype.kind == "O" and array.ndim == 1
+        if not is_text and (array.dtype.kind not in kinds or (array.dtype.kind == "f" and array.dtype.itemsize > 8)):
+            raise ValueError(
+                f"Feature {name!r} of client {client.client_id!r} is {array.dtype} {list(array.shape[1:])} per example, which "
+                "this format cannot hold: convert it first, or leave it out."
+            )
+        columns[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return columns
+
+
+def decoded(client_id: str, name: str, rows: np.ndarray) -> list[str]:
+    """Text for a format that holds nothing but UTF-8.
+
+    Raises:
+      ValueError: something else; it names the client and the feature.
+    """
+    try:
+        return [row.decode() for row in rows]
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"Text {name!r} of client {client_id!r} is not UTF-8, which this format must be: {shortened(error.object)}."
+        ) from None
+
+
 def selected(columns: Columns, features: Features) -> Columns:
     """Those of a client's columns that are wanted, as they are wanted.
 

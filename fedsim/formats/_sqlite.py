@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import lzma
 import os
 import sqlite3
@@ -57,15 +58,23 @@ def text(value: Any, what: str) -> str:
 
 @contextlib.contextmanager
 def writing(path: StrPath, *statements: str) -> Iterator[sqlite3.Connection]:
-    """A connection to a new file with these tables, which takes its name once the block ends well."""
+    """A connection to a new file with these tables, which takes its name once the block ends well.
+
+    Raises:
+      OSError: the disk is full.
+    """
     with whole_file(path) as part, contextlib.closing(sqlite3.connect(part)) as connection:
-        # The file is thrown away unless it is whole, so SQLite need not keep a journal of its own.
-        connection.execute("PRAGMA journal_mode = OFF")
-        connection.execute("PRAGMA synchronous = OFF")
-        for statement in statements:
-            connection.execute(statement)
-        yield connection
-        connection.commit()
+        try:
+            # The file is thrown away unless it is whole, so SQLite need not keep a journal of its own.
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA synchronous = OFF")
+            for statement in statements:
+                connection.execute(statement)
+            yield connection
+            connection.commit()
+        except sqlite3.OperationalError as error:
+            code = errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else errno.EIO
+            raise OSError(code, f"{error}: it could not be written", os.fspath(path)) from error
 
 
 class Database:

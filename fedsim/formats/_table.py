@@ -7,6 +7,7 @@ import fnmatch
 import itertools
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -14,10 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data import ClientDataset, ClientStream, FormatError
+from fedsim.data import ClientStream, FormatError
 from fedsim.data._whole_file import whole_file
 from fedsim.formats._owners import Owners
-from fedsim.formats._source import Clients, Columns, Features, StrPath, existing, located, selected, stream, texts
+from fedsim.formats._source import (
+    Clients,
+    Columns,
+    Features,
+    StrPath,
+    decoded,
+    existing,
+    held,
+    located,
+    selected,
+    stream,
+    texts,
+)
 
 Stack = Mapping[str, str | Sequence[str]]
 _BUCKET_BYTES = 1 << 26
@@ -35,7 +48,7 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
       path: the file.
       client: the column of client ids, of any type.
       features: names of those to keep, or name to ``(shape, dtype)``; by default every column but ``client``. Numbers stay of
-        their type, strings become text, and lists (Parquet) of one length a further dimension.
+        their type, strings and dates become text, and lists (Parquet) of one length a further dimension.
       stack: new feature name to the numeric columns that make it, ``[n, k]``: a list, or a pattern like ``"x*"`` (in the
         file's order).
 
@@ -60,7 +73,7 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
         with _arrow_errors(source):
             for client_id, table in _grouped(source, client, owners, features):
                 with located(f"client {client_id!r}"):
-                    names = [name for name in table.column_names if name != client]
+                    names = [name for name in table.column_names if name != client and _wanted(name, features, stack or {})]
                     columns = {name: arrow_column(name, table[name].combine_chunks()) for name in names}
                     yield client_id, selected(_stacked(columns, stack or {}), features)
 
@@ -97,7 +110,9 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
     with contextlib.ExitStack() as files:
         table = open_csv()
         _require(only, table.schema.names)
-        yield from open_csv(include_columns=[only]) if only else table
+        dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
+        types = dates | types
+        yield from open_csv(include_columns=[only]) if only else open_csv() if dates else table
 
 
 def _whole(indices: Any) -> np.ndarray:
@@ -181,19 +196,26 @@ def arrow_column(name: str, array: Any) -> np.ndarray:
             raise FormatError(f"Feature {name!r} has lists of {lengths[0]} to {lengths[-1]} values: no column holds both.")
         inner = arrow_column(name, array.flatten())
         return inner.reshape(len(array), int(lengths[0]), *inner.shape[1:])
+    if pa.types.is_date(kind) or pa.types.is_time(kind) or pa.types.is_timestamp(kind):
+        kind = pa.string()
+        array = array.cast(kind)
     if any(is_text(kind) for is_text in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)):
         array = array.cast(pa.large_binary())
     if array.type in (pa.binary(), pa.large_binary()):
         return texts(array.to_pylist())
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        remedy = f"features={{{name!r}: ((), bytes)}} reads it as text" if not pa.types.is_nested(kind) else "leave it out"
-        raise FormatError(f"Feature {name!r} has type {kind}: expected numbers, strings, or lists of them; {remedy}.")
+        raise FormatError(f"Feature {name!r} has type {kind}: expected numbers, strings, or lists of them; leave it out.")
     return array.to_numpy(zero_copy_only=False)
+
+
+def _wanted(name: str, features: Features, stack: Stack) -> bool:
+    members = [fnmatch.fnmatchcase(name, each) if isinstance(each, str) else name in each for each in stack.values()]
+    return features is None or name in features or any(members)
 
 
 def _stacked(columns: dict[str, np.ndarray], stack: Stack) -> dict[str, np.ndarray]:
     for name, members in stack.items():
-        chosen = fnmatch.filter(columns, members) if isinstance(members, str) else list(members)
+        chosen = [each for each in columns if fnmatch.fnmatchcase(each, members)] if isinstance(members, str) else list(members)
         absent = [member for member in chosen if member not in columns]
         if not chosen or absent:
             raise FormatError(f"stack={{{name!r}: {members!r}}} names no columns: there are {sorted(columns)}.")
@@ -208,6 +230,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
     """Writes a Parquet file, or by suffix ``.csv`` or ``.tsv`` (also ``.gz``); it takes its name only once it is whole.
 
     In Parquet, further dimensions are lists of fixed size; in CSV, feature ``x [n, k]`` becomes columns ``x_0`` to ``x_{k-1}``.
+    A table has a row an example, hence none of a client without examples: a warning says how many are left out.
 
     Args:
       clients: what to write.
@@ -217,7 +240,8 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
     Raises:
       ImportError: pyarrow is not installed.
       FileNotFoundError: the folder does not exist.
-      ValueError: text that is not UTF-8, naming the client; a feature that is called as the column of clients.
+      ValueError: text that is not UTF-8 or a dtype that a table cannot hold, naming the client; a feature that is called as
+        the column of clients.
 
     >>> import pathlib, tempfile
     >>> from fedsim.data import FederatedData
@@ -255,13 +279,18 @@ def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:
     """Clients as Arrow tables of a few megabytes, so that a file of small clients has few row groups."""
     pa = _pyarrow()
     waiting: list[Any] = []
-    size = 0
+    size = empty = 0
     for dataset in clients:
+        empty += not len(dataset)
         if client in dataset.examples:
             raise ValueError(f"A feature is called {client!r} as the column of clients: name that another way by client=.")
         columns: dict[str, Any] = {client: pa.array([dataset.client_id] * len(dataset), pa.string())}
-        with located(f"client {dataset.client_id!r}", pa.ArrowException, UnicodeDecodeError):
-            for name, array in _flattened(dataset, flat):
+        for name, array in _flattened(held(dataset), flat):
+            if array.dtype == object:
+                columns[name] = pa.array(decoded(dataset.client_id, name, array), pa.string())
+            elif 0 in array.shape[1:]:
+                raise ValueError(f"Feature {name!r} has no values, {list(array.shape[1:])} per example: leave it out.")
+            else:
                 columns[name] = _arrow(array)
         waiting.append(pa.table(columns))
         size += waiting[-1].nbytes
@@ -270,12 +299,14 @@ def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:
             waiting, size = [], 0
     if waiting:
         yield pa.concat_tables(waiting)
+    if empty:
+        warnings.warn(f"Clients without examples have no rows in a table: {empty} of them are left out.", stacklevel=4)
 
 
-def _flattened(dataset: ClientDataset, flat: bool) -> Iterator[tuple[str, np.ndarray]]:
-    for name, column in dataset.examples.items():
+def _flattened(examples: Columns, flat: bool) -> Iterator[tuple[str, np.ndarray]]:
+    for name, column in examples.items():
         array = np.ascontiguousarray(column)
-        if flat and array.ndim > 1:
+        if flat and array.ndim > 1 and prod(array.shape[1:]):
             rows = array.reshape(len(array), prod(array.shape[1:]))
             yield from ((f"{name}_{i}", rows[:, i]) for i in range(rows.shape[1]))
         else:
@@ -284,8 +315,6 @@ def _flattened(dataset: ClientDataset, flat: bool) -> Iterator[tuple[str, np.nda
 
 def _arrow(array: np.ndarray) -> Any:
     pa = _pyarrow()
-    if array.dtype.kind == "O":
-        return pa.array(array.tolist(), pa.string())
     made = pa.array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
         made = pa.FixedSizeListArray.from_arrays(made, size)

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError, TextColumn
 from fedsim.data._whole_file import whole_file
-from fedsim.formats._source import Clients, StrPath
+from fedsim.formats._source import Clients, StrPath, held
 
 # Children that wait for another file.
 _idle: list[subprocess.Popen[bytes]] = []
@@ -87,8 +87,8 @@ def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), text with a NUL in it, or two clients of
-        one id.
+      ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), text with a NUL in it, a dtype that it
+        cannot hold, or two clients of one id.
       OSError: the disk is full; nothing is left of the file.
 
     >>> import tempfile
@@ -116,7 +116,7 @@ def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
 
 
 def _write(group: Any, client: ClientDataset) -> None:
-    for name, rows in client.examples.items():
+    for name, rows in held(client, "biufc").items():
         _check_name("Feature name", name)
         if rows.dtype != object:
             group.create_dataset(name, data=rows)

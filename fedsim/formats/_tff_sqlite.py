@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.data import ClientStream, FormatError
+from fedsim.data import ClientDataset, ClientStream, FormatError
 from fedsim.formats._example_proto import columns, serialized
-from fedsim.formats._source import Clients, Columns, Features, StrPath, located, only_split, stream
+from fedsim.formats._source import Clients, Columns, Features, StrPath, held, located, only_split, stream
 from fedsim.formats._sqlite import Database, require, text, writing
 
 _EXAMPLES = ["split_name", "client_id", "serialized_example_proto"]
@@ -97,6 +97,7 @@ def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, spl
 
     Raises:
       FileNotFoundError: the folder does not exist.
+      ValueError: a dtype that the format cannot hold, or an integer beyond int64; the client is named.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -116,7 +117,7 @@ def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, spl
     with writing(path, *statements) as connection:
         for name, clients in named.items():
             for client in clients:
-                arrays = {feature: np.asarray(array) for feature, array in client.examples.items()}
+                arrays = _checked(client)
                 connection.executemany(
                     "INSERT INTO examples VALUES (?, ?, ?)",
                     (
@@ -125,3 +126,11 @@ def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, spl
                     ),
                 )
                 connection.execute("INSERT INTO client_metadata VALUES (?, ?, ?)", (client.client_id, name, len(client)))
+
+
+def _checked(client: ClientDataset) -> Columns:
+    arrays = held(client)
+    for name, array in arrays.items():
+        if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
+            raise ValueError(f"Feature {name!r} of client {client.client_id!r} has {array.max()}, which int64 cannot hold.")
+    return arrays

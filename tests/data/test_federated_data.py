@@ -174,3 +174,31 @@ def test_shuffle_differs_between_rounds_and_repeats_between_runs():
 
     assert order(0, 1) == order(0, 1)
     assert len({tuple(order(seed, round)) for seed in range(3) for round in range(3)}) == 9
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=["a", None, "b"]), "Row 1 has no owner"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=[1.0, 2.0, np.nan]), "Row 2 has no owner"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=np.array(["1", 1, 1], object)), "of one kind.*int and str"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=[0, 0, 1], client_ids=["a", "b"]), "client_ids only with sizes"),
+        (lambda x: FederatedData.from_arrays({"x": x}, sizes=[1.5, 2.0]), "sizes .* of whole numbers"),
+        (lambda x: FederatedData.from_arrays({"x": x}, sizes=[1, 2], client_ids=[7, 8]), "Client ids must be text, got int 7"),
+        (lambda x: FederatedData.from_clients({"a": {"x": 3}}), "'x' of client 'a'.*got a single value"),
+        (lambda x: FederatedData.from_clients({"a": {}}), "'a' has no features"),
+        (lambda x: FederatedData.from_partition({"x": x}, [[0], [-1]]), "Client 1 has indices from -1"),
+        (lambda x: FederatedData.from_partition({"x": x}, [[0], [3]]), "Client 1 has indices from 3 to 3"),
+        (lambda x: FederatedData.from_partition({"x": x, "y": x[:2]}, [[0], [1]]), "of one length, got .*'y': .2"),
+        (lambda x: FederatedData.from_arrays({"x": x.astype("M8[D]")}, sizes=[3]).check_dtypes(), "no device can hold"),
+    ],
+)
+def test_what_would_make_another_population_than_meant_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(np.arange(3))
+
+
+def test_owners_that_are_bytes_are_named_by_their_text():
+    data = FederatedData.from_arrays({"x": np.arange(3)}, clients=[b"b", "é".encode(), b"b"])
+    assert data.client_ids == ["b", "é"] and data["b"]["x"].tolist() == [0, 2]
+    assert data.select(name for name in ["é"]).client_ids == ["é"]

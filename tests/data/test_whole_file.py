@@ -83,3 +83,12 @@ def test_the_file_has_the_permissions_of_any_other(tmp_path):
     finally:
         os.umask(umask)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
+
+
+def test_neither_a_folder_nor_a_device_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FileExistsError, match=f"{name} is a folder or a device"), whole_file(tmp_path / name):
+            raise AssertionError
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]

@@ -176,3 +176,17 @@ def test_cached_is_what_was_fetched_whole(tmp_path, source):
     assert not _cache.is_cached("mine", tmp_path), "of a user's own file"
     (tmp_path / "mine" / "a.h5").touch()
     assert _cache.is_cached("mine", tmp_path)
+
+
+def test_a_cached_file_that_is_damaged_says_what_to_delete(tmp_path, source):
+    convert(tmp_path / "cache", source)
+    (train,) = (tmp_path / "cache").rglob("train.h5")
+    train.write_bytes(train.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=f"train.h5 is truncated .*Delete {train.parent} to have it made anew"):
+        convert(tmp_path / "cache", source)
+
+
+def test_a_cache_that_is_a_file_says_what_to_set(tmp_path, source):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(OSError, match="cannot be written .*FEDSIM_CACHE"):
+        convert(tmp_path / "cache", source)

@@ -246,3 +246,23 @@ def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
     assert datasets.describe(f"{tmp_path}/mine.py:load").name == "both"
     with pytest.raises(ValueError, match="There is a dataset 'both' already"):
         datasets.describe(f"{tmp_path}/yours.py:load")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def load(data): return {}", "not a function that loads"),
+        ("def load(data, cache, *, size): return {}", r"needs the option size: write .*load\(size=...\)"),
+        ("def load(data, cache): return {1: 2, 'train': 3}", "no split 'test'"),
+        ("def load(data, cache)", "Cannot import .*expected ':'"),
+    ],
+)
+def test_what_is_wrong_with_a_loader_of_ones_own_is_said(tmp_path, body, message):
+    (tmp_path / "mine.py").write_text(body)
+    with pytest.raises(ValueError, match=message):
+        datasets.load(f"{tmp_path}/mine.py:load")
+
+
+def test_a_family_needs_a_name():
+    with pytest.raises(ValueError, match="write tfds:NAME"):
+        datasets.describe("tfds:")

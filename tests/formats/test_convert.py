@@ -1,5 +1,6 @@
 """Recognition of formats, and conversion between them."""
 
+import errno
 import gzip
 import io
 import lzma
@@ -8,11 +9,13 @@ import tarfile
 import zipfile
 
 import h5py
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from formats.clients import REAL, contents, needs_real, some_clients
 
-from fedsim.data import FederatedData, FormatError
+from fedsim import formats
+from fedsim.data import ClientDataset, FederatedData, FormatError
 from fedsim.formats import convert, read, recognize, write_fedjax_sqlite, write_leaf, write_table, write_tff_sqlite
 
 
@@ -39,6 +42,7 @@ WRITERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Clients without examples")
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_file_is_recognized_whatever_it_is_called(tmp_path, name):
     WRITERS[name](some_clients(), tmp_path / "file")
@@ -114,6 +118,7 @@ def test_an_unknown_folder_or_database_is_refused(tmp_path):
         recognize(tmp_path / "none")
 
 
+@pytest.mark.filterwarnings("ignore:Clients without examples")
 def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
     write_leaf(some_clients(), tmp_path / "a.json")
     with pytest.raises(ValueError, match=r"Format leaf has no option 'split': it has \['features'\]"):
@@ -167,3 +172,52 @@ def test_nothing_is_printed_unless_asked_for(tmp_path, capfd):
     write_leaf(some_clients(), tmp_path / "a.json")
     convert(tmp_path / "a.json", tmp_path / "b.json", progress=False)
     assert capfd.readouterr().err == ""
+
+
+_WRITERS = [
+    formats.write_leaf,
+    formats.write_fedjax_sqlite,
+    formats.write_tff_sqlite,
+    formats.write_tff_hdf5,
+    formats.write_table,
+]
+
+
+@pytest.mark.parametrize("write", _WRITERS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "M8[D]", "m8[s]", "V4", [("a", "i4")], np.longdouble])
+def test_a_dtype_that_a_format_cannot_hold_is_refused_naming_client_and_feature(tmp_path, write, dtype):
+    with pytest.raises(ValueError, match="Feature 'v' of client 'ann' is .*convert it first"):
+        write([ClientDataset("ann", {"v": np.zeros(2, dtype)})], tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("write", _WRITERS)
+def test_numpys_own_strings_are_written_as_text(tmp_path, write):
+    write(
+        [ClientDataset("ann", {"s": np.array([b"to", b""]), "u": np.array(["bé", ""]), "n": np.array([1, 2], ">i4")})],
+        tmp_path / "a",
+    )
+    (ann,) = formats.read(tmp_path / "a", **({"client": "client_id"} if write is formats.write_table else {}))
+    assert ann["s"].tolist() == [b"to", b""] and ann["u"].tolist() == ["bé".encode(), b""] and ann["n"].tolist() == [1, 2]
+
+
+def test_an_integer_beyond_int64_is_not_written_as_another(tmp_path):
+    with pytest.raises(ValueError, match="'v' of client 'ann' has 18446744073709551615"):
+        formats.write_tff_sqlite([ClientDataset("ann", {"v": np.array([2**64 - 1], np.uint64)})], tmp_path / "a.sqlite")
+
+
+@pytest.mark.parametrize("write", [formats.write_fedjax_sqlite, formats.write_tff_sqlite])
+def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch, write):
+    connect = sqlite3.connect
+
+    def small(*where, **how):
+        connection = connect(*where, **how)
+        connection.execute("PRAGMA max_page_count = 4")  # SQLite says the same as of a full disk.
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", small)
+    noise = np.random.default_rng(0).integers(0, 255, 100_000)
+    with pytest.raises(OSError, match="disk is full") as caught:
+        write([ClientDataset("ann", {"v": noise})], tmp_path / "a.sqlite")
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []

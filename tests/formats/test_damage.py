@@ -65,6 +65,7 @@ READERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Clients without examples")
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_refused(tmp_path, name):
     reader, suffix, content = READERS[name]

@@ -1,6 +1,7 @@
 """CSV and Parquet with a column of clients, against pyarrow and the standard library's csv."""
 
 import csv
+import datetime
 import gzip
 
 import numpy as np
@@ -144,7 +145,6 @@ def test_tables_that_make_no_population_are_refused(tmp_path, columns, message):
     [
         (["user,y", "a,1", "a,1,2"], "Expected 2 columns, got 3"),
         (["user,y,y", "a,1,2"], "two columns of one name"),
-        (["user,y", "a,2020-01-01"], "Feature 'y' has type date32.*reads it as text"),
         ([""], "truncated or damaged"),
     ],
 )
@@ -171,10 +171,33 @@ def test_csv_that_is_not_utf8_is_refused(tmp_path):
 
 
 def test_what_no_table_holds_is_refused(tmp_path):
-    with pytest.raises(FormatError, match="client 'ann'"):
+    with pytest.raises(ValueError, match="Text 't' of client 'ann' is not UTF-8"):
         write_table([ClientDataset("ann", {"t": text(b"\xff")})], tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="'z' has no values"):
+        write_table([ClientDataset("ann", {"z": np.zeros((2, 0))})], tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="A feature is called 'client_id'"):
         write_table([ClientDataset("ann", {"client_id": np.zeros(2)})], tmp_path / "a.csv")
     with pytest.raises(ValueError, match="population is empty"):
         write_table([], tmp_path / "a.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_dates_are_text_and_features_that_are_not_wanted_are_not_looked_at(tmp_path, suffix):
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "csv":
+        csv_file(path, "user,day,y,gap", "a,2020-01-02,1,3", "b,2020-02-03,2,")
+    else:
+        days = [datetime.date(2020, 1, 2), datetime.date(2020, 2, 3)]
+        parquet.write_table(pa.table({"user": ["a", "b"], "day": days, "y": [1, 2], "gap": [3, None]}), path)
+    data = read_table(path, "user", ["day", "y"]).load()
+    assert data["a"]["day"].tolist() == [b"2020-01-02"] and data["b"]["y"].tolist() == [2]
+    assert read_table(path, "user", ["x"], stack={"x": "y*"}).load()["b"]["x"].tolist() == [[2]]
+    with pytest.raises(FormatError, match="Feature 'gap' has no value"):
+        read_table(path, "user").load()
+
+
+def test_clients_that_no_row_speaks_of_are_counted_in_a_warning(tmp_path):
+    clients = [ClientDataset(name, {"y": np.arange(size)}) for name, size in (("ann", 2), ("bob", 0), ("eve", 0))]
+    with pytest.warns(UserWarning, match="2 of them are left out"):
+        write_table(clients, tmp_path / "a.csv")
