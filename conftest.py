@@ -1,7 +1,6 @@
 """Strict numerics, eight virtual devices and an empty cache for every test and doctest."""
 
 import os
-import os
 import tempfile
 
 import jax

@@ -123,8 +123,8 @@ def test_a_sampler_that_fails_leaves_the_rounds_before_it_written(algorithm, dat
                 raise RuntimeError("nobody answers")
             return super().cohort(round)
 
+    sampler = Broken(data, clients=3, seed=7)
     with pytest.raises(RuntimeError, match="nobody answers"):
-        sampler = Broken(data, clients=3, seed=7)
         run(algorithm, sampler, rounds=20, folder=tmp_path, progress=False, rounds_per_dispatch=2)
     assert [line["round"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
