@@ -20,6 +20,7 @@ from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import image_features
 from fedsim.models._group_norm import GroupNorm
 from fedsim.models._pooling import max_pool
+from fedsim.models._positive import check_positive
 
 _SHAPE, _CROP = (32, 32, 3), 24
 
@@ -117,8 +118,7 @@ def _classifier(
     body: Callable[[jax.Array], jax.Array], num_classes: int, *, w_init: hk.initializers.Initializer | None = None
 ) -> Model:
     """Logits from what ``body`` makes of standardized crops ``float32 [n, 24, 24, 3]``: ``float32 [n, features]``."""
-    if num_classes <= 0:
-        raise ValueError(f"Expected num_classes to be positive, and got {num_classes}.")
+    check_positive(num_classes=num_classes)
 
     def logits(examples: Examples, training: bool) -> jax.Array:
         x = examples["x"].astype(jnp.float32)

@@ -15,6 +15,7 @@ from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import dense, image_features, logistic, unit_scale
 from fedsim.models._dropout import dropout
 from fedsim.models._pooling import max_pool
+from fedsim.models._positive import check_positive
 
 _SHAPE = (28, 28, 1)
 
@@ -51,8 +52,7 @@ def emnist_cnn(num_classes: int = 62) -> Model:
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     1206590
     """
-    if num_classes <= 0:
-        raise ValueError(f"Expected num_classes to be positive, and got {num_classes}.")
+    check_positive(num_classes=num_classes)
 
     def logits(examples: Examples, training: bool) -> jax.Array:
         x = unit_scale(examples["x"], 255)

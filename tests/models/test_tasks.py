@@ -42,7 +42,7 @@ def initial(model):
 
 def test_parameter_counts():
     assert count(models.emnist_cnn()) == 1_206_590
-    assert count(models.emnist_cnn(10)) == 1_206_590 - 52 * 129
+    assert count(models.emnist_cnn(np.int64(10))) == 1_206_590 - 52 * 129  # y.max() + 1 is a NumPy number
     assert count(models.emnist_dense()) == layers(784, 200, 200, 62)
     assert count(models.emnist_dense(10, hidden=(50,))) == layers(784, 50, 10)
     assert count(models.emnist_logistic()) == layers(784, 62)

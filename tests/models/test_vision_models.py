@@ -199,7 +199,7 @@ def test_overlapping_pool_equals_reduce_window():
 
 @pytest.mark.parametrize("make", [models.mnist_cnn, models.cifar10_cnn, models.cifar100_logistic, models.cifar100_resnet18])
 def test_no_classes_are_refused(make):
-    with pytest.raises(ValueError, match="num_classes to be positive, and got 0"):
+    with pytest.raises(ValueError, match="Expected num_classes >= 1, got num_classes=0"):
         make(0)
 
 
