@@ -97,6 +97,21 @@ def read_tfds(
     return stream(opened.name, read, len(owners.names))
 
 
+def _prepare(builder: Any, name: str) -> None:
+    """Fetches and converts what is not there yet; says in one line what to do where that cannot be."""
+    remedy = "Prepare it where it can be, and give the folder that holds it (--data DIR, or data_dir=DIR)"
+    try:
+        builder.download_and_prepare()
+    except OSError as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise OSError(f"{name} is not prepared in {builder.data_dir} and could not be fetched ({reason}). {remedy}.") from error
+    except ImportError as error:
+        raise ImportError(
+            f"{name} is not prepared in {builder.data_dir}, and preparing it needs {error.name or 'more'}: only reading does "
+            f"not. {remedy}."
+        ) from error
+
+
 class _Split:
     """A split's rows by number."""
 
@@ -118,7 +133,7 @@ class _Split:
                     raise ValueError(
                         f"TensorFlow Datasets has no dataset {self.name!r}, nor is it the folder of a prepared one."
                     ) from None
-                builder.download_and_prepare()
+                _prepare(builder, self.name)
         self.features = dict(builder.info.features)
         whole = split.partition("[")[0]
         if whole not in builder.info.splits and whole != "all":

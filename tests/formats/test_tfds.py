@@ -56,6 +56,33 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
         raise NotImplementedError
 
 
+class Unreachable(Tiny):
+    """One that is elsewhere."""
+
+    def _split_generators(self, dl_manager):
+        raise ConnectionError("Name or service not known\nand much more")
+
+
+class Unpreparable(Tiny):
+    """One that only another library can prepare."""
+
+    def _split_generators(self, dl_manager):
+        raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "reason"),
+    [
+        ("unreachable", OSError, r"could not be fetched \(Name or service not known\)"),
+        ("unpreparable", ImportError, "preparing it needs tensorflow: only reading does not"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said_in_one_line_with_the_way_out(tmp_path, name, error, reason):
+    with pytest.raises(error, match=f"{name} is not prepared in .*{reason}.* give the folder that holds it") as raised:
+        arrays_from_tfds(name, data_dir=tmp_path)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     builder = Tiny(data_dir=tmp_path_factory.mktemp("tfds"), file_format="array_record")
