@@ -44,7 +44,10 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stackexchange-lstm": (
         "Stack Exchange, 2,387 real users, next word, LSTM of 670",
         "stackexchange",
-        dict(dataset="stackexchange", rounds=300, clients=20, batch_size=16, evaluate_every=30, client_learning_rate=0.3),
+        dict(
+            dataset="stackexchange", algorithm="fedadam", rounds=100, clients=20, batch_size=16, max_steps=16,
+            evaluate_every=10, client_learning_rate=0.3, hyperparameters={"server_learning_rate": 0.003, "tau": 1e-4},
+        ),
     ),
     "mnist-writers": (
         "MNIST by its 539 real writers, CNN",
@@ -135,7 +138,8 @@ def page(records: list[dict[str, Any]]) -> str:
         )
     for record in records:
         config = {name: value for name, value in record["config"].items() if value != getattr(RunConfig(), name)}
-        given = " ".join(f"--{k.replace('_', '-')} {_shell(v)}" for k, v in config.items() if k != "hyperparameters")
+        config |= config.pop("hyperparameters", {})
+        given = " ".join(f"--{k.replace('_', '-')} {_shell(v)}" for k, v in config.items())
         lines += [
             "",
             f"## {record['title']}",
