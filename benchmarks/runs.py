@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "femnist-cnn": (
         "FEMNIST, 300 real writers, CNN",
         "femnist",
-        dict(dataset="emnist62", model="emnist_cnn", rounds=300, evaluate_every=10, client_learning_rate=0.1),
+        dict(dataset="emnist62", model="emnist_cnn", rounds=200, evaluate_every=10, client_learning_rate=0.1),
     ),
     "femnist-dense": (
         "FEMNIST, 300 real writers, dense 200-200",
@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Shakespeare, 715 real roles, next character, two LSTM layers of 256",
         "shakespeare_tff",
         dict(
-            dataset="shakespeare", model="shakespeare_lstm", rounds=150, batch_size=4, max_steps=50, evaluate_every=10,
+            dataset="shakespeare", model="shakespeare_lstm", rounds=100, batch_size=4, max_steps=50, evaluate_every=10,
             client_learning_rate=1.0,
         ),
     ),
@@ -45,19 +45,19 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Stack Exchange, 2,387 real users, next word, LSTM of 670",
         "stackexchange",
         dict(
-            dataset="stackexchange", algorithm="fedadam", rounds=100, clients=20, batch_size=16, max_steps=16,
+            dataset="stackexchange", algorithm="fedadam", rounds=80, clients=20, batch_size=16, max_steps=16,
             evaluate_every=10, client_learning_rate=0.3, hyperparameters={"server_learning_rate": 0.003, "tau": 1e-4},
         ),
     ),
     "mnist-writers": (
         "MNIST by its 539 real writers, CNN",
         "mnist",
-        dict(dataset="mnist(partition='writers')", model="mnist_cnn", rounds=100, evaluate_every=10, client_learning_rate=0.1),
+        dict(dataset="mnist(partition='writers')", model="mnist_cnn", rounds=60, evaluate_every=10, client_learning_rate=0.1),
     ),
     "mnist-shards": (
         "MNIST by shards, 100 clients of two digits each, CNN",
         "mnist",
-        dict(dataset="mnist(partition='shards')", model="mnist_cnn", rounds=100, evaluate_every=10, client_learning_rate=0.05),
+        dict(dataset="mnist(partition='shards')", model="mnist_cnn", rounds=60, evaluate_every=10, client_learning_rate=0.05),
     ),
 }
 
