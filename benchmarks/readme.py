@@ -82,7 +82,11 @@ def _large(tables: dict[str, Any]) -> list[str]:
     conversion = {row["contender"]: row for row in tables["conversion"]["parts"][0]["rows"]}
     large = " and ".join(f"{row['relative_to_smallest']:.2f} ({row['memory']})" for row in rounds if row["population"] == 10**6)
     streamed = ", ".join(f"{row['stream_to_resident']:.2f} ({row['what']})" for row in memory if row["what"] != "both")
+    on = tables["data"]
     return [
+        "",
+        f"Text and large populations, on another machine ({on['cpu']}, {on['cores']} cores, {on['date'][:10]}):",
+        "",
         f"- Next word, LSTM of 670, 10 clients a round, batch 16: {lstm['fedsim']['us_per_step'] / 1e3:.0f} ms a client step; "
         f"bare SGD steps {lstm['floor']['relative_to_fedsim']:.2f}×, FedJAX {lstm['fedjax']['relative_to_fedsim']:.2f}×.",
         f"- A file of {tokens['clients']:,} clients and {tokens['sequences']:,} sequences opens in "
