@@ -137,7 +137,10 @@ def page(records: list[dict[str, Any]]) -> str:
             f"**{last['test_accuracy']:.4f}** | {over} | {record['most_frequent']:.4f} | {record['seconds']:,.0f} |"
         )
     for record in records:
-        config = {name: value for name, value in record["config"].items() if value != getattr(RunConfig(), name)}
+        config = dict(record["config"])
+        published = fedsim.experiment.published(config["dataset"], config["algorithm"], config["model"]).values
+        usual = dataclasses.asdict(RunConfig()) | published
+        config = {name: value for name, value in config.items() if value != usual[name]}
         config |= config.pop("hyperparameters", {})
         given = " ".join(f"--{k.replace('_', '-')} {_shell(v)}" for k, v in config.items())
         lines += [
