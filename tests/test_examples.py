@@ -14,6 +14,8 @@ import fedsim
 from fedsim import cli
 from fedsim.datasets import _registry
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSES = {"fedprox": "FedProx", "custom_algorithm": "FedNova", "python_loop": "WeightTransfer"}
 COMPILED = ["fedprox", "custom_algorithm"]  # their `apply` is the library's, so an execution runs it

@@ -121,12 +121,12 @@ def test_an_unknown_folder_or_database_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:Clients without examples")
 def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
     write_leaf(some_clients(), tmp_path / "a.json")
-    with pytest.raises(ValueError, match=r"Format leaf has no option 'split': it has \['features'\]"):
+    with pytest.raises(ValueError, match=r"Format leaf has no option 'split'. It has: features"):
         read(tmp_path / "a.json", split="train")
     write_table(some_clients(), tmp_path / "a.csv")
-    with pytest.raises(ValueError, match="Format csv needs client=: the name of the column of client ids"):
+    with pytest.raises(ValueError, match=r"Format csv needs client= .*: the name of the column of client ids"):
         read(tmp_path / "a.csv")
-    with pytest.raises(ValueError, match="Expected format= one of .*, got format='excel'"):
+    with pytest.raises(ValueError, match="Expected format= .*to be one of .*parquet.*, got 'excel'"):
         read(tmp_path / "a.csv", format="excel")
 
 
@@ -154,7 +154,7 @@ def test_a_split_is_chosen_and_its_features(tmp_path):
 def test_targets_of_no_format_are_refused(tmp_path):
     write_leaf(some_clients(), tmp_path / "a.json")
     for target, options in (("b.sqlite", {}), ("b", {}), ("b.h5", {"target_format": "tfds"})):
-        with pytest.raises(ValueError, match="Expected a target in .*target_format= one of .*'fedjax_sqlite'.*; got"):
+        with pytest.raises(ValueError, match="Expected a target that ends in .*target_format= .*one of .*fedjax_sqlite.*; got"):
             convert(tmp_path / "a.json", tmp_path / target, **options)
 
 

@@ -25,6 +25,8 @@ from fedsim.formats import (
     write_tff_sqlite,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def read_array(path):
     """An idx file as one client, so that it can be read like the others."""

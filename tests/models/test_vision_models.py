@@ -118,6 +118,7 @@ def test_cifar100_logistic_equals_numpy():
     assert_evaluates_to(model, params, examples, linear(params, "linear", middle(examples["x"]).reshape(3, -1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("downsample", [False, True])
 def test_resnet18_equals_numpy(downsample):
     model, examples = models.cifar100_resnet18(downsample=downsample), photographs(2)
