@@ -22,11 +22,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedsim.data import FederatedData
-from fedsim.datasets import _checks, _stand_in
+from fedsim.datasets import _stand_in
 from fedsim.datasets._random_access import bits, generator, normal, streams, uniform
 from fedsim.datasets._registry import register
 
@@ -131,11 +132,5 @@ def load_stackoverflow_like(
       ValueError: an argument out of its range, or a folder ``data`` is given.
       OSError: the cache is full, or cannot be written.
     """
-    _checks.no_folder("stackoverflow_like", data)
-    _stand_in.check(clients=clients, max_examples=max_examples)
-    how = {
-        split: functools.partial(rows, split=number, seed=seed, concentration=concentration)
-        for number, split in enumerate(("train", "test"))
-    }
-    options = dict(clients=clients, max_examples=max_examples, concentration=concentration, seed=seed)
-    return _stand_in.splits("stackoverflow_like", cache, sizes(clients, seed, max_examples), how, **options)
+    options: dict[str, Any] = dict(clients=clients, max_examples=max_examples, concentration=concentration, seed=seed)
+    return _stand_in.load("stackoverflow_like", data, cache, sizes, rows, **options)

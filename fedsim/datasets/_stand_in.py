@@ -15,6 +15,7 @@ import numpy as np
 
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._cache import converted
+from fedsim.datasets._checks import no_folder
 from fedsim.datasets._random_access import generator
 
 Rows = Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
@@ -23,6 +24,39 @@ Rows = Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
 _IN_MEMORY = 1 << 30
 # Rows at a time: few enough for the caches, enough for NumPy.
 _CHUNK = 2048
+
+
+def load(
+    name: str,
+    data: Path | None,
+    cache: Path,
+    sizes: Callable[[int, int, int | None], Mapping[str, np.ndarray]],
+    rows: Callable[..., Mapping[str, np.ndarray]],
+    *,
+    clients: int,
+    max_examples: int | None,
+    seed: int,
+    concentration: float,
+) -> dict[str, FederatedData]:
+    """The two splits of a stand-in, for its loader.
+
+    Args:
+      name: the dataset's.
+      data: must be None.
+      cache: its folder in the cache.
+      sizes: ``(clients, seed, max_examples) ->`` split to the number of examples of each client, ``int64 [clients]``.
+      rows: ``(clients, numbers, split=, seed=, concentration=) ->`` columns; train is split 0, test 1.
+      clients, max_examples, seed, concentration: the loader's options.
+
+    Raises:
+      ValueError: an argument out of its range, or a folder ``data`` is given.
+      OSError: the cache is full, or cannot be written.
+    """
+    no_folder(name, data)
+    check(clients=clients, max_examples=max_examples)
+    drawn: dict[str, Any] = dict(seed=seed, concentration=concentration)
+    how = {split: functools.partial(rows, split=number, **drawn) for number, split in enumerate(("train", "test"))}
+    return splits(name, cache, sizes(clients, seed, max_examples), how, clients=clients, max_examples=max_examples, **drawn)
 
 
 def splits(
