@@ -29,11 +29,19 @@ def population(**columns):
         (lambda: fedsim.Pmap(devices=[0]), "Expected devices >= 1"),
         (lambda: fedavg(execution="jit"), "Expected execution to be one of fedsim's"),
         (lambda: train(fedsim.Batches(size=2**20, epochs=2**29, max_steps=1)), "go beyond 2\\*\\*31 examples"),
-        (lambda: train(client_optimizer=optax.sgd(-1.0)), "Expected client_optimizer to descend, .* is \\+1 in the mean"),
+        (
+            lambda: train(client_optimizer=optax.sgd(-1.0)),
+            "Expected client_optimizer to descend, .* its first step .*: \\+1 in the mean",
+        ),
         (lambda: train(client_optimizer=optax.lion(-0.1)), "Expected client_optimizer to descend"),
         (lambda: train(client_optimizer=optax.sgd(np.nan)), "Expected client_optimizer to descend"),
         (lambda: train(client_optimizer=lambda round: optax.sgd(-0.1)), "Expected client_optimizer to descend"),
         (lambda: train(server_optimizer=optax.sgd(-1.0)), "Expected server_optimizer to descend"),
+        (
+            lambda: train(server_optimizer=optax.sgd(0.0)),
+            "server_optimizer to descend, and its first 100 steps .*: \\+0 in the mean",
+        ),
+        (lambda: train(client_optimizer=optax.lion(0.0)), "Expected client_optimizer to descend"),
         (lambda: train(fedsim.Batches(size=2**20, steps=2**12)), "go beyond 2\\*\\*31 examples"),
     ],
 )
@@ -60,6 +68,8 @@ def train(batches=None, data=None, **changes):
         optax.multi_transform({"w": optax.sgd(0.1), "b": optax.set_to_zero()}, lambda params: {"linear": {"w": "w", "b": "b"}}),
         optax.polyak_sgd(),
         optax.lion(0.1),
+        optax.MultiSteps(optax.sgd(0.1), 7).gradient_transformation(),
+        lambda round: optax.sgd(0.1 * round.astype(float)),
         optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(1.0, 0.0, 0), optax.sgd(0.1)),
     ],
 )

@@ -59,7 +59,9 @@ class FedAvg(GradientServer):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        self.must_descend(client_optimizer=self._client_optimizer(jnp.int32(0)))
+        # A schedule over rounds may start from 0, which its first optimizer alone would never leave.
+        scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
+        self.must_descend(client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
 
     def client_loss(self, shared: ServerState, params: Params, batch: Batch) -> jax.Array:
         """The loss that a client's step descends: the hook that FedProx and its kin override."""
