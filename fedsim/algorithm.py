@@ -10,7 +10,7 @@ import jax
 
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, watch_dropped
+from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, remember, watch_dropped
 from fedsim.model import Model
 
 State = Any
@@ -30,6 +30,7 @@ class Algorithm:
       batches: how a client cuts its examples into batches, and how many steps it takes.
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
+      downlink: a compressor of what the server sends; None: clients get it as it is.
       nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
         once (no round waits for that: the warning comes with a later call); ``"raise"`` raises ``FloatingPointError``, and
         waits for every round to see whether it must.
@@ -61,7 +62,18 @@ class Algorithm:
     batches: Batches
     aggregator: Aggregator = dataclasses.field(default_factory=Mean)
     execution: Execution = dataclasses.field(default_factory=Auto)
+    downlink: Any = None
     nonfinite: Literal["drop", "raise"] = "drop"
+
+    @property
+    def preview(self) -> Batches | None:
+        """How each client reads its examples once before it trains (`client_preview`); None, the default: it does not."""
+        return None
+
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """The passes over the cohort that make a round, each with its own hooks on the same server state; the last is self."""
+        return (self,)
 
     def __post_init__(self) -> None:
         if self.nonfinite not in ("drop", "raise"):
@@ -77,9 +89,22 @@ class Algorithm:
         """What the server sends to every client; by default its whole state."""
         return state
 
+    def client_memory(self, shared: Shared) -> Any:
+        """What a client that was never seen starts with; what it keeps later is ``ClientUpdate.memory``, and it gets it back as
+        ``client.memory``. A pytree of numeric arrays of fixed shapes; by default clients keep nothing."""
+        return ()
+
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         """A client's state before its first step: a pytree of arrays of fixed shapes."""
         raise NotImplementedError(f"{type(self).__name__} must define client_init, or override apply.")
+
+    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
+        """Looks at one batch of `preview` before the first step."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_preview, or leave preview None.")
+
+    def client_begin(self, shared: Shared, state: ClientState, client: Client) -> ClientState:
+        """After the preview, if there is one, and before the first step."""
+        return state
 
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         """One step on one batch; what ``batch.mask`` marks False must not count."""
@@ -102,6 +127,14 @@ class Algorithm:
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data)
+
+    def remember(self, state: State, data: FederatedData) -> State:
+        """``state`` as it will be from the first round on: joined by what clients, the aggregator and the downlink keep.
+
+        If they keep nothing, it is ``state`` itself; else a `fedsim.execution.Remembered`, whose ``server`` is ``state``.
+        `apply` does this where it has not been done.
+        """
+        return remember(self, state, data)
 
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         """One round: broadcast, every client's steps, fold, server update."""

@@ -6,6 +6,9 @@ A run has one root key. All else is derived from it by position, never by order 
     client c in round r        client_key(root, r, c) = fold_in(fold_in(stream(root, "clients"), r), c)
     its shuffle, epoch e       permutation of its examples keyed by    words(stream(client key, "shuffle")), e
     its step t (dropout, ...)  fold_in(stream(client key, "step"), t)
+    its pass before training   as the two above, of stream(client key, "preview")
+    its message                stream(client key, "send")
+    server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
     initial parameters         stream(root, "init")
 
 Hence two seeds differ in everything, one seed repeats bit for bit, a resumed run equals an unbroken one, and any
@@ -65,6 +68,15 @@ def client_keys(root_key: jax.Array, round_number: jax.Array | int, clients: jax
     """
     round_key = jax.random.fold_in(stream(root_key, "clients"), round_number)
     return jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+
+
+def round_key(root_key: jax.Array, round_number: jax.Array | int, purpose: str) -> jax.Array:
+    """The server's key for a purpose in one round.
+
+    >>> bool(round_key(root(0), 3, "aggregator") == round_key(root(0), 4, "aggregator"))
+    False
+    """
+    return stream(jax.random.fold_in(stream(root_key, "rounds"), round_number), purpose)
 
 
 def words(key: jax.Array) -> jax.Array:

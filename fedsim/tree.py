@@ -55,3 +55,17 @@ def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     1.0
     """
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
+
+
+def num_bits(a: Tree) -> int:
+    """Size of all leaves in bits, by their shapes and dtypes; a PRNG key counts for its words.
+
+    >>> num_bits({"w": jnp.zeros([3, 4]), "b": jnp.zeros(4, jnp.bfloat16)})
+    448
+    """
+
+    def bits(leaf: Any) -> int:
+        words = jax.eval_shape(jax.random.key_data, leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        return words.size * words.dtype.itemsize * 8
+
+    return sum(bits(leaf) for leaf in jax.tree.leaves(a))

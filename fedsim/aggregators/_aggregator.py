@@ -1,4 +1,4 @@
-"""`Aggregator`: how the clients' updates become one, as a monoid; and the mean."""
+"""`Aggregator`: how the clients' updates become one: what a client sends, and a monoid that folds it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ from fedsim import tree
 
 Update = Any
 Accumulator = Any
+Memory = Any
+
+
+class Sent(NamedTuple):
+    """What arrives of a client's update.
+
+    Attributes:
+      update: what the server sees of it, to be folded.
+      memory: what the client keeps for its next round.
+      bits: exact size of the message, ``uint32 []``.
+      entropy_bits: an estimate of its size after entropy coding, ``float32 []``.
+    """
+
+    update: Update
+    memory: Memory
+    bits: jax.Array
+    entropy_bits: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,14 +38,47 @@ class Aggregator:
     An update is folded in the moment its client is done, inside the compiled round, so memory does not grow with the
     cohort. ``merge`` must be associative and commutative with ``zero`` as its neutral element, up to rounding: which
     device folds which clients is the executor's business.
+
+    Before that the client may transform what it sends (`send`), and the server may keep something from round to round
+    (`init`, `conclude`). Those who need neither write the four functions of the fold.
     """
 
-    def zero(self, update: Update) -> Accumulator:
-        """The fold of no updates; ``update`` gives structure, shapes and dtypes."""
+    def check(self, update: Update, slots: int) -> None:
+        """Raises ``ValueError``, before the first round, if cohorts of up to ``slots`` such updates cannot be aggregated."""
+
+    def init(self, update: Update) -> Memory:
+        """What the server keeps for this aggregator before the first round; ``update`` is one of zeros."""
+        return ()
+
+    def client_memory(self, update: Update) -> Memory:
+        """What a client that was never seen keeps for this aggregator; ``update`` gives shapes and dtypes."""
+        return ()
+
+    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
+        """On the client: what arrives of an update.
+
+        Args:
+          update: finite; zeros if it does not count.
+          common: the server's memory.
+          memory: this client's.
+          key: this client's key of the round, for the message.
+        """
+        bits = tree.num_bits(update)
+        return Sent(update, memory, jnp.uint32(bits), jnp.float32(bits))
+
+    def zero(self, update: Update, slots: int) -> Accumulator:
+        """The fold of no updates; ``update`` gives structure, shapes and dtypes, ``slots`` the largest possible cohort."""
         raise NotImplementedError
 
-    def accumulate(self, accumulator: Accumulator, update: Update, weight: jax.Array) -> Accumulator:
-        """Folds one update in; a weight of 0 must leave the accumulator as it was."""
+    def accumulate(self, accumulator: Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> Accumulator:
+        """Folds one update in; a weight of 0 must leave the accumulator as it was.
+
+        Args:
+          accumulator: the fold so far.
+          update: what `send` made of a client's update.
+          weight: ``float32 []``.
+          slot: the client's place in the cohort, ``int32 []``: for those that keep updates side by side.
+        """
         raise NotImplementedError
 
     def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
@@ -38,6 +88,10 @@ class Aggregator:
     def finish(self, accumulator: Accumulator) -> Update:
         """The aggregate that the server gets."""
         raise NotImplementedError
+
+    def conclude(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+        """`finish` for those with a memory or randomness of the server's: the aggregate, and the memory after the round."""
+        return self.finish(accumulator), memory
 
     def merge_stacked(self, accumulators: Accumulator) -> Accumulator:
         """Merges accumulators stacked along a new first axis."""
@@ -50,47 +104,117 @@ class Aggregator:
         return self.merge_stacked(jax.lax.all_gather(accumulator, axis))
 
 
-class MeanAccumulator(NamedTuple):
-    """Sums of a `Mean` so far: ``total`` has the update's structure, ``weight`` is ``float32 []``."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class SumAggregator(Aggregator):
+    """An aggregator whose accumulators merge by addition: one all-reduce instead of a scan over gathered ones."""
+
+    def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
+        return tree.add(a, b)
+
+    def merge_stacked(self, accumulators: Accumulator) -> Accumulator:
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), accumulators)
+
+    def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
+        return jax.lax.psum(accumulator, axis)
+
+
+class WeightedTotal(NamedTuple):
+    """Sums so far: ``total`` of weight times update, in the update's structure, and ``weight``, ``float32 []``."""
 
     total: Update
     weight: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Mean(Aggregator):
-    """The weighted mean of the updates, summed in ``float32`` (or wider, if they are); zeros if the total weight is 0.
+class Sum(SumAggregator):
+    """The sum of weight times update, in ``float32`` (or wider, if they are): counts, histograms, sufficient statistics.
 
-    >>> mean = Mean()
-    >>> fold = mean.zero({"w": jnp.zeros(2)})
-    >>> fold = mean.accumulate(fold, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1))
-    >>> fold = mean.accumulate(fold, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2))
-    >>> mean.finish(fold)["w"].tolist()
-    [3.0, 4.0]
+    >>> total = Sum()
+    >>> fold = total.zero({"w": jnp.zeros(2)}, slots=2)
+    >>> fold = total.accumulate(fold, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
+    >>> fold = total.accumulate(fold, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
+    >>> total.finish(fold)["w"].tolist()
+    [9.0, 12.0]
     """
 
-    def zero(self, update: Update) -> MeanAccumulator:
+    def zero(self, update: Update, slots: int) -> WeightedTotal:
         # Sums of integers or of half precision would overflow, and a mean of integers is none.
         def wide(dtype: Any) -> Any:
             return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
 
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), update)
-        return MeanAccumulator(total, jnp.zeros((), jnp.float32))
+        return WeightedTotal(total, jnp.zeros((), jnp.float32))
 
-    def accumulate(self, accumulator: MeanAccumulator, update: Update, weight: jax.Array) -> MeanAccumulator:
+    def accumulate(self, accumulator: WeightedTotal, update: Update, weight: jax.Array, slot: jax.Array) -> WeightedTotal:
         total = jax.tree.map(lambda sum, x: sum + weight * x.astype(sum.dtype), accumulator.total, update)
-        return MeanAccumulator(total, accumulator.weight + weight)
+        return WeightedTotal(total, accumulator.weight + weight)
 
-    def merge(self, a: MeanAccumulator, b: MeanAccumulator) -> MeanAccumulator:
-        return MeanAccumulator(tree.add(a.total, b.total), a.weight + b.weight)
+    def finish(self, accumulator: WeightedTotal) -> Update:
+        return accumulator.total
 
-    def finish(self, accumulator: MeanAccumulator) -> Update:
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mean(Sum):
+    """The weighted mean of the updates, summed in ``float32`` (or wider, if they are); zeros if the total weight is 0.
+
+    >>> mean = Mean()
+    >>> fold = mean.zero({"w": jnp.zeros(2)}, slots=2)
+    >>> fold = mean.accumulate(fold, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
+    >>> fold = mean.accumulate(fold, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
+    >>> mean.finish(fold)["w"].tolist()
+    [3.0, 4.0]
+    """
+
+    def finish(self, accumulator: WeightedTotal) -> Update:
         weight = accumulator.weight
         return tree.scale(accumulator.total, jnp.where(weight == 0, 0.0, 1.0 / jnp.where(weight == 0, 1.0, weight)))
 
-    # Sums commute with sums: cheaper than a scan over gathered accumulators.
-    def merge_stacked(self, accumulators: MeanAccumulator) -> MeanAccumulator:
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), accumulators)
 
-    def merge_devices(self, accumulator: MeanAccumulator, axis: str) -> MeanAccumulator:
-        return jax.lax.psum(accumulator, axis)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wrapper(Aggregator):
+    """An aggregator that changes something about another one: subclasses override what differs.
+
+    The outermost acts first on the client and last on the server: ``Clipped(1.0, inner=Compressed(..., inner=Mean()))``
+    clips, then compresses, then takes the mean.
+
+    Attributes:
+      inner: what it wraps.
+
+    >>> Wrapper(inner=Sum()).finish(WeightedTotal(jnp.float32(3), jnp.float32(2))).item()
+    3.0
+    """
+
+    inner: Aggregator = dataclasses.field(default_factory=Mean, kw_only=True)
+
+    def check(self, update: Update, slots: int) -> None:
+        self.inner.check(update, slots)
+
+    def init(self, update: Update) -> Memory:
+        return self.inner.init(update)
+
+    def client_memory(self, update: Update) -> Memory:
+        return self.inner.client_memory(update)
+
+    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
+        return self.inner.send(update, common, memory, key)
+
+    def zero(self, update: Update, slots: int) -> Accumulator:
+        return self.inner.zero(update, slots)
+
+    def accumulate(self, accumulator: Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> Accumulator:
+        return self.inner.accumulate(accumulator, update, weight, slot)
+
+    def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
+        return self.inner.merge(a, b)
+
+    def merge_stacked(self, accumulators: Accumulator) -> Accumulator:
+        return self.inner.merge_stacked(accumulators)
+
+    def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
+        return self.inner.merge_devices(accumulator, axis)
+
+    def finish(self, accumulator: Accumulator) -> Update:
+        return self.inner.finish(accumulator)
+
+    def conclude(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+        return self.inner.conclude(accumulator, memory, key)

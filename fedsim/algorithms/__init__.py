@@ -11,6 +11,7 @@ from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
+from fedsim.algorithms._gradient_server import Shared as Shared
 from fedsim.names import look_up
 
 ALGORITHMS: dict[str, type[Algorithm]] = {

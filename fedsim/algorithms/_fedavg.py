@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import metrics, tree
-from fedsim.algorithms._gradient_server import GradientServer, ServerState
+from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -63,15 +63,15 @@ class FedAvg(GradientServer):
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
         self.must_descend(client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
 
-    def client_loss(self, shared: ServerState, params: Params, batch: Batch) -> jax.Array:
+    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         """The loss that a client's step descends: the hook that FedProx and its kin override."""
         return self.model.train_loss(params, batch)
 
-    def client_init(self, shared: ServerState, client: Client) -> ClientState:
+    def client_init(self, shared: Shared, client: Client) -> ClientState:
         optimizer = self._client_optimizer(shared.round)
         return ClientState(shared.params, optimizer.init(shared.params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
-    def client_step(self, shared: ServerState, state: ClientState, batch: Batch) -> ClientState:
+    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches).
@@ -88,7 +88,7 @@ class FedAvg(GradientServer):
             optax.apply_updates(state.params, updates), opt_state, state.loss.merge(metrics.Mean(loss * seen, seen))
         )
 
-    def client_final(self, shared: ServerState, state: ClientState, client: Client) -> ClientUpdate:
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         return ClientUpdate(tree.subtract(shared.params, state.params), self.weight(client), {"loss": state.loss.result()})
 
     def _client_optimizer(self, round_number: jax.Array) -> optax.GradientTransformation:

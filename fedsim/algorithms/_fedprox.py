@@ -13,7 +13,7 @@ import jax
 
 from fedsim import tree
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState
+from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
 from fedsim.model import Params
 
@@ -39,7 +39,7 @@ class FedProx(FedAvg):
         if not self.mu >= 0:
             raise ValueError(f"Expected mu >= 0, got mu={self.mu}.")
 
-    def client_loss(self, shared: ServerState, params: Params, batch: Batch) -> jax.Array:
+    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         return super().client_loss(shared, params, batch) + self.mu / 2 * tree.squared_norm(
             tree.subtract(params, shared.params)
         )

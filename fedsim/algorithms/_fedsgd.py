@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import metrics, tree
-from fedsim.algorithms._gradient_server import GradientServer, ServerState
+from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -48,17 +48,17 @@ class FedSGD(GradientServer):
 
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
 
-    def client_init(self, shared: ServerState, client: Client) -> ClientState:
+    def client_init(self, shared: Shared, client: Client) -> ClientState:
         zeros = jax.tree.map(jnp.zeros_like, shared.params)
         return ClientState(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
-    def client_step(self, shared: ServerState, state: ClientState, batch: Batch) -> ClientState:
+    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         loss, gradient = jax.value_and_grad(self.model.train_loss)(shared.params, batch)
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         return ClientState(
             tree.add(state.gradient, tree.scale(gradient, seen)), state.loss.merge(metrics.Mean(loss * seen, seen))
         )
 
-    def client_final(self, shared: ServerState, state: ClientState, client: Client) -> ClientUpdate:
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         gradient = tree.scale(state.gradient, 1 / jnp.maximum(state.loss.weight, 1))
         return ClientUpdate(gradient, self.weight(client), {"loss": state.loss.result()})

@@ -27,6 +27,13 @@ class ServerState(NamedTuple):
     round: jax.Array
 
 
+class Shared(NamedTuple):
+    """What clients get: parameters, and how often the server has updated, ``int32 []``."""
+
+    params: Params
+    round: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GradientServer(Algorithm):
     """An algorithm whose clients send something like a gradient, and whose server descends along the aggregate.
@@ -54,6 +61,9 @@ class GradientServer(Algorithm):
     def init(self, key: jax.Array) -> ServerState:
         params = self.model.init(key)
         return ServerState(params, self.server_optimizer.init(params), jnp.zeros((), jnp.int32))
+
+    def broadcast(self, state: ServerState) -> Any:
+        return Shared(state.params, state.round)
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         updates, opt_state = self.server_optimizer.update(update, state.opt_state, state.params)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedsim import rng
+from fedsim.data._batching import Batches
 from fedsim.data._federated_data import ClientDataset, FederatedData
 
 
@@ -24,12 +25,14 @@ class Cohort:
       clients: ``int32 [n]``, positions in the population, no client twice.
       round: the round's number, from 0; it enters every key.
       key: the run's root key.
+      work: ``float32 [n]`` in [0, 1], the share of its steps that each client manages this round, rounded up to whole steps
+        (stragglers); None: all of them.
       slots: room for this many clients, at least n and at most the population; 0: n. Cohorts of equal ``slots`` share
         one compiled program, however many clients they have: none at all is fine, too, if ``slots`` is given.
 
     Raises:
-      ValueError: positions outside the population or one twice, a cohort that is empty without ``slots``, ``slots`` out of
-        its range, a round out of [0, 2**31).
+      ValueError: positions outside the population or one twice, a cohort that is empty without ``slots``, ``slots`` or ``work``
+        out of its range, a round out of [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -41,6 +44,7 @@ class Cohort:
     round: int
     key: jax.Array
     slots: int = 0
+    work: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         clients = np.asarray(self.clients, np.int32)
@@ -59,6 +63,11 @@ class Cohort:
             raise ValueError(f"Expected clients in [0, {self.data.num_clients}), got {clients.min()} to {clients.max()}.")
         if len(np.unique(clients)) != len(clients):
             raise ValueError("A client occurs more than once in the cohort; each may take part once a round.")
+        if self.work is not None:
+            work = np.asarray(self.work, np.float32)
+            object.__setattr__(self, "work", work)
+            if work.shape != clients.shape or not np.all((work >= 0) & (work <= 1)):
+                raise ValueError(f"Expected work in [0, 1], one number per client of {len(clients)}, got work={self.work!r}.")
 
     @classmethod
     def of(cls, data: FederatedData, client_ids: Sequence[str], *, round: int = 0, seed: int | jax.Array = 0) -> Cohort:
@@ -82,6 +91,14 @@ class Cohort:
     def sizes(self) -> np.ndarray:
         """Number of examples of each client, ``int64 [n]``."""
         return self.data.sizes[self.clients]
+
+    def num_steps(self, batches: Batches) -> np.ndarray:
+        """How many steps each client takes, ``int64 [n]``: what ``batches`` says, or the share of it that it manages."""
+        steps = batches.num_steps(self.sizes)
+        if self.work is None:
+            return steps
+        # 0.35 of 60 is 21, also where a float has it a little above.
+        return np.ceil(steps * self.work.astype(np.float64) - 1e-4).astype(np.int64)
 
     def keys(self) -> jax.Array:
         """Each client's key of this round, ``[n]``."""

@@ -44,8 +44,10 @@ class ClientDataset:
     def __getitem__(self, feature: str) -> np.ndarray:
         return self.examples[feature]
 
-    def batches(self, batches: Batches, key: jax.Array) -> Iterator[Batch]:
+    def batches(self, batches: Batches, key: jax.Array, steps: int | None = None) -> Iterator[Batch]:
         """The batches this client trains on when ``key`` is its key of the round: the same that compiled rounds see.
+
+        With ``steps``, only that many (of a straggler).
 
         >>> data = FederatedData.from_clients({"a": {"x": np.arange(3)}})
         >>> [batch.mask.tolist() for batch in data["a"].batches(Batches(size=2), rng.root(0))]
@@ -53,7 +55,7 @@ class ClientDataset:
         """
         seed_words = np.asarray(rng.words(rng.stream(key, "shuffle")))
         step_key = rng.stream(key, "step")
-        for step in range(int(batches.num_steps(len(self)))):
+        for step in range(int(batches.num_steps(len(self)) if steps is None else steps)):
             index, mask = batches.indices(seed_words, len(self), step, np)
             examples = {name: column[index] for name, column in self.examples.items()}
             yield Batch(examples, mask, jax.random.fold_in(step_key, step), step)

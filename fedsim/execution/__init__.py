@@ -1,7 +1,9 @@
 """Execution: how a cohort is run (debug, jit, pmap), and how a population is evaluated."""
 
 from fedsim.execution._contract import Client as Client
+from fedsim.execution._contract import ClientTable as ClientTable
 from fedsim.execution._contract import ClientUpdate as ClientUpdate
+from fedsim.execution._contract import Remembered as Remembered
 from fedsim.execution._contract import RoundInfo as RoundInfo
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
@@ -15,3 +17,4 @@ from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import runs_with as runs_with
+from fedsim.execution._memory import remember as remember

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.data import Batch
-from fedsim.execution._contract import Client, ClientUpdate, FederatedProgram, RoundInfo, Shared
+from fedsim.aggregators import Aggregator
+from fedsim.data import Batch, Batches
+from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared
 from fedsim.execution._plan import RoundPlan
 
 Info = dict[str, jax.Array]
@@ -22,9 +23,19 @@ class Roster(NamedTuple):
     client: jax.Array
     start: jax.Array
     size: jax.Array
+    steps: jax.Array
+    keeps: jax.Array
     key: jax.Array
     step_key: jax.Array
     shuffle_words: jax.Array
+
+
+class Carry(NamedTuple):
+    """What a device's loop over clients carries: the fold, and room ``[slots, ...]`` for what each of them leaves behind."""
+
+    accumulator: Any
+    lines: Info
+    kept: Any
 
 
 def roster(plan: RoundPlan, root_key: jax.Array) -> Roster:
@@ -32,103 +43,207 @@ def roster(plan: RoundPlan, root_key: jax.Array) -> Roster:
     keys = rng.client_keys(root_key, plan.round, plan.client)
     shuffle_words = rng.words(jax.vmap(lambda key: rng.stream(key, "shuffle"))(keys))
     step_keys = jax.vmap(lambda key: rng.stream(key, "step"))(keys)
-    return Roster(plan.client, plan.start, plan.size, keys, step_keys, shuffle_words)
+    return Roster(plan.client, plan.start, plan.size, plan.steps, plan.keeps, keys, step_keys, shuffle_words)
 
 
 class Lane:
-    """One client after another: what is common to the sequential and the side-by-side loop."""
+    """One client after another: what is common to the sequential and the side-by-side loop.
 
-    def __init__(self, program: FederatedProgram, columns: Mapping[str, jax.Array], shared: Shared, people: Roster):
+    Args:
+      program: the algorithm, or a phase of it.
+      columns: the examples that the device reads.
+      shared: what the server sent.
+      people: the cohort.
+      table: what clients keep; None: this program has nothing to keep.
+      common: what the server keeps for the aggregator.
+    """
+
+    def __init__(
+        self,
+        program: FederatedProgram,
+        columns: Mapping[str, jax.Array],
+        shared: Shared,
+        people: Roster,
+        table: ClientTable | None = None,
+        common: Any = (),
+    ):
         self.program, self.columns, self.shared, self.people = program, columns, shared, people
+        self.table, self.common = table, common
 
     def client(self, position: jax.Array) -> Client:
-        size = self.people.size[position]
-        steps = jnp.asarray(self.program.batches.num_steps(size), jnp.int32)
-        return Client(self.people.client[position], size, steps, self.people.key[position])
+        people = self.people
+        memory = self._row(position)[0] if self.table else self.program.client_memory(self.shared)
+        return Client(people.client[position], people.size[position], people.steps[position], people.key[position], memory)
+
+    def _row(self, position: jax.Array) -> tuple[Any, Any]:
+        """What this client kept, for the algorithm and for the aggregator; or what a client starts with."""
+        assert self.table
+        at = jnp.minimum(self.people.keeps[position], len(self.table.seen) - 1)
+        row = jax.tree.map(lambda rows: rows[at], self.table.rows)
+        own = self.program.client_memory(self.shared)
+        of_aggregator = jax.tree.map(jnp.zeros_like, row[1])
+        if jax.tree.leaves(of_aggregator):
+            of_aggregator = self.program.aggregator.client_memory(self._update_shape())
+        return tree.select(self.table.seen[at], row, (own, of_aggregator))
+
+    def _update_shape(self) -> Any:
+        def update() -> Any:
+            number = jnp.int32(0)
+            client = Client(number, number, number, self.people.key[0], self.program.client_memory(self.shared))
+            return self.program.client_final(self.shared, self.program.client_init(self.shared, client), client).update
+
+        return jax.eval_shape(update)
 
     def batch(self, position: jax.Array, step: jax.Array) -> Batch:
+        """What the client trains on in one step."""
+        return self._batch(
+            self.program.batches, position, step, self.people.shuffle_words[position], self.people.step_key[position]
+        )
+
+    def preview(self, position: jax.Array, step: jax.Array) -> Batch:
+        """What it sees in one step of its pass before training."""
+        assert self.program.preview
+        key = rng.stream(self.people.key[position], "preview")
+        words = rng.words(rng.stream(key, "shuffle"))
+        return self._batch(self.program.preview, position, step, words, rng.stream(key, "step"))
+
+    def _batch(self, batches: Batches, position: jax.Array, step: jax.Array, words: jax.Array, key: jax.Array) -> Batch:
         people = self.people
-        index, mask = self.program.batches.indices(people.shuffle_words[position], people.size[position], step)
+        index, mask = batches.indices(words, people.size[position], step)
         # An idle lane asks for rows of a client that may be empty and stand at the very end.
         rows = jnp.minimum(people.start[position] + index, len(next(iter(self.columns.values()))) - 1)
         examples = {name: column.at[rows].get(mode="promise_in_bounds") for name, column in self.columns.items()}
-        return Batch(examples, mask, jax.random.fold_in(people.step_key[position], step), step)
+        return Batch(examples, mask, jax.random.fold_in(key, step), step)
 
-    def zeros(self) -> tuple[Any, Info]:
-        """An empty fold, and room ``[slots, ...]`` for what every client reports."""
+    def num_preview_steps(self, position: jax.Array) -> jax.Array:
+        preview = self.program.preview
+        return jnp.asarray(preview.num_steps(self.people.size[position]), jnp.int32) if preview else jnp.int32(0)
 
-        def report(position: jax.Array) -> tuple[Any, Info]:
+    def deliver(self, position: jax.Array, result: ClientUpdate, client: Client) -> tuple[Any, Info, Any]:
+        """What arrives of an update, the client's line of the info, and what it keeps."""
+        old = self._row(position) if self.table else (client.memory, ())
+        return deliver(self.program, result, client, old, self.common)
+
+    def zeros(self) -> Carry:
+        """An empty fold, and room for what every client leaves behind."""
+
+        def report(position: jax.Array) -> tuple[Any, Info, Any]:
             client = self.client(position)
-            return sanitize(
-                self.program.client_final(self.shared, self.program.client_init(self.shared, client), client), client
-            )
+            state = self.program.client_init(self.shared, client)
+            return self.deliver(position, self.program.client_final(self.shared, state, client), client)
 
-        update, info = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
-        room = jax.tree.map(lambda x: jnp.zeros((self.people.size.shape[0], *x.shape), x.dtype), info)
-        return self.program.aggregator.zero(update), room
-
-    def fold(self, accumulator: Any, room: Info, position: jax.Array, result: ClientUpdate, client: Client) -> tuple[Any, Info]:
-        update, info = sanitize(result, client)
-        accumulator = self.program.aggregator.accumulate(accumulator, update, info["weight"])
-        return accumulator, jax.tree.map(lambda rows, row: rows.at[position].set(row), room, info)
+        slots = self.people.size.shape[0]
+        update, line, kept = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
+        self.program.aggregator.check(update, slots)
+        room = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), (line, kept if self.table else ()))
+        return Carry(self.program.aggregator.zero(update, slots), *room)
 
 
-def sanitize(result: ClientUpdate, client: Client) -> tuple[Any, Info]:
-    """Keeps out of the fold who took no step and whose update is not finite, and writes the client's line of the info.
+def deliver(
+    program: FederatedProgram, result: ClientUpdate, client: Client, old: tuple[Any, Any], common: Any
+) -> tuple[Any, Info, Any]:
+    """Sends an update: what arrives, the client's line of the info, and what the client keeps (algorithm, aggregator).
 
-    An update counts as finite if its squared norm is: so no sum of weighted updates overflows either. One that is not is
-    replaced by zeros and not only weighted by 0, since 0 times NaN is NaN.
+    Keeps out of the fold who took no step and whose update is not finite. An update counts as finite if its squared norm is:
+    so no sum of weighted updates overflows either. One that is not is replaced by zeros and not only weighted by 0, since 0
+    times NaN is NaN.
     """
+    kept, known = map(jax.tree.structure, (result.memory, client.memory))
+    if str(kept) != str(known):
+        raise ValueError(
+            f"client_final keeps {kept}, and client_memory starts with {known}: give ClientUpdate a memory of that structure."
+        )
+    plainly = type(program.aggregator).send is Aggregator.send
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
-    finite = jnp.isfinite(tree.squared_norm(result.update)) & jnp.isfinite(weight)
-    counts = took_part & finite
-    update = tree.select(counts, result.update, jax.tree.map(jnp.zeros_like, result.update))
+    finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
+    update = tree.select(took_part & finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
+    of_aggregator = old[1]
+    if not plainly:
+        sent = program.aggregator.send(update, common, old[1], rng.stream(client.key, "send"))
+        # Half of a precision is a way of sending, and may overflow.
+        finite &= jnp.isfinite(tree.squared_norm((sent.update, sent.memory)))
+        update = tree.select(took_part & finite, sent.update, jax.tree.map(jnp.zeros_like, sent.update))
+        info |= {
+            "bits_up": jnp.where(took_part, sent.bits, jnp.uint32(0)),
+            "entropy_bits_up": jnp.where(took_part, sent.entropy_bits, 0.0),
+        }
+        of_aggregator = sent.memory
+    counts = took_part & finite
     # All of one dtype with the updates, so that one all-reduce brings everything together.
-    return update, info | {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
+    info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
+    return update, info, tree.select(counts & (weight != 0), (result.memory, of_aggregator), old)
 
 
-def round_info(program: FederatedProgram, lines: Info, sizes: jax.Array, num_clients: jax.Array) -> RoundInfo:
-    """The round's info from the lines ``[slots, ...]`` that `sanitize` wrote; what the plan knows is not communicated."""
+def round_info(lines: Info, plan: RoundPlan, num_clients: jax.Array, bits_down: jax.Array, update: Any) -> RoundInfo:
+    """The round's info from the lines ``[slots, ...]`` that `deliver` wrote; what the plan knows is not communicated.
+
+    Args:
+      lines: one per slot.
+      plan: sizes and steps.
+      num_clients: ``int32 []``.
+      bits_down: what the server sent to one client.
+      update: shapes of an update that is sent as it is.
+    """
     dropped = lines["dropped"] > 0
-    steps = jnp.asarray(program.batches.num_steps(sizes), jnp.int32)
+    took_part = plan.steps > 0
+    if "bits_up" not in lines:
+        bits = tree.num_bits(update)
+        lines |= {
+            "bits_up": jnp.where(took_part, jnp.uint32(bits), jnp.uint32(0)),
+            "entropy_bits_up": jnp.where(took_part, jnp.float32(bits), 0.0),
+        }
+    lines |= {"bits_down": jnp.where(took_part, bits_down, jnp.uint32(0))}
     return RoundInfo(
-        clients=lines | {"num_examples": sizes, "num_steps": steps, "dropped": dropped},
+        clients=lines | {"num_examples": plan.size, "num_steps": plan.steps, "dropped": dropped},
         num_dropped=jnp.sum(dropped, dtype=jnp.int32),
         num_aggregated=jnp.sum(lines["weight"] != 0, dtype=jnp.int32),
         num_clients=num_clients,
     )
 
 
-def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: tuple[Any, Info]) -> tuple[Any, Info]:
+def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: Carry) -> Carry:
     """One client at a time, each for its own number of steps: nothing is padded. The way of a CPU.
 
     Args:
       lane: the device's clients and data.
       queue: ``int32 [slots]``, positions in the cohort.
       window: ``int32 [2]``, which part of the queue to train: from, and up to.
-      carry: the fold so far, and the lines.
+      carry: the fold so far, and what clients left behind.
     """
     program, shared = lane.program, lane.shared
 
-    def run_client(i: jax.Array, carry: tuple[Any, Info]) -> tuple[Any, Info]:
+    def run_client(i: jax.Array, carry: Carry) -> Carry:
         position = queue[i]
         client = lane.client(position)
+        state = program.client_init(shared, client)
+        if program.preview:
+            state = jax.lax.fori_loop(
+                0,
+                lane.num_preview_steps(position),
+                lambda step, state: program.client_preview(shared, state, lane.preview(position, step)),
+                state,
+            )
         state = jax.lax.fori_loop(
             0,
             client.num_steps,
             lambda step, state: program.client_step(shared, state, lane.batch(position, step)),
-            program.client_init(shared, client),
+            program.client_begin(shared, state, client),
         )
-        return lane.fold(*carry, position, program.client_final(shared, state, client), client)
+        update, *left = lane.deliver(position, program.client_final(shared, state, client), client)
+        accumulator = program.aggregator.accumulate(carry.accumulator, update, left[0]["weight"], position)
+        return Carry(accumulator, *_write(carry[1:], position, (left[0], left[1] if lane.table else ())))
 
     return jax.lax.fori_loop(window[0], window[1], run_client, carry)
 
 
-def run_side_by_side(
-    lane: Lane, queues: jax.Array, windows: jax.Array, carry: tuple[Any, Info], steps_per_check: int
-) -> tuple[Any, Info]:
+def _write(room: Any, position: jax.Array, rows: Any) -> Any:
+    """Rows into the room, at one position or at several; a position beyond the end goes nowhere."""
+    return jax.tree.map(lambda room, row: room.at[position].set(row, mode="drop"), tuple(room), rows)
+
+
+def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: Carry, steps_per_check: int) -> Carry:
     """Many lanes at once (`jax.vmap`), each starting its next client when one ends. The way of a GPU or TPU.
 
     No lane waits for another before its queue is empty, so no step is spent on padding until the very end.
@@ -137,36 +252,47 @@ def run_side_by_side(
       lane: the device's clients and data.
       queues: ``int32 [lanes, slots]``, positions in the cohort.
       windows: ``int32 [lanes, 2]``, which part of each queue to train.
-      carry: the fold so far, and the lines.
+      carry: the fold so far, and what clients left behind.
       steps_per_check: how many steps to take before asking whether all lanes are done: a loop condition is read back
         to the host on a GPU, which costs more than a few idle steps.
     """
     program, shared = lane.program, lane.shared
+    slots = lane.people.size.shape[0]
 
-    def tick(carry: tuple[Any, ...], queue: jax.Array, window: jax.Array) -> tuple[Any, ...]:
-        slot, step, state, accumulator, room = carry
+    def tick(at: tuple[Any, ...], queue: jax.Array, window: jax.Array) -> tuple[tuple[Any, ...], jax.Array, Any]:
+        slot, step, state, accumulator = at
         position = queue[jnp.minimum(slot, queue.shape[0] - 1)]
         client = lane.client(position)
+        looks = lane.num_preview_steps(position)
         state = tree.select(step == 0, program.client_init(shared, client), state)
-        stepped = program.client_step(shared, state, lane.batch(position, step))
-        state = tree.select(step < client.num_steps, stepped, state)
-        ended = (slot < window[1]) & (step + 1 >= client.num_steps)
-        result = program.client_final(shared, state, client)
-        folded = lane.fold(accumulator, room, position, result, client)
+        if program.preview:
+            state = tree.select(step < looks, program.client_preview(shared, state, lane.preview(position, step)), state)
+        state = tree.select(step == looks, program.client_begin(shared, state, client), state)
+        train = step - looks
+        stepped = program.client_step(shared, state, lane.batch(position, jnp.maximum(train, 0)))
+        state = tree.select((train >= 0) & (train < client.num_steps), stepped, state)
+        ended = (slot < window[1]) & (train + 1 >= client.num_steps)
+        update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client)
+        folded = program.aggregator.accumulate(accumulator, update, line["weight"], position)
         # select and not a weight of 0: an idle lane must leave every kind of accumulator alone.
-        accumulator, room = tree.select(ended, folded, (accumulator, room))
-        return slot + ended.astype(jnp.int32), jnp.where(ended, 0, step + 1), state, accumulator, room
+        accumulator = tree.select(ended, folded, accumulator)
+        at = slot + ended.astype(jnp.int32), jnp.where(ended, 0, step + 1), state, accumulator
+        return at, jnp.where(ended, position, slots), (line, kept if lane.table else ())
 
-    def ticks(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        return jax.lax.scan(lambda c, _: (jax.vmap(tick)(c, queues, windows), None), carry, length=steps_per_check)[0]
+    def ticks(carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
+            at, room = carry
+            at, positions, rows = jax.vmap(tick)(at, queues, windows)
+            return (at, _write(room, positions, rows)), None
+
+        return jax.lax.scan(body, carry, length=steps_per_check)[0]
 
     lanes = windows.shape[0]
     client_state = jax.eval_shape(lambda: program.client_init(shared, lane.client(jnp.int32(0))))
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), client_state)
-    first = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), (jnp.int32(0), blank, *lane.zeros()))
-    start = (windows[:, 0], *first)
-    _, _, _, accumulators, rooms = jax.lax.while_loop(lambda c: jnp.any(c[0] < windows[:, 1]), ticks, start)
-    accumulator, lines = carry
-    # Every client's line was written by one lane only; elsewhere it is 0.
-    lines = jax.tree.map(lambda so_far, x: so_far + jnp.sum(x, 0, dtype=x.dtype), lines, rooms)
-    return program.aggregator.merge(accumulator, program.aggregator.merge_stacked(accumulators)), lines
+    first = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), (jnp.int32(0), blank, lane.zeros().accumulator))
+    at, room = jax.lax.while_loop(
+        lambda c: jnp.any(c[0][0] < windows[:, 1]), ticks, ((windows[:, 0], *first), tuple(carry[1:]))
+    )
+    aggregator = program.aggregator
+    return Carry(aggregator.merge(carry.accumulator, aggregator.merge_stacked(at[-1])), *room)

@@ -26,12 +26,14 @@ class Client(NamedTuple):
       num_examples: ``int32 []``.
       num_steps: batches that it will train on this round, ``int32 []``.
       key: its own PRNG key of this round.
+      memory: what it kept from its last round, or what ``client_memory`` says that it starts with.
     """
 
     position: jax.Array
     num_examples: jax.Array
     num_steps: jax.Array
     key: jax.Array
+    memory: Any = ()
 
 
 class ClientUpdate(NamedTuple):
@@ -41,11 +43,42 @@ class ClientUpdate(NamedTuple):
       update: a pytree of arrays, folded by the aggregator.
       weight: ``float32 []``, its share in the aggregate. 0: as if it had not taken part.
       info: name to scalar or small array, reported per client in the round's info.
+      memory: what the client keeps for its next round, in the shape of ``client_memory``. If the update does not count (no
+        step, not finite, weight 0), it keeps what it had.
     """
 
     update: Any
     weight: jax.Array
     info: Mapping[str, jax.Array] = {}
+    memory: Any = ()
+
+
+class Remembered(NamedTuple):
+    """The state of an algorithm of which more than the server's state lives from round to round.
+
+    Attributes:
+      server: what ``init`` gave and ``server_update`` gives: hooks see nothing else.
+      clients: what clients keep, `fedsim.data.ClientRows`, or a `ClientTable` on the device.
+      aggregator: what the server keeps for the aggregator.
+      downlink: what the server keeps for the compressor of what it sends.
+    """
+
+    server: State
+    clients: Any = ()
+    aggregator: Any = ()
+    downlink: Any = ()
+
+    @property
+    def params(self) -> Any:
+        """The server's parameters, if it has any."""
+        return self.server.params
+
+
+class ClientTable(NamedTuple):
+    """What clients keep, on the device: ``rows``, leaves ``[n, ...]``, and who was ever written, ``seen``, ``bool [n]``."""
+
+    rows: Any
+    seen: Any
 
 
 class RoundInfo(NamedTuple):
@@ -53,7 +86,9 @@ class RoundInfo(NamedTuple):
 
     Attributes:
       clients: per client, in cohort order ``[slots]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
-        did not count), ``dropped bool`` (its update was not finite), and all that the algorithm's `ClientUpdate.info` holds.
+        did not count), ``dropped bool`` (its update was not finite), ``bits_up uint32`` and ``bits_down uint32`` (exact sizes
+        of what it sent and got), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and all
+        that the algorithm's `ClientUpdate.info` holds.
         The rows of a cohort that has fewer clients than slots come first, ``[:num_clients]``; the others are 0.
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
       num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.
@@ -75,10 +110,19 @@ class FederatedProgram(Protocol):
     def aggregator(self) -> Aggregator: ...
     @property
     def nonfinite(self) -> Literal["drop", "raise"]: ...
+    @property
+    def preview(self) -> Batches | None: ...
+    @property
+    def phases(self) -> tuple[FederatedProgram, ...]: ...
+    @property
+    def downlink(self) -> Any: ...
 
     def check(self, data: FederatedData) -> None: ...
     def broadcast(self, state: State) -> Shared: ...
+    def client_memory(self, shared: Shared) -> Any: ...
     def client_init(self, shared: Shared, client: Client) -> ClientState: ...
+    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState: ...
+    def client_begin(self, shared: Shared, state: ClientState, client: Client) -> ClientState: ...
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState: ...
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate: ...
     def server_update(self, state: State, update: Any) -> State: ...

@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedsim.data import ClientDataset, Cohort
-from fedsim.execution._cohort_loop import round_info, sanitize
-from fedsim.execution._contract import Client, FederatedProgram, RoundInfo, State
-from fedsim.execution._execution import Execution, check_cohorts, finish_round
+from fedsim import rng
+from fedsim.data import Batch, ClientDataset, Cohort
+from fedsim.execution import _memory
+from fedsim.execution._cohort_loop import Carry, Lane, roster
+from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
+from fedsim.execution._execution import Execution, check_cohorts, finish_round, whole_round
+from fedsim.execution._memory import remember, split
+from fedsim.execution._plan import RoundPlan, plan_round
 
 T = TypeVar("T")
 
@@ -44,38 +47,64 @@ class Debug(Execution):
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(program, [cohort])
-        shared = _stage("broadcast", "the server", program.broadcast, state)
-        accumulator, lines = None, []
+        state = remember(program, state, cohort.data)
+        plan = plan_round(cohort, program.batches, 1, 1)
+        before = split(state).clients
+        if jax.tree.leaves(before):
+            table, (plan,), who = _memory.to_device(before, [plan], isinstance(before, ClientTable), 1)
+            state = state._replace(clients=jax.tree.map(jnp.asarray, table))
+        infos = []
+        for phase in program.phases:
+            state, info = self._phase(phase, state, cohort, jax.tree.map(jnp.asarray, plan))
+            infos.append(info)
+        if jax.tree.leaves(before):
+            after = _memory.from_device(before, state.clients, who, isinstance(before, ClientTable))
+            state = state._replace(clients=after)
+        return state, whole_round(infos)
+
+    def _phase(self, phase: FederatedProgram, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:
+        parts = split(state)
+        down_key = rng.round_key(cohort.key, cohort.round, "downlink")
+        shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
+        shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
+        own = (parts.clients or None, parts.aggregator) if phase is phase.phases[-1] else (None, ())
+        lane = Lane(phase, {}, shared, roster(plan, cohort.key), *own)
+        carry = None
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
-        clients = list(zip(cohort.clients, cohort, strict=True)) or [_nobody(cohort)]
-        for index, (client_id, dataset, key) in clients:
-            who = f"client {client_id!r}"
-            steps = program.batches.num_steps(len(dataset))
-            client = Client(jnp.int32(index), jnp.int32(len(dataset)), jnp.int32(steps), key)
-            client_state = _stage("client_init", who, program.client_init, shared, client)
-            for batch in dataset.batches(program.batches, key):
-                batch = jax.tree.map(jnp.asarray, batch)
-                stage = f"client_step {int(batch.step)}"
-                client_state = _stage(stage, who, program.client_step, shared, client_state, batch)
-            result = _stage("client_final", who, program.client_final, shared, client_state, client)
-            update, line = _stage("client_final", who, sanitize, result, client)
-            if accumulator is None:
-                accumulator = _stage("aggregator.zero", who, program.aggregator.zero, update)
-            accumulate = program.aggregator.accumulate
-            accumulator = _stage("aggregator.accumulate", who, accumulate, accumulator, update, line["weight"])
-            lines.append(line)
-        sizes = np.zeros(cohort.slots, np.int32)
-        sizes[: len(cohort)] = cohort.sizes
-        lines += [jax.tree.map(jnp.zeros_like, lines[0])] * (cohort.slots - len(lines))
-        told = jax.tree.map(lambda *rows: jnp.stack(rows), *lines)
-        info = round_info(program, told, jnp.asarray(sizes), jnp.int32(len(cohort)))
-        state = _stage("server_update", "the server", finish_round, program, state, accumulator, info.num_aggregated)
-        return state, info
+        clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]
+        for slot, (client_id, dataset, key) in clients:
+            who, position = f"client {client_id!r}", jnp.int32(slot)
+            client = lane.client(position)
+            client_state = _stage("client_init", who, phase.client_init, shared, client)
+            if phase.preview:
+                for batch in dataset.batches(phase.preview, rng.stream(key, "preview")):
+                    client_state = _step("client_preview", who, phase.client_preview, shared, client_state, batch)
+            client_state = _stage("client_begin", who, phase.client_begin, shared, client_state, client)
+            for batch in dataset.batches(phase.batches, key, int(client.num_steps)):
+                client_state = _step("client_step", who, phase.client_step, shared, client_state, batch)
+            result = _stage("client_final", who, phase.client_final, shared, client_state, client)
+            update, line, kept = _stage("client_final", who, lane.deliver, position, result, client)
+            left = (line, kept if lane.table else ())
+            if carry is None:
+                _stage("aggregator.check", "the server", phase.aggregator.check, update, cohort.slots)
+                room = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), left)
+                carry = Carry(_stage("aggregator.zero", who, phase.aggregator.zero, update, cohort.slots), *room)
+            accumulate = phase.aggregator.accumulate
+            folded = _stage("aggregator.accumulate", who, accumulate, carry.accumulator, update, line["weight"], position)
+            carry = Carry(folded, *jax.tree.map(lambda room, row, at=slot: room.at[at].set(row), tuple(carry[1:]), left))
+        assert carry is not None
+        return _stage(
+            "server_update", "the server", finish_round, phase, state, cohort.key, plan, *carry, jnp.int32(len(cohort))
+        )
 
 
-def _nobody(cohort: Cohort) -> tuple[int, tuple[str, ClientDataset, jax.Array]]:
+def _nobody(cohort: Cohort) -> tuple[str, ClientDataset, jax.Array]:
     examples = {name: column[:0] for name, column in cohort.data.columns.items()}
-    return 0, ("nobody", ClientDataset("nobody", examples), cohort.key)
+    return "nobody", ClientDataset("nobody", examples), cohort.key
+
+
+def _step(name: str, who: str, hook: Callable[..., T], shared: Any, state: Any, batch: Batch) -> T:
+    return _stage(f"{name} {int(batch.step)}", who, hook, shared, state, jax.tree.map(jnp.asarray, batch))
 
 
 def _stage(stage: str, who: str, hook: Callable[..., T], *args: Any) -> T:

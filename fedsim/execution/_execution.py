@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedsim import tree
+from fedsim import rng, tree
 from fedsim.data import Cohort
-from fedsim.execution import _placement
-from fedsim.execution._cohort_loop import Lane, roster, round_info, run_sequential, run_side_by_side
-from fedsim.execution._contract import FederatedProgram, RoundInfo, State
+from fedsim.execution import _memory, _placement
+from fedsim.execution._cohort_loop import Carry, Info, Lane, roster, round_info, run_sequential, run_side_by_side
+from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State
+from fedsim.execution._memory import down, join, remember, shapes, split
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, plan_round, windows
 
@@ -101,7 +102,26 @@ class Jit(Execution):
         data, mesh = cohorts[0].data, self.mesh()
         slots = cohorts[0].slots
         layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
-        plans = [plan_round(cohort, program.batches, layout.devices, layout.lanes) for cohort in cohorts]
+        plans = [plan_round(cohort, program.batches, layout.devices, layout.lanes, program.preview) for cohort in cohorts]
+        state = remember(program, state, data)
+        if isinstance(state, Remembered) and jax.tree.leaves(state.clients):
+            on_device = _memory.is_resident(state.clients, data, mesh, self.memory)
+            table, plans, who = _memory.to_device(state.clients, plans, on_device, rounds)
+            after, infos = self._run(program, state._replace(clients=table), cohorts, plans, layout, rounds, stacked)
+            return after._replace(clients=_memory.from_device(state.clients, after.clients, who, on_device)), infos
+        return self._run(program, state, cohorts, plans, layout, rounds, stacked)
+
+    def _run(
+        self,
+        program: FederatedProgram,
+        state: State,
+        cohorts: Sequence[Cohort],
+        plans: Sequence[RoundPlan],
+        layout: Layout,
+        rounds: int,
+        stacked: bool,
+    ) -> tuple[State, RoundInfo]:
+        data, mesh = cohorts[0].data, self.mesh()
         resident = _placement.is_resident(data, mesh, self.memory)
         if resident:
             columns = _placement.resident_columns(data, mesh)
@@ -113,14 +133,18 @@ class Jit(Execution):
         if not resident or _placement.must_wait(mesh):
             # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
             jax.block_until_ready(state)
-        parts = windows(plans[0], program.batches) if len(plans) == 1 else []
+        parts = windows(plans[0], program.preview) if len(plans) == 1 else []
         if len(parts) < 2:
             return compiled.rounds(columns, state, key, packed, np.int32(len(plans)))
         packed = packed[:1]
-        carry = compiled.begin(columns, state, key, packed)
-        for part in parts:
-            carry = compiled.fold(columns, state, key, packed, part, carry)
-        return compiled.finish(state, packed, carry)
+        infos = []
+        for phase in compiled.phases:
+            carry = phase.begin(columns, state, key, packed)
+            for part in parts:
+                carry = phase.fold(columns, state, key, packed, part, carry)
+            state, info = phase.finish(state, key, packed, carry)
+            infos.append(info)
+        return state, whole_round(infos)
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
@@ -206,13 +230,19 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     return cohort.data is other.data and cohort.slots == other.slots and same_key
 
 
-class _Compiled(NamedTuple):
-    """Whole rounds in one program; and one round in three, for cohorts that are too long for one."""
+class _Phase(NamedTuple):
+    """One phase of one round in three programs, for cohorts that are too long for one."""
 
-    rounds: Callable[..., Any]
     begin: Callable[..., Any]
     fold: Callable[..., Any]
     finish: Callable[..., Any]
+
+
+class _Compiled(NamedTuple):
+    """Whole rounds in one program; and the phases of one round."""
+
+    rounds: Callable[..., Any]
+    phases: tuple[_Phase, ...]
 
 
 def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
@@ -227,27 +257,33 @@ def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: b
 def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
     platform = mesh.devices.flat[0].platform
 
-    def enter(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        plan = layout.unpack(packed)
-        return plan, Lane(program, columns, program.broadcast(state), roster(plan, key))
+    def enter(phase: FederatedProgram, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
+        plan, parts = layout.unpack(packed), split(state)
+        shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
+        # What lives beside the server's state belongs to the last phase, which is the algorithm itself.
+        own = (parts.clients or None, parts.aggregator) if phase is program.phases[-1] else (None, ())
+        return plan, Lane(phase, columns, shared, roster(plan, key), *own)
 
-    def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Any) -> Any:
+    def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
         device = jax.lax.axis_index(AXIS)
         if layout.lanes == 1:
             return run_sequential(lane, plan.queue[device][0], windows[device][0], carry)
         return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
 
-    def gather(state: State, plan: RoundPlan, carry: Any) -> tuple[State, RoundInfo]:
-        accumulator, lines = carry
-        accumulator = program.aggregator.merge_devices(accumulator, AXIS)
+    def gather(phase: FederatedProgram, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
+        accumulator = phase.aggregator.merge_devices(carry.accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
-        info = round_info(program, jax.lax.psum(lines, AXIS), plan.size, jnp.sum(plan.length, dtype=jnp.int32))
-        return finish_round(program, state, accumulator, info.num_aggregated), info
+        lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
+        return finish_round(phase, state, key, plan, accumulator, lines, kept, jnp.sum(plan.length, dtype=jnp.int32))
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
-        plan, lane = enter(columns, state, key, packed)
-        windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-        return gather(state, plan, train(lane, plan, windows, lane.zeros()))
+        infos = []
+        for phase in program.phases:
+            plan, lane = enter(phase, columns, state, key, packed)
+            windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
+            state, info = gather(phase, state, key, plan, train(lane, plan, windows, lane.zeros()))
+            infos.append(info)
+        return state, whole_round(infos)
 
     def rounds(columns: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array) -> tuple[State, RoundInfo]:
         if not stacked:
@@ -262,18 +298,26 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
         room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, num_rounds, body, (state, room))
 
-    # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
-    def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x[None], enter(columns, state, key, plan[0])[1].zeros())
+    def in_parts(phase: FederatedProgram) -> _Phase:
+        # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
+        def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
+            return jax.tree.map(lambda x: x[None], enter(phase, columns, state, key, plan[0])[1].zeros())
 
-    def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
-        plan, lane = enter(columns, state, key, packed[0])
-        carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
-        return jax.tree.map(lambda x: x[None], carry)
+        def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
+            plan, lane = enter(phase, columns, state, key, packed[0])
+            carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
+            return jax.tree.map(lambda x: x[None], carry)
 
-    def finish(state: State, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
-        state, info = gather(state, layout.unpack(packed[0]), jax.tree.map(lambda x: x[0], carry))
-        return state, jax.tree.map(lambda x: x[None], info) if stacked else info
+        def finish(state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
+            carry = jax.tree.map(lambda x: x[0], carry)
+            state, info = gather(phase, state, key, layout.unpack(packed[0]), carry)
+            return state, jax.tree.map(lambda x: x[None], info) if stacked else info
+
+        return _Phase(
+            begin=compiled(begin, data, P(), P(), P(), out=own),
+            fold=compiled(fold, data, P(), P(), P(), P(), own, out=own),
+            finish=compiled(finish, P(), P(), P(), own, out=P()),
+        )
 
     def compiled(function: Callable[..., Any], *specs: P, out: P) -> Callable[..., Any]:
         # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
@@ -281,13 +325,55 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
 
     data, own = P() if resident else P(AXIS), P(AXIS)
     return _Compiled(
-        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()),
-        begin=compiled(begin, data, P(), P(), P(), out=own),
-        fold=compiled(fold, data, P(), P(), P(), P(), own, out=own),
-        finish=compiled(finish, P(), P(), own, out=P()),
+        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()), phases=tuple(in_parts(phase) for phase in program.phases)
     )
 
 
-def finish_round(program: FederatedProgram, state: State, accumulator: Any, num_aggregated: jax.Array) -> State:
-    """The server's part: a round in which nothing arrived leaves the state as it was."""
-    return tree.select(num_aggregated > 0, program.server_update(state, program.aggregator.finish(accumulator)), state)
+def finish_round(
+    phase: FederatedProgram,
+    state: State,
+    key: jax.Array,
+    plan: RoundPlan,
+    accumulator: Any,
+    lines: Info,
+    kept: Any,
+    num_clients: jax.Array,
+) -> tuple[State, RoundInfo]:
+    """The server's part: a round in which nothing arrived leaves the state as it was.
+
+    Args:
+      phase: the algorithm, or a phase of it.
+      state: before it.
+      key: the run's root key.
+      plan: of the round.
+      accumulator: everybody's fold.
+      lines: what `deliver` wrote, ``[slots, ...]``.
+      kept: what clients keep from now on, ``[slots, ...]``; () if nothing.
+      num_clients: of the cohort, ``int32 []``.
+    """
+    parts = split(state)
+    whole = phase is phase.phases[-1]
+    round_key = rng.round_key(key, plan.round, "downlink")
+    _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
+    update, aggregator = phase.aggregator.conclude(
+        accumulator, parts.aggregator if whole else (), rng.round_key(key, plan.round, "aggregator")
+    )
+    info = round_info(lines, plan, num_clients, bits_down, shapes(phase, parts.server)[1])
+    after = Remembered(phase.server_update(parts.server, update), (), aggregator if whole else parts.aggregator, downlink)
+    clients, parts = parts.clients, parts._replace(clients=())
+    after = tree.select(info.num_aggregated > 0, after, parts)
+    if jax.tree.leaves(kept):
+        to = jnp.where(lines["weight"] != 0, plan.keeps, len(clients.seen))
+        rows = jax.tree.map(lambda rows, row: rows.at[to].set(row, mode="drop"), clients.rows, kept)
+        clients = ClientTable(rows, clients.seen.at[to].set(True, mode="drop"))
+    return join(after._replace(clients=clients), state), info
+
+
+def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:
+    """A round's info from those of its phases: that of the last, with all that was sent and dropped on the way."""
+    last, clients = infos[-1], dict(infos[-1].clients)
+    for info in infos[:-1]:
+        clients |= {name: clients[name] + info.clients[name] for name in ("bits_up", "bits_down", "entropy_bits_up")}
+        clients["dropped"] |= info.clients["dropped"]
+    dropped = jnp.sum(clients["dropped"], axis=-1, dtype=jnp.int32) if len(infos) > 1 else last.num_dropped
+    return last._replace(clients=clients, num_dropped=dropped)

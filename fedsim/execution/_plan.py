@@ -25,6 +25,8 @@ class RoundPlan(NamedTuple):
       client: ``[slots]``, position in the population.
       start: ``[slots]``, first row in the columns that the device reads.
       size: ``[slots]``, number of rows.
+      steps: ``[slots]``, batches to train on.
+      keeps: ``[slots]``, where in the table of what clients keep its row is; beyond the table for empty slots.
       queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
       length: ``[devices, lanes]``, how many entries of each queue count.
     """
@@ -33,6 +35,8 @@ class RoundPlan(NamedTuple):
     client: Any
     start: Any
     size: Any
+    steps: Any
+    keeps: Any
     queue: Any
     length: Any
 
@@ -47,14 +51,14 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 1 + (3 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 1 + (5 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (self.slots,), (self.slots,), (self.slots,)]
+        shapes = [(), *[(self.slots,)] * 5]
         shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
@@ -64,11 +68,11 @@ class Layout:
         return RoundPlan(*fields)
 
 
-def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> RoundPlan:
+def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None) -> RoundPlan:
     """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan)."""
-    sizes, slots = cohort.sizes, cohort.slots
+    sizes, slots, steps = cohort.sizes, cohort.slots, cohort.num_steps(batches)
     # Starting and folding a client takes about as long as half a step.
-    work = 2 * batches.num_steps(sizes) + 1
+    work = 2 * steps + 1 + (2 * preview.num_steps(sizes) if preview else 0)
     queues: list[list[int]] = [[] for _ in range(devices * lanes)]
     # Lane-major order spreads a small cohort over the devices before it fills any device's lanes.
     load = [(0, lane, device) for lane in range(lanes) for device in range(devices)]
@@ -84,24 +88,27 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int) -> Ro
         client=_fill(cohort.clients, slots),
         start=_fill(cohort.data.offsets[cohort.clients], slots),
         size=_fill(sizes, slots),
+        steps=_fill(steps, slots),
+        keeps=_fill(cohort.clients, slots, cohort.data.num_clients),
         queue=queue.reshape(devices, lanes, slots),
         length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
     )
 
 
-def _fill(values: np.ndarray, slots: int) -> np.ndarray:
-    filled = np.zeros(slots, np.int32)
+def _fill(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
+    filled = np.full(slots, empty, np.int32)
     filled[: len(values)] = values
     return filled
 
 
-def windows(plan: RoundPlan, batches: Batches) -> list[np.ndarray]:
+def windows(plan: RoundPlan, preview: Batches | None = None) -> list[np.ndarray]:
     """Cuts a long round into parts of some hundred steps a lane: ``int32 [devices, lanes, 2]`` each, from and up to.
 
     A client is never cut. XLA's CPU runtime holds on to memory for every step of a program until the program ends (some 90
     kB a step of the EMNIST CNN on two devices, jax 0.10.2), so a round of a thousand clients is not one program.
     """
-    steps = batches.num_steps(plan.size)[plan.queue] + 1
+    steps = plan.steps + 1 + (preview.num_steps(plan.size) if preview else 0)
+    steps = steps[plan.queue]
     steps[np.arange(plan.queue.shape[-1]) >= plan.length[..., None]] = 0
     done = np.cumsum(steps, axis=-1)
     parts = max(1, -(-int(done[..., -1].max()) // _STEPS_PER_PROGRAM))

@@ -152,9 +152,7 @@ class _Split:
             skipped = {name: self._tfds.decode.SkipDecoding() for name in self.features if self._is_image(name)}
             names = self._builder.as_data_source(self._split, decoders=skipped)
             chunks = (range(start, min(start + _ROWS, len(names))) for start in range(0, len(names), _ROWS))
-            return Owners(
-                ([row[client] for row in names.__getitems__(list(chunk))], np.arange(len(chunk))) for chunk in chunks
-            )
+            return Owners(([row[client] for row in names.__getitems__(list(chunk))], np.arange(len(chunk))) for chunk in chunks)
 
     def _is_image(self, name: str) -> bool:
         return isinstance(self.features[name], self._tfds.features.Image)

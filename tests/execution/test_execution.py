@@ -140,10 +140,10 @@ def test_a_custom_aggregator_is_folded_like_the_mean():
     """A monoid that is not a sum (the largest update seen) goes through lanes and devices by its own merge."""
 
     class Largest(aggregators.Aggregator):
-        def zero(self, update):
+        def zero(self, update, slots):
             return jax.tree.map(lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), update)
 
-        def accumulate(self, accumulator, update, weight):
+        def accumulate(self, accumulator, update, weight, slot):
             return jax.tree.map(lambda a, u: jnp.where(weight > 0, jnp.maximum(a, u), a), accumulator, update)
 
         def merge(self, a, b):
@@ -177,7 +177,7 @@ def test_one_all_reduce_a_round():
 
 def test_aggregation_with_zero_total_weight():
     mean = aggregators.Mean()
-    fold = mean.accumulate(mean.zero({"w": jnp.zeros(2)}), {"w": jnp.ones(2)}, jnp.float32(0))
+    fold = mean.accumulate(mean.zero({"w": jnp.zeros(2)}, 1), {"w": jnp.ones(2)}, jnp.float32(0), 0)
     assert mean.finish(fold)["w"].tolist() == [0.0, 0.0]
     np.testing.assert_array_equal(jax.jit(mean.finish)(fold)["w"], [0.0, 0.0])
 
@@ -316,9 +316,9 @@ def test_a_client_that_takes_no_step_does_not_count(how):
 def test_mean_of_integers_and_half_precision_is_taken_in_float32():
     mean = aggregators.Mean()
     updates = [({"n": jnp.int32(n), "h": jnp.float16(200.0)}, jnp.float32(w)) for n, w in ((1, 400), (2, 420), (4, 1))]
-    fold = mean.zero(updates[0][0])
+    fold = mean.zero(updates[0][0], len(updates))
     for update, weight in updates:
-        fold = mean.accumulate(fold, update, weight)
+        fold = mean.accumulate(fold, update, weight, 0)
     finished = mean.finish(fold)
     np.testing.assert_allclose(finished["n"], (400 + 840 + 4) / 821, rtol=1e-6)
     np.testing.assert_allclose(finished["h"], 200.0, rtol=1e-6)
@@ -381,7 +381,7 @@ def test_windows_cover_every_client_once_in_order(devices, lanes, monkeypatch):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 5)
     population = federation.data(sizes=[3, 0, 40, 1, 9, 9, 2, 2])
     plan = plan_round(federation.cohort(population), fedsim.Batches(size=2), devices, lanes)
-    parts = windows(plan, fedsim.Batches(size=2))
+    parts = windows(plan)
     assert len(parts) > 1
     np.testing.assert_array_equal(parts[0][..., 0], 0)
     np.testing.assert_array_equal(parts[-1][..., 1], plan.length)

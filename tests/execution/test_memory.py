@@ -1,0 +1,271 @@
+"""What lives from round to round beside the server's state: the same under every execution, and as in plain Python."""
+
+import contextlib
+import dataclasses
+from typing import NamedTuple
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import aggregators, execution
+
+EXECUTIONS = {
+    "jit": fedsim.Jit(),
+    "jit, on the device": fedsim.Jit(memory="resident"),
+    "jit, streamed": fedsim.Jit(memory="stream"),
+    "jit, 3 lanes, streamed": fedsim.Jit(lanes=3, memory="stream"),
+    "pmap, 8 devices, streamed": fedsim.Pmap(devices=8, memory="stream"),
+    "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
+    "debug": fedsim.Debug(),
+}
+BATCHES = fedsim.Batches(size=4, epochs=2)
+LOOK = fedsim.Batches(size=3, shuffle=False)
+
+
+class Kept(NamedTuple):
+    visits: jax.Array
+    total: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Counting(fedsim.Algorithm):
+    """Each client counts its visits, sums what it was sent, previews the sum of its examples, and keeps both."""
+
+    refuse: float = -1.0
+
+    @property
+    def preview(self):
+        return LOOK
+
+    def init(self, key):
+        return jnp.float32(0)
+
+    def client_memory(self, shared):
+        return Kept(jnp.int32(0), jnp.full((2,), 100.0))
+
+    def client_init(self, shared, client):
+        return jnp.float32(0), jnp.float32(0), client.memory.visits
+
+    def client_preview(self, shared, state, batch):
+        seen, steps, visits = state
+        return seen + jnp.sum(batch.examples["x"][:, 0], where=batch.mask), steps, visits
+
+    def client_begin(self, shared, state, client):
+        return state[0], state[1] + 1000, state[2]
+
+    def client_step(self, shared, state, batch):
+        return state[0], state[1] + 1, state[2]
+
+    def client_final(self, shared, state, client):
+        seen, steps, visits = state
+        kept = Kept(visits + 1, client.memory.total + jnp.stack([shared, seen]))
+        bad = client.position == jnp.int32(self.refuse)
+        update = jnp.where(bad, jnp.nan, seen + steps)
+        return execution.ClientUpdate(update, jnp.float32(1), {"seen": seen, "visits": kept.visits}, kept)
+
+    def server_update(self, state, update):
+        return state + update
+
+
+def by_hand(rounds, refuse=-1.0):
+    """`Counting` in plain Python."""
+    server, memory = 0.0, {}
+    for cohort in rounds:
+        updates = []
+        for position, (client_id, dataset, _) in zip(cohort.clients.tolist(), cohort, strict=True):
+            if not len(dataset):
+                continue
+            seen = float(dataset["x"][:, 0].sum())
+            if position != refuse:
+                visits, total = memory.get(client_id, (0, np.full(2, 100.0)))
+                memory[client_id] = visits + 1, total + np.array([server, seen])
+                updates.append(seen + 1000 + int(BATCHES.num_steps(len(dataset))))
+        server += float(np.mean(updates)) if updates else 0.0
+    return server, memory
+
+
+def cohorts(population, seed=3):
+    draw = np.random.default_rng(seed)
+    for r in range(5):
+        yield fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0))
+
+
+@pytest.mark.parametrize("refuse", [-1.0, 3.0])
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_clients_remember_the_same_under_every_execution(how, refuse):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=EXECUTIONS[how], refuse=refuse)
+    state = algorithm.init(jax.random.key(0))
+    rounds = list(cohorts(population))
+    with pytest.warns() if refuse >= 0 else contextlib.nullcontext():
+        for cohort in rounds[:3]:
+            state, _ = algorithm.apply(state, cohort)
+        state, infos = algorithm.apply_rounds(state, rounds[3:], max_rounds=3)
+        jax.block_until_ready(algorithm.apply(state, rounds[0]))
+    server, memory = by_hand(rounds, refuse)
+    np.testing.assert_allclose(state.server, server, rtol=1e-5)
+    assert infos.clients["seen"].shape == (2, 4)
+    everyone = np.arange(8)
+    if isinstance(state.clients, execution.ClientTable):
+        rows, seen = jax.device_get(state.clients)
+    else:
+        rows, seen = state.clients.gather(everyone)
+    assert [population.client_ids[i] for i in np.flatnonzero(seen)] == sorted(memory)
+    for client in np.flatnonzero(seen):
+        visits, total = memory[population.client_ids[client]]
+        assert rows[0].visits[client] == visits
+        np.testing.assert_allclose(rows[0].total[client], total, rtol=1e-5)
+
+
+def test_an_old_state_keeps_what_clients_knew_then():
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    states = [algorithm.init(jax.random.key(0))]
+    for r in range(40):
+        state, _ = algorithm.apply(states[-1], federation.cohort(population, round=r))
+        states.append(state)
+    for r, state in enumerate(states[1:], start=1):
+        rows, seen = state.clients.gather(np.arange(8))
+        assert rows[0].visits[seen].tolist() == [r] * 7  # one client has no examples
+
+
+def test_rows_that_nobody_refers_to_are_used_again():
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    state = algorithm.remember(algorithm.init(jax.random.key(0)), population)
+    state.clients.store.rows_per_chunk = 10
+    for r in range(60):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=r))
+    assert state.clients.store.capacity <= 40
+
+
+class Upper(aggregators.SideBySide):
+    def combine(self, updates, weights):
+        return jax.tree.map(lambda rows: jnp.max(jnp.where(weights != 0, rows, -jnp.inf)), updates)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Damped(aggregators.Wrapper):
+    """A server memory, a client memory, noise of the server and of the client."""
+
+    def init(self, update):
+        return jnp.float32(0)
+
+    def client_memory(self, update):
+        return jnp.full(update.shape, 7.0)
+
+    def send(self, update, common, memory, key):
+        sent = update + memory + common / 10 + jax.random.uniform(key)
+        return aggregators.Sent(sent, memory + 1, jnp.uint32(3), jnp.float32(2.5))
+
+    def conclude(self, accumulator, memory, key):
+        update = self.finish(accumulator)
+        return update + jax.random.uniform(key), memory + 1
+
+
+@pytest.mark.parametrize("aggregator", [Upper(), Damped(), Damped(inner=Upper())])
+@pytest.mark.parametrize("how", [how for how in EXECUTIONS if how != "jit"])
+def test_aggregators_with_memory_and_side_by_side(how, aggregator):
+    population = federation.data()
+    states, infos = [], []
+    for execution_ in (EXECUTIONS["jit"], EXECUTIONS[how]):
+        algorithm = Counting(batches=BATCHES, execution=execution_, aggregator=aggregator)
+        state = algorithm.init(jax.random.key(0))
+        for cohort in cohorts(population):
+            state, info = algorithm.apply(state, cohort)
+        states.append(jax.device_get((state.server, state.aggregator)))
+        infos.append(jax.device_get(info))
+    federation.assert_trees_close(states[0], states[1])
+    federation.assert_trees_close(infos[0], infos[1])
+    took_part = infos[0].clients["num_steps"] > 0
+    bits = 3 if isinstance(aggregator, Damped) else 32
+    assert infos[1].clients["bits_up"].tolist() == (bits * took_part).tolist()
+    assert infos[1].clients["bits_down"].tolist() == (32 * took_part).tolist()
+
+
+class MeanFirst(fedsim.Algorithm):
+    """Two phases: the mean of x over the cohort, then the mean of the squared distance to it, which needs the first."""
+
+    def init(self, key):
+        return {"mean": jnp.float32(0), "variance": jnp.float32(0)}
+
+    def client_init(self, shared, client):
+        return jnp.float32(0)
+
+    def client_final(self, shared, state, client):
+        size = jnp.maximum(client.num_examples, 1).astype(jnp.float32)
+        return execution.ClientUpdate(state / size, size)
+
+    def client_step(self, shared, state, batch):
+        return state + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
+
+    def server_update(self, state, update):
+        return state | {"mean": update}
+
+
+class Variance(MeanFirst):
+    @property
+    def phases(self):
+        return MeanFirst(batches=self.batches), self
+
+    def client_step(self, shared, state, batch):
+        return state + jnp.sum(jnp.square(batch.examples["x"][:, 0] - shared["mean"]), where=batch.mask)
+
+    def server_update(self, state, update):
+        return state | {"variance": update}
+
+
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_a_round_of_two_phases(how, long, monkeypatch):
+    if long:
+        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population = federation.data()
+    algorithm = Variance(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
+    state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+    x = population.columns["x"][:, 0]
+    np.testing.assert_allclose([state["mean"], state["variance"]], [x.mean(), x.var()], rtol=1e-5)
+    assert info.clients["bits_up"].tolist() == [64 if n else 0 for n in population.sizes]
+
+
+@pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
+def test_stragglers_take_a_share_of_their_steps(how):
+    population = federation.data(sizes=(12, 12, 12, 12, 0))
+    work = np.array([1.0, 0.35, 0.0, 0.01, 1.0])
+    cohort = fedsim.Cohort(population, np.arange(5), 0, fedsim.rng.root(0), work=work)
+    algorithm = Counting(batches=fedsim.Batches(size=6, epochs=10), execution=EXECUTIONS[how])
+    _, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    assert info.clients["num_steps"].tolist() == [20, 7, 0, 1, 0]
+    assert int(info.num_aggregated) == 3
+    with pytest.raises(ValueError, match=r"Expected work in \[0, 1\]"):
+        dataclasses.replace(cohort, work=work + 0.1)
+
+
+def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 10}))
+    algorithm = Counting(batches=BATCHES, aggregator=Upper())
+    with pytest.raises(
+        ValueError, match="Upper keeps all updates of a cohort side by side: 8 clients of 0.0 MB are .* are free"
+    ):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+def test_another_population_s_state_is_refused():
+    algorithm = Counting(batches=BATCHES)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    with pytest.raises(ValueError, match="remembers a population of 8 clients, and this one has 2"):
+        algorithm.apply(state, federation.cohort(federation.data(sizes=(2, 3))))
+
+
+def test_a_client_that_keeps_another_structure_is_refused():
+    class Odd(Counting):
+        def client_final(self, shared, state, client):
+            return super().client_final(shared, state, client)._replace(memory=())
+
+    algorithm = Odd(batches=BATCHES, execution=fedsim.Jit())
+    with pytest.raises(ValueError, match="client_final keeps .* client_memory starts with"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
