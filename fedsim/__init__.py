@@ -18,6 +18,7 @@ from fedsim import text as text
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
+from fedsim.algorithm import Capabilities as Capabilities
 from fedsim.data import Batch as Batch
 from fedsim.data import Batches as Batches
 from fedsim.data import ClientDataset as ClientDataset

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -18,6 +18,27 @@ Shared = Any
 ClientState = Any
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an algorithm promises beyond the contract; who tests algorithms asks for no more.
+
+    Attributes:
+      minimizes: its server's parameters go to the minimizer of the clients' mean loss, where clients are alike in size and
+        their losses are quadratics.
+      quadratic: hyperparameters with which it does so to two digits within 400 rounds.
+      ordered: its answer depends on the order in which a client's examples come.
+      aggregators: any aggregator of updates may stand in its `aggregator`, robust ones and compressing ones, too.
+
+    >>> Algorithm.capabilities.minimizes
+    True
+    """
+
+    minimizes: bool = True
+    quadratic: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ordered: bool = True
+    aggregators: bool = True
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Algorithm:
     """A federated algorithm: subclass it as ``@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)``.
@@ -27,6 +48,7 @@ class Algorithm:
     Python: ``for client_id, dataset, key in cohort: ...``. All hooks are pure.
 
     Attributes:
+      capabilities: what it promises beyond this contract; a class says so, not an object.
       batches: how a client cuts its examples into batches, and how many steps it takes.
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
@@ -58,6 +80,8 @@ class Algorithm:
     >>> float(state), info.clients["num_examples"].tolist()
     (3.0, [2, 1])
     """
+
+    capabilities: ClassVar[Capabilities] = Capabilities()
 
     batches: Batches
     aggregator: Aggregator = dataclasses.field(default_factory=Mean)

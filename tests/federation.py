@@ -55,6 +55,20 @@ SAMPLERS = {
 }
 
 
+def plain(tree):
+    """A state on the host, with what clients keep as dense rows: the same however an execution kept them."""
+
+    def dense(part):
+        if isinstance(part, fedsim.data.ClientRows):
+            part = part.gather(np.arange(len(part.index)))
+        return tuple(part)
+
+    stores = (fedsim.data.ClientRows, fedsim.execution.ClientTable)
+    return jax.device_get(
+        jax.tree.map(lambda x: dense(x) if isinstance(x, stores) else x, tree, is_leaf=lambda x: isinstance(x, stores))
+    )
+
+
 def assert_trees_close(a, b, rtol=1e-5, atol=1e-6):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):

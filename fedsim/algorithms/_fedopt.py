@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import positive
 from fedsim.model import Params
@@ -83,6 +84,8 @@ class FedAdagrad(AdaptiveFedAvg):
     0.0
     """
 
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3})
+
     b1: float = 0.0
 
     def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
@@ -102,6 +105,8 @@ class FedAdam(AdaptiveFedAvg):
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.
     """
 
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03})
+
     b2: float = 0.99
 
     def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
@@ -119,6 +124,8 @@ class FedYogi(AdaptiveFedAvg):
     >>> FedYogi(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b2
     0.99
     """
+
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03})
 
     b2: float = 0.99
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import metrics, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
@@ -45,6 +46,8 @@ class FedSGD(GradientServer):
     >>> info.clients["num_steps"].tolist()
     [1, 1]
     """
+
+    capabilities = Capabilities(ordered=False)
 
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
 

@@ -71,7 +71,6 @@ class RowStore:
         return [(int(chunk), (at := np.flatnonzero(chunks == chunk)), within[at]) for chunk in np.unique(chunks)]
 
 
-@jax.tree_util.register_pytree_node_class
 class ClientRows:
     """What each client of a population keeps between rounds: a value, like any part of a state.
 
@@ -131,9 +130,7 @@ class ClientRows:
         self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)])
         return ClientRows(self.store, index)
 
-    def tree_flatten(self) -> tuple[tuple[np.ndarray], RowStore]:
-        return (self.index,), self.store
 
-    @classmethod
-    def tree_unflatten(cls, store: RowStore, children: tuple[np.ndarray]) -> ClientRows:
-        return cls(store, children[0])
+jax.tree_util.register_pytree_node(
+    ClientRows, lambda rows: ((rows.index,), rows.store), lambda store, children: ClientRows(store, children[0])
+)

@@ -94,7 +94,7 @@ class Debug(Execution):
             carry = Carry(folded, *jax.tree.map(lambda room, row, at=slot: room.at[at].set(row), tuple(carry[1:]), left))
         assert carry is not None
         return _stage(
-            "server_update", "the server", finish_round, phase, state, cohort.key, plan, *carry, jnp.int32(len(cohort))
+            "server_update", "the server", finish_round, phase, state, cohort.key, plan, *carry, jnp.int32(len(cohort)), update
         )
 
 

@@ -19,7 +19,7 @@ from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State
-from fedsim.execution._memory import down, join, remember, shapes, split
+from fedsim.execution._memory import down, join, remember, split, update_shape
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, plan_round, windows
 
@@ -338,6 +338,7 @@ def finish_round(
     lines: Info,
     kept: Any,
     num_clients: jax.Array,
+    update: Any = None,
 ) -> tuple[State, RoundInfo]:
     """The server's part: a round in which nothing arrived leaves the state as it was.
 
@@ -350,16 +351,18 @@ def finish_round(
       lines: what `deliver` wrote, ``[slots, ...]``.
       kept: what clients keep from now on, ``[slots, ...]``; () if nothing.
       num_clients: of the cohort, ``int32 []``.
+      update: a client's update, for its shape, if one is at hand.
     """
     parts = split(state)
     whole = phase is phase.phases[-1]
     round_key = rng.round_key(key, plan.round, "downlink")
     _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
-    update, aggregator = phase.aggregator.conclude(
+    update = update_shape(phase, parts.server) if update is None else update
+    aggregate, aggregator = phase.aggregator.conclude(
         accumulator, parts.aggregator if whole else (), rng.round_key(key, plan.round, "aggregator")
     )
-    info = round_info(lines, plan, num_clients, bits_down, shapes(phase, parts.server)[1])
-    after = Remembered(phase.server_update(parts.server, update), (), aggregator if whole else parts.aggregator, downlink)
+    info = round_info(lines, plan, num_clients, bits_down, update)
+    after = Remembered(phase.server_update(parts.server, aggregate), (), aggregator if whole else parts.aggregator, downlink)
     clients, parts = parts.clients, parts._replace(clients=())
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedsim import tree
+from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._contract import Client, ClientTable, FederatedProgram, Remembered, Shared, State
 from fedsim.execution._plan import RoundPlan
@@ -18,16 +19,15 @@ _RESIDENT_BYTES_ON_CPU = 2**22
 _RESIDENT_SHARE = 0.25
 
 
-def shapes(program: FederatedProgram, server: State) -> tuple[Any, Any]:
-    """One client's row (of the algorithm, of the aggregator), and an update: as ``jax.ShapeDtypeStruct``."""
+def update_shape(program: FederatedProgram, server: State) -> Any:
+    """A client's update, as ``jax.ShapeDtypeStruct``."""
 
     def final(server: State) -> Any:
         shared, number = program.broadcast(server), jnp.int32(0)
         client = Client(number, number, number, jax.random.key(0), program.client_memory(shared))
-        return client.memory, program.client_final(shared, program.client_init(shared, client), client).update
+        return program.client_final(shared, program.client_init(shared, client), client).update
 
-    memory, update = jax.eval_shape(final, server)
-    return (memory, jax.eval_shape(program.aggregator.client_memory, update)), update
+    return jax.eval_shape(final, server)
 
 
 def remember(program: FederatedProgram, state: State, data: FederatedData) -> State:
@@ -48,13 +48,21 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
     kept = vars(program).setdefault("_remembers", {})
     like = str(jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), state))
     if like not in kept:
-        row, update = shapes(program, state)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), update)
-        downlink = ()
+        row, aggregator, downlink = (
+            jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state),
+            (),
+            (),
+        )
+        of_aggregator: Any = ()
+        # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
+        if any(getattr(type(program.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
+            update = update_shape(program, state)
+            of_aggregator = jax.eval_shape(program.aggregator.client_memory, update)
+            aggregator = program.aggregator.init(_zeros(update))
         if program.downlink is not None:
             sent = jax.eval_shape(program.broadcast, state)
-            downlink = program.downlink.init([jnp.zeros(x.shape, x.dtype) for x in _floats(sent)])
-        kept[like] = row, program.aggregator.init(zeros), downlink
+            downlink = program.downlink.init(_zeros(_floats(sent)))
+        kept[like] = (row, of_aggregator), aggregator, downlink
     row, aggregator, downlink = kept[like]
     if not jax.tree.leaves(kept[like]):
         return state
@@ -82,6 +90,10 @@ def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array)
     received = iter(sent.value)
     shared = jax.tree.map(lambda x: next(received) if _is_float(x) else x, shared)
     return shared, sent.memory, sent.bits + jnp.uint32(plain - tree.num_bits(floats))
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
 def _is_float(leaf: Any) -> bool:

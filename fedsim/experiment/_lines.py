@@ -13,7 +13,8 @@ from fedsim.execution import Evaluation, RoundInfo
 
 Line = dict[str, Any]
 
-_BOOKKEEPING = ("num_examples", "num_steps", "weight", "dropped")
+_SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
+_BOOKKEEPING = ("num_steps", "weight", "dropped", *_SUMMED)
 
 
 def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> list[Line]:
@@ -27,7 +28,8 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
 
     Returns:
       Each with ``round``, every per-client scalar that the algorithm reports as its example-weighted mean (``loss``),
-      ``num_examples``, ``dropped`` and ``seconds``.
+      ``num_examples``, what all its clients sent and got (``bits_up``, ``bits_down``, and if it differs the estimate
+      ``entropy_bits_up``), ``dropped`` and ``seconds``.
 
     >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
     {'round': 6, 'loss': None, 'seconds': 1.5}
@@ -41,9 +43,12 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
         total = weight.sum(1)
         for name, values in clients.items():
             if name not in _BOOKKEEPING and np.shape(values) == weight.shape:
-                sums = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
-                columns[name] = np.where(total > 0, sums / np.maximum(total, 1), np.nan)
-        columns["num_examples"] = np.asarray(clients["num_examples"]).sum(1)
+                weighted = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
+                columns[name] = np.where(total > 0, weighted / np.maximum(total, 1), np.nan)
+        sums = {name: np.asarray(clients[name]).sum(1, np.float64 if "entropy" in name else np.int64) for name in _SUMMED}
+        if np.array_equal(sums["entropy_bits_up"], sums["bits_up"]):
+            del sums["entropy_bits_up"]  # nothing was compressed
+        columns |= sums
         columns["dropped"] = np.asarray(infos.num_dropped)
     elif isinstance(infos, Mapping):
         columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}

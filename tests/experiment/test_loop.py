@@ -74,7 +74,7 @@ def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
     train = [line for line in lines if "loss" in line]
     test = [line for line in lines if "test_accuracy" in line]
     assert [line["round"] for line in train] == list(range(1, 13)) and [line["round"] for line in test] == [5, 10, 12]
-    assert set(train[0]) == {"round", "loss", "num_examples", "dropped", "seconds"}
+    assert set(train[0]) == {"round", "loss", "num_examples", "dropped", "seconds", "bits_up", "bits_down"}
     assert train[3]["num_examples"] == sampler.cohort(3).sizes.sum()
     over = result.evaluation.over_clients("accuracy")
     assert test[-1]["test_accuracy_clients_worst10"] == pytest.approx(over["worst 10%"])

@@ -1,0 +1,57 @@
+"""Accuracy against what was sent: how far a bit goes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedsim.plots._canvas import new_figure
+
+
+def plot_bits(
+    histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "test_accuracy", direction: str = "up"
+) -> Any:
+    """A test metric against the bits that all clients together have sent (``direction="up"``) or got (``"down"``) so far.
+
+    Args:
+      histories: name of a run to its metrics: ``result.history``, or what `fedsim.experiment.read_metrics` reads.
+      metric: of the evaluations.
+      direction: ``"up"`` or ``"down"``.
+
+    Raises:
+      ValueError: an unknown direction, or a run without evaluations or without counts of bits.
+
+    >>> run = [{"round": 1, "bits_up": 8e6}, {"round": 1, "test_accuracy": 0.5}, {"round": 2, "bits_up": 8e6},
+    ...        {"round": 2, "test_accuracy": 0.6}]
+    >>> figure = plot_bits({"FedAvg": run})
+    >>> figure.axes[0].lines[0].get_xdata().tolist()
+    [1.0, 2.0]
+    """
+    if direction not in ("up", "down"):
+        raise ValueError(f"Expected direction to be 'up' or 'down', got direction={direction!r}.")
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    for (name, history), marker in zip(histories.items(), itertools.cycle("os^vDPX*")):
+        megabytes, values = _curve(name, history, metric, f"bits_{direction}")
+        axes.plot(megabytes, values, marker=marker, markersize=3, linewidth=1.4, label=name)
+    axes.set_xscale("log")
+    axes.set_xlabel(f"megabytes {'sent' if direction == 'up' else 'received'} by clients so far (logarithmic)")
+    axes.set_ylabel(metric.replace("_", " "))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    if histories:
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
+def _curve(name: str, history: Sequence[Mapping[str, Any]], metric: str, bits: str) -> tuple[list[float], list[float]]:
+    sent, megabytes, values = 0.0, [], []
+    for line in history:
+        sent += line.get(bits) or 0
+        if line.get(metric) is not None:
+            megabytes.append(sent / 8e6)
+            values.append(line[metric])
+    if not values or not sent:
+        raise ValueError(f"The run {name!r} has no {metric if sent else bits} in its metrics: nothing to draw.")
+    return megabytes, values
