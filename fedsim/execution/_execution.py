@@ -65,7 +65,7 @@ class Jit(Execution):
       lanes: clients side by side on the device, at most as many as it has. None: 1 on a CPU (more are slower there), up to
         16 elsewhere.
       memory: ``"resident"``: the whole population on the device; ``"stream"``: only the cohorts' rows, gathered while the
-        previous rounds train; ``"auto"``: resident if it fits.
+        previous rounds train; ``"auto"``: resident if it fits. What clients keep between rounds goes by the same setting.
 
     >>> Jit(lanes=4)
     Jit(lanes=4, memory='auto')

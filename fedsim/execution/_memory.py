@@ -45,15 +45,15 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 "from init."
             )
         return state
+    if vars(program).get("_forgets"):  # nothing to keep: known since its first round
+        return state
     kept = vars(program).setdefault("_remembers", {})
     like = str(jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), state))
     if like not in kept:
-        row, aggregator, downlink = (
-            jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state),
-            (),
-            (),
-        )
+        row = jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state)
         of_aggregator: Any = ()
+        aggregator: Any = ()
+        downlink: Any = ()
         # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
         if any(getattr(type(program.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
             update = update_shape(program, state)
@@ -63,11 +63,12 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
             sent = jax.eval_shape(program.broadcast, state)
             downlink = program.downlink.init(_zeros(_floats(sent)))
         kept[like] = (row, of_aggregator), aggregator, downlink
-    row, aggregator, downlink = kept[like]
     if not jax.tree.leaves(kept[like]):
+        vars(program)["_forgets"] = True
         return state
-    clients = ClientRows.empty(row, data.num_clients) if jax.tree.leaves(row) else ()
-    return Remembered(state, clients, aggregator, downlink)
+    rows, *beside = kept[like]
+    clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
+    return Remembered(state, clients, *beside)
 
 
 def split(state: State) -> Remembered:
