@@ -139,6 +139,28 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
     return value.astype(xp.int32)
 
 
+def hashed(key: jax.Array, size: int) -> jax.Array:
+    """``uint32 [size]``: a hash of each position under a key, for draws that are as many as there are parameters.
+
+    Much cheaper than `jax.random.bits`, and good enough to round numbers and to flip signs by; not for cryptography or noise
+    that must keep a secret. Different keys of one size give unrelated words; the words of one key are all different.
+
+    >>> hashed(root(0), 3).dtype
+    dtype('uint32')
+    """
+    first, second = words(key)
+    return _mix(_mix(jnp.arange(size, dtype=jnp.uint32) + second, jnp) ^ first, jnp)
+
+
+def noise(key: jax.Array, size: int) -> jax.Array:
+    """``float32 [size]``, uniform on [0, 1), of the quality and the price of `hashed`.
+
+    >>> bool(jnp.all(noise(root(0), 100) < 1))
+    True
+    """
+    return (hashed(key, size) >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+
+
 def _mix(x: Any, xp: Any) -> Any:
     """A 32-bit integer hash (xor-shifts and odd multiplications; constants of C. Wellons' hash prospector)."""
     u32 = xp.uint32

@@ -1,0 +1,43 @@
+"""Half precision: every float rounded to 16 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.compressors._compressor import Compressor, Memory, Message, Size
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Cast(Compressor):
+    """Rounds every float to the nearest of 16 bits; those too large for the dtype become its largest.
+
+    Attributes:
+      dtype: ``"bfloat16"`` (8 bits of precision, the range of ``float32``) or ``"float16"`` (11 bits, up to 65,504).
+
+    Raises:
+      ValueError: another dtype.
+
+    >>> sent = Cast(dtype="float16").transmit(jnp.array([0.1, 1e9]), jax.random.key(0))
+    >>> sent.value.tolist(), sent.bits.item()
+    ([0.0999755859375, 65504.0], 32)
+    """
+
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bfloat16", "float16"):
+            raise ValueError(f"Expected dtype to be 'bfloat16' or 'float16', got dtype={self.dtype!r}.")
+
+    def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
+        largest = float(jnp.finfo(self.dtype).max)
+        return jnp.clip(x, -largest, largest).astype(self.dtype), memory
+
+    def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return message.astype(jnp.float32)
+
+    def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
+        return Size(16 * message.size, 16.0 * message.size)

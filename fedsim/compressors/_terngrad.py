@@ -1,0 +1,56 @@
+"""TernGrad.
+
+W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen, H. Li, "TernGrad: Ternary gradients to reduce communication in distributed
+deep learning", NIPS 2017, equations 1 to 4 and section 3.3: https://arxiv.org/abs/1705.07878. What arrives of x_i is s
+sign(x_i) b_i, with s = max |x| and b_i = 1 with probability |x_i| / s, else 0. Deviations: codes are packed in 2 bits each,
+and what three symbols really take is in ``entropy_bits``; a client clips by the root mean square, where the paper has the
+standard deviation, lest a constant be clipped to nothing; clients do not agree on one s, as the paper's workers may.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.compressors._compressor import Size, VectorCompressor
+from fedsim.compressors._norm import root_mean_square
+from fedsim.compressors._packing import coded_bits, histogram
+from fedsim.compressors._qsgd import SignedLevels, from_signed_levels, to_signed_levels
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TernGrad(VectorCompressor):
+    """Unbiased rounding to -s, 0 and s, with NMSE ||x||_1 max|x| / ||x||_2^2 - 1.
+
+    Attributes:
+      clip: c: first, all coordinates are clipped to c root mean squares of their tensor, which makes s smaller, and the
+        result biased. The paper takes 2.5, FedJAX too; None does not clip.
+      per_tensor: an s for every tensor, as in the paper, or one for all.
+
+    Raises:
+      ValueError: ``clip`` is not positive.
+
+    >>> sent = TernGrad().transmit(jnp.array([0.0, -2.0, 2.0]), jax.random.key(0))
+    >>> sent.value.tolist(), sent.bits.item()
+    ([0.0, -2.0, 2.0], 38)
+    """
+
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 < self.clip < float("inf"):
+            raise ValueError(f"Expected clip > 0 and finite, got clip={self.clip}: None does not clip.")
+
+    def encode_vector(self, x: jax.Array, key: jax.Array) -> SignedLevels:
+        if self.clip is not None:
+            most = self.clip * root_mean_square(x)
+            x = jnp.clip(x, -most, most)
+        return to_signed_levels(x, jnp.max(jnp.abs(x), keepdims=True), 1, key)
+
+    def decode_vector(self, message: SignedLevels, key: jax.Array, d: int) -> jax.Array:
+        return from_signed_levels(message, 1, d)
+
+    def size_vector(self, message: SignedLevels, d: int) -> Size:
+        return Size(2 * d + 32, coded_bits(histogram(message.planes, d), d) + 32)

@@ -1,0 +1,35 @@
+"""Bits in words: exactly what was packed comes back, and is counted."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, unpack, words_for
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8, 11, 16])
+@pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 1000])
+def test_packing_there_and_back_is_exact(bits, d):
+    codes = np.random.default_rng(d).integers(0, 2**bits, d).astype(np.uint32)
+    planes = pack(jnp.asarray(codes), bits)
+    assert planes.shape == (bits, words_for(d)) and planes.dtype == jnp.uint32
+    np.testing.assert_array_equal(unpack(planes, d), codes)
+    np.testing.assert_array_equal(histogram(planes, d), np.bincount(codes, minlength=2**bits))
+
+
+def test_planes_are_what_the_docstring_says():
+    codes = np.random.default_rng(0).integers(0, 8, 100).astype(np.uint32)
+    planes, words = np.zeros((3, 4), np.uint32), 4
+    for i, code in enumerate(codes):
+        for p in range(3):
+            planes[p, i % words] |= ((code >> np.uint32(p)) & np.uint32(1)) << np.uint32(i // words)
+    np.testing.assert_array_equal(pack(jnp.asarray(codes), 3), planes)
+
+
+@pytest.mark.parametrize(("symbols", "bits"), [(2, 1), (3, 2), (4, 2), (5, 3), (256, 8), (257, 9), (65536, 16)])
+def test_bits_for_symbols(symbols, bits):
+    assert bits_for(symbols) == bits
+
+
+def test_one_symbol_alone_costs_only_its_histogram():
+    assert float(coded_bits(jnp.array([0, 0, 1000, 0]), 1000)) < 40

@@ -1,0 +1,77 @@
+"""The k largest, against sorting."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.compressors import TopK
+from fedsim.compressors._packing import unpack
+from fedsim.compressors._selection import count_of, largest, places
+
+CASES = {
+    "gaussian": lambda draw: draw.normal(size=5000),
+    "heavy tails": lambda draw: draw.standard_cauchy(5000),
+    "tiny to huge": lambda draw: np.sign(draw.normal(size=5000)) * np.exp(draw.uniform(-80, 80, 5000)),
+    "mostly zero": lambda draw: draw.normal(size=5000) * (draw.random(5000) < 0.02),
+    "two values": lambda draw: draw.choice([1.0, -2.0], 5000),
+    "all the same": lambda draw: np.full(5000, -0.25),
+    "zeros": lambda draw: np.zeros(5000),
+    "subnormal": lambda draw: draw.normal(size=5000) * 1e-41,
+    "with infinities": lambda draw: np.where(draw.random(5000) < 0.01, np.inf, draw.normal(size=5000)),
+    "one large": lambda draw: np.where(np.arange(5000) == 77, 1e30, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("k", [1, 2, 50, 77, 2500, 4999, 5000])
+def test_exactly_the_k_largest(case, k):
+    x = CASES[case](np.random.default_rng(k)).astype(np.float32)
+    mask = np.asarray(unpack(jax.jit(largest, static_argnums=1)(jnp.asarray(x), k)[None], 5000)) == 1
+    assert mask.sum() == k
+    np.testing.assert_array_equal(np.sort(np.abs(x[mask])), np.sort(np.abs(x))[5000 - k :])
+    where = np.asarray(places(largest(jnp.asarray(x), k), k))
+    assert sorted(where.tolist()) == np.flatnonzero(mask).tolist()
+
+
+@pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
+def test_few_coordinates(d):
+    x = jnp.asarray(np.random.default_rng(d).permutation(d), jnp.float32) + 1
+    for k in range(1, d + 1):
+        where = places(largest(x, k), k)
+        assert sorted(np.asarray(x)[np.asarray(where)].tolist()) == list(range(d - k + 1, d + 1))
+
+
+def test_selection_takes_few_passes(monkeypatch):
+    """A pass reads all coordinates, so their number is what selecting costs."""
+    passes = []
+
+    def counted(condition, body, start):
+        while bool(condition(start)):
+            passes[-1] += 1
+            start = body(start)
+        return start
+
+    monkeypatch.setattr(jax.lax, "while_loop", counted)
+    for name in ("gaussian", "heavy tails", "mostly zero"):
+        for k in (50, 500):
+            passes.append(0)
+            largest(jnp.asarray(CASES[name](np.random.default_rng(0)), jnp.float32), k)
+    assert max(passes) <= 35 and np.mean(passes) < 16
+
+
+@pytest.mark.parametrize(
+    ("fraction", "d", "k"), [(0.01, 100, 1), (0.07, 100, 7), (0.29, 100, 29), (1.0, 7, 7), (1e-6, 7, 1), (0.1, 31, 4)]
+)
+def test_count_is_by_decimals(fraction, d, k):
+    """0.29 * 100 is 28.999..., and 0.07 * 100 is 7.000...1 in binary."""
+    assert count_of(fraction, d) == k
+
+
+@pytest.mark.parametrize("layout", ["mask", "places", "shortest"])
+def test_layouts_say_the_same(layout):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 30)), jnp.float32)
+    sent = TopK(fraction=0.05, layout=layout).transmit(x, jax.random.key(0))
+    cut = np.sort(np.abs(np.asarray(x)).reshape(-1))[-60]
+    np.testing.assert_array_equal(sent.value, np.where(np.abs(x) >= cut, x, 0))
+    assert int(sent.bits) == 60 * 32 + {"mask": 1200, "places": 60 * 11, "shortest": 60 * 11}[layout]
