@@ -86,9 +86,11 @@ class ClientRows:
         self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)], at)
         return ClientRows(self.store, index)
 
-    def copied(self, store: RowStore) -> ClientRows:
-        """The same rows in another store of the same layout."""
-        copy = ClientRows(store, np.full(len(self.index), -1, np.int64))
+    def copied(self, store: RowStore | None = None) -> ClientRows:
+        """The same rows in another store of the same layout; by default in one of its own."""
+        copy = ClientRows.empty(self.store.like, len(self.index))
+        if store is not None:
+            copy = ClientRows(store, copy.index)
         there = np.flatnonzero(self.index >= 0)
         # In the order in which they lie: a file is then read from front to back.
         there = there[np.argsort(self.index[there])]

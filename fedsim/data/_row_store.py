@@ -305,15 +305,15 @@ def _checksum(views: Sequence[np.ndarray]) -> int:
     return checksum
 
 
-def _preadv(file: IO[bytes], views: Sequence[np.ndarray], at: int) -> int:
+def _preadv(file: Any, views: Any, at: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(file.fileno(), views, at)
     file.seek(at)
-    return file.readinto(views[0])  # type: ignore[attr-defined]
+    return file.readinto(views[0])
 
 
-def _pwritev(file: IO[bytes], views: Sequence[np.ndarray], at: int) -> int:
+def _pwritev(file: Any, views: Any, at: int) -> int:
     if hasattr(os, "pwritev"):
         return os.pwritev(file.fileno(), views, at)
     file.seek(at)
-    return file.write(views[0])  # type: ignore[arg-type]
+    return file.write(views[0])

@@ -96,9 +96,8 @@ class Jit(Execution):
         for start in range(0, len(cohorts), rounds):
             together = cohorts[start : start + rounds]
             state, info = self._dispatch(program, state, together, rounds, stacked=True)
-            if info.num_dropped.shape[0] > len(together):
-                info = jax.tree.map(lambda x, length=len(together): x[:length], info)
-            infos.append(info)
+            count = len(together)
+            infos.append(jax.tree.map(lambda x, n=count: x[:n], info) if info.num_dropped.shape[0] > count else info)
         return state, infos[0] if len(infos) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *infos)
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
