@@ -155,7 +155,8 @@ class RowFile(RowStore):
             head = _MAGIC + f"{len(text):08x} {zlib.crc32(text):08x}\n".encode()
             with whole_file(path) as part:
                 part.write_bytes(head.ljust(_LINE) + text.ljust(-(_LINE + len(text)) % _PAGE + len(text)))
-        self._file = open(path, "r+b" if os.access(path, os.W_OK) else "rb", buffering=0)  # noqa: SIM115 (it stays open)
+        self._hold(open(path, "r+b" if os.access(path, os.W_OK) else "rb", buffering=0))  # noqa: SIM115 (it stays open)
+        assert self._file
         there, self._start = _read_header(path, self._file)
         rows = there.pop("row"), holds.pop("row")
         differences = [
@@ -176,10 +177,14 @@ class RowFile(RowStore):
         super()._grow((os.fstat(self._file.fileno()).st_size - self._start) // max(1, self.row_bytes))
         self._grow(0)
 
+    def _hold(self, file: IO[bytes]) -> None:
+        self._file = file
+        weakref.finalize(self, file.close)
+
     def _grow(self, rows: int) -> None:
         super()._grow(rows)
         if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (it stays open)
+            self._hold(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115 (it stays open)
         more = self.capacity - len(self._checksums)
         self._checksums, self._known = np.pad(self._checksums, (0, more)), np.pad(self._known, (0, more))
 

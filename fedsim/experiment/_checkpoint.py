@@ -222,7 +222,7 @@ def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
             clients = len(leaves[f"{name}.seen"])
             rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((clients, *x.shape), x.dtype), leaf.store.like)
             return ClientTable(rows, jax.ShapeDtypeStruct((clients,), np.bool_))
-        clients = len(leaves.get(f"{name}.index", leaf.index))
+        clients = leaves.get(f"{name}.index", leaf.index).shape[0]
         of_each = [jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32)]
         return SavedRows(*of_each)
 
