@@ -119,6 +119,7 @@ class Checkpoints:
         Raises:
           ValueError: there are checkpoints and none can be read, or they hold another structure than ``like``.
         """
+        self._open_rows(like)
         rounds = self.rounds()
         for round in reversed(rounds):
             try:
@@ -127,7 +128,6 @@ class Checkpoints:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
                 continue
             saved = from_leaves(*_as_saved(leaves, like))
-            self._open_rows(like)
             try:
                 state = self._found(saved, like)
             except FormatError as error:

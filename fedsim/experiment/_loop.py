@@ -143,8 +143,6 @@ def run(
     restored = checkpoints.newest(remembered) if checkpoints else None
     state, start = restored or (algorithm.remember(algorithm.init(key), first.data), 0)
     journal = Journal(paths, start, checkpoints, callbacks)
-    if checkpoints:
-        state = checkpoints.adopt(state)
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
     pace = Pace(limits["rounds_per_dispatch"], boundaries)
@@ -175,6 +173,7 @@ def run(
     with Interruption() as interruption:
         position = start
         try:
+            state = checkpoints.adopt(state) if checkpoints else state
             while position < rounds and not interruption.signal:
                 try:
                     together = cohorts(sampler, position, pace.length(position))

@@ -1,7 +1,6 @@
 """What clients keep: rows in memory and in a file, against a dictionary; and files that are not what they should be."""
 
 import errno
-import gc
 import math
 
 import jax
@@ -71,7 +70,6 @@ def test_many_versions_are_what_was_written_and_take_bounded_room(store):
         kept = {client: {name: leaf[i] for name, leaf in values.items()} for i, client in enumerate(clients) if where[i]}
         versions = [*versions[-4:], (new, expected | kept)]
         del rows, new
-        gc.collect()
         in_use = {number for version, _ in versions for number in version.index.tolist() if number >= 0}
         most = max(most, len(in_use) + 12 + CLIENTS)  # and the version that was dropped only now
         for version in versions:
