@@ -156,8 +156,11 @@ class Algorithm:
         """``state`` as it will be from the first round on: joined by what clients, the aggregator and the downlink keep.
 
         If they keep nothing, it is ``state`` itself; else a `fedsim.execution.Remembered`, whose ``server`` is ``state``.
-        `apply` does this where it has not been done.
+        `apply` does this where it has not been done. An algorithm without `client_init`, whose `apply` is its own, has none of
+        this.
         """
+        if type(self).client_init is Algorithm.client_init:
+            return state
         return remember(self, state, data)
 
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:

@@ -87,10 +87,18 @@ class Jit(Execution):
     def run(
         self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
-        state, infos = self._dispatch(program, state, cohorts, max(max_rounds or 0, len(cohorts)), stacked=True)
-        if infos.num_dropped.shape[0] > len(cohorts):
-            infos = jax.tree.map(lambda x: x[: len(cohorts)], infos)
-        return state, infos
+        check_cohorts(program, cohorts)
+        first = cohorts[0]
+        state = remember(program, state, first.data)
+        rounds = max(max_rounds or 0, len(cohorts))
+        rounds = min(rounds, _memory.most_rounds(state, first.data, first.slots, self.mesh(), self.memory))
+        infos = []
+        for start in range(0, len(cohorts), rounds):
+            together = cohorts[start : start + rounds]
+            state, info = self._dispatch(program, state, together, rounds, stacked=True)
+            count = len(together)
+            infos.append(jax.tree.map(lambda x, n=count: x[:n], info) if info.num_dropped.shape[0] > count else info)
+        return state, infos[0] if len(infos) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *infos)
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         return self._dispatch(program, state, [cohort], 1, stacked=False)

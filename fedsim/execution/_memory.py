@@ -17,6 +17,7 @@ from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 _RESIDENT_SHARE = 0.25
+_TABLE_BYTES = 2**27
 
 
 def update_shape(program: FederatedProgram, server: State) -> Any:
@@ -122,6 +123,14 @@ def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh,
     return table_bytes <= _RESIDENT_SHARE * (device.memory_stats() or {}).get("bytes_limit", 8 * 2**30)
 
 
+def most_rounds(state: State, data: FederatedData, slots: int, mesh: Mesh, memory: str) -> int:
+    """How many rounds can go to the device at once: what their cohorts keep has to fit there, next to its copies."""
+    clients = split(state).clients
+    if not isinstance(clients, ClientRows) or is_resident(clients, data, mesh, memory):
+        return 2**31
+    return max(1, _TABLE_BYTES // max(1, slots * clients.store.row_bytes))
+
+
 def to_device(
     clients: ClientRows | ClientTable, plans: list[RoundPlan], resident: bool, max_rounds: int
 ) -> tuple[ClientTable, list[RoundPlan], np.ndarray]:
@@ -150,8 +159,7 @@ def from_device(
     """What clients keep after a dispatch; waits for it unless it stays on the device."""
     if resident:
         return table
-    seen = np.asarray(table.seen)[: len(who)]
-    return _rows(before).written(who[seen], jax.tree.map(lambda x: np.asarray(x)[: len(who)][seen], table.rows))
+    return _rows(before).written(who, table.rows, np.asarray(table.seen)[: len(who)])
 
 
 def _rows(clients: ClientRows | ClientTable) -> ClientRows:
@@ -159,4 +167,4 @@ def _rows(clients: ClientRows | ClientTable) -> ClientRows:
         return clients
     seen = np.asarray(clients.seen)
     empty = ClientRows.empty(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows), len(seen))
-    return empty.written(np.flatnonzero(seen), jax.tree.map(lambda x: np.asarray(x)[seen], clients.rows))
+    return empty.written(np.arange(len(seen)), clients.rows, seen)

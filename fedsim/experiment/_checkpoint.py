@@ -9,15 +9,27 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+from fedsim.data import ClientRows, FormatError
+from fedsim.data._row_store import RowFile
+from fedsim.execution import ClientTable
 
 State = Any
 Leaves = dict[str, np.ndarray]
 
 _FILES = "files.json"
+_ROWS = "clients.rows"
+
+
+class SavedRows(NamedTuple):
+    """What a checkpoint holds of `ClientRows`: where in the file each client's row is, -1 for none, and its checksum."""
+
+    index: Any
+    checksums: Any
 
 
 class Checkpoints:
@@ -27,6 +39,13 @@ class Checkpoints:
     renamed or moved and its old checkpoints stay readable. Last of all a list of the files and their checksums is written:
     a directory without it is not yet a checkpoint, and one that does not agree with it is damaged.
 
+    The rows of `ClientRows` are in one file beside, ``FOLDER/clients.rows``, and a checkpoint holds where, and their checksums.
+    What a checkpoint refers to is not overwritten before that checkpoint is deleted.
+
+    Args:
+      folder: of the checkpoints.
+      about: whose rows these are, written into their file: another algorithm or population is refused.
+
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
     >>> checkpoints.save(3, {"w": jax.numpy.ones(2)})
@@ -35,8 +54,12 @@ class Checkpoints:
     (3, [1.0, 1.0])
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, about: Mapping[str, Any] | None = None) -> None:
         self.folder = folder.absolute()
+        self._about = about or {}
+        self._file: RowFile | None = None
+        # Rows are kept for as long as a ClientRows refers to them: these do for the checkpoints.
+        self._pinned: dict[int, list[ClientRows]] = {}
 
     @staticmethod
     def available() -> bool:
@@ -48,13 +71,31 @@ class Checkpoints:
         """Rounds with a checkpoint, the oldest first."""
         return sorted(int(path.parent.name) for path in self.folder.glob(f"*/{_FILES}") if path.parent.name.isdigit())
 
+    def adopt(self, state: State) -> State:
+        """The same state, with what clients keep in the file beside the checkpoints: only so can it be saved at no cost.
+
+        Raises:
+          ValueError: the file holds rows of another algorithm or population, or is damaged.
+        """
+
+        def adopted(leaf: Any) -> Any:
+            if not isinstance(leaf, ClientRows) or leaf.store is self._file:
+                return leaf
+            return leaf.copied(self._rows(leaf))
+
+        return jax.tree.map(adopted, state, is_leaf=_is_rows)
+
     def save(self, round: int, state: State) -> None:
         """Writes the state after ``round`` rounds; without effect if it is there already, and undamaged."""
-        path = self._path(round)
-        if _is_whole(path):
+        path, state = self._path(round), self.adopt(state)
+        rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_rows) if _is_rows(leaf)]
+        if _is_whole(path) and _same(rows, self._pinned.get(round, [])):
             return
         (path / _FILES).unlink(missing_ok=True)  # while it is overwritten it is no checkpoint
-        _orbax().save(path, to_leaves(state) or {"": np.zeros(1)}, force=True)
+        self._pinned[round] = rows
+        if self._file and rows:
+            self._file.sync()
+        _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=_is_rows)) or {"": np.zeros(1)}, force=True)
         beside = path / f"{_FILES}.tmp"
         beside.write_text(json.dumps(_checksums(path)))
         beside.replace(path / _FILES)
@@ -62,11 +103,13 @@ class Checkpoints:
     def load(self, round: int, like: State) -> State:
         """The state after ``round`` rounds, in the structure of ``like`` (arrays or ``jax.ShapeDtypeStruct``).
 
+        What clients kept comes back as `ClientRows` in the file, or as the `ClientTable` that it was.
+
         Raises:
           ValueError: the state has other leaves, shapes or dtypes than ``like``; they are named.
           OSError, ValueError: the checkpoint is damaged.
         """
-        return from_leaves(self._read(round), like)
+        return self._found(from_leaves(*_as_saved(self._read(round), like)), like)
 
     def newest(self, like: State) -> tuple[State, int] | None:
         """The newest state that can be read, and its round; None if there never was a checkpoint.
@@ -76,6 +119,7 @@ class Checkpoints:
         Raises:
           ValueError: there are checkpoints and none can be read, or they hold another structure than ``like``.
         """
+        self._open_rows(like)
         rounds = self.rounds()
         for round in reversed(rounds):
             try:
@@ -83,7 +127,14 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
                 continue
-            return from_leaves(leaves, like), round
+            saved = from_leaves(*_as_saved(leaves, like))
+            try:
+                state = self._found(saved, like)
+            except FormatError as error:
+                warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}", stacklevel=2)
+                continue
+            self._pin({other for other in rounds if other != round}, like)
+            return state, round
         if rounds:
             raise ValueError(f"All checkpoints in {self.folder} were damaged. Start anew with another run folder.")
         return None
@@ -91,9 +142,10 @@ class Checkpoints:
     def keep_only(self, rounds: set[int]) -> None:
         """Deletes all other checkpoints, and what a killed process left half-written."""
         for path in self.folder.iterdir():
-            if not (path.name.isdigit() and int(path.name) in rounds):
+            if path.name != _ROWS and not (path.name.isdigit() and int(path.name) in rounds):
                 (path / _FILES).unlink(missing_ok=True)  # first of all it ceases to be a checkpoint
                 shutil.rmtree(path, ignore_errors=True)
+        self._pinned = {round: rows for round, rows in self._pinned.items() if round in rounds}
 
     def _path(self, round: int) -> Path:
         return self.folder / f"{round:08d}"
@@ -108,6 +160,73 @@ class Checkpoints:
         if expected:
             raise ValueError(f"{', '.join(expected)} is missing")
         return {name: np.asarray(leaf) for name, leaf in _orbax().restore(path).items() if name}
+
+    def _rows(self, like: ClientRows) -> RowFile:
+        """The file of rows, made if it is not there."""
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = RowFile(like.store.like, self.folder / _ROWS, self._about)
+        return self._file
+
+    def _open_rows(self, like: State) -> None:
+        """Opens the file that ``like`` asks for, if it is there: what is wrong with it is wrong with all checkpoints."""
+        for leaf in jax.tree.leaves(like, is_leaf=_is_rows):
+            if _is_rows(leaf) and (self.folder / _ROWS).exists():
+                self._rows(leaf)
+
+    def _found(self, saved: State, like: State, read: bool = True) -> State:
+        """`SavedRows` as `ClientRows`; every row is read and compared with its checksum."""
+
+        def found(like: Any, saved: Any) -> Any:
+            if not isinstance(saved, SavedRows):
+                return saved
+            self._open_rows(like)
+            if self._file is None:
+                raise FormatError(f"{self.folder / _ROWS} is missing.")
+            index = np.asarray(saved.index, np.int64)
+            self._file.expect(index, np.asarray(saved.checksums), read=read)
+            return ClientRows(self._file, index)
+
+        return jax.tree.map(found, like, saved, is_leaf=_is_rows)
+
+    def _pin(self, rounds: set[int], like: State) -> None:
+        """Keeps the rows of checkpoints that nobody has loaded."""
+        for round in rounds if self._file else ():
+            try:
+                state = self._found(from_leaves(*_as_saved(self._read(round), like)), like, read=False)
+            except (OSError, ValueError):
+                continue  # It cannot be read now; whoever reads it later will see by the checksums what is left of its rows.
+            self._pinned[round] = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_rows) if _is_rows(leaf)]
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, ClientRows)
+
+
+def _same(some: list[ClientRows], others: list[ClientRows]) -> bool:
+    return len(some) == len(others) and all(np.array_equal(a.index, b.index) for a, b in zip(some, others, strict=True))
+
+
+def _saved(leaf: Any) -> Any:
+    return SavedRows(leaf.index, leaf.store.checksums(leaf.index)) if _is_rows(leaf) else leaf
+
+
+def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
+    """What `from_leaves` takes: ``like`` with what a checkpoint holds in the place of `ClientRows`, a table if it has that."""
+
+    def saved(path: Any, leaf: Any) -> Any:
+        if not _is_rows(leaf):
+            return leaf
+        name = jax.tree_util.keystr(path)
+        if f"{name}.seen" in leaves:
+            clients = len(leaves[f"{name}.seen"])
+            rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((clients, *x.shape), x.dtype), leaf.store.like)
+            return ClientTable(rows, jax.ShapeDtypeStruct((clients,), np.bool_))
+        clients = leaves.get(f"{name}.index", leaf.index).shape[0]
+        of_each = [jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32)]
+        return SavedRows(*of_each)
+
+    return leaves, jax.tree_util.tree_map_with_path(saved, like, is_leaf=_is_rows)
 
 
 def to_leaves(state: State) -> Leaves:

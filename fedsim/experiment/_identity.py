@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort
+from fedsim.data import Cohort, FederatedData
 
 
 def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any) -> dict[str, Any]:
@@ -37,6 +38,12 @@ def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any)
     data = {"clients": first.data.num_clients, "examples": first.data.num_examples, "features": sorted(first.data.columns)}
     described = {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": first.slots, "data": data}
     return described | arguments | {"root_key": words}
+
+
+def about(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
+    """Whose clients keep what they keep: it is of no use to another algorithm, or to other clients."""
+    names = hashlib.sha256("\0".join(data.client_ids).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": names}
 
 
 def title(described: Mapping[str, Any]) -> str:

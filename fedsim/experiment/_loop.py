@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import numpy as np
 from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort, FederatedData
+from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import Evaluation, Jit, RoundInfo, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._identity import describe, title
+from fedsim.experiment._identity import about, describe, title
 from fedsim.experiment._journal import Callback, Journal
 from fedsim.experiment._lines import Line, best_round, evaluation_line, round_lines
 from fedsim.experiment._pace import Pace, cohorts
@@ -31,6 +32,9 @@ from fedsim.experiment._report import closing_table
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
+
+# What lives beside a state does not depend on who the clients are.
+_ANYBODY = FederatedData({"x": np.zeros(0)}, np.zeros(2, np.int64), ["anybody"])
 
 State = Any
 Tested = Evaluation | Mapping[str, float]
@@ -128,14 +132,16 @@ def run(
     if paths:
         paths.claim(described, dataclasses.asdict(settings) if settings is not None else {})
 
-    checkpoints = Checkpoints(paths.checkpoints) if paths else None
+    remembered = algorithm.remember(like, first.data)
+    keeps = any(map(_is_rows, jax.tree.leaves(remembered, is_leaf=_is_rows)))
+    checkpoints = Checkpoints(paths.checkpoints, about(algorithm, first.data) if keeps else None) if paths else None
     if checkpoints and not Checkpoints.available():
         warnings.warn(
             "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').", stacklevel=2
         )
         checkpoints = None
-    restored = checkpoints.newest(like) if checkpoints else None
-    state, start = restored or (algorithm.init(key), 0)
+    restored = checkpoints.newest(remembered) if checkpoints else None
+    state, start = restored or (algorithm.remember(algorithm.init(key), first.data), 0)
     journal = Journal(paths, start, checkpoints, callbacks)
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
@@ -167,6 +173,7 @@ def run(
     with Interruption() as interruption:
         position = start
         try:
+            state = checkpoints.adopt(state) if checkpoints else state
             while position < rounds and not interruption.signal:
                 try:
                     together = cohorts(sampler, position, pace.length(position))
@@ -266,8 +273,8 @@ def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "be
     ValueError: no such folder holds no last checkpoint.
     """
     paths = RunFolder(Path(folder))
-    like = jax.eval_shape(algorithm.init, rng.root(0))
-    checkpoints = Checkpoints(paths.checkpoints)
+    like = algorithm.remember(jax.eval_shape(algorithm.init, rng.root(0)), _ANYBODY)
+    checkpoints = Checkpoints(paths.checkpoints, {"algorithm": type(algorithm).__name__})
     if which == "last":
         restored = checkpoints.newest(like)
     else:
@@ -276,4 +283,10 @@ def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "be
         restored = None if round is None else (checkpoints.load(round, like), round)
     if restored is None:
         raise ValueError(f"{folder} holds no {which} checkpoint.")
-    return restored
+    # A run may go on writing to its file of rows: what is given away here is nobody else's.
+    state, round = restored
+    return jax.tree.map(lambda x: x.copied() if isinstance(x, ClientRows) else x, state, is_leaf=_is_rows), round
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, ClientRows)

@@ -1,4 +1,4 @@
-"""kill -9 at random moments, twenty times over one run: it goes on, and ends with the same bits as an unbroken run."""
+"""kill -9 at random moments, many times over one run: it goes on, and ends with the same bits as an unbroken run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import fedsim
 from fedsim.experiment import Checkpoints
 
 PROGRAM = Path(__file__).with_name("killed_run.py")
-KILLS = 20
 
 
-def _start(folder: Path, cache: Path, pause: float) -> subprocess.Popen[str]:
+def _start(algorithm: str, folder: Path, cache: Path, pause: float) -> subprocess.Popen[str]:
     package = str(Path(fedsim.__file__).parents[1])  # installed or not
     cached = dict(JAX_COMPILATION_CACHE_DIR=str(cache), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
     environment = {**os.environ, **cached, "PYTHONPATH": package}
     return subprocess.Popen(
-        [sys.executable, str(PROGRAM), str(folder), str(pause)],
+        [sys.executable, str(PROGRAM), str(folder), str(pause), algorithm],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -38,15 +37,16 @@ def _saved(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_killed_twenty_times_ends_with_the_bits_of_an_unbroken_run(tmp_path):
+@pytest.mark.parametrize(("algorithm", "kills"), [("fedavg", 20), ("remembering", 10)])
+def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, kills, tmp_path):
     cache = tmp_path / "cache"
-    unbroken = _start(tmp_path / "unbroken", cache, pause=0.0)
+    unbroken = _start(algorithm, tmp_path / "unbroken", cache, pause=0.0)
     expected, error = unbroken.communicate(timeout=120)
     assert unbroken.returncode == 0, error
 
     draw, folder, lives = random.Random(2), tmp_path / "killed", []
-    for life in range(KILLS):
-        process, before = _start(folder, cache, pause=0.01), _saved(folder)
+    for life in range(kills):
+        process, before = _start(algorithm, folder, cache, pause=0.01), _saved(folder)
         # Every fifth life may end before it did anything; the others save at least once, and mostly die while saving.
         while life % 5 and _saved(folder) == before and process.poll() is None:
             time.sleep(0.005)
@@ -55,8 +55,8 @@ def test_killed_twenty_times_ends_with_the_bits_of_an_unbroken_run(tmp_path):
         process.kill()
         process.communicate()
         lives.append(_saved(folder))
-    assert lives == sorted(lives) and len(set(lives)) > KILLS // 2, lives
-    last = _start(folder, cache, pause=0.0)
+    assert lives == sorted(lives) and len(set(lives)) > kills // 2, lives
+    last = _start(algorithm, folder, cache, pause=0.0)
     actual, error = last.communicate(timeout=120)
     assert last.returncode == 0, error
     assert actual == expected

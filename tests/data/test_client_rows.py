@@ -1,0 +1,281 @@
+"""What clients keep: rows in memory and in a file, against a dictionary; and files that are not what they should be."""
+
+import errno
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim.data import ClientRows, FormatError
+from fedsim.data._row_store import MemoryRows, RowFile
+
+CLIENTS = 40
+LIKE = {
+    "w": jax.ShapeDtypeStruct((3, 2), np.float32),
+    "half": jax.ShapeDtypeStruct((5,), jnp.bfloat16),
+    "done": jax.ShapeDtypeStruct((), np.bool_),
+    "none": jax.ShapeDtypeStruct((0, 2), np.float32),
+    "visits": jax.ShapeDtypeStruct((), np.int32),
+}
+ABOUT = {"algorithm": "Scaffold", "clients": CLIENTS}
+
+
+@pytest.fixture(params=["memory", "temporary file", "file"])
+def store(request, tmp_path):
+    stores = {
+        "memory": lambda: MemoryRows(LIKE),
+        "temporary file": lambda: RowFile(LIKE),
+        "file": lambda: RowFile(LIKE, tmp_path / "rows", ABOUT),
+    }
+    return stores[request.param]()
+
+
+def none_yet(store):
+    return ClientRows(store, np.full(CLIENTS, -1, np.int64))
+
+
+def draws(draw, count):
+    return {
+        "w": draw.normal(size=(count, 3, 2)).astype(np.float32),
+        "half": draw.normal(size=(count, 5)).astype(jnp.bfloat16),
+        "done": draw.integers(0, 2, count).astype(bool),
+        "none": np.zeros((count, 0, 2), np.float32),
+        "visits": draw.integers(0, 100, count).astype(np.int32),
+    }
+
+
+def assert_holds(rows, expected):
+    """``expected``: client to row."""
+    values, seen = rows.gather(np.arange(CLIENTS), slots=CLIENTS + 3)
+    assert np.flatnonzero(seen).tolist() == sorted(expected) and len(rows) == len(expected)
+    for name, leaf in values.items():
+        whole = np.zeros((CLIENTS + 3, *LIKE[name].shape), LIKE[name].dtype)
+        for client, row in expected.items():
+            whole[client] = row[name]
+        assert leaf.dtype == whole.dtype and leaf.shape == whole.shape and leaf.tobytes() == whole.tobytes()
+
+
+def test_many_versions_are_what_was_written_and_take_bounded_room(store):
+    draw = np.random.default_rng(0)
+    store.rows_per_chunk = 8
+    versions, most = [(none_yet(store), {})], 0
+    for _ in range(150):
+        rows, expected = versions[draw.integers(len(versions))]
+        clients = draw.permutation(CLIENTS)[: draw.integers(0, 12)]
+        where = draw.random(len(clients)) < 0.8
+        values = draws(draw, len(clients) + 2)
+        new = rows.written(clients, jax.tree.map(jnp.asarray, values), where)
+        kept = {client: {name: leaf[i] for name, leaf in values.items()} for i, client in enumerate(clients) if where[i]}
+        versions = [*versions[-4:], (new, expected | kept)]
+        del rows, new
+        in_use = {number for version, _ in versions for number in version.index.tolist() if number >= 0}
+        most = max(most, len(in_use) + 12 + CLIENTS)  # and the version that was dropped only now
+        for version in versions:
+            assert_holds(*version)
+    assert store.capacity <= math.ceil(1.25 * most) + 8
+
+
+def test_a_client_twice_seen_reads_the_new_row_and_the_old_value_keeps_the_old(store):
+    first = none_yet(store).written(np.array([3]), draws(np.random.default_rng(1), 1))
+    again = first.written(np.array([3]), draws(np.random.default_rng(2), 1))
+    assert first.gather(np.array([3]))[0]["w"].tolist() == draws(np.random.default_rng(1), 1)["w"].tolist()
+    assert again.gather(np.array([3]))[0]["w"].tolist() == draws(np.random.default_rng(2), 1)["w"].tolist()
+
+
+def test_rows_of_an_index_that_went_to_a_device_are_kept(store):
+    store.rows_per_chunk = 8
+    draw, rows, values = np.random.default_rng(0), none_yet(store), draws(np.random.default_rng(3), 2)
+    moved = jax.tree.map(jnp.asarray, rows.written(np.array([1, 2]), values))
+    for _ in range(20):
+        rows = rows.written(np.array([5, 6, 7]), draws(draw, 3))
+    np.testing.assert_array_equal(moved.gather(np.array([1, 2]))[0]["w"], values["w"])
+    assert moved.index.dtype == np.int64
+
+
+def test_copies_do_not_depend_on_the_original(store, monkeypatch):
+    monkeypatch.setattr("fedsim.data._client_rows._BLOCK_BYTES", 200)
+    draw = np.random.default_rng(0)
+    values = draws(draw, CLIENTS)
+    rows = none_yet(store).written(draw.permutation(CLIENTS), values, np.arange(CLIENTS) < 30)
+    copy = rows.copied()
+    expected, seen = rows.gather(np.arange(CLIENTS))
+    del rows
+    none_yet(store).written(np.arange(CLIENTS), draws(draw, CLIENTS))
+    actual, also = copy.gather(np.arange(CLIENTS))
+    np.testing.assert_array_equal(seen, also)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_what_would_not_fit_in_memory_goes_to_a_temporary_file(monkeypatch, tmp_path):
+    row = jax.ShapeDtypeStruct((1000,), np.float32)
+    assert isinstance(ClientRows.empty(row, 10).store, MemoryRows)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 4 * 40_000 - 1}))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows = ClientRows.empty(row, 10)
+    assert isinstance(rows.store, RowFile)
+    rows = rows.written(np.array([4]), np.ones((1, 1000), np.float32))
+    assert rows.gather(np.array([4]))[0].sum() == 1000
+    assert list(tmp_path.iterdir()) == []  # it has no name: the disk has it back, however the process ends
+
+
+def test_rows_beyond_memory_cost_an_index_and_what_is_written():
+    rows = ClientRows(RowFile(jax.ShapeDtypeStruct((262_144,), np.float32)), np.full(342_477, -1, np.int64))
+    assert rows.store.capacity == 0 and rows.index.nbytes == 8 * 342_477
+    rows = rows.written(np.array([342_476]), np.ones((1, 262_144), np.float32))
+    assert rows.store.capacity == 16
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_transfers_that_stop_in_the_middle_go_on(most, monkeypatch):
+    """A system may move less than was asked, and takes a limited number of pieces at once."""
+    like = [jax.ShapeDtypeStruct((2,), np.float32) for _ in range(1500)]
+    store = RowFile(like)
+    values = [np.full((2, 2), i, np.float32) + np.arange(2, dtype=np.float32)[:, None] for i in range(1500)]
+    whole = {name: getattr(__import__("os"), name) for name in ("preadv", "pwritev")}
+
+    def partial(name):
+        def call(fd, views, at):
+            assert len(views) <= 1024
+            pieces, left = [], most
+            for view in views:
+                pieces.append(memoryview(view)[:left])
+                left -= len(pieces[-1])
+                if not left:
+                    break
+            return whole[name](fd, pieces, at)
+
+        return call
+
+    for name in whole:
+        monkeypatch.setattr(f"os.{name}", partial(name))
+    rows = ClientRows(store, np.full(3, -1, np.int64)).written(np.array([0, 2]), values)
+    actual, _ = rows.gather(np.array([0, 2]))
+    jax.tree.map(np.testing.assert_array_equal, actual, values)
+
+
+def test_systems_without_vectored_input_do_as_well(monkeypatch):
+    monkeypatch.delattr("os.preadv")
+    monkeypatch.delattr("os.pwritev")
+    values = draws(np.random.default_rng(0), 4)
+    rows = none_yet(RowFile(LIKE)).written(np.arange(4), values)
+    jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(4))[0], values)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A file, some rows in it, and what another process would know of them."""
+    store = RowFile(LIKE, tmp_path / "rows", ABOUT)
+    rows = none_yet(store).written(np.arange(5), draws(np.random.default_rng(0), 5))
+    store.sync()
+    return tmp_path / "rows", rows.index, store.checksums(rows.index)
+
+
+def test_another_process_finds_the_same_rows(written):
+    path, index, checksums = written
+    store = RowFile(LIKE, path, ABOUT)
+    store.expect(index, checksums, read=True)
+    rows = ClientRows(store, index)
+    jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
+    more = rows.written(np.arange(30), draws(np.random.default_rng(1), 30))
+    jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
+    jax.tree.map(np.testing.assert_array_equal, more.gather(np.arange(30))[0], draws(np.random.default_rng(1), 30))
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_every_changed_byte_of_a_row_is_noticed(written, read):
+    path, index, checksums = written
+    whole = path.read_bytes()
+    start = 4096 + 2 * RowFile(LIKE).row_bytes
+    for byte in range(start, start + RowFile(LIKE).row_bytes):
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 4]) + whole[byte + 1 :])
+        store = RowFile(LIKE, path, ABOUT)
+        with pytest.raises(FormatError, match=r"rows is truncated or damaged.*row 2 is not what was written"):  # noqa: PT012
+            store.expect(index, checksums, read=read)
+            ClientRows(store, index).gather(np.arange(5))
+        assert ClientRows(store, index).gather(np.array([0]))[1].all() if not read else True
+
+
+def test_every_truncation_of_the_rows_is_noticed(written):
+    path, index, checksums = written
+    whole = path.read_bytes()
+    for length in range(4096, len(whole), 5):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="rows is truncated"):
+            RowFile(LIKE, path, ABOUT).expect(index, checksums, read=True)
+
+
+def test_a_row_that_was_used_again_is_not_taken_for_what_it_was(written):
+    path, index, checksums = written
+    store = RowFile(LIKE, path, ABOUT)
+    store.expect(index, checksums, read=True)
+    with pytest.raises(FormatError, match="were used again"):
+        store.expect(index, checksums + np.uint32(1), read=False)
+    store.expect(index, checksums, read=False)
+
+
+def test_every_damage_of_the_head_is_noticed(written):
+    path, _, _ = written
+    whole = path.read_bytes()
+    text = whole.index(b'"row"')
+    for damaged in (
+        b"",
+        whole[:5],
+        whole[:40],
+        whole[: text + 3],
+        b"\x89HDF" + whole[4:],
+        whole[:text] + b"#" + whole[text + 1 :],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            FormatError, match=r"rows (\(\d+ bytes\) is of another format|is truncated or damaged).*another folder"
+        ):
+            RowFile(LIKE, path, ABOUT)
+
+
+@pytest.mark.parametrize(
+    ("like", "about", "message"),
+    [
+        (LIKE, ABOUT | {"algorithm": "Ditto"}, r"  algorithm: Scaffold there, Ditto here\n"),
+        (LIKE, ABOUT | {"clients": 7}, r"  clients: 40 there, 7 here\n"),
+        (
+            LIKE | {"visits": jax.ShapeDtypeStruct((), np.float32)},
+            ABOUT,
+            r"  row\['visits'\]: int32\[\] there, float32\[\] here\n",
+        ),
+        (LIKE | {"more": jax.ShapeDtypeStruct((2,), np.int8)}, ABOUT, r"  row\['more'\]: nothing there, int8\[2\] here\n"),
+        ({"w": LIKE["w"]}, {}, r"  row\['done'\]: bool\[\] there, nothing here\n"),
+    ],
+)
+def test_rows_of_another_algorithm_or_population_are_refused(written, like, about, message):
+    path, _, _ = written
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=f"(?s)rows holds what clients keep of another.*{message}.*Choose another folder"):
+        RowFile(like, path, about)
+    assert path.read_bytes() == before
+
+
+def test_a_full_disk_is_an_error_and_nothing_saved_is_lost(written, monkeypatch):
+    path, index, checksums = written
+    store = RowFile(LIKE, path, ABOUT)
+    store.expect(index, checksums, read=True)
+    rows, calls = ClientRows(store, index), []
+    whole = __import__("os").pwritev
+
+    def full(fd, views, at):
+        calls.append(at)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(fd, views, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwritev", full)
+        with pytest.raises(
+            OSError, match=r"cannot be written to .*rows: No space left .* MB are free there\. To go on: .*run again"
+        ):
+            rows.written(np.arange(10), draws(np.random.default_rng(1), 10))
+    jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
+    again = rows.written(np.arange(10), draws(np.random.default_rng(1), 10))
+    jax.tree.map(np.testing.assert_array_equal, again.gather(np.arange(10))[0], draws(np.random.default_rng(1), 10))
+    jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))

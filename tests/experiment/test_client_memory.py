@@ -1,0 +1,240 @@
+"""What clients keep, in a run: saved, resumed to the bit, never silently another's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from remembering import Drifting, bits
+
+import fedsim
+from fedsim.experiment import Checkpoints, restore, run
+
+EXECUTIONS = {
+    "streamed": fedsim.Jit(memory="stream"),
+    "on the device": fedsim.Jit(memory="resident"),
+    "streamed, 2 devices": fedsim.Pmap(devices=2, memory="stream"),
+    "debug": fedsim.Debug(),
+}
+
+
+class KilledError(Exception):
+    """Stands for the death of the process."""
+
+
+def die_after(round):
+    def die(line, state):
+        if line["round"] >= round:
+            raise KilledError
+
+    return [die]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Rows are used again as soon as nobody refers to them."""
+    monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 300)
+
+
+@pytest.fixture(scope="module")
+def algorithms(model):
+    return {how: Drifting(model=model, batches=fedsim.Batches(size=4), execution=way) for how, way in EXECUTIONS.items()}
+
+
+@pytest.fixture(params=EXECUTIONS)
+def arguments(request, algorithms, sampler, data):
+    return dict(algorithm=algorithms[request.param], sampler=sampler, rounds=12, progress=False, checkpoint_every=2)
+
+
+@pytest.fixture
+def streamed(algorithms, sampler):
+    return dict(algorithm=algorithms["streamed"], sampler=sampler, rounds=12, progress=False, checkpoint_every=2)
+
+
+def killed(arguments, folder, round):
+    with pytest.raises(KilledError):
+        run(**arguments, folder=folder, callbacks=die_after(round), rounds_per_dispatch=1)
+
+
+def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(arguments, tmp_path):
+    arguments["checkpoint_every"] = 4
+    unbroken = bits(run(**arguments).state)
+    for death in (3, 6, 9):
+        killed(arguments, tmp_path / "r", death)
+    result = run(**arguments, folder=tmp_path / "r")
+    assert result.round == 12 and bits(result.state) == unbroken
+    assert bits(run(**arguments, folder=tmp_path / "r").state) == unbroken  # it is over: the state as it was saved
+    restored, round = restore(tmp_path / "r", arguments["algorithm"])
+    assert round == 12 and bits(restored) == unbroken
+    assert len(jax.tree.leaves(restored.clients)) > 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("streamed", "on the device"), ("on the device", "streamed"), ("debug", "streamed")]
+)
+def test_how_it_is_executed_may_change_on_the_way(algorithms, streamed, before, after, tmp_path):
+    unbroken = run(**streamed).state
+    killed(streamed | {"algorithm": algorithms[before]}, tmp_path / "r", 5)
+    for death in (7, 9):
+        killed(streamed | {"algorithm": algorithms[after]}, tmp_path / "r", death)
+    result = run(**streamed | {"algorithm": algorithms[before]}, folder=tmp_path / "r")
+    for ours, theirs in zip(bits(result.state), bits(unbroken), strict=True):
+        if len(ours) % 4 == 0:
+            np.testing.assert_allclose(np.frombuffer(ours, np.float32), np.frombuffer(theirs, np.float32), rtol=1e-4, atol=1e-6)
+        else:
+            assert ours == theirs
+
+
+def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
+    """The best is of round 2, the rows of which would have been used again many times; and after a death, too."""
+    seen = {}
+
+    def evaluate(state):
+        seen[int(state.server.round)] = bits(state)
+        return {"accuracy": 0.9 if int(state.server.round) == 2 else 0.5}
+
+    arguments = streamed | dict(evaluate=evaluate, evaluate_every=1, rounds=40)
+    for death in (7, 15, 30):
+        killed(arguments, tmp_path / "r", death)
+    run(**arguments, folder=tmp_path / "r")
+    best, round = restore(tmp_path / "r", streamed["algorithm"], "best")
+    assert round == 2 and bits(best) == seen[2]
+    last, round = restore(tmp_path / "r", streamed["algorithm"])
+    assert round == 40 and bits(last) == seen[40]
+    checkpoints = Checkpoints(tmp_path / "r/checkpoints")
+    assert checkpoints.rounds() == [2, 38, 40]
+    row = last.clients.store.row_bytes
+    # Of 12 clients; of the 6 that round 2 saw; and 3 a round since the last checkpoint but one, up to what is being written.
+    most = 1.25 * (12 + 6 + 7 * 3) + 1 + 300 // row
+    assert (tmp_path / "r/checkpoints/clients.rows").stat().st_size <= 4096 + row * most
+
+
+def test_what_is_done_with_a_restored_state_leaves_the_run_alone(streamed, tmp_path):
+    killed(streamed, tmp_path / "r", 7)
+    file = tmp_path / "r/checkpoints/clients.rows"
+    before = file.read_bytes()
+    state, round = restore(tmp_path / "r", streamed["algorithm"])
+    kept = bits(state)
+    for more in range(20):
+        after, _ = streamed["algorithm"].apply(state, streamed["sampler"].cohort(round + more))
+    assert file.read_bytes() == before and bits(state) == kept != bits(after)
+    file.write_bytes(b"")
+    assert bits(state) == kept
+
+
+def test_a_damaged_row_is_said_and_an_older_checkpoint_taken(streamed, tmp_path):
+    unbroken = bits(run(**streamed).state)
+    killed(streamed, tmp_path / "r", 9)
+    checkpoints = Checkpoints(tmp_path / "r/checkpoints")
+    older, newer = checkpoints.rounds()
+    index = {}
+    for round in (older, newer):
+        like = streamed["algorithm"].remember(streamed["algorithm"].init(jax.random.key(0)), streamed["sampler"].data)
+        index[round] = Checkpoints(tmp_path / "r/checkpoints").load(round, like).clients.index
+        row_bytes = like.clients.store.row_bytes
+    row = (set(index[newer].tolist()) - set(index[older].tolist())).pop()
+    damage(tmp_path / "r/checkpoints/clients.rows", 4096 + row * row_bytes)
+    with pytest.warns(
+        UserWarning, match=f"checkpoint of round {newer} is damaged and skipped.*row {row} is not what was written"
+    ):
+        result = run(**streamed, folder=tmp_path / "r")
+    assert bits(result.state) == unbroken
+    assert checkpoints.rounds()[-1] == 12 and bits(restore(tmp_path / "r", streamed["algorithm"])[0]) == unbroken
+
+
+def damage(file, byte):
+    whole = bytearray(file.read_bytes())
+    whole[byte] ^= 1
+    file.write_bytes(whole)
+
+
+def test_rows_that_are_all_damaged_or_gone_are_an_error(streamed, tmp_path):
+    killed(streamed, tmp_path / "r", 9)
+    file = tmp_path / "r/checkpoints/clients.rows"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:4096])
+    with pytest.warns(UserWarning, match="clients.rows is truncated"), pytest.raises(ValueError, match="All checkpoints in"):
+        run(**streamed, folder=tmp_path / "r")
+    file.write_bytes(b"something else" * 1000)
+    with pytest.raises(ValueError, match=r"clients.rows \(14000 bytes\) is of another format"):
+        run(**streamed, folder=tmp_path / "r")
+    file.unlink()
+    with pytest.warns(UserWarning, match="clients.rows is missing"), pytest.raises(ValueError, match="All checkpoints in"):
+        run(**streamed, folder=tmp_path / "r")
+    file.write_bytes(whole)
+    assert run(**streamed, folder=tmp_path / "r").round == 12
+
+
+@pytest.mark.parametrize("how", ["streamed", "on the device"])
+def test_another_population_s_rows_are_refused_before_the_first_round(streamed, algorithms, how, tmp_path):
+    """Of as many clients with as many examples, so that nothing else could tell; also before there is any checkpoint."""
+    arguments = streamed | {"algorithm": algorithms[how]}
+    data = arguments["sampler"].data
+    other = fedsim.FederatedData(data.columns, data.offsets, [f"x{i}" for i in range(data.num_clients)])
+    for round, folder in ((5, tmp_path / "a"), (1, tmp_path / "b")):
+        killed(arguments, folder, round)
+        with pytest.raises(
+            ValueError, match=r"(?s)clients.rows holds.*client ids \(hash\): \w+ there, \w+ here.*another folder"
+        ):
+            run(**arguments | {"sampler": fedsim.UniformSampler(other, clients=3, seed=7)}, folder=folder)
+
+
+def test_another_algorithm_s_rows_are_refused_before_the_first_round(streamed, model, tmp_path):
+    class Renamed(Drifting):
+        pass
+
+    streamed["config"] = {}
+    killed(streamed, tmp_path / "r", 5)
+    renamed = Renamed(model=model, batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match="algorithm: Drifting there, Renamed here"):
+        run(**streamed | {"algorithm": renamed}, folder=tmp_path / "r")
+    with pytest.raises(ValueError, match="algorithm: Drifting there, Renamed here"):
+        restore(tmp_path / "r", renamed)
+
+
+def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(streamed, tmp_path, monkeypatch):
+    unbroken, calls, whole = bits(run(**streamed).state), [], os.pwritev
+
+    def full(fd, views, at):
+        calls.append(at)
+        if len(calls) > 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(fd, views, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwritev", full)
+        with pytest.raises(OSError, match="What clients keep cannot be written to .*clients.rows: No space left"):
+            run(**streamed, folder=tmp_path / "r", rounds_per_dispatch=1)
+    assert Checkpoints(tmp_path / "r/checkpoints").rounds()[-1] == 6
+    assert bits(run(**streamed, folder=tmp_path / "r").state) == unbroken
+
+
+def test_a_folder_without_its_checkpoints_starts_anew(streamed, tmp_path):
+    killed(streamed, tmp_path / "r", 9)
+    shutil.rmtree(tmp_path / "r/checkpoints")
+    assert bits(run(**streamed, folder=tmp_path / "r").state) == bits(run(**streamed).state)
+
+
+def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, monkeypatch):
+    expected = bits(run(**streamed).state)
+    monkeypatch.setattr(Checkpoints, "available", staticmethod(lambda: False))
+    with pytest.warns(UserWarning, match="No checkpoints will be written"):
+        result = run(**streamed, folder=tmp_path / "r")
+    assert bits(result.state) == expected and not (tmp_path / "r/checkpoints").exists()
+
+
+def test_more_than_fits_goes_to_the_device_in_several_parts(streamed, data, monkeypatch):
+    expected = run(**streamed, rounds_per_dispatch=12)
+    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 3 * 300)
+    part = run(**streamed | {"algorithm": Drifting(**vars_of(streamed["algorithm"]))}, rounds_per_dispatch=12)
+    assert bits(part.state) == bits(expected.state)
+    keys = ("round", "num_examples", "bits_up")
+    assert [[line[key] for key in keys] for line in part.history] == [[line[key] for key in keys] for line in expected.history]
+
+
+def vars_of(algorithm):
+    return dict(model=algorithm.model, batches=algorithm.batches, execution=algorithm.execution)
