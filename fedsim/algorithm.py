@@ -10,7 +10,7 @@ import jax
 
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, remember, watch_dropped
+from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, Turnout, remember, watch_dropped
 from fedsim.model import Model
 
 State = Any
@@ -141,6 +141,10 @@ class Algorithm:
     def server_update(self, state: State, update: Any) -> State:
         """The state after the round, from the state before it and the aggregated update."""
         raise NotImplementedError(f"{type(self).__name__} must define server_update, or override apply.")
+
+    def server_round(self, state: State, update: Any, turnout: Turnout) -> State:
+        """`server_update` for those who must know how many of the population came; by default that, without knowing."""
+        return self.server_update(state, update)
 
     def check(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if this algorithm cannot read ``data``; called once per population, before compiling.

@@ -3,6 +3,7 @@
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
+from fedsim.algorithms._fednova import FedNova as FedNova
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
 from fedsim.algorithms._fedopt import FedAdagrad as FedAdagrad
 from fedsim.algorithms._fedopt import FedAdam as FedAdam
@@ -12,10 +13,11 @@ from fedsim.algorithms._fedsgd import FedSGD as FedSGD
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.names import look_up
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedProx, FedSGD)
+    cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedNova, FedProx, FedSGD, SCAFFOLD)
 }
 
 

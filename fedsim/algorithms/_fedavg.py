@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,12 @@ Schedule = Callable[[jax.Array], optax.GradientTransformation]
 
 
 class ClientState(NamedTuple):
-    """Local parameters, the client optimizer's state, and the sum of training losses over examples seen."""
+    """Local parameters, the client optimizer's state, the sum of training losses over examples seen, what a subclass adds."""
 
     params: Params
     opt_state: optax.OptState
     loss: metrics.Mean
+    more: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,12 +68,16 @@ class FedAvg(GradientServer):
         """The loss that a client's step descends: the hook that FedProx and its kin override."""
         return self.model.train_loss(params, batch)
 
+    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
+        """The loss on a batch, and what the client's optimizer gets for a gradient: the hook of SCAFFOLD and its kin."""
+        return jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
+
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         optimizer = self._client_optimizer(shared.round)
         return ClientState(shared.params, optimizer.init(shared.params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
+        loss, gradient = self.client_gradient(shared, state, batch)
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches).
         updates, opt_state = optimizer.update(
@@ -84,9 +89,8 @@ class FedAvg(GradientServer):
             value_fn=lambda params: self.client_loss(shared, params, batch),
         )
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        return ClientState(
-            optax.apply_updates(state.params, updates), opt_state, state.loss.merge(metrics.Mean(loss * seen, seen))
-        )
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state, loss=state.loss.merge(metrics.Mean(loss * seen, seen)))
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         return ClientUpdate(tree.subtract(shared.params, state.params), self.weight(client), {"loss": state.loss.result()})

@@ -17,14 +17,30 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
-from fedsim.model import Params
+from fedsim.model import Model, Params
 
 
-class ClientState(NamedTuple):
-    """Sum of per-example gradients, and sum of losses, over the examples seen."""
+class FullGradient(NamedTuple):
+    """Sum of per-example gradients, and sum of losses, over the examples seen so far at fixed parameters."""
 
     gradient: Params
     loss: metrics.Mean
+
+    @classmethod
+    def zero(cls, params: Params) -> FullGradient:
+        """Of no examples."""
+        return cls(jax.tree.map(jnp.zeros_like, params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+
+    def add(self, model: Model, params: Params, batch: Batch) -> FullGradient:
+        """With one more batch."""
+        loss, gradient = jax.value_and_grad(model.train_loss)(params, batch)
+        seen = jnp.sum(batch.mask, dtype=jnp.float32)
+        loss_sum = self.loss.merge(metrics.Mean(loss * seen, seen))
+        return FullGradient(tree.add(self.gradient, tree.scale(gradient, seen)), loss_sum)
+
+    def mean(self) -> Params:
+        """The gradient of the mean loss over these examples."""
+        return tree.scale(self.gradient, 1 / jnp.maximum(self.loss.weight, 1))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,17 +67,11 @@ class FedSGD(GradientServer):
 
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        zeros = jax.tree.map(jnp.zeros_like, shared.params)
-        return ClientState(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)))
+    def client_init(self, shared: Shared, client: Client) -> FullGradient:
+        return FullGradient.zero(shared.params)
 
-    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        loss, gradient = jax.value_and_grad(self.model.train_loss)(shared.params, batch)
-        seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        return ClientState(
-            tree.add(state.gradient, tree.scale(gradient, seen)), state.loss.merge(metrics.Mean(loss * seen, seen))
-        )
+    def client_step(self, shared: Shared, state: FullGradient, batch: Batch) -> FullGradient:
+        return state.add(self.model, shared.params, batch)
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        gradient = tree.scale(state.gradient, 1 / jnp.maximum(state.loss.weight, 1))
-        return ClientUpdate(gradient, self.weight(client), {"loss": state.loss.result()})
+    def client_final(self, shared: Shared, state: FullGradient, client: Client) -> ClientUpdate:
+        return ClientUpdate(state.mean(), self.weight(client), {"loss": state.loss.result()})

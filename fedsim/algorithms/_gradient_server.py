@@ -12,7 +12,7 @@ import optax
 
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
-from fedsim.execution import Client
+from fedsim.execution import Client, Turnout
 from fedsim.model import Model, Params
 
 # Steps of a rate of 0 that pass for the start of a warm-up.
@@ -20,18 +20,20 @@ _WARM_UP = 100
 
 
 class ServerState(NamedTuple):
-    """Parameters, the server optimizer's state, and how often the server has updated, ``int32 []``."""
+    """Parameters, the server optimizer's state, how often the server has updated, ``int32 []``, and what a subclass adds."""
 
     params: Params
     opt_state: optax.OptState
     round: jax.Array
+    more: Any = ()
 
 
 class Shared(NamedTuple):
-    """What clients get: parameters, and how often the server has updated, ``int32 []``."""
+    """What clients get: parameters, how often the server has updated, ``int32 []``, and what a subclass adds."""
 
     params: Params
     round: jax.Array
+    more: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -55,8 +57,7 @@ class GradientServer(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.weighting not in ("examples", "uniform"):
-            raise ValueError(f"Expected weighting to be 'examples' or 'uniform', got weighting={self.weighting!r}.")
+        one_of("examples", "uniform", weighting=self.weighting)
 
     def init(self, key: jax.Array) -> ServerState:
         params = self.model.init(key)
@@ -67,7 +68,8 @@ class GradientServer(Algorithm):
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         updates, opt_state = self.server_optimizer.update(update, state.opt_state, state.params)
-        return ServerState(optax.apply_updates(state.params, updates), opt_state, state.round + 1)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state, round=state.round + 1)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -111,6 +113,24 @@ class GradientServer(Algorithm):
     def weight(self, client: Client) -> jax.Array:
         """A client's share in the aggregate, ``float32 []``, by ``weighting``."""
         return client.num_examples.astype(jnp.float32) if self.weighting == "examples" else jnp.float32(1)
+
+    def share(self, turnout: Turnout) -> jax.Array:
+        """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
+        whole = turnout.examples if self.weighting == "examples" else turnout.population
+        return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
+
+
+def one_of(*choices: str, **values: str) -> None:
+    """Raises ``ValueError`` naming the first argument that is none of the choices.
+
+    >>> one_of("I", "II", option="III")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected option to be 'I' or 'II', got option='III'.
+    """
+    for name, value in values.items():
+        if value not in choices:
+            raise ValueError(f"Expected {name} to be {' or '.join(map(repr, choices))}, got {name}={value!r}.")
 
 
 def positive(**values: float) -> None:

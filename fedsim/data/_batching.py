@@ -92,6 +92,14 @@ class Batches:
             steps = (num_examples * self.epochs + spare) // self.size
         return steps if self.max_steps is None else smaller(steps, self.max_steps)
 
+    def one_pass(self) -> Batches:
+        """Every example once, in stored order, as many at a time as here.
+
+        >>> Batches(size=20, epochs=5, max_steps=7).one_pass()
+        Batches(size=20, epochs=1, steps=None, max_steps=None, shuffle=False, drop_remainder=False)
+        """
+        return Batches(size=self.size, shuffle=False)
+
     def check(self, sizes: np.ndarray) -> None:
         """Raises ``ValueError`` if a client of one of these sizes would count its examples beyond 32 bits."""
         largest = int(sizes.max(initial=0))

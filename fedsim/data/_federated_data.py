@@ -283,6 +283,11 @@ class FederatedData:
         return np.diff(self.offsets)
 
     @functools.cached_property
+    def num_nonempty(self) -> int:
+        """Number of clients that have examples."""
+        return int(np.count_nonzero(self.sizes))
+
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all columns."""
         return sum(column.nbytes for column in self.columns.values())

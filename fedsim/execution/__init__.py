@@ -5,6 +5,7 @@ from fedsim.execution._contract import ClientTable as ClientTable
 from fedsim.execution._contract import ClientUpdate as ClientUpdate
 from fedsim.execution._contract import Remembered as Remembered
 from fedsim.execution._contract import RoundInfo as RoundInfo
+from fedsim.execution._contract import Turnout as Turnout
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._devices import use_all_cores as use_all_cores

@@ -81,6 +81,22 @@ class ClientTable(NamedTuple):
     seen: Any
 
 
+class Turnout(NamedTuple):
+    """Who came, of whom: what the server may know of a round beside the aggregate.
+
+    Attributes:
+      num_clients: clients whose update counts, ``int32 []``.
+      weight: the sum of their weights, ``float32 []``.
+      population: clients that have examples, ``int32 []``.
+      examples: how many the whole population has, ``int32 []``.
+    """
+
+    num_clients: jax.Array
+    weight: jax.Array
+    population: jax.Array
+    examples: jax.Array
+
+
 class RoundInfo(NamedTuple):
     """What people plot of one round; it never feeds back. Arrays stay on the device until asked for.
 
@@ -126,3 +142,4 @@ class FederatedProgram(Protocol):
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState: ...
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate: ...
     def server_update(self, state: State, update: Any) -> State: ...
+    def server_round(self, state: State, update: Any, turnout: Turnout) -> State: ...

@@ -16,7 +16,7 @@ from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, check_cohorts, finish_round, whole_round
 from fedsim.execution._memory import remember, split
-from fedsim.execution._plan import RoundPlan, plan_round
+from fedsim.execution._plan import RoundPlan, of_phase, plan_round
 
 T = TypeVar("T")
 
@@ -55,7 +55,8 @@ class Debug(Execution):
             state = state._replace(clients=jax.tree.map(jnp.asarray, table))
         infos = []
         for phase in program.phases:
-            state, info = self._phase(phase, state, cohort, jax.tree.map(jnp.asarray, plan))
+            own = of_phase(plan, program.batches, phase.batches)
+            state, info = self._phase(phase, state, cohort, jax.tree.map(jnp.asarray, own))
             infos.append(info)
         if jax.tree.leaves(before):
             after = _memory.from_device(before, state.clients, who, isinstance(before, ClientTable))

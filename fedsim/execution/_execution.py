@@ -18,10 +18,10 @@ from fedsim import rng, tree
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, roster, round_info, run_sequential, run_side_by_side
-from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State
+from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout
 from fedsim.execution._memory import down, join, remember, split, update_shape
 from fedsim.execution._placement import AXIS, Memory
-from fedsim.execution._plan import Layout, RoundPlan, plan_round, windows
+from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
 
 
 class Execution:
@@ -141,12 +141,15 @@ class Jit(Execution):
         if not resident or _placement.must_wait(mesh):
             # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
             jax.block_until_ready(state)
-        parts = windows(plans[0], program.preview) if len(plans) == 1 else []
-        if len(parts) < 2:
+        windows_of = []
+        if len(plans) == 1:
+            own = [of_phase(plans[0], program.batches, phase.batches) for phase in program.phases]
+            windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
+        if all(len(parts) < 2 for parts in windows_of):
             return compiled.rounds(columns, state, key, packed, np.int32(len(plans)))
         packed = packed[:1]
         infos = []
-        for phase in compiled.phases:
+        for phase, parts in zip(compiled.phases, windows_of, strict=True):
             carry = phase.begin(columns, state, key, packed)
             for part in parts:
                 carry = phase.fold(columns, state, key, packed, part, carry)
@@ -266,7 +269,7 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
     platform = mesh.devices.flat[0].platform
 
     def enter(phase: FederatedProgram, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        plan, parts = layout.unpack(packed), split(state)
+        plan, parts = of_phase(layout.unpack(packed), program.batches, phase.batches), split(state)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
         # What lives beside the server's state belongs to the last phase, which is the algorithm itself.
         own = (parts.clients or None, parts.aggregator) if phase is program.phases[-1] else (None, ())
@@ -318,7 +321,8 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
 
         def finish(state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
             carry = jax.tree.map(lambda x: x[0], carry)
-            state, info = gather(phase, state, key, layout.unpack(packed[0]), carry)
+            plan = of_phase(layout.unpack(packed[0]), program.batches, phase.batches)
+            state, info = gather(phase, state, key, plan, carry)
             return state, jax.tree.map(lambda x: x[None], info) if stacked else info
 
         return _Phase(
@@ -370,7 +374,9 @@ def finish_round(
         accumulator, parts.aggregator if whole else (), rng.round_key(key, plan.round, "aggregator")
     )
     info = round_info(lines, plan, num_clients, bits_down, update)
-    after = Remembered(phase.server_update(parts.server, aggregate), (), aggregator if whole else parts.aggregator, downlink)
+    weight = jnp.sum(lines["weight"], dtype=jnp.float32)
+    server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
+    after = Remembered(server, (), aggregator if whole else parts.aggregator, downlink)
     clients, parts = parts.clients, parts._replace(clients=())
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):

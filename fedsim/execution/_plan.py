@@ -22,6 +22,7 @@ class RoundPlan(NamedTuple):
 
     Attributes:
       round: ``[]``.
+      population: ``[2]``, clients that have examples, and how many examples there are in all.
       client: ``[slots]``, position in the population.
       start: ``[slots]``, first row in the columns that the device reads.
       size: ``[slots]``, number of rows.
@@ -32,6 +33,7 @@ class RoundPlan(NamedTuple):
     """
 
     round: Any
+    population: Any
     client: Any
     start: Any
     size: Any
@@ -51,14 +53,14 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 1 + (5 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 3 + (5 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), *[(self.slots,)] * 5]
+        shapes = [(), (2,), *[(self.slots,)] * 5]
         shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
@@ -85,6 +87,7 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, previ
         row[: len(positions)] = positions
     return RoundPlan(
         round=np.int32(cohort.round),
+        population=np.array([cohort.data.num_nonempty, cohort.data.num_examples], np.int32),
         client=_fill(cohort.clients, slots),
         start=_fill(cohort.data.offsets[cohort.clients], slots),
         size=_fill(sizes, slots),
@@ -93,6 +96,17 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, previ
         queue=queue.reshape(devices, lanes, slots),
         length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
     )
+
+
+def of_phase(plan: RoundPlan, batches: Batches, own: Batches) -> RoundPlan:
+    """A round's plan, made for the ``batches`` of its last phase, as a phase with batches of its ``own`` follows it.
+
+    The same clients, and whoever takes no step in the last takes none in the others. A straggler is one in the last only.
+    """
+    if own == batches:
+        return plan
+    steps = own.num_steps(plan.size) * (plan.steps > 0)
+    return plan._replace(steps=steps.astype(np.int32))
 
 
 def _fill(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:

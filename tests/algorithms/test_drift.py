@@ -1,0 +1,293 @@
+"""Drift correction against NumPy rounds in float64, written from the papers; its reduction laws; and SCAFFOLD's own theory."""
+
+import dataclasses
+
+import federation
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.algorithms import SCAFFOLD, FedAvg, FedNova, FedProx
+
+RATE, SERVER_RATE = 0.3, 0.7
+BATCHES = fedsim.Batches(size=4, epochs=2)
+ONE_STEP = fedsim.Batches(size=16, shuffle=False)
+
+
+def gradient(theta, x, y):
+    """Of the mean softmax cross-entropy of the linear model [x 1] theta."""
+    p = np.exp(x @ theta)
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y] -= 1
+    return x.T @ p / len(y)
+
+
+def with_ones(x):
+    return np.concatenate([x, np.ones([len(x), 1])], axis=1).astype(np.float64)
+
+
+def clients(cohort, batches=BATCHES):
+    """Position, examples, and the list of batches of everybody who has examples."""
+    for position, (_, dataset, key) in zip(cohort.clients.tolist(), cohort, strict=True):
+        rows = [(b.examples["x"][b.mask], b.examples["y"][b.mask]) for b in dataset.batches(batches, key)]
+        if rows:
+            yield position, (with_ones(dataset["x"]), dataset["y"]), [(with_ones(x), y) for x, y in rows]
+
+
+def settings(**more):
+    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | more
+
+
+def theta(state):
+    linear = state.params["linear"]
+    return np.concatenate([np.asarray(linear["w"], np.float64), np.asarray(linear["b"], np.float64)[None]])
+
+
+def run(algorithm, cohorts):
+    """Where training starts, where it ends, and the state then."""
+    state = algorithm.init(jax.random.key(1))
+    start = theta(state)
+    for cohort in cohorts:
+        state, _ = algorithm.apply(state, cohort)
+    return start, theta(state), state
+
+
+def cohorts(population=None, count=4, size=4):
+    """Rounds of some of the clients: whoever keeps something comes again."""
+    population = population or federation.data()
+    draw = np.random.default_rng(5)
+    for r in range(count):
+        yield fedsim.Cohort(population, draw.permutation(population.num_clients)[:size], r, fedsim.rng.root(0))
+
+
+def assert_close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def assert_differ(one, other):
+    assert np.abs(one - other).max() > 1e-3
+
+
+# SCAFFOLD
+
+
+def numpy_scaffold(x, rounds, option, weight_of, population_weight):
+    """Karimireddy et al. 2020, Algorithm 1."""
+    c, kept = np.zeros_like(x), {}
+    for cohort in rounds:
+        moves, changes, weights = [], [], []
+        for i, everything, batches in clients(cohort):
+            c_i, y = kept.get(i, np.zeros_like(x)), x
+            for batch in batches:
+                y = y - RATE * (gradient(y, *batch) - c_i + c)
+            kept[i] = gradient(x, *everything) if option == "I" else c_i - c + (x - y) / (len(batches) * RATE)
+            moves.append(y - x)
+            changes.append(kept[i] - c_i)
+            weights.append(weight_of(everything))
+        x = x + SERVER_RATE * np.average(moves, axis=0, weights=weights)
+        c = c + sum(weights) / population_weight * np.average(changes, axis=0, weights=weights)
+    return x, c
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_scaffold_follows_algorithm_1(option, weighting):
+    algorithm = SCAFFOLD(option=option, weighting=weighting, **settings(server_optimizer=optax.sgd(SERVER_RATE)))
+    start, end, state = run(algorithm, cohorts())
+    sizes = federation.data().sizes
+    weight_of, whole = (lambda _: 1, np.count_nonzero(sizes)) if weighting == "uniform" else (lambda e: len(e[1]), sizes.sum())
+    x, c = numpy_scaffold(start, cohorts(), option, weight_of, whole)
+    assert_close(end, x)
+    assert_close(theta(type("", (), {"params": state.server.more})), c)
+    # The negative control: two other cohort-to-population ratios end elsewhere.
+    assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+def test_scaffold_s_server_variate_is_the_mean_of_the_clients(weighting):
+    population = federation.data()
+    on_the_device = settings(execution=fedsim.Jit(memory="resident"))
+    _, _, state = run(SCAFFOLD(weighting=weighting, **on_the_device), cohorts(population, 6))
+    rows, seen = jax.device_get(state.clients)
+    assert np.count_nonzero(seen) > 4
+    weights = population.sizes if weighting == "examples" else (population.sizes > 0)
+    kept = jax.tree.map(lambda row: np.where(np.reshape(seen, (-1,) + (1,) * (row.ndim - 1)), row, 0), rows[0])
+    mean = jax.tree.map(lambda row: np.average(row, axis=0, weights=weights).astype(np.float32), kept)
+    federation.assert_trees_close(mean, state.server.more, rtol=1e-4, atol=1e-6)
+
+
+def test_scaffold_begins_as_fedavg_and_stays_it_on_equal_clients():
+    first = next(cohorts())
+    _, scaffold, _ = run(SCAFFOLD(**settings()), [first])
+    _, fedavg, _ = run(FedAvg(weighting="uniform", **settings()), [first])
+    assert_close(scaffold, fedavg)
+    one = federation.data(sizes=(6,)).columns
+    equal = fedsim.FederatedData.from_arrays({k: np.concatenate([v, v, v]) for k, v in one.items()}, sizes=(6, 6, 6))
+    alike = settings(batches=fedsim.Batches(size=6, epochs=5, shuffle=False))
+    rounds = [federation.cohort(equal, round=r) for r in range(4)]
+    for option in ("I", "II"):
+        assert_close(run(SCAFFOLD(option=option, **alike), rounds)[1], run(FedAvg(**alike), rounds)[1])
+    unlike = [federation.cohort(round=r) for r in range(4)]
+    assert_differ(run(SCAFFOLD(**settings()), unlike)[1], run(FedAvg(weighting="uniform", **settings()), unlike)[1])
+
+
+def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
+    """On a loss with the same gradient everywhere any way to average gives that gradient, and a wrong length would not."""
+    model = dataclasses.replace(
+        federation.model(), loss=lambda examples, outputs: outputs[:, 0] * 3.0 + jnp.zeros_like(examples["x"][:, 0])
+    )
+    population = federation.data(sizes=(6, 3))
+    for optimizer in (optax.sgd(0.1), optax.sgd(0.1, 0.9), optax.sgd(optax.linear_schedule(0.1, 0.02, 3), 0.5, nesterov=True)):
+        algorithm = SCAFFOLD(**settings(model=model, client_optimizer=optimizer))
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+        np.testing.assert_allclose(state.server.more["linear"]["b"], [3, 0, 0, 0], rtol=1e-5)
+
+
+def test_scaffold_refuses_an_optimizer_that_is_not_linear():
+    for optimizer in (optax.sign_sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.polyak_sgd()):
+        algorithm = SCAFFOLD(**settings(client_optimizer=optimizer))
+        with pytest.raises(ValueError, match="SCAFFOLD's option II needs a client_optimizer that is linear"):
+            algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    algorithm = SCAFFOLD(option="I", **settings(client_optimizer=optax.sign_sgd(0.01)))
+    algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+# Two quadratics: SCAFFOLD's section 7.1, with the functions of its theorem II for mu = 1: f_1 = x^2 + G x and f_2 = -G x, so
+# that f = x^2 / 2, beta = delta = 1, and G says how far apart they are. Full gradients, both clients every round, and
+# c_i = g_i(x) at the start as in its theorems. It does not give its step size: 0.1 here, for everybody.
+
+STEP, START = 0.1, 1.0
+
+
+def two_quadratics(G):
+    columns = {"curvature": np.array([2, 0], np.float32), "slope": np.array([G, -G], np.float32)}
+    return fedsim.FederatedData.from_arrays(columns, sizes=(1, 1))
+
+
+def on_quadratics(cls, steps, **options):
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.get_parameter("x", [1], init=lambda *_: jnp.full([1], START))),
+        features={name: jax.ShapeDtypeStruct((), jnp.float32) for name in ("curvature", "slope")},
+        loss=lambda examples, x: examples["curvature"] * jnp.square(x) / 2 + examples["slope"] * x,
+        metrics={},
+    )
+    batches = fedsim.Batches(size=1, steps=steps)
+    return cls(model=model, batches=batches, client_optimizer=optax.sgd(STEP), execution=fedsim.Jit(), **options)
+
+
+def curve(algorithm, G, rounds=90):
+    """f after every round."""
+    both = two_quadratics(G)
+    state, f = algorithm.init(jax.random.key(0)), []
+    if isinstance(algorithm, SCAFFOLD):
+        warm, _ = dataclasses.replace(algorithm, option="I").apply(state, federation.cohort(both))
+        state = warm._replace(server=warm.server._replace(params=state.params))
+    for r in range(rounds):
+        f.append(float(jax.tree.leaves(state.params)[0][0]) ** 2 / 2)
+        state, _ = algorithm.apply(state, federation.cohort(both, round=r))
+    return np.array(f)
+
+
+def rounds_to(f, level=1e-6):
+    return len(f) - np.argmax(np.array(f)[::-1] > level)
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_scaffold_on_two_quadratics_does_not_see_how_they_differ_and_gains_from_steps(option):
+    sgd = rounds_to(START**2 / 2 * (1 - STEP) ** (2 * np.arange(90)))
+    assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1)) == 63  # one step a client: the gradient of f
+    took = {}
+    for steps in (2, 10):
+        algorithm = on_quadratics(SCAFFOLD, steps, option=option)
+        curves = [curve(algorithm, G) for G in (1, 10, 100)]
+        for f in curves[1:]:
+            np.testing.assert_allclose(np.sqrt(f), np.sqrt(curves[0]), rtol=0, atol=5e-5)  # float32 next to G = 100
+        (took[steps],) = {rounds_to(f) for f in curves}
+    # The paper: 2 and 5 times faster.
+    assert (took, sgd / took[2], sgd / took[10]) == ({2: 31, 10: 10}, pytest.approx(2, abs=0.1), pytest.approx(6.3, abs=0.1))
+
+
+def test_fedavg_on_two_quadratics_slows_with_their_difference_and_with_steps():
+    def numpy_fedavg(G, steps, rate, rounds):
+        x, f = START, []
+        for _ in range(rounds):
+            f.append(x**2 / 2)
+            y_1 = y_2 = x
+            for _ in range(steps):
+                y_1, y_2 = y_1 - rate * (2 * y_1 + G), y_2 + rate * G
+            x = (y_1 + y_2) / 2
+        return np.array(f)
+
+    for steps in (2, 10):
+        algorithm = on_quadratics(FedAvg, steps)
+        ends = []
+        for G in (1, 10, 100):
+            np.testing.assert_allclose(curve(algorithm, G), numpy_fedavg(G, steps, STEP, 90), rtol=1e-4)
+            ends.append(curve(algorithm, G)[-1])
+        assert min(ends) > 1e-3  # SGD and SCAFFOLD are at 1e-6 long before
+        assert np.allclose(np.divide(ends[1:], ends[:-1]), 100, rtol=0.02)  # the distance to the optimum grows as G
+    # With the best rate for each, until a hundredth of f is left: more rounds for more G, and for more steps at the same rate
+    # no better end.
+    rates = 0.5 ** np.arange(1, 14)
+    best = [min(rounds_to(numpy_fedavg(G, 10, rate, 5000), 0.005) for rate in rates) for G in (1, 10, 100)]
+    assert best[0] < best[1] / 3 and best[1] < best[2] / 3
+    assert numpy_fedavg(1, 10, STEP, 90)[-1] > 10 * numpy_fedavg(1, 2, STEP, 90)[-1]
+
+
+# FedNova
+
+
+def numpy_nova(x, rounds, rho, mu):
+    """Wang et al. 2020, Algorithm 1, with a_i for momentum rho or for a proximal term by their closed forms."""
+    for cohort in rounds:
+        directions, lengths, weights = [], [], []
+        for _, everything, batches in clients(cohort):
+            y, velocity, K = x, 0.0, len(batches)
+            for batch in batches:
+                velocity = rho * velocity + gradient(y, *batch) + mu * (y - x)
+                y = y - RATE * velocity
+            k = np.arange(K)
+            a = (1 - rho ** (K - k)) / (1 - rho) if rho else (1 - RATE * mu) ** (K - 1 - k)
+            directions.append((x - y) / a.sum())
+            lengths.append(a.sum())
+            weights.append(len(everything[1]))
+        x = x - SERVER_RATE * np.average(lengths, weights=weights) * np.average(directions, axis=0, weights=weights)
+    return x
+
+
+@pytest.mark.parametrize(("rho", "mu"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.8)])
+def test_fednova_follows_algorithm_1(rho, mu):
+    optimizers = {"client_optimizer": optax.sgd(RATE, rho or None), "server_optimizer": optax.sgd(SERVER_RATE)}
+    start, end, _ = run(FedNova(mu=mu, **settings(**optimizers)), cohorts())
+    assert_close(end, numpy_nova(start, cohorts(), rho, mu))
+    assert_differ(end, run(FedProx(mu=mu, **settings(**optimizers)), cohorts())[1])
+
+
+def test_fednova_with_equal_steps_is_fedavg():
+    equal = settings(batches=fedsim.Batches(size=3, steps=4), client_optimizer=optax.sgd(RATE, 0.9))
+    assert_close(run(FedNova(**equal), cohorts())[1], run(FedAvg(**equal), cohorts())[1])
+    assert_close(run(FedNova(mu=0.4, **equal), cohorts())[1], run(FedProx(mu=0.4, **equal), cohorts())[1])
+
+
+def test_fednova_s_fixed_point_is_the_objective_s_and_fedavg_s_is_not():
+    """Quadratics around -1 and 1, of a client that takes one step and of one that takes nine: the optimum is 0."""
+    x = np.array([-1.0] + [1.0] * 9, np.float32)
+    population = fedsim.FederatedData.from_arrays({"x": x}, sizes=(1, 9))
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.get_parameter("w", [1], init=jnp.zeros)),
+        features={"x": jax.ShapeDtypeStruct((), jnp.float32)},
+        loss=lambda examples, w: jnp.square(examples["x"] - w) / 2,
+        metrics={},
+    )
+    ends = {}
+    for cls in (FedNova, FedAvg):
+        algorithm = cls(model=model, batches=fedsim.Batches(size=1), client_optimizer=optax.sgd(0.01), weighting="uniform")
+        cohort_of = [federation.cohort(population, round=r) for r in range(300)]
+        state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohort_of)
+        ends[cls] = float(jax.tree.leaves(state.params)[0][0])
+    assert abs(ends[FedNova]) < 0.03
+    assert ends[FedAvg] > 0.75
