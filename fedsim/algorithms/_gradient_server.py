@@ -67,7 +67,7 @@ class GradientServer(Algorithm):
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         updates, opt_state = self.server_optimizer.update(update, state.opt_state, state.params)
-        return ServerState(optax.apply_updates(state.params, updates), opt_state, state.round + 1)
+        return state._replace(params=optax.apply_updates(state.params, updates), opt_state=opt_state, round=state.round + 1)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
