@@ -35,6 +35,7 @@ from fedsim.execution import Jit as Jit
 from fedsim.execution import Pmap as Pmap
 from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import evaluate as evaluate
+from fedsim.execution import evaluate_personalized as evaluate_personalized
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.model import Model as Model
 from fedsim.samplers import UniformSampler as UniformSampler

@@ -9,6 +9,7 @@ A run has one root key. All else is derived from it by position, never by order 
     its pass before training   as the two above, of stream(client key, "preview")
     its message                stream(client key, "send")
     server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
+    fine-tuning to evaluate    as a client's in round 0, of stream(root, "personal") instead of root
     initial parameters         stream(root, "init")
 
 Hence two seeds differ in everything, one seed repeats bit for bit, a resumed run equals an unbroken one, and any

@@ -1,6 +1,8 @@
 """Federated algorithms, one a file."""
 
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms._apfl import APFL as APFL
+from fedsim.algorithms._ditto import Ditto as Ditto
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._fednova import FedNova as FedNova
@@ -8,7 +10,9 @@ from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
 from fedsim.algorithms._fedopt import FedAdagrad as FedAdagrad
 from fedsim.algorithms._fedopt import FedAdam as FedAdam
 from fedsim.algorithms._fedopt import FedYogi as FedYogi
+from fedsim.algorithms._fedper import FedPer as FedPer
 from fedsim.algorithms._fedprox import FedProx as FedProx
+from fedsim.algorithms._fedrep import FedRep as FedRep
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
@@ -16,9 +20,12 @@ from fedsim.algorithms._gradient_server import Shared as Shared
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.names import look_up
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedNova, FedProx, FedSGD, SCAFFOLD)
+FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
+    "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
+    "Drift correction": (FedProx, SCAFFOLD),
+    "Personalization": (APFL, Ditto, FedPer, FedRep),
 }
+ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 
 
 def get(name: str) -> type[Algorithm]:
@@ -32,6 +39,6 @@ def get(name: str) -> type[Algorithm]:
     >>> get("fedporx")
     Traceback (most recent call last):
     ...
-    ValueError: There is no algorithm 'fedporx'. Did you mean 'fedprox'?
+    ValueError: There is no algorithm 'fedporx'. Did you mean 'fedprox' or 'fedper'?
     """
     return look_up("algorithm", name.lower(), ALGORITHMS)

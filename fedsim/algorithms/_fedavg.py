@@ -23,6 +23,7 @@ from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 Schedule = Callable[[jax.Array], optax.GradientTransformation]
+Loss = Callable[[Params], jax.Array]
 
 
 class ClientState(NamedTuple):
@@ -73,20 +74,30 @@ class FedAvg(GradientServer):
         return jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
+        return self.set_out(shared, shared.params)
+
+    def set_out(self, shared: Shared, params: Params) -> ClientState:
+        """A client's state before its first step from these parameters."""
         optimizer = self._client_optimizer(shared.round)
-        return ClientState(shared.params, optimizer.init(shared.params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+        return ClientState(params, optimizer.init(params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        loss, gradient = self.client_gradient(shared, state, batch)
+        slope = self.client_gradient(shared, state, batch)
+        return self.walk(shared, state, batch, slope, lambda params: self.client_loss(shared, params, batch))
+
+    def descend(self, shared: Shared, state: ClientState, batch: Batch, loss_fn: Loss) -> ClientState:
+        """One step of the client optimizer down a loss: for those who train several models, or parts of one."""
+        return self.walk(shared, state, batch, jax.value_and_grad(loss_fn)(state.params), loss_fn)
+
+    def walk(
+        self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
+    ) -> ClientState:
+        """One step of the client optimizer along a gradient; ``slope`` is the loss and the gradient."""
+        loss, gradient = slope
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches).
         updates, opt_state = optimizer.update(
-            gradient,
-            state.opt_state,
-            state.params,
-            value=loss,
-            grad=gradient,
-            value_fn=lambda params: self.client_loss(shared, params, batch),
+            gradient, state.opt_state, state.params, value=loss, grad=gradient, value_fn=loss_fn
         )
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         params = optax.apply_updates(state.params, updates)

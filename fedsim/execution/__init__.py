@@ -13,6 +13,7 @@ from fedsim.execution._dropped import report_dropped as report_dropped
 from fedsim.execution._dropped import watch_dropped as watch_dropped
 from fedsim.execution._evaluate import Evaluation as Evaluation
 from fedsim.execution._evaluate import evaluate as evaluate
+from fedsim.execution._evaluate_personalized import evaluate_personalized as evaluate_personalized
 from fedsim.execution._execution import Auto as Auto
 from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit

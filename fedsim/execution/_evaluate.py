@@ -97,6 +97,11 @@ def evaluate(
     for parts in _one_ahead(results):
         sums = jax.tree.map(lambda x: x.sum(0, dtype=np.float32), jax.device_get(parts))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
+    return evaluation_of(clients)
+
+
+def evaluation_of(clients: dict[str, Mean]) -> Evaluation:
+    """An `Evaluation` from the clients' sums."""
     overall = {}
     for name, mean in clients.items():
         weight = float(np.sum(mean.weight, dtype=np.float64))

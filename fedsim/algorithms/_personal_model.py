@@ -1,0 +1,54 @@
+"""What Ditto, APFL and pFedMe share: FedAvg, and beside it a model of its own for every client."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._gradient_server import Shared
+from fedsim.data import Batch
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+
+class TwoModels(NamedTuple):
+    """The client's copy of the global model, and what it trains for itself."""
+
+    copy: ClientState
+    own: ClientState
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PersonalModel(FedAvg):
+    """FedAvg, and beside it every client trains something of its own, which it keeps: subclasses write `personal_loss`.
+
+    In every step both take a step of ``client_optimizer`` on the same batch. `fedsim.evaluate_personalized` evaluates what
+    `personal_params` makes of what clients keep.
+    """
+
+    def client_memory(self, shared: Shared) -> Any:
+        return shared.params
+
+    def personal_params(self, shared: Shared, memory: Any) -> Params:
+        """The parameters that a client of this memory uses for itself."""
+        return memory
+
+    def personal_loss(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> jax.Array:
+        """What ``own`` descends; ``copy`` is the client's copy of the global model before the step."""
+        raise NotImplementedError(f"{type(self).__name__} must define personal_loss.")
+
+    def client_init(self, shared: Shared, client: Client) -> Any:
+        return TwoModels(self.set_out(shared, shared.params), self.set_out(shared, client.memory))
+
+    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
+        def loss(own: Any) -> jax.Array:
+            return self.personal_loss(shared, state.copy.params, own, batch)
+
+        return TwoModels(super().client_step(shared, state.copy, batch), self.descend(shared, state.own, batch, loss))
+
+    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
+        sent = super().client_final(shared, state.copy, client)
+        return sent._replace(info={**sent.info, "personal_loss": state.own.loss.result()}, memory=state.own.params)

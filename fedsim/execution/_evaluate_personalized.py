@@ -1,0 +1,316 @@
+"""Evaluation of every client's own parameters on its own examples: two short programs for the same executors as rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng, tree
+from fedsim.aggregators import Aggregator, Mean
+from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
+from fedsim.execution._contract import Client, ClientTable, ClientUpdate, RoundInfo
+from fedsim.execution._evaluate import Evaluation, evaluation_of
+from fedsim.execution._execution import Execution
+from fedsim.execution._memory import split
+from fedsim.metrics import Mean as MeanOf
+from fedsim.model import Params
+
+_CHUNK_BYTES_ON_CPU = 2**27
+_CHUNK_BYTES = 2**30
+_LARGEST_CHUNK = 1024
+
+
+def evaluate_personalized(
+    algorithm: Any,
+    state: Any,
+    train: FederatedData,
+    test: FederatedData,
+    *,
+    fine_tune: Any = None,
+    seed: int | jax.Array = 0,
+    execution: Execution | None = None,
+    batch_size: int | None = None,
+) -> Evaluation:
+    """Evaluates every client of ``test`` with parameters of its own, on its own examples.
+
+    These are, for the client of the same name in ``train``:
+
+    - of an algorithm with a method ``personal_params(shared, memory) -> params``: what that makes of what the client keeps
+      (or would start with, if it was never seen). If the algorithm has a `preview`, the client first takes that look at its
+      training examples, and no step, and what it would keep then counts;
+    - else those that ``broadcast`` sends, ``shared.params``;
+    - and from there, with ``fine_tune``, those after this algorithm's local steps on the client's training examples.
+
+    A client that is not in ``train`` has what one that was never seen starts with: the server's model. Clients are run in
+    chunks, compiled, by the algorithm's execution (or another), which does not change the answer.
+
+    Args:
+      algorithm: what trained ``state``; it has a ``model``.
+      state: of `Algorithm.apply` on ``train``, or of ``init``. It is not changed.
+      train: the population that ``state`` remembers.
+      test: the examples to evaluate on, with the features that the model reads.
+      fine_tune: an algorithm whose clients' state has ``params`` and starts at ``shared.params``: `FedAvg` and its kin, with
+        the batches and the client optimizer to fine-tune with. Default: ``algorithm.fine_tune``, if it has one.
+      seed: of the fine-tuning's shuffling and dropout.
+      execution: default: that of the algorithm.
+      batch_size: test examples per step: speed and memory only. Default: what suits the clients' sizes.
+
+    Returns:
+      Its ``overall`` weighs all examples alike; see `Evaluation.over_clients` for the distribution over clients.
+
+    Raises:
+      ValueError: there is nothing personal about the algorithm, the state is one of another population, the data is not what
+        the model reads.
+
+    >>> import optax, fedsim
+    >>> data = FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.repeat(np.int32([0, 1]), 3)}, sizes=[3, 3])
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.5), batches=Batches(size=3))
+    >>> state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), Cohort.of(data, ["0", "1"]))
+    >>> fedsim.evaluate(algorithm.model, state.params, data).overall["accuracy"]
+    0.5
+    >>> fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=algorithm).overall["accuracy"]
+    1.0
+    """
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    fine_tune = fine_tune or getattr(algorithm, "fine_tune", None)
+    if fine_tune is None and not hasattr(algorithm, "personal_params"):
+        raise ValueError(
+            f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's: use fedsim.evaluate, "
+            "or give fine_tune, an algorithm such as FedAvg whose local steps make it personal."
+        )
+    parts = split(state)
+    if parts.clients != () and (known := _num_clients(parts.clients)) != train.num_clients:
+        raise ValueError(
+            f"The state remembers a population of {known} clients, and train has {train.num_clients}: give the population that "
+            "it was trained on."
+        )
+    execution = execution or algorithm.execution
+    prepare, examine = _programs(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
+    shared = algorithm.broadcast(parts.server)
+    who = np.flatnonzero(test.sizes)
+    in_train = _positions(test, train, who)
+    slots = min(_clients_at_once(algorithm, shared), max(1, len(who)), train.num_clients)
+    sums = {name: np.zeros([2, test.num_clients], np.float32) for name in algorithm.model.metrics}
+    for start in range(0, len(who), slots):
+        chunk, at = who[start : start + slots], in_train[start : start + slots]
+        in_both, at = chunk[at >= 0], at[at >= 0]
+        told = Told(shared, _filled(at, slots), *_kept(parts.clients, algorithm, shared, at, slots))
+        if prepare:
+            work = None if fine_tune else np.zeros(len(at), np.float32)
+            key = rng.stream(rng.root(seed), "personal")
+            _, info = execution.run_one(prepare, told, Cohort(train, at, 0, key, slots, work))
+            told = Told(shared, told.clients, prepare.made(info), np.arange(slots) < len(at))
+        told = told._replace(clients=_filled(in_both, slots))
+        _, info = execution.run_one(examine, told, Cohort(test, chunk, 0, rng.root(0), slots))
+        for name, of_clients in sums.items():
+            of_clients[:, chunk] = np.asarray(info.clients[name]).T[:, : len(chunk)]
+    return evaluation_of({name: MeanOf(total, weight) for name, (total, weight) in sums.items()})
+
+
+class Told(NamedTuple):
+    """What the programs below get for the server's state.
+
+    Attributes:
+      shared: what the algorithm sends.
+      clients: positions of the clients that have a row, ``int32 [slots]``, -1 where there is none.
+      rows: what each of them keeps, or its parameters, leaves ``[slots, ...]``.
+      seen: who was ever written, ``bool [slots]``.
+    """
+
+    shared: Any
+    clients: Any
+    rows: Any
+    seen: Any
+
+    def row(self, client: Client, otherwise: Any) -> Any:
+        """The client's row, or what one without has."""
+        at = jnp.argmax(self.clients == client.position)
+        there = (self.clients[at] == client.position) & self.seen[at]
+        return tree.select(there, jax.tree.map(lambda rows: rows[at], self.rows), otherwise)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """A round in which nothing is aggregated: what it finds out is in its info."""
+
+    algorithm: Any
+    batches: Batches
+    preview: Batches | None = None
+    aggregator: Aggregator = dataclasses.field(default_factory=Mean)
+    nonfinite: Literal["drop", "raise"] = "drop"
+    downlink: Any = None
+
+    @property
+    def phases(self) -> tuple[Any, ...]:
+        return (self,)
+
+    def check(self, data: FederatedData) -> None:
+        self.batches.check(data.sizes)
+        self.algorithm.model.check(data)
+
+    def broadcast(self, state: Told) -> Told:
+        return state
+
+    def client_memory(self, shared: Told) -> Any:
+        return ()
+
+    def client_preview(self, shared: Told, state: Any, batch: Batch) -> Any:
+        return state
+
+    def client_begin(self, shared: Told, state: Any, client: Client) -> Any:
+        return state
+
+    def server_update(self, state: Told, update: Any) -> Told:
+        return state
+
+    def params(self, shared: Any, memory: Any) -> Params:
+        """Where a client starts that keeps this."""
+        own = getattr(self.algorithm, "personal_params", None)
+        return own(shared, memory) if own else shared.params
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Prepare(_Program):
+    """Every client's pass over its training examples: the algorithm's look at them, then the steps of fine-tuning.
+
+    Its state is the algorithm's client state, where the fine-tuning starts, and the fine-tuning's client state.
+    """
+
+    fine_tune: Any = None
+
+    def client_init(self, shared: Told, client: Client) -> tuple[Any, Params, Any]:
+        client = client._replace(memory=shared.row(client, self.algorithm.client_memory(shared.shared)))
+        looks = self.algorithm.client_init(shared.shared, client) if self.preview else ()
+        return looks, *self._start(shared.shared, client)
+
+    def _start(self, shared: Any, client: Client) -> tuple[Params, Any]:
+        start = self.params(shared, client.memory)
+        if self.fine_tune is None:
+            return start, ()
+        tuned = self.fine_tune.client_init(shared._replace(params=start), client._replace(memory=()))
+        if not hasattr(tuned, "params"):
+            raise ValueError(
+                "Expected fine_tune to be an algorithm whose clients' state has params, such as FedAvg, got "
+                f"{type(self.fine_tune).__name__}."
+            )
+        return start, tuned
+
+    def client_preview(self, shared: Told, state: tuple[Any, Params, Any], batch: Batch) -> tuple[Any, Params, Any]:
+        return self.algorithm.client_preview(shared.shared, state[0], batch), *state[1:]
+
+    def client_begin(self, shared: Told, state: tuple[Any, Params, Any], client: Client) -> tuple[Any, Params, Any]:
+        if not self.preview:
+            return state
+        client = client._replace(memory=shared.row(client, self.algorithm.client_memory(shared.shared)))
+        looked = self.algorithm.client_begin(shared.shared, state[0], client)
+        kept = self.algorithm.client_final(shared.shared, looked, client).memory
+        return looked, *self._start(shared.shared, client._replace(memory=kept))
+
+    def client_step(self, shared: Told, state: tuple[Any, Params, Any], batch: Batch) -> tuple[Any, Params, Any]:
+        looked, start, tuned = state
+        if self.fine_tune is None:
+            return state
+        return looked, start, self.fine_tune.client_step(shared.shared._replace(params=start), tuned, batch)
+
+    def client_final(self, shared: Told, state: tuple[Any, Params, Any], client: Client) -> ClientUpdate:
+        params = state[2].params if self.fine_tune else state[1]
+        info = {f"leaf {i}": leaf for i, leaf in enumerate(jax.tree.leaves(params))}
+        return ClientUpdate((), jnp.float32(0), info)
+
+    def made(self, info: RoundInfo) -> Params:
+        """The parameters of all clients, leaves ``[slots, ...]``, from the info."""
+        leaves, structure = jax.tree.flatten(jax.eval_shape(self.algorithm.model.init, jax.random.key(0)))
+        return jax.tree.unflatten(structure, [info.clients[f"leaf {i}"] for i in range(len(leaves))])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Examine(_Program):
+    """Every client's test: its metrics, summed over its examples."""
+
+    prepared: bool = False
+
+    def client_init(self, shared: Told, client: Client) -> tuple[Params, dict[str, MeanOf]]:
+        start = self.algorithm.client_memory(shared.shared)
+        if self.prepared:
+            params = shared.row(client, self.params(shared.shared, start))
+        else:
+            params = self.params(shared.shared, shared.row(client, start))
+        return params, {name: MeanOf(jnp.float32(0), jnp.float32(0)) for name in self.algorithm.model.metrics}
+
+    def client_step(self, shared: Told, state: tuple[Params, dict[str, MeanOf]], batch: Batch) -> Any:
+        params, so_far = state
+        outputs = self.algorithm.model.apply_for_eval(params, batch.examples)
+
+        def total(values: Any) -> jax.Array:
+            return jnp.sum(jnp.where(batch.mask, jnp.asarray(values, jnp.float32), 0.0))
+
+        metrics = self.algorithm.model.metrics
+        found = {name: MeanOf(*map(total, metric(batch.examples, outputs))) for name, metric in metrics.items()}
+        return params, {name: so_far[name].merge(found[name]) for name in so_far}
+
+    def client_final(self, shared: Told, state: tuple[Params, dict[str, MeanOf]], client: Client) -> ClientUpdate:
+        return ClientUpdate((), jnp.float32(0), {name: jnp.stack([*mean]) for name, mean in state[1].items()})
+
+
+def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> tuple[_Prepare | None, _Examine]:
+    """Kept with the algorithm, since what is compiled is kept with them."""
+    kept = vars(algorithm).setdefault("_personal_programs", {})
+    if (fine_tune, batch_size) not in kept:
+        preview = algorithm.preview if hasattr(algorithm, "personal_params") else None
+        prepare = None
+        if preview or fine_tune:
+            batches = fine_tune.batches if fine_tune else Batches(size=1)
+            prepare = _Prepare(algorithm, batches, preview, fine_tune=fine_tune)
+        examine = _Examine(algorithm, Batches(size=batch_size, shuffle=False), prepared=prepare is not None)
+        kept[fine_tune, batch_size] = prepare, examine
+    return kept[fine_tune, batch_size]
+
+
+def _suitable_batch_size(sizes: np.ndarray) -> int:
+    """A power of two up to 256 with little padding: starting a batch is taken to cost as much as eight examples."""
+    candidates = [2**i for i in range(9)]
+    return min(candidates, key=lambda size: int((-(-sizes // size)).sum()) * (size + 8))
+
+
+def _positions(test: FederatedData, train: FederatedData, who: np.ndarray) -> np.ndarray:
+    """Where in ``train`` these clients of ``test`` are, -1 for those who are not."""
+    if test.client_ids is train.client_ids:
+        return who
+    names = [test.client_ids[i] for i in who.tolist()]
+    return np.array([train.index(name) if name in train else -1 for name in names], np.int64)
+
+
+def _clients_at_once(algorithm: Any, shared: Any) -> int:
+    """As many as have room for what they keep and for their parameters."""
+    row = jax.eval_shape(algorithm.client_memory, shared), jax.eval_shape(algorithm.model.init, jax.random.key(0))
+    room = _CHUNK_BYTES_ON_CPU if jax.default_backend() == "cpu" else _CHUNK_BYTES
+    return max(1, min(_LARGEST_CHUNK, 8 * room // tree.num_bits(row)))
+
+
+def _filled(positions: np.ndarray, slots: int) -> np.ndarray:
+    filled = np.full(slots, -1, np.int32)
+    filled[: len(positions)] = positions
+    return filled
+
+
+def _num_clients(clients: ClientRows | ClientTable) -> int:
+    return len(clients.index if isinstance(clients, ClientRows) else clients.seen)
+
+
+def _kept(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int) -> tuple[Any, Any]:
+    """What the algorithm keeps for the clients at these positions, leaves ``[slots, ...]``, and for whom, ``bool [slots]``."""
+    own = jax.eval_shape(algorithm.client_memory, shared)
+    if clients == () or not jax.tree.leaves(own):
+        return jax.tree.map(lambda x: np.zeros((slots, *x.shape), x.dtype), own), np.zeros(slots, bool)
+    if isinstance(clients, ClientRows):
+        rows, seen = clients.gather(at, slots)
+    else:
+        rows, seen = jax.tree.map(lambda leaf: leaf[np.maximum(_filled(at, slots), 0)], tuple(clients))
+    return rows[0], seen & (np.arange(slots) < len(at))

@@ -1,0 +1,268 @@
+"""Algorithms whose clients end up with models of their own: against NumPy, and where they reduce to one another."""
+
+import federation
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import algorithms, execution
+
+RATE = 0.3
+BATCHES = fedsim.Batches(size=4, epochs=2)
+
+
+def network() -> fedsim.Model:
+    def logits(examples):
+        hidden = jnp.tanh(hk.Linear(5)(examples["x"]))
+        return hk.Linear(federation.NUM_CLASSES)(hidden)
+
+    return fedsim.Model.from_haiku(hk.transform(logits), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+
+
+def numpy_gradient(params, x, y):
+    """Mean gradient of softmax cross-entropy of the network above."""
+    (w, b), (v, c) = ((params[name]["w"], params[name]["b"]) for name in ("linear", "linear_1"))
+    hidden = np.tanh(x @ w + b)
+    logits = hidden @ v + c
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(y)), y] -= 1
+    back = (p @ v.T) * (1 - hidden**2)
+    slopes = {"linear": {"w": x.T @ back, "b": back.sum(0)}, "linear_1": {"w": hidden.T @ p, "b": p.sum(0)}}
+    return jax.tree.map(lambda g: g / len(y), slopes)
+
+
+def plus(a, factor, b):
+    """a + factor b, on trees of NumPy arrays."""
+    return jax.tree.map(lambda x, y: x + factor * y, a, b)
+
+
+def weighted_mean(pairs):
+    total = sum(weight for weight, _ in pairs)
+    return jax.tree.map(lambda *x: sum(w * leaf for (w, _), leaf in zip(pairs, x, strict=True)) / total, *[p for _, p in pairs])
+
+
+def real_examples(dataset, key, batches=BATCHES):
+    for batch in dataset.batches(batches, key):
+        yield batch.examples["x"][batch.mask].astype(np.float64), batch.examples["y"][batch.mask]
+
+
+def make(cls, **more):
+    settings = {"model": network(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE), "execution": fedsim.Jit()}
+    return cls(**(settings | more))
+
+
+def cohorts(population, rounds=3):
+    """Overlapping cohorts of changing clients."""
+    draw = np.random.default_rng(5)
+    return [fedsim.Cohort(population, draw.permutation(8)[:5], r, fedsim.rng.root(0)) for r in range(rounds)]
+
+
+def run(algorithm, rounds=3, seed=1):
+    population = federation.data()
+    state = algorithm.init(jax.random.key(seed))
+    for cohort in cohorts(population, rounds):
+        state, info = algorithm.apply(state, cohort)
+    return state, info
+
+
+def kept(state, population=None):
+    """What each client keeps, by id."""
+    population = population or federation.data()
+    if isinstance(state.clients, execution.ClientTable):
+        rows, seen = jax.device_get(state.clients)
+    else:
+        rows, seen = state.clients.gather(np.arange(population.num_clients))
+    return {population.client_ids[i]: jax.tree.map(lambda leaf, i=i: leaf[i], rows[0]) for i in np.flatnonzero(seen)}
+
+
+def start(algorithm, seed=1):
+    """The parameters before the first round, in float64."""
+    return jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.init(jax.random.key(seed)).params)
+
+
+def numpy_rounds(w, train):
+    """Weighted averaging of what ``train(client_id, dataset, key, w)`` gives; None from a client without examples."""
+    for cohort in cohorts(federation.data()):
+        trained = [(len(dataset), train(i, dataset, key, w)) for i, dataset, key in cohort if len(dataset)]
+        w = weighted_mean(trained)
+    return w
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7])
+def test_ditto_follows_algorithm_1(lam):
+    algorithm = make(algorithms.Ditto, lam=lam)
+    own = {}
+
+    def train(client_id, dataset, key, w):
+        copy, v = w, own.get(client_id, w)
+        for x, y in real_examples(dataset, key):
+            copy = plus(copy, -RATE, numpy_gradient(copy, x, y))
+            v = plus(v, -RATE, plus(numpy_gradient(v, x, y), lam, plus(v, -1, w)))
+        own[client_id] = v
+        return copy
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    federation.assert_trees_close(kept(state), own)
+
+
+@pytest.mark.parametrize(("alpha", "adaptive"), [(0.3, False), (0.3, True), (0.97, True)])
+def test_apfl_follows_algorithm_1(alpha, adaptive):
+    algorithm = make(algorithms.APFL, alpha=alpha, adaptive=adaptive)
+    own = {}
+
+    def train(client_id, dataset, key, w):
+        v, a = own.get(client_id, (w, alpha))
+        for x, y in real_examples(dataset, key):
+            slope = numpy_gradient(plus(plus(w, -a, w), a, v), x, y)
+            along = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * g), plus(v, -1, w), slope)))
+            w, v = plus(w, -RATE, numpy_gradient(w, x, y)), plus(v, -RATE * a, slope)
+            a = np.clip(a - RATE * along, 0, 1) if adaptive else a
+        own[client_id] = (v, a)
+        return w
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    rows = kept(state)
+    assert sorted(rows) == sorted(own)
+    for client_id, (v, a) in own.items():
+        federation.assert_trees_close(rows[client_id].params, v)
+        np.testing.assert_allclose(rows[client_id].alpha, a, rtol=1e-5)
+    assert (len({float(row.alpha) for row in rows.values()}) > 1) == adaptive
+
+
+def test_fedper_averages_bodies_and_clients_keep_heads():
+    algorithm = make(algorithms.FedPer)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
+    heads = {}
+
+    def train(client_id, dataset, key, body):
+        params = body | heads.get(client_id, first)
+        for x, y in real_examples(dataset, key):
+            params = plus(params, -RATE, numpy_gradient(params, x, y))
+        heads[client_id] = {"linear_1": params["linear_1"]}
+        return {"linear": params["linear"]}
+
+    body = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, body)
+    federation.assert_trees_close(kept(state), heads)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
+def test_fedrep_follows_algorithm_1(fraction):
+    """With momentum, which each half has for itself, from its own steps."""
+    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optax.sgd(RATE, momentum=0.5))
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
+    heads = {}
+
+    def train(client_id, dataset, key, body):
+        params = body | heads.get(client_id, first)
+        batches = list(real_examples(dataset, key))
+        velocity = plus(params, -1, params)
+        for step, (x, y) in enumerate(batches):
+            half = "linear_1" if step < int(fraction * len(batches) + 1e-6) else "linear"
+            velocity[half] = plus(numpy_gradient(params, x, y)[half], 0.5, velocity[half])
+            params = params | {half: plus(params[half], -RATE, velocity[half])}
+        heads[client_id] = {"linear_1": params["linear_1"]}
+        return {"linear": params["linear"]}
+
+    body = numpy_rounds(start(algorithm), train)
+    state, info = run(algorithm)
+    federation.assert_trees_close(state.params, body)
+    federation.assert_trees_close(kept(state), heads)
+    assert np.all(np.asarray(info.clients["loss"])[np.asarray(info.clients["num_steps"]) > 0] > 0)
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
+def test_the_server_neither_gets_nor_keeps_a_head(cls):
+    algorithm = make(cls)
+    state, info = run(algorithm)
+    assert sorted(state.params) == ["linear"]
+    body = fedsim.tree.num_bits(state.params)
+    took_part = np.asarray(info.clients["num_steps"]) > 0
+    assert info.clients["bits_up"].tolist() == (body * took_part).tolist()
+    assert info.clients["bits_down"].tolist() == ((body + 64) * took_part).tolist()  # the round and the seed
+    head = make(cls, head=lambda module: module == "linear")
+    assert sorted(run(head)[0].params) == ["linear_1"]
+
+
+def local_training(params, rounds):
+    """Every client alone: each round its steps, on from where it was, from a common start."""
+    alone, own = make(algorithms.FedAvg), {}
+    for cohort in cohorts(federation.data(), rounds):
+        for client_id, dataset, _ in cohort:
+            if len(dataset):
+                state = alone.init(jax.random.key(1))._replace(params=own.get(client_id, params))
+                one = fedsim.Cohort(cohort.data, [cohort.data.index(client_id)], cohort.round, cohort.key)
+                own[client_id] = alone.apply(state, one)[0].params
+    return own
+
+
+def test_apfl_of_alpha_0_is_the_global_model():
+    algorithm = make(algorithms.APFL, alpha=0.0)
+    state, _ = run(algorithm)
+    shared = algorithm.broadcast(state.server)
+    for memory in kept(state).values():
+        federation.assert_trees_equal(algorithm.personal_params(shared, memory), state.params)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "rounds"),
+    [
+        # After one round, for later ones start new clients from a server that has moved.
+        (algorithms.Ditto, {"lam": 0.0}, 1),
+        (algorithms.APFL, {"alpha": 1.0}, 1),
+        (algorithms.FedPer, {"head": lambda module: True}, 3),
+    ],
+)
+def test_without_ties_clients_train_alone(cls, settings, rounds):
+    algorithm = make(cls, **settings)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    params = algorithm.personal_params(shared, algorithm.client_memory(shared))
+    state, _ = run(algorithm, rounds)
+    shared = algorithm.broadcast(state.server)
+    own = {client_id: algorithm.personal_params(shared, memory) for client_id, memory in kept(state).items()}
+    federation.assert_trees_close(own, local_training(params, rounds))
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
+def test_an_empty_head_is_fedavg(cls):
+    settings = {"head_fraction": 0.0} if cls is algorithms.FedRep else {}
+    nothing = make(cls, head=lambda module: False, **settings)
+    fedavg = make(algorithms.FedAvg)
+    population = federation.data()
+    state, expected = nothing.init(jax.random.key(1)), fedavg.init(jax.random.key(1))
+    for cohort in cohorts(population):
+        (state, _), (expected, _) = nothing.apply(state, cohort), fedavg.apply(expected, cohort)
+    federation.assert_trees_close(state.params, expected.params)
+
+
+def test_a_model_of_one_module_needs_to_be_told_its_head():
+    algorithm = make(algorithms.FedPer, model=federation.model())
+    with pytest.raises(ValueError, match="All parameters are in one module, 'linear'"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "message"),
+    [
+        (algorithms.Ditto, {"lam": -1.0}, "Expected lam >= 0, got lam=-1.0"),
+        (algorithms.Ditto, {"lam": float("nan")}, "Expected lam >= 0, got lam=nan"),
+        (algorithms.APFL, {"alpha": -0.1}, "Expected 0 <= alpha <= 1, got alpha=-0.1"),
+        (algorithms.FedPer, {"head": "linear"}, "Expected head to be a function"),
+        (algorithms.FedRep, {"head_fraction": 1.1}, "Expected 0 <= head_fraction <= 1, got head_fraction=1.1"),
+    ],
+)
+def test_hyperparameters_out_of_range(cls, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(cls, **wrong)
