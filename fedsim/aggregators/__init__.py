@@ -6,4 +6,12 @@ from fedsim.aggregators._aggregator import Sent as Sent
 from fedsim.aggregators._aggregator import Sum as Sum
 from fedsim.aggregators._aggregator import SumAggregator as SumAggregator
 from fedsim.aggregators._aggregator import Wrapper as Wrapper
+from fedsim.aggregators._bulyan import Bulyan as Bulyan
+from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping
+from fedsim.aggregators._clipped import Clipped as Clipped
+from fedsim.aggregators._coordinate_median import CoordinateMedian as CoordinateMedian
+from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
+from fedsim.aggregators._krum import Krum as Krum
+from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._side_by_side import SideBySide as SideBySide
+from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean

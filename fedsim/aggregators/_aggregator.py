@@ -118,6 +118,11 @@ class SumAggregator(Aggregator):
         return jax.lax.psum(accumulator, axis)
 
 
+def wide(dtype: Any) -> Any:
+    """What to compute in: sums of integers or of half precision would overflow, and a mean of integers is none."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
+
+
 class WeightedTotal(NamedTuple):
     """Sums so far: ``total`` of weight times update, in the update's structure, and ``weight``, ``float32 []``."""
 
@@ -138,10 +143,6 @@ class Sum(SumAggregator):
     """
 
     def zero(self, update: Update, slots: int) -> WeightedTotal:
-        # Sums of integers or of half precision would overflow, and a mean of integers is none.
-        def wide(dtype: Any) -> Any:
-            return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
-
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), update)
         return WeightedTotal(total, jnp.zeros((), jnp.float32))
 

@@ -1,0 +1,87 @@
+"""Bulyan.
+
+E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The hidden vulnerability of distributed learning in Byzantium", ICML 2018,
+section 4: https://arxiv.org/abs/1802.07927. ``attackers`` is its f. It leaves open what Krum does where few are left, and
+n - f - 2 of them none or one: here it looks at two neighbours at least. No deviations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.aggregators._krum import neighbours
+from fedsim.aggregators._rows import as_rows, check_attackers, in_order, middle, squared_distances, wide
+from fedsim.aggregators._side_by_side import SideBySide, Update
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bulyan(SideBySide):
+    """Krum, time after time, chooses θ = n - 2f updates; of these, each coordinate's θ - 2f nearest to the median are averaged.
+
+    An attacker that Krum takes for one of many, since it differs in a few coordinates only, has little to say in these.
+    Unweighted, whatever the algorithm's ``weighting``. In a round with fewer than 4f + 3 clients nothing is promised, and at
+    least one update is chosen, and one value averaged.
+
+    Attributes:
+      attackers: f >= 0, the most that a cohort may hold. 0 is the mean.
+
+    Raises:
+      ValueError: a negative number; before the first round, cohorts of less than 4f + 3 clients.
+
+    >>> updates = jnp.array([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [1e6]])
+    >>> 2 <= Bulyan(attackers=1).combine(updates, weights=jnp.ones(7)).item() <= 5
+    True
+    """
+
+    attackers: int
+
+    def __post_init__(self) -> None:
+        if operator.index(self.attackers) < 0:
+            raise ValueError(f"Expected attackers >= 0, got attackers={self.attackers}.")
+
+    def check(self, update: Update, slots: int) -> None:
+        super().check(update, slots)
+        check_attackers("Bulyan", self.attackers, slots, per_attacker=4)
+
+    def combine(self, updates: Update, weights: jax.Array) -> Update:
+        exists = weights != 0
+        chosen = self._choose(squared_distances(updates, exists), exists)
+        theta = jnp.sum(chosen)
+        kept = jnp.maximum(theta - 2 * self.attackers, 1)
+
+        def leaf(rows: jax.Array) -> jax.Array:
+            ordered = in_order(wide(rows), chosen)
+            median = middle(ordered, theta)
+            # The nearest to the median stand side by side in order: from which place on do they reach least far?
+            start, reach = jnp.zeros(median.shape, jnp.int32), jnp.full_like(median, jnp.inf)
+            for place in range(2 * self.attackers + 1):
+                far = jnp.maximum(median - ordered[place], ordered[jnp.minimum(place + kept, theta) - 1] - median)
+                nearer = (far < reach) & (place + kept <= theta)
+                start, reach = jnp.where(nearer, place, start), jnp.where(nearer, far, reach)
+            places = as_rows(jnp.arange(len(ordered)), ordered)
+            inside = (places >= start[None]) & (places < start[None] + kept) & (places < theta)
+            return jnp.sum(jnp.where(inside, ordered, 0), axis=0) / jnp.minimum(kept, jnp.maximum(theta, 1)).astype(
+                ordered.dtype
+            )
+
+        return jax.tree.map(leaf, updates)
+
+    def _choose(self, distances: jax.Array, exists: jax.Array) -> jax.Array:
+        """Whom Krum chooses in turn, each time among those that are left, ``bool [slots]``."""
+        order = jnp.argsort(distances, axis=1)
+        nearest = jnp.take_along_axis(distances, order, axis=1)
+
+        def choose(_: jax.Array, chosen: jax.Array) -> jax.Array:
+            left = exists & ~chosen
+            near = left[order]
+            counts = near & (jnp.cumsum(near, axis=1) <= neighbours(left, self.attackers))
+            score = jnp.where(left, jnp.sum(jnp.where(counts, nearest, 0), axis=1), jnp.inf)
+            first = jnp.argmin(jnp.where(left, jnp.minimum(score, jnp.finfo(jnp.float32).max), jnp.inf))
+            return chosen.at[first].set(left[first] | chosen[first])
+
+        theta = jnp.clip(jnp.sum(exists) - 2 * self.attackers, 1, len(exists))
+        return jax.lax.fori_loop(0, theta, choose, jnp.zeros_like(exists))

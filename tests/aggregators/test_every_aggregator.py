@@ -1,0 +1,100 @@
+"""What every robust aggregator promises within a round: the same answer however it is run, in whatever order."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import aggregators
+
+AGGREGATORS = {
+    "median": aggregators.CoordinateMedian(),
+    "trimmed": aggregators.TrimmedMean(0.2),
+    "krum": aggregators.Krum(attackers=1),
+    "multi-krum": aggregators.Krum(attackers=2, selected=3),
+    "bulyan": aggregators.Bulyan(attackers=1),
+    "geometric": aggregators.GeometricMedian(),
+    "clipped": aggregators.Clipped(1.0),
+    "clipped median": aggregators.Clipped(1.0, inner=aggregators.CoordinateMedian()),
+    "centred": aggregators.CentredClipping(1.0),
+    "noised": aggregators.Noised(0.1, inner=aggregators.Clipped(1.0)),
+}
+EXECUTIONS = {
+    "pmap, 8 devices": fedsim.Pmap(devices=8),
+    "pmap, 2 devices, 2 lanes, streamed": fedsim.Pmap(devices=2, lanes=2, memory="stream"),
+    "debug": fedsim.Debug(),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MeanOfExamples(fedsim.Algorithm):
+    """Each client sends its mean example; the server adds up what the aggregator makes of them."""
+
+    def init(self, key):
+        return {"x": jnp.zeros(3), "y": jnp.float32(0)}
+
+    def client_init(self, shared, client):
+        return jax.tree.map(jnp.zeros_like, shared)
+
+    def client_step(self, shared, state, batch):
+        mask = batch.mask.astype(jnp.float32)
+        x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
+        return {"x": state["x"] + x, "y": state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))}
+
+    def client_final(self, shared, state, client):
+        size = client.num_examples.astype(jnp.float32)
+        mean = jax.tree.map(lambda total: total / jnp.maximum(size, 1), state)
+        return fedsim.ClientUpdate(mean, size)
+
+    def server_update(self, state, update):
+        return jax.tree.map(jnp.add, state, update)
+
+
+def run(aggregator, execution, backwards=False):
+    population = federation.data(sizes=(7, 0, 3, 12, 1, 5, 9, 2, 4, 6, 8))
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregator, execution=execution)
+    state = algorithm.init(jax.random.key(0))
+    ids = population.client_ids[::-1] if backwards else population.client_ids
+    for round in range(2):
+        state, _ = algorithm.apply(state, fedsim.Cohort.of(population, ids, round=round))
+    return jax.device_get(getattr(state, "server", state))
+
+
+@pytest.fixture(scope="module")
+def reference():
+    known = {}
+
+    def get(name):
+        if name not in known:
+            known[name] = run(AGGREGATORS[name], fedsim.Jit())
+        return known[name]
+
+    return get
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_execution_never_changes_the_answer(name, how, reference):
+    federation.assert_trees_close(run(AGGREGATORS[name], EXECUTIONS[how]), reference(name))
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_client_order_does_not_matter(name, reference):
+    federation.assert_trees_close(run(AGGREGATORS[name], fedsim.Jit(), backwards=True), reference(name))
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_they_differ_from_the_mean(name, reference):
+    """The negative control: each of them does something."""
+    mean = run(aggregators.Mean(), fedsim.Jit())
+    assert np.abs(reference(name)["x"] - mean["x"]).max() > 1e-3
+
+
+def test_a_cohort_too_small_for_krum_is_refused_before_the_first_round():
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregators.Krum(attackers=3))
+    with pytest.raises(ValueError, match="Krum withstands attackers=3 in cohorts of at least"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
