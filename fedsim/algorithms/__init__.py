@@ -12,10 +12,14 @@ from fedsim.algorithms._fedsgd import FedSGD as FedSGD
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._qffl import FairServer as FairServer
+from fedsim.algorithms._qffl import QFedAvg as QFedAvg
+from fedsim.algorithms._qffl import QFedSGD as QFedSGD
 from fedsim.names import look_up
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    cls.__name__.lower(): cls for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedProx, FedSGD)
+    cls.__name__.lower(): cls
+    for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedProx, FedSGD, QFedAvg, QFedSGD)
 }
 
 
