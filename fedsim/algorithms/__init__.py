@@ -1,6 +1,8 @@
 """Federated algorithms, one a file."""
 
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
+from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
@@ -9,17 +11,33 @@ from fedsim.algorithms._fedopt import FedAdam as FedAdam
 from fedsim.algorithms._fedopt import FedYogi as FedYogi
 from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
+from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixture
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
+from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     cls.__name__.lower(): cls
-    for cls in (FedAvg, FedAvgM, FedAdagrad, FedAdam, FedYogi, FedProx, FedSGD, QFedAvg, QFedSGD)
+    for cls in (
+        FedAvg,
+        FedAvgM,
+        FedAdagrad,
+        FedAdam,
+        FedYogi,
+        FedProx,
+        FedSGD,
+        QFedAvg,
+        QFedSGD,
+        AgnosticFedAvg,
+        KMeans,
+        GaussianMixture,
+    )
 }
 
 
