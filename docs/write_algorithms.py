@@ -39,7 +39,8 @@ def page() -> str:
 
 
 def _section(title: str, members: dict[str, type], level: str) -> str:
-    rows = "".join(f"| `{name}` | {_first_sentence(cls)} | {_own_fields(cls)} | {_paper(cls)} |\n" for name, cls in members.items())
+    cells = ((f"`{name}`", _first_sentence(cls), _own_fields(cls), _paper(cls)) for name, cls in members.items())
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in cells)
     return f"{level} {title}\n\n| name | what it does | its own settings | paper |\n| --- | --- | --- | --- |\n{rows}"
 
 
@@ -62,7 +63,8 @@ def _default(field: dataclasses.Field) -> str:
 
 def _paper(cls: type) -> str:
     """Links of the module that defines it: the first of its docstring."""
-    found = re.search(r"https://(?:arxiv\.org/abs|doi\.org)/\S+?(?=[,;:.)]*(?:\s|$))", sys.modules[cls.__module__].__doc__ or "")
+    text = sys.modules[cls.__module__].__doc__ or ""
+    found = re.search(r"https://(?:arxiv\.org/abs|doi\.org)/\S+?(?=[,;:.)]*(?:\s|$))", text)
     return f"[{found[0].split('/', 3)[-1].removeprefix('abs/')}]({found[0]})" if found else "–"
 
 

@@ -1,7 +1,9 @@
 """Federated algorithms, one a file."""
 
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
+from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._ditto import Ditto as Ditto
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
@@ -14,16 +16,24 @@ from fedsim.algorithms._fedper import FedPer as FedPer
 from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedrep import FedRep as FedRep
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
+from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixture
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._kmeans import KMeans as KMeans
+from fedsim.algorithms._qffl import FairServer as FairServer
+from fedsim.algorithms._qffl import QFedAvg as QFedAvg
+from fedsim.algorithms._qffl import QFedSGD as QFedSGD
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
+from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
     "Drift correction": (FedProx, SCAFFOLD),
+    "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
+    "Beyond gradients": (KMeans, GaussianMixture),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 

@@ -12,7 +12,7 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
-from fedsim.execution._contract import Client, ClientTable, ClientUpdate, RoundInfo
+from fedsim.execution._contract import Client, ClientTable, ClientUpdate, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
 from fedsim.execution._memory import split
@@ -168,6 +168,9 @@ class _Program:
         return state
 
     def server_update(self, state: Told, update: Any) -> Told:
+        return state
+
+    def server_round(self, state: Told, update: Any, turnout: Turnout) -> Told:
         return state
 
     def params(self, shared: Any, memory: Any) -> Params:

@@ -33,6 +33,10 @@ SETTINGS = {
     "batches": BATCHES,
     "client_optimizer": optax.sgd(0.1, momentum=0.5),
     "num_clients": 8,
+    "num_domains": federation.NUM_CLASSES,
+    "domain": "y",
+    "num_features": 3,
+    "num_clusters": 2,
 }
 AGGREGATORS = {
     "mean": aggregators.Mean(),

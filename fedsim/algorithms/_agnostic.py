@@ -1,0 +1,187 @@
+"""Agnostic federated learning, trained by agnostic federated averaging.
+
+M. Mohri, G. Sivek, A. T. Suresh, "Agnostic federated learning", ICML 2019: https://arxiv.org/abs/1902.00146, the objective (its
+equation 4: the worst mixture of domains) and the projected steps of the mixture (its Algorithm 1). J. Ro, M. Chen, R. Mathews,
+M. Mohri, A. T. Suresh, "Communication-efficient agnostic federated averaging", Interspeech 2021:
+https://arxiv.org/abs/2104.02748, local training, the exponentiated steps, and the window of rounds. The papers' λ is
+``domain_weights``; α_d is λ_d over the mean number of examples of domain d in a round of the window, and β_k the sum of α over
+the client's examples, its weight.
+
+Deviations: a client's loss is scaled so that a batch's mean is unbiased for (Σ α_d loss) / β_k times the client's size, hence
+steps do not shrink as clients grow, and one domain is FedAvg (FedJAX divides a batch's sum by β_k instead). Domains that no
+client of a round has keep their weight, and the others share the rest (in both papers a domain without examples counts as one
+without loss). Both steps are taken at the same point, before training, as in the first paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import metrics, tree
+from fedsim.aggregators import Aggregator, Sum
+from fedsim.algorithm import Capabilities
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._gradient_server import ServerState
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+
+class AgnosticState(NamedTuple):
+    """The server's state, the domains' weights ``[domains]``, and their examples in the last rounds ``[window, domains]``."""
+
+    server: ServerState
+    domain_weights: jax.Array
+    counts: jax.Array
+
+    @property
+    def params(self) -> Params:
+        return self.server.params
+
+
+class AgnosticShared(NamedTuple):
+    """What clients get: as in FedAvg, and what an example of each domain counts, ``alpha [domains]``."""
+
+    params: Params
+    round: jax.Array
+    alpha: jax.Array
+
+
+class ClientState(NamedTuple):
+    """FedAvg's state, losses and numbers of examples by domain ``[domains]``, and what scales a batch's losses."""
+
+    local: Any
+    losses: metrics.Mean
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AgnosticFedAvg(FedAvg):
+    """FedAvg on the worst mixture of domains: min over w, max over λ of Σ_d λ_d F_d(w).
+
+    An example's domain is a column of the data; a client may have examples of several. The server steps λ up along the
+    domains' losses as clients train on the examples weighted by λ_d over how many the domain has. Clients read their examples
+    once more than in FedAvg, for these losses.
+
+    Attributes:
+      num_domains: how many domains there are.
+      domain: the column of their numbers, integers in [0, num_domains).
+      domain_learning_rate: of λ, which starts uniform; at 0 it stays so.
+      domain_update: ``"exponentiated"``: λ_d exp(rate F_d), made to sum to 1; ``"projected"``: the nearest point of the simplex
+        to λ + rate F, where a domain may get no weight at all.
+      window: the number of rounds over which the domains' examples are counted.
+      model, batches, client_optimizer, server_optimizer: see `FedAvg`. ``weighting`` is that of the domains.
+
+    >>> import numpy as np, optax, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32),
+    ...                                          "domain": np.array([0, 1, 1, 1, 1, 1])}, sizes=[4, 2])
+    >>> algorithm = AgnosticFedAvg(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1),
+    ...                            batches=fedsim.Batches(size=2), num_domains=2)
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> state.counts.tolist(), state.domain_weights.tolist()
+    ([[1.0, 5.0]], [0.5, 0.5])
+    """
+
+    capabilities = Capabilities(aggregators=False)
+
+    aggregator: Aggregator = dataclasses.field(default_factory=Sum)
+    num_domains: int
+    domain: str = "domain"
+    domain_learning_rate: float = 0.1
+    domain_update: Literal["exponentiated", "projected"] = "exponentiated"
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_domains", "window"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
+        if not 0 <= self.domain_learning_rate < float("inf"):
+            raise ValueError(f"Expected domain_learning_rate >= 0, got domain_learning_rate={self.domain_learning_rate}.")
+        if self.domain_update not in ("exponentiated", "projected"):
+            raise ValueError(f"Expected 'exponentiated' or 'projected', got domain_update={self.domain_update!r}.")
+        if self.weighting != "examples":
+            raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        domains = np.asarray(data.columns.get(self.domain, np.zeros(1)))
+        if domains.ndim != 1 or domains.dtype.kind not in "iu" or not np.all((domains >= 0) & (domains < self.num_domains)):
+            raise ValueError(
+                f"Expected a column {self.domain!r} of domains, an integer in [0, {self.num_domains}) for each example, got "
+                f"{data}: name another one by domain, or set num_domains."
+            )
+
+    @property
+    def preview(self) -> Batches:
+        return Batches(size=self.batches.size, shuffle=False)
+
+    def init(self, key: jax.Array) -> Any:
+        uniform = jnp.full(self.num_domains, 1 / self.num_domains, jnp.float32)
+        return AgnosticState(super().init(key), uniform, jnp.ones((self.window, self.num_domains), jnp.float32))
+
+    def broadcast(self, state: Any) -> Any:
+        alpha = state.domain_weights / jnp.maximum(jnp.mean(state.counts, axis=0), 1 / self.window)
+        return AgnosticShared(state.server.params, state.server.round, alpha)
+
+    def client_init(self, shared: Any, client: Client) -> Any:
+        zeros = jnp.zeros(self.num_domains, jnp.float32)
+        return ClientState(super().client_init(shared, client), metrics.Mean(zeros, zeros), jnp.float32(0))
+
+    def client_preview(self, shared: Any, state: Any, batch: Batch) -> Any:
+        seen = batch.mask.astype(jnp.float32)
+        losses = jnp.where(batch.mask, self._losses(shared.params, batch), 0.0)
+        by_domain = jnp.zeros(self.num_domains, jnp.float32).at[batch.examples[self.domain]]
+        return state._replace(losses=state.losses.merge(metrics.Mean(by_domain.add(losses), by_domain.add(seen))))
+
+    def client_begin(self, shared: Any, state: Any, client: Client) -> Any:
+        beta = jnp.vdot(shared.alpha, state.losses.weight)
+        return state._replace(scale=client.num_examples.astype(jnp.float32) * _inverse(beta))
+
+    def client_step(self, shared: Any, state: Any, batch: Batch) -> Any:
+        return state._replace(local=super().client_step(shared._replace(alpha=shared.alpha * state.scale), state.local, batch))
+
+    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        losses = self._losses(params, batch) * shared.alpha[batch.examples[self.domain]]
+        return metrics.masked_mean(losses, batch.mask)
+
+    def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state.local, client)
+        beta = jnp.vdot(shared.alpha, state.losses.weight)
+        update = (tree.scale(result.update, beta), beta, state.losses)
+        return ClientUpdate(update, jnp.float32(1), result.info)
+
+    def server_update(self, state: Any, update: Any) -> Any:
+        movement, beta, losses = update
+        movement = tree.scale(movement, _inverse(beta))
+        weights = self._step(state.domain_weights, losses.result(), losses.weight > 0)
+        counts = jnp.concatenate([state.counts[1:], losses.weight[None]])
+        return AgnosticState(super().server_update(state.server, movement), weights, counts)
+
+    def _losses(self, params: Params, batch: Batch) -> jax.Array:
+        return self.model.loss(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))
+
+    def _step(self, weights: jax.Array, losses: jax.Array, seen: jax.Array) -> jax.Array:
+        """λ one step up along the losses of the domains seen, which keep what they have together."""
+        share, losses = jnp.sum(weights, where=seen), self.domain_learning_rate * losses
+        if self.domain_update == "exponentiated":
+            # Relative to the largest, so that no exponential overflows; domains without weight never get any.
+            stepped = jnp.where(seen, weights * jnp.exp(losses - jnp.max(losses, where=seen, initial=0)), 0.0)
+            stepped *= share / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
+        else:
+            values = jnp.where(seen, weights + losses, -jnp.inf)
+            descending = -jnp.sort(-values)
+            surplus = (jnp.cumsum(descending) - share) / jnp.arange(1.0, self.num_domains + 1)
+            threshold = surplus[jnp.maximum(jnp.sum(descending > surplus) - 1, 0)]
+            stepped = jnp.maximum(values - threshold, 0.0)
+        return jnp.where(seen, stepped, weights)
+
+
+def _inverse(value: jax.Array) -> jax.Array:
+    """1 over what is above 0, and 0."""
+    return jnp.where(value > 0, 1 / jnp.where(value > 0, value, 1.0), 0.0)

@@ -1,0 +1,63 @@
+"""Federated k-means.
+
+S. P. Lloyd, "Least squares quantization in PCM", IEEE Transactions on Information Theory 28, 1982:
+https://doi.org/10.1109/TIT.1982.1056489, started as in k-means++ (see `Clusters`). One round is one iteration of Lloyd over the
+examples of the cohort: clients assign their examples, and send sums and counts. With everybody in every round it is what a
+single machine with all the data computes. No deviations; a cluster without examples stays where it is, which Lloyd leaves open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.algorithms._clusters import Clusters, squared_distances
+
+
+class KMeansState(NamedTuple):
+    """The clusters' means ``[clusters, features]``, and how many of them have been started, ``int32 []``."""
+
+    means: jax.Array
+    num_started: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KMeans(Clusters):
+    """k-means: the first ``num_clusters`` rounds draw starting points, each later one moves every mean to its examples' mean.
+
+    `evaluate` gives the ``cost``: the mean squared distance to the nearest mean.
+
+    Attributes:
+      num_features, num_clusters, start: see `Clusters`.
+      feature, batches: see `Statistics`.
+
+    >>> import numpy as np, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([[0.0], [1.0], [10.0], [12.0]], np.float32)}, sizes=[3, 1])
+    >>> algorithm = KMeans(num_features=1, num_clusters=2, start=[[0.0], [9.0]])
+    >>> state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> state.means.tolist(), algorithm.evaluate(state, data).overall
+    ([[0.5], [11.0]], {'cost': 0.625})
+    """
+
+    def init(self, key: jax.Array) -> KMeansState:
+        return KMeansState(*self.points())
+
+    def no_moments(self) -> Any:
+        return jnp.zeros((self.num_clusters, self.num_features), jnp.float32), jnp.zeros(self.num_clusters, jnp.float32)
+
+    def moments(self, shared: KMeansState, x: jax.Array, mask: jax.Array) -> Any:
+        # Sums of differences from the old means, not of examples: nothing is lost where these are far from zero.
+        nearest = jnp.argmin(squared_distances(x, shared.means), axis=1)
+        sums, counts = self.no_moments()
+        moved = jnp.where(mask[:, None], x - shared.means[nearest], 0.0)
+        return sums.at[nearest].add(moved), counts.at[nearest].add(mask.astype(jnp.float32))
+
+    def maximize(self, state: KMeansState, moments: Any) -> KMeansState:
+        sums, counts = moments
+        return state._replace(means=state.means + sums / jnp.maximum(counts, 1)[:, None])
+
+    def scores(self, shared: KMeansState, x: jax.Array) -> dict[str, jax.Array]:
+        return {"cost": jnp.min(squared_distances(x, shared.means), axis=1)}

@@ -1,0 +1,162 @@
+"""Fair resource allocation: q-FedAvg and q-FedSGD.
+
+T. Li, M. Sanjabi, A. Beirami, V. Smith, "Fair resource allocation in federated learning", ICLR 2020 (Algorithm 1, q-FedSGD, and
+Algorithm 2, q-FedAvg): https://arxiv.org/abs/1905.10497. The paper's q is ``q``, its L is ``lipschitz``, its F_k(w) is the
+client's mean loss over all its examples at what the server sent (``loss_before`` in the info of q-FedAvg).
+
+Deviations: the paper samples client k with probability p_k and sums uniformly; with ``weighting="examples"`` and uniform
+sampling, the default, the sums are weighted by p_k instead, which has the same expectation (for the paper's way take a
+`fedsim.samplers.WeightedSampler` and ``weighting="uniform"``). Losses below 1e-10 count as 1e-10, where F^(q-1) would be
+infinite. What the sums give may pass through any ``server_optimizer``; the paper's is SGD of rate 1, the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import metrics, tree
+from fedsim.algorithms import _fedavg
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._fedsgd import FedSGD
+from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared, positive
+from fedsim.data import Batch, Batches
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+_SMALLEST_LOSS = 1e-10
+
+
+class Reweighted(NamedTuple):
+    """A client's Δ_k, in the parameters' structure, and its h_k, ``float32 []``: the server steps along ΣΔ_k / Σh_k."""
+
+    delta: Params
+    h: jax.Array
+
+
+class ClientState(NamedTuple):
+    """FedAvg's state, and the sum of losses at what the server sent."""
+
+    local: _fedavg.ClientState
+    before: metrics.Mean
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FairServer(GradientServer):
+    """What both have in common: the objective Σ p_k F_k^(q+1) / (q+1), and a step whose size needs no tuning for each q.
+
+    Attributes:
+      q: at least 0; with 0 all clients weigh as in the unfair algorithm, and the larger, the more do those of large losses.
+
+    >>> FairServer(model=None, batches=None, q=-1.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected q >= 0 and finite, got q=-1.0.
+    """
+
+    q: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.q < float("inf"):
+            raise ValueError(f"Expected q >= 0 and finite, got q={self.q}.")
+
+    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Reweighted:
+        """Δ_k = F_k^q ∇_k and h_k = q F_k^(q-1) |∇_k|² + L F_k^q, for the client's gradient, or what stands for one."""
+        loss = jnp.maximum(loss, _SMALLEST_LOSS)
+        delta = tree.scale(gradient, loss**self.q)
+        return Reweighted(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
+
+    def server_update(self, state: ServerState, update: Reweighted) -> ServerState:
+        return super().server_update(state, tree.scale(update.delta, 1 / update.h))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class QFedSGD(FedSGD, FairServer):
+    """q-FedSGD: clients send their gradients and losses, reweighted by how large the losses are.
+
+    With q = 0 this is `FedSGD` with a learning rate of 1 / ``lipschitz``.
+
+    Attributes:
+      lipschitz: estimate of the gradient's Lipschitz constant: 1 over the learning rate that is best for FedSGD.
+      q: see `FairServer`.
+      model, batches, server_optimizer, weighting: see `FedSGD`.
+
+    >>> QFedSGD(model=None, lipschitz=0.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected lipschitz > 0 and finite, got lipschitz=0.0.
+    """
+
+    lipschitz: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(lipschitz=self.lipschitz)
+
+    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state, client)
+        update = self.reweighted(result.update, result.info["loss"], self.lipschitz)
+        return result._replace(update=update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class QFedAvg(FedAvg, FairServer):
+    """q-FedAvg: clients train as in FedAvg; L times their movement stands for the gradient.
+
+    With q = 0 this is `FedAvg`. A client reads its examples once more than in FedAvg, for its loss before training.
+
+    Attributes:
+      lipschitz: L; None: 1 over the client's learning rate, as in the paper. The rate is the mean length of the client
+        optimizer's first step along a gradient of ones: that of SGD exactly, also if it changes from round to round.
+      q: see `FairServer`.
+      model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
+
+    >>> import numpy as np, optax, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 28, 28, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    >>> algorithm = QFedAvg(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1),
+    ...                     batches=fedsim.Batches(size=2), q=2.0)
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> np.allclose(info.clients["loss_before"], np.log(62))
+    True
+    """
+
+    lipschitz: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lipschitz is not None:
+            positive(lipschitz=self.lipschitz)
+
+    @property
+    def preview(self) -> Batches:
+        return Batches(size=self.batches.size, shuffle=False)
+
+    def client_init(self, shared: Shared, client: Client) -> Any:
+        return ClientState(super().client_init(shared, client), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+
+    def client_preview(self, shared: Shared, state: Any, batch: Batch) -> Any:
+        seen = jnp.sum(batch.mask, dtype=jnp.float32)
+        loss = self.model.train_loss(shared.params, batch)
+        return state._replace(before=state.before.merge(metrics.Mean(loss * seen, seen)))
+
+    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
+        return state._replace(local=super().client_step(shared, state.local, batch))
+
+    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state.local, client)
+        lipschitz, before = self._lipschitz(shared), state.before.result()
+        update = self.reweighted(tree.scale(result.update, lipschitz), before, lipschitz)
+        return result._replace(update=update, info={**result.info, "loss_before": before})
+
+    def _lipschitz(self, shared: Shared) -> jax.Array | float:
+        if self.lipschitz is not None:
+            return self.lipschitz
+        optimizer = self._client_optimizer(shared.round)
+        ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), shared.params) for v in (1, 0))
+        steps = jax.tree.leaves(optimizer.update(ones, optimizer.init(zeros), zeros)[0])
+        return -sum(x.size for x in steps) / sum(jnp.sum(x, dtype=jnp.float32) for x in steps)

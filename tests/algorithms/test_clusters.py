@@ -1,0 +1,205 @@
+"""k-means and mixtures over clients are what one machine with all the data computes: against NumPy and scikit-learn."""
+
+import warnings
+
+import federation
+import jax
+import numpy as np
+import pytest
+import sklearn.cluster
+import sklearn.mixture
+
+import fedsim
+from fedsim import algorithms
+
+SIZES = (37, 0, 5, 60, 1, 97)
+CENTERS = np.array([[0.0, 0.0, 3.0], [4.0, -1.0, 0.0], [-3.0, 2.0, 1.0]])
+
+
+def blobs(shift=0.0):
+    """Three correlated clouds, shuffled over uneven clients."""
+    draw = np.random.default_rng(3)
+    which = draw.integers(0, 3, sum(SIZES))
+    stretch = np.array([[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [-0.3, 0.2, 0.5]])
+    x = CENTERS[which] + draw.normal(size=(len(which), 3)) @ stretch.T + shift
+    return fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)
+
+
+def iterate(algorithm, population, rounds, seed=0):
+    state = algorithm.init(jax.random.key(0))
+    cohorts = [federation.cohort(population, round=r, seed=seed) for r in range(rounds)]
+    return algorithm.apply_rounds(state, cohorts)[0]
+
+
+def settings(**more):
+    return {"num_features": 3, "num_clusters": 3, "batches": fedsim.Batches(size=16)} | more
+
+
+def numpy_lloyd(x, means):
+    nearest = np.square(x[:, None] - means[None]).sum(2).argmin(1)
+    return np.stack([x[nearest == k].mean(0) if np.any(nearest == k) else means[k] for k in range(len(means))])
+
+
+@pytest.mark.parametrize("shift", [0.0, 300.0])
+def test_k_means_is_lloyd_on_all_examples(shift):
+    population, start = blobs(shift), np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]) + shift
+    x = population.columns["x"].astype(np.float64)
+    algorithm = algorithms.KMeans(start=start, **settings())
+    expected = start.astype(np.float32).astype(np.float64)
+    for rounds in range(1, 5):
+        expected = numpy_lloyd(x, expected)
+        state = iterate(algorithm, population, rounds)
+        np.testing.assert_allclose(np.asarray(state.means) - shift, expected - shift, rtol=1e-5, atol=1e-5 + 1e-6 * shift)
+    theirs = sklearn.cluster.KMeans(3, init=start, n_init=1, max_iter=300, tol=0).fit(x)
+    state = iterate(algorithm, population, 40)
+    np.testing.assert_allclose(np.asarray(state.means) - shift, theirs.cluster_centers_ - shift, atol=1e-4)
+    cost = algorithm.evaluate(state, population)
+    np.testing.assert_allclose(cost.overall["cost"], theirs.inertia_ / len(x), rtol=1e-4)
+    assert cost.clients["cost"].weight.tolist() == list(SIZES)
+
+
+def test_each_example_counts_once_however_it_is_read():
+    population = blobs()
+    once = algorithms.KMeans(start=CENTERS, **settings(batches=fedsim.Batches(size=256)))
+    thrice = algorithms.KMeans(start=CENTERS, **settings(batches=fedsim.Batches(size=7, epochs=3)))
+    federation.assert_trees_close(iterate(thrice, population, 2), iterate(once, population, 2))
+
+
+def test_an_empty_cluster_stays_where_it_is():
+    far = [[1e3, 1e3, 1e3]]
+    state = iterate(algorithms.KMeans(start=[*CENTERS[:2].tolist(), *far], **settings()), blobs(), 3)
+    np.testing.assert_array_equal(state.means[2], far[0])
+
+
+def test_starting_points_are_examples_drawn_in_proportion_to_their_squared_distance():
+    """Two places, 9 examples at 0 and one at 1, two clients: the first point is at 1 in a tenth of all runs, the second never
+    where the first is; from three places, the second in proportion to squared distances."""
+    x = np.array([*[0.0] * 5, 1.0, *[0.0] * 3, 3.0], np.float32)[:, None]
+    population = fedsim.FederatedData.from_arrays({"x": x}, sizes=[4, 6])
+    algorithm = algorithms.KMeans(num_features=1, num_clusters=2, batches=fedsim.Batches(size=4, shuffle=False))
+    runs = 400
+    starts = np.array([iterate(algorithm, population, 2, seed=seed).means[:, 0] for seed in range(runs)])
+    assert set(np.unique(starts)) == {0.0, 1.0, 3.0} and not np.any(starts[:, 0] == starts[:, 1])
+    at_zero = starts[starts[:, 0] == 0]
+    for observed, chance, draws in [
+        (np.mean(starts[:, 0] == 0), 0.8, runs),
+        (np.mean(starts[:, 0] == 3), 0.1, runs),
+        (np.mean(at_zero[:, 1] == 3), 0.9, len(at_zero)),
+    ]:
+        assert abs(observed - chance) < 4 * np.sqrt(chance * (1 - chance) / draws)
+    # The control: the second point is not drawn uniformly, which would be 0.5.
+    assert abs(np.mean(at_zero[:, 1] == 3) - 0.5) > 0.3
+
+
+def test_k_means_finds_clusters_from_its_own_start():
+    state = iterate(algorithms.KMeans(**settings()), blobs(), 30, seed=2)
+    assert int(state.num_started) == 3
+    best = sklearn.cluster.KMeans(3, n_init=10, random_state=0, tol=0).fit(blobs().columns["x"]).cluster_centers_
+    np.testing.assert_allclose(np.sort(np.asarray(state.means), axis=0), np.sort(best, axis=0), atol=1e-3)
+
+
+def test_fewer_different_examples_than_clusters():
+    population = fedsim.FederatedData.from_arrays({"x": np.ones((4, 3), np.float32)}, sizes=[2, 2])
+    state = iterate(algorithms.KMeans(**settings()), population, 5)
+    np.testing.assert_array_equal(state.means, np.ones((3, 3)))
+
+
+def numpy_em(x, weights, means, covariances):
+    """One iteration with full covariances, in the log domain; returns the new parameters and the old log-likelihood."""
+    joint = np.stack(
+        [
+            np.log(w) - np.einsum("ni,ij,nj->n", x - m, np.linalg.inv(c), x - m) / 2 - np.linalg.slogdet(2 * np.pi * c)[1] / 2
+            for w, m, c in zip(weights, means, covariances, strict=True)
+        ],
+        axis=1,
+    )
+    likelihood = np.logaddexp.reduce(joint, axis=1)
+    shares = np.exp(joint - likelihood[:, None])
+    counts = shares.sum(0)
+    means = shares.T @ x / counts[:, None]
+    covariances = np.stack([(shares[:, k, None] * (x - means[k])).T @ (x - means[k]) / counts[k] for k in range(len(counts))])
+    return counts / len(x), means, covariances, likelihood.mean()
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_em_is_em_on_all_examples_and_the_likelihood_never_falls(covariance):
+    population, start = blobs(), CENTERS + 1
+    x = population.columns["x"].astype(np.float64)
+    algorithm = algorithms.GaussianMixture(covariance=covariance, regularization=0.0, start=start, **settings())
+    weights, means, covariances = np.full(3, 1 / 3), start, np.stack([np.eye(3)] * 3)
+    likelihoods = []
+    for rounds in range(1, 9):
+        weights, means, covariances, before = numpy_em(x, weights, means, covariances)
+        if covariance == "diagonal":
+            covariances *= np.eye(3)
+        likelihoods.append(before)
+        if rounds in (1, 2, 8):
+            state = iterate(algorithm, population, rounds)
+            expected = covariances if covariance == "full" else np.diagonal(covariances, axis1=1, axis2=2)
+            tolerance = 1e-5 if rounds < 3 else 1e-4
+            for ours, theirs in zip(state[:3], (weights, means, expected), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+    ours = []
+    state = algorithm.init(jax.random.key(0))
+    for r in range(40):
+        ours.append(algorithm.evaluate(state, population).overall["log_likelihood"])
+        state, _ = algorithm.apply(state, federation.cohort(population, round=r))
+    np.testing.assert_allclose(ours[:8], likelihoods, rtol=1e-5)
+    assert np.all(np.diff(ours) > -2e-6) and ours[-1] > ours[0] + 0.5
+
+
+@pytest.mark.parametrize(("covariance", "theirs"), [("diagonal", "diag"), ("full", "full")])
+def test_em_agrees_with_scikit_learn(covariance, theirs):
+    population = blobs()
+    algorithm = algorithms.GaussianMixture(covariance=covariance, regularization=1e-3, start=CENTERS, **settings())
+    ones = np.ones((3, 3)) if covariance == "diagonal" else np.stack([np.eye(3)] * 3)
+    mixture = sklearn.mixture.GaussianMixture(
+        3,
+        covariance_type=theirs,
+        reg_covar=1e-3,
+        max_iter=6,
+        tol=0,
+        weights_init=np.full(3, 1 / 3),
+        means_init=CENTERS,
+        precisions_init=ones,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that six iterations do not suffice
+        mixture.fit(population.columns["x"].astype(np.float64))
+    state = iterate(algorithm, population, 6)
+    expected = mixture.weights_, mixture.means_, mixture.covariances_
+    for a, b in zip(state[:3], expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_a_component_that_gets_nothing_stays_as_it_is():
+    start = [*CENTERS[:2].tolist(), [1e6, 1e6, 1e6]]
+    state = iterate(algorithms.GaussianMixture(start=start, covariance="full", **settings()), blobs(), 2)
+    np.testing.assert_array_equal(state.means[2], start[2])
+    np.testing.assert_array_equal(state.covariances[2], np.eye(3))
+    assert float(state.weights[2]) == 0 and np.all(np.isfinite(state.covariances))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_features": 0}, "Expected num_features >= 1, got num_features=0"),
+        ({"start": np.zeros((2, 3))}, r"Expected finite starting points \[3, 3\], got \[2, 3\]"),
+        ({"covariance": "tied"}, "got covariance='tied'"),
+        ({"regularization": -1.0}, "Expected regularization >= 0, got regularization=-1.0"),
+        ({"start_variance": 0.0}, "Expected start_variance > 0"),
+    ],
+)
+def test_clusters_refuse(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.GaussianMixture(**settings(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"num_features": 4}, "'x' has 3 numbers per example: got num_features=4"), ({"feature": "z"}, "reads feature 'z'")],
+)
+def test_clusters_refuse_data(wrong, message):
+    algorithm = algorithms.KMeans(**settings(**wrong))
+    with pytest.raises(ValueError, match=message):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(blobs()))

@@ -1,0 +1,246 @@
+"""Fair algorithms: rounds in NumPy with float64, written from the papers, and what they reduce to."""
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import algorithms
+
+RATE = 0.3
+BATCHES = fedsim.Batches(size=4, epochs=2)
+
+
+def loss_and_gradient(params, x, y, weights=None):
+    """Mean (or weighted mean) softmax cross-entropy of the linear model [x, 1] @ params, and its gradient."""
+    x = np.concatenate([x.astype(np.float64), np.ones((len(x), 1))], axis=1)
+    logits = x @ params
+    logits -= logits.max(1, keepdims=True)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    losses = -np.log(p[np.arange(len(y)), y])
+    p[np.arange(len(y)), y] -= 1
+    weights = np.ones(len(y)) if weights is None else weights
+    return losses @ weights / len(y), x.T @ (p * weights[:, None]) / len(y), losses
+
+
+def stacked(state):
+    layer = state.params["linear"]
+    return np.concatenate([layer["w"], layer["b"][None]]).astype(np.float64)
+
+
+def trained(params, dataset, key, weight_of=lambda y: np.ones(len(y))):
+    for batch in dataset.batches(BATCHES, key):
+        x, y = batch.examples["x"][batch.mask], batch.examples["y"][batch.mask]
+        params = params - RATE * loss_and_gradient(params, x, y, weight_of(y))[1]
+    return params
+
+
+def settings(**more):
+    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | more
+
+
+def rounds(algorithm, count=3):
+    population = federation.data()
+    return algorithm.init(jax.random.key(1)), [federation.cohort(population, round=r) for r in range(count)]
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 5.0])
+def test_q_fedavg_follows_algorithm_2(q):
+    algorithm = algorithms.QFedAvg(q=q, **settings())
+    state, cohorts = rounds(algorithm)
+    for cohort in cohorts:
+        w = stacked(state)
+        state, info = algorithm.apply(state, cohort)
+        delta, h, lipschitz = 0.0, 0.0, 1 / RATE
+        for _, dataset, key in cohort:
+            if len(dataset):
+                loss = loss_and_gradient(w, dataset["x"], dataset["y"])[0]
+                move = lipschitz * (w - trained(w, dataset, key))
+                delta = delta + len(dataset) * loss**q * move
+                h += len(dataset) * (q * loss ** (q - 1) * np.sum(move**2) + lipschitz * loss**q)
+        np.testing.assert_allclose(stacked(state), w - delta / h, rtol=1e-5, atol=1e-6)
+    expected = [loss_and_gradient(w, d["x"], d["y"])[0] if len(d) else 0.0 for _, d, _ in cohort]
+    np.testing.assert_allclose(info.clients["loss_before"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0, 3.0])
+def test_q_fedsgd_follows_algorithm_1(q):
+    algorithm = algorithms.QFedSGD(model=federation.model(), batches=fedsim.Batches(size=4), q=q, lipschitz=2.0)
+    state, cohorts = rounds(algorithm)
+    for cohort in cohorts:
+        w = stacked(state)
+        state, _ = algorithm.apply(state, cohort)
+        delta, h = 0.0, 0.0
+        for _, dataset, _ in cohort:
+            if len(dataset):
+                loss, gradient, _ = loss_and_gradient(w, dataset["x"], dataset["y"])
+                delta = delta + len(dataset) * loss**q * gradient
+                h += len(dataset) * (q * loss ** (q - 1) * np.sum(gradient**2) + 2.0 * loss**q)
+        np.testing.assert_allclose(stacked(state), w - delta / h, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_without_fairness_they_are_fedavg_and_fedsgd(weighting):
+    fedavg = algorithms.FedAvg(weighting=weighting, **settings())
+    state, (cohort,) = rounds(fedavg, 1)
+    fair = algorithms.QFedAvg(q=0.0, weighting=weighting, **settings())
+    federation.assert_trees_close(fair.apply(state, cohort)[0], fedavg.apply(state, cohort)[0])
+    some = {"model": federation.model(), "batches": fedsim.Batches(size=4), "weighting": weighting}
+    fedsgd = algorithms.FedSGD(server_optimizer=optax.sgd(0.25), **some)
+    fair = algorithms.QFedSGD(q=0.0, lipschitz=4.0, **some)
+    expected = fedsgd.apply(fedsgd.init(jax.random.key(1)), cohort)[0].params
+    federation.assert_trees_close(fair.apply(fair.init(jax.random.key(1)), cohort)[0].params, expected)
+
+
+def test_the_lipschitz_estimate_follows_a_schedule():
+    scheduled = settings(client_optimizer=lambda round: optax.sgd(RATE * 0.5 ** round.astype(float)))
+    algorithm = algorithms.QFedAvg(q=2.0, **scheduled)
+    state, cohorts = rounds(algorithm, 2)
+    expected = state
+    for r, cohort in enumerate(cohorts):
+        state, _ = algorithm.apply(state, cohort)
+        constant = settings(client_optimizer=optax.sgd(RATE * 0.5**r))
+        expected, _ = algorithms.QFedAvg(q=2.0, lipschitz=2.0**r / RATE, **constant).apply(expected, cohort)
+    federation.assert_trees_close(state, expected)
+
+
+def test_the_larger_q_the_more_alike_are_the_clients_losses():
+    """Two clients of opposite labels, one three times the other's size: q decides between the mean and the worst."""
+    x = np.ones((8, 3), np.float32)
+    y = np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int32)
+    population = fedsim.FederatedData.from_arrays({"x": x, "y": y}, sizes=[6, 2])
+    gaps = []
+    for q in (0.0, 2.0, 10.0):
+        algorithm = algorithms.QFedAvg(q=q, **settings(batches=fedsim.Batches(size=8)))
+        state = algorithm.init(jax.random.key(0))
+        state, infos = algorithm.apply_rounds(state, [federation.cohort(population, round=r) for r in range(200)])
+        small, large = np.sort(infos.clients["loss_before"][-1])
+        gaps.append(large - small)
+    assert gaps[0] > 0.9 and gaps[0] > 2 * gaps[1] > 4 * gaps[2]
+
+
+def test_a_client_without_loss_counts():
+    """F^(q-1) would be infinite there."""
+    losses = {"loss": lambda examples, outputs: 0.0 * outputs[:, 0]}
+    model = federation.model()
+    model = type(model)(**{**vars(model), **losses})
+    algorithm = algorithms.QFedAvg(q=0.5, **settings(model=model))
+    state, (cohort,) = rounds(algorithm, 1)
+    after, info = algorithm.apply(state, cohort)
+    assert int(info.num_dropped) == 0 and int(info.num_aggregated) == 7
+    federation.assert_trees_close(after.params, state.params)
+
+
+def population_with_domains(num_domains=3):
+    """The domains of a client's examples are mixed, one client has only one, and one domain is rare."""
+    data = federation.data()
+    domains = np.minimum(np.random.default_rng(5).integers(0, 6, data.num_examples) // 2, num_domains - 1)
+    domains[7:10] = 0
+    return fedsim.FederatedData({**data.columns, "domain": domains.astype(np.int32)}, data.offsets, data.client_ids)
+
+
+def nearest_in_simplex(values):
+    """By bisection, unlike the sort in the algorithm."""
+    low, high = values.min() - 1, values.max()
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.maximum(values - middle, 0).sum() > 1 else (low, middle)
+    return np.maximum(values - low, 0)
+
+
+@pytest.mark.parametrize("update", ["exponentiated", "projected"])
+@pytest.mark.parametrize("window", [1, 2])
+def test_agnostic_fedavg_follows_the_papers(window, update):
+    population = population_with_domains()
+    algorithm = algorithms.AgnosticFedAvg(
+        num_domains=3, domain_learning_rate=0.7, window=window, domain_update=update, **settings()
+    )
+    state = algorithm.init(jax.random.key(1))
+    weights, counts = np.full(3, 1 / 3), [np.ones(3)] * window
+    for r in range(4):
+        cohort = federation.cohort(population, round=r)
+        w = stacked(state)
+        state, _ = algorithm.apply(state, cohort)
+        alpha = weights / np.mean(counts, axis=0)
+        movement, total, losses, seen = 0.0, 0.0, np.zeros(3), np.zeros(3)
+        for _, dataset, key in cohort:
+            beta = alpha[dataset["domain"]].sum()
+            if len(dataset):
+                np.add.at(losses, dataset["domain"], loss_and_gradient(w, dataset["x"], dataset["y"])[2])
+                np.add.at(seen, dataset["domain"], 1)
+                params = w
+                for batch in dataset.batches(BATCHES, key):
+                    x, y, d = (batch.examples[name][batch.mask] for name in ("x", "y", "domain"))
+                    params = params - RATE * loss_and_gradient(params, x, y, alpha[d] * len(dataset) / max(beta, 1e-30))[1]
+                movement, total = movement + beta * (w - params), total + beta
+        np.testing.assert_allclose(stacked(state), w - movement / total, rtol=1e-5, atol=2e-6)
+        step = 0.7 * losses / seen
+        weights = weights * np.exp(step) if update == "exponentiated" else nearest_in_simplex(weights + step)
+        weights, counts = weights / weights.sum(), [*counts[1:], seen]
+        np.testing.assert_allclose(state.domain_weights, weights, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(state.counts, counts)
+
+
+def test_agnostic_fedavg_of_one_domain_is_fedavg():
+    population = population_with_domains(num_domains=1)
+    fedavg = algorithms.FedAvg(**settings())
+    agnostic = algorithms.AgnosticFedAvg(num_domains=1, **settings())
+    expected, state = fedavg.init(jax.random.key(1)), agnostic.init(jax.random.key(1))
+    for r in range(3):
+        expected, _ = fedavg.apply(expected, federation.cohort(population, round=r))
+        state, _ = agnostic.apply(state, federation.cohort(population, round=r))
+    federation.assert_trees_close(state.params, expected.params)
+
+
+def test_agnostic_fedavg_lowers_the_worst_domain_s_loss():
+    """Nine examples of domain 0 say class 0, and one of domain 1 says class 1: FedAvg all but ignores it."""
+    x, y = np.ones((20, 3), np.float32), np.array([*[0] * 9, 1] * 2, np.int32)
+    population = fedsim.FederatedData.from_arrays({"x": x, "y": y, "domain": y}, sizes=[10, 10])
+    cohorts = [federation.cohort(population, round=r) for r in range(300)]
+    losses = {}
+    for rate in (0.0, 0.2):
+        some = settings(batches=fedsim.Batches(size=10))
+        algorithm = algorithms.AgnosticFedAvg(num_domains=2, domain_learning_rate=rate, domain_update="projected", **some)
+        fedavg = algorithms.FedAvg(**some)
+        for name, each in {"agnostic": algorithm, "fedavg": fedavg}.items():
+            state, _ = each.apply_rounds(each.init(jax.random.key(0)), cohorts)
+            losses[name, rate] = loss_and_gradient(stacked(state), x, y)[2].max()
+    # Two domains of one point each: the best worst loss is log 2, where both weigh alike, as they do from the start.
+    assert losses["fedavg", 0.2] > 2
+    np.testing.assert_allclose([losses["agnostic", 0.0], losses["agnostic", 0.2]], np.log(2), atol=0.05)
+
+
+@pytest.mark.parametrize("update", ["exponentiated", "projected"])
+def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
+    population = population_with_domains()
+    algorithm = algorithms.AgnosticFedAvg(num_domains=3, domain_update=update, **settings())
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
+    before = np.asarray(state.domain_weights)
+    only = fedsim.Cohort.of(population, ["client2"], round=1)  # all of domain 0
+    state, _ = algorithm.apply(state, only)
+    np.testing.assert_allclose(state.domain_weights, before, rtol=1e-6)
+    assert state.counts.tolist() == [[3.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"num_domains": 0}, "Expected num_domains >= 1, got num_domains=0"),
+        ({"window": 0}, "Expected window >= 1, got window=0"),
+        ({"domain_learning_rate": -1.0}, "Expected domain_learning_rate >= 0, got domain_learning_rate=-1.0"),
+        ({"domain_update": "none"}, "got domain_update='none'"),
+        ({"weighting": "uniform"}, "leave out weighting='uniform'"),
+    ],
+)
+def test_agnostic_fedavg_refuses(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        algorithms.AgnosticFedAvg(**settings(**{"num_domains": 3} | wrong))
+
+
+@pytest.mark.parametrize("wrong", [{"domain": "nothing"}, {"domain": "x"}, {"num_domains": 2}])
+def test_agnostic_fedavg_refuses_data(wrong):
+    algorithm = algorithms.AgnosticFedAvg(**settings(**{"num_domains": 3} | wrong))
+    with pytest.raises(ValueError, match="an integer in .* name another one by domain, or set num_domains"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population_with_domains()))
