@@ -31,7 +31,7 @@ def data(tmp_path_factory):
     """A folder of the datasets' folders, all of them tiny and of noise."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "mnist").mkdir()
-    for split, count in (("train", 400), ("t10k", 100)):
+    for split, count in (("train", 400), ("t10k", 200)):
         images, labels = DRAW.integers(256, size=(count, 28, 28)).astype(np.uint8), np.arange(count, dtype=np.uint8) % 10
         (folder / "mnist" / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
         (folder / "mnist" / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
