@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,6 +40,10 @@ class Curve:
     def to_target(self, target: float) -> float | None:
         """`rounds_to_target` of this curve."""
         return rounds_to_target(self.rounds, self.scores, target)
+
+    def points(self) -> dict[int, float]:
+        """Round to score, with four digits."""
+        return {at: round(score, 4) for at, score in zip(self.rounds, self.scores, strict=True)}
 
     def settled(self, last: int) -> float:
         """The mean of the last few scores: less of a lottery than the last one."""
@@ -92,29 +96,57 @@ def train(
     return Curve(at, scores, state, time.perf_counter() - began, bits)
 
 
-def fastest(
-    rates: Sequence[float], run: Callable[[float, int], Curve], *, rounds: int, target: float
-) -> tuple[float, Curve, float]:
-    """Tries learning rates, and takes the one that first gets to a target; if none does, the one that gets nearest.
+class Choice(NamedTuple):
+    """What `fastest` found: the rate, its curve, all rates that were tried, and the seconds that they took."""
+
+    rate: float
+    curve: Curve
+    tried: list[float]
+    seconds: float
+
+
+def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, target: float) -> Choice:
+    """The learning rate 10^(k/3) that first gets to a target; while none does, the one that gets nearest.
+
+    From ``k = start`` it goes up as long as that is better, else down as long as that is: the grid of McMahan et al. 2017,
+    without its far ends.
 
     Args:
-      rates: in the order in which they are tried. Who is slower than the best so far need not go on.
-      run: ``(rate, rounds) -> curve``, which ends at the target.
+      start: the first k.
+      run: ``(rate, rounds) -> curve``, which ends at the target. Who is slower than the best so far is cut off.
       rounds: at most this many.
       target: as in `rounds_to_target`.
 
-    Returns:
-      The rate, its curve, and the seconds that all curves took.
+    >>> reaches = {-1: 30, 0: 20, 1: 10, 2: 15}
+    >>> def run(rate, rounds):
+    ...     at = reaches[round(3 * np.log10(rate))]
+    ...     return Curve([1, min(at, rounds)], [0.0, 1.0 if at <= rounds else 0.5], None, 1.0)
+    >>> choice = fastest(0, run, rounds=100, target=1.0)
+    >>> f"{choice.rate:.3g}", [f"{rate:.3g}" for rate in choice.tried], choice.seconds
+    ('2.15', ['1', '2.15', '4.64'], 3.0)
     """
-    best: tuple[float, Curve] | None = None
-    seconds, limit = 0.0, rounds
-    for rate in rates:
-        curve = run(rate, limit)
-        seconds += curve.seconds
-        if best is None or _quality(curve, target) > _quality(best[1], target):
-            best, limit = (rate, curve), curve.rounds[-1]
-    assert best is not None, "no rates"
-    return *best, seconds
+    rate = 10 ** (start / 3)
+    best = run(rate, rounds)
+    found = Choice(rate, best, [rate], best.seconds)
+    for step in (1, -1):
+        k, before = start, found.rate
+        while True:
+            k += step
+            rate = 10 ** (k / 3)
+            reached = found.curve.to_target(target) is not None
+            curve = run(rate, found.curve.rounds[-1] if reached else rounds)
+            better = _quality(curve, target) > _quality(found.curve, target)
+            found = Choice(
+                rate if better else found.rate,
+                curve if better else found.curve,
+                [*found.tried, rate],
+                found.seconds + curve.seconds,
+            )
+            if not better:
+                break
+        if found.rate != before:
+            break
+    return found
 
 
 def _quality(curve: Curve, target: float) -> tuple[float, float]:

@@ -72,6 +72,10 @@ class Plan:
         return ", ".join(parts)
 
 
+def _nothing(text: str) -> None:
+    """Says nothing."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """What the user asks for.
@@ -98,7 +102,7 @@ class Request:
     seeds: int | None = None
     rounds: int | None = None
     quick: bool = False
-    say: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = _nothing
 
     def __post_init__(self) -> None:
         for name in ("seeds", "rounds"):

@@ -32,7 +32,7 @@ def text_table(records: Sequence[Mapping[str, Any]]) -> str:
     [1] REDUCED: 1 of 3 seeds
     """
     remarks: dict[str, int] = {}
-    lines = [HEAD]
+    lines: list[tuple[str, ...]] = [HEAD]
     for record in records:
         *first, remark = cells(record)
         lines.append((*first, f"[{remarks.setdefault(remark, len(remarks) + 1)}]" if remark else ""))
@@ -42,7 +42,12 @@ def text_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """The same as Markdown, remarks in the last column."""
+    """The same as Markdown, remarks in the last column.
+
+    >>> print(markdown_table([]))
+    | case | measure | paper | ours | seeds | time | remarks |
+    | --- | --- | --- | --- | --- | --- | --- |
+    """
     lines = [(*HEAD[:-1], "remarks"), ("---",) * len(HEAD), *map(cells, records)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
 
