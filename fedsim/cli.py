@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import _datasets_command, datasets, experiment, models
+from fedsim import _datasets_command, _reproduce_command, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import own_hyperparameters, ready_models
@@ -32,6 +32,7 @@ usage: fedsim COMMAND ...
   datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
+  reproduce NAME     run a published experiment again; without a name, list them
 
 To see it work, in a minute and without network: fedsim run
 """
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "resume": _resume,
         "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
+        "reproduce": _reproduce_command.main,
         "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
     }
     try:

@@ -1,6 +1,7 @@
 """The pages of docs/ are what their scripts write, so no number in them is typed by hand."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedsim import datasets
+from fedsim.experiment.reproductions import REPRODUCTIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "datasets.md"
@@ -19,6 +21,12 @@ def test_page_of_datasets_is_what_the_registry_says():
     command = [sys.executable, "-X", "utf8", "-c", code]
     written = subprocess.run(command, capture_output=True, check=True, cwd=DOCS.parent, encoding="utf-8")
     assert written.stdout == PAGE.read_text(encoding="utf-8"), "run: python docs/write_datasets.py"
+
+
+def test_page_of_reproductions_is_what_their_records_say():
+    written = runpy.run_path(str(DOCS / "write_reproductions.py"))["page"]()
+    assert written == (DOCS / "reproductions.md").read_text(encoding="utf-8"), "run: python docs/write_reproductions.py"
+    assert [path.stem for path in (DOCS / "reproductions").glob("*.json") if path.stem not in REPRODUCTIONS] == []
 
 
 def test_page_of_datasets_has_a_section_for_each_and_links_that_lead_there():

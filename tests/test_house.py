@@ -35,7 +35,7 @@ FLOORS: list[set[str]] = [
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
-    {"_datasets_command"},
+    {"_datasets_command", "_reproduce_command"},
     {"cli"},
     {"__main__"},
 ]
@@ -51,6 +51,7 @@ PUBLIC_MODULES = [
     "fedsim.datasets",
     "fedsim.execution",
     "fedsim.experiment",
+    "fedsim.experiment.reproductions",
     "fedsim.formats",
     "fedsim.heterogeneity",
     "fedsim.metrics",
@@ -92,6 +93,10 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
+    "fedsim.experiment.reproductions.Curve",
+    "fedsim.experiment.reproductions.Reproduction",
+    "fedsim.experiment.reproductions.Row",
+    "fedsim.experiment.reproductions.reproduce",
     "fedsim.samplers.Sampler",
 }
 

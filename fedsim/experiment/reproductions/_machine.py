@@ -1,0 +1,56 @@
+"""On what, when and with which versions: the lines that lie beside every figure."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from fedsim._version import __version__
+
+
+def machine() -> dict[str, Any]:
+    """Processor, accelerator, date, commit (``"none"`` outside a checkout) and versions.
+
+    >>> sorted(machine())
+    ['commit', 'cores', 'cpu', 'date', 'device', 'system', 'versions']
+    """
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "device": jax.devices()[0].device_kind,
+        "system": platform.system(),
+        "versions": {
+            "fedsim": __version__,
+            "jax": jax.__version__,
+            "optax": optax.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    def output(*command: str) -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+
+    try:
+        changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".")
+        return output("git", "rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"

@@ -1,0 +1,116 @@
+"""Running a reproduction, and its JSON file, to which rows are added as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim.experiment.reproductions._machine import machine
+from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request
+from fedsim.names import did_you_mean
+
+Record = dict[str, Any]
+
+
+def reproduce(
+    reproduction: Reproduction, request: Request, *, only: Sequence[str] = (), out: Path | None = None
+) -> list[Record]:
+    """Runs cases of a reproduction, one after another.
+
+    Args:
+      reproduction: which.
+      request: data, seeds, rounds.
+      only: names of cases, ``*`` standing for anything; empty: all.
+      out: a JSON file, written anew after every case. Rows of other cases that it holds stay. A reduced row takes the
+        place of a reduced one only: a full result is not lost to a quick try.
+
+    Returns:
+      The new rows as records: the fields of `Row`, with ``"id"``, the case's name, and what `machine` says.
+
+    Raises:
+      ValueError: ``only`` fits no case; ``out`` is another reproduction's file.
+      FileNotFoundError: the data are not there.
+    """
+    cases = chosen(reproduction, request, only)
+    kept = read(out, reproduction.name) if out else []
+    records: list[Record] = []
+    for name, case in cases.items():
+        rows = [{"id": name} | dataclasses.asdict(row) | machine() for row in case()]
+        records += rows
+        kept = merged(kept, rows)
+        if out:
+            _write(out, reproduction, kept)
+    return records
+
+
+def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) -> Mapping[str, Case]:
+    """The cases whose names match."""
+    cases = reproduction.cases(request)
+    for pattern in only:
+        if not fnmatch.filter(cases, pattern):
+            hint = did_you_mean(pattern, cases)
+            raise ValueError(f"{reproduction.name} has no case {pattern!r}.{hint} It has: {', '.join(cases)}.")
+    wanted = {name for pattern in only for name in fnmatch.filter(cases, pattern)}
+    return {name: case for name, case in cases.items() if not only or name in wanted}
+
+
+def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
+    """Both, a new row in the place of an old one of the same case and measure, unless only the new one is reduced.
+
+    >>> old = [{"case": case, "measure": "m", "reduced": reduced, "ours": 1} for case, reduced in (("a", ""), ("b", "x"))]
+    >>> new = [{"case": case, "measure": "m", "reduced": "y", "ours": 2} for case in "abc"]
+    >>> [row["ours"] for row in merged(old, new)]
+    [1, 2, 2]
+    """
+    rows = {(row["case"], row["measure"]): row for row in old}
+    for row in new:
+        there = rows.get((row["case"], row["measure"]))
+        if there is None or there["reduced"] or not row["reduced"]:
+            rows[row["case"], row["measure"]] = row
+    return list(rows.values())
+
+
+def read(path: Path, name: str | None = None) -> list[Record]:
+    """The rows of a JSON file; none if there is no file.
+
+    Raises:
+      ValueError: it is no such file, or of another reproduction than ``name``.
+
+    >>> read(Path("no such file"))
+    []
+    """
+    if not path.exists():
+        return []
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        there, rows = stored["name"], stored["rows"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} holds no reproduction: give --out another file.") from None
+    if name is not None and there != name:
+        raise ValueError(f"{path} holds the reproduction {there!r}, not {name!r}: give --out another file.")
+    return rows
+
+
+def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> None:
+    # In the order of the cases, whichever ran first.
+    order = list(reproduction.cases(Request()))
+    ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
+    beside.write_text(json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    beside.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """With None for NaN and infinities, which JSON does not know: a loss that ran away."""
+    if isinstance(value, Mapping):
+        return {name: _plain(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(member) for member in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

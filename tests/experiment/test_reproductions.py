@@ -1,0 +1,225 @@
+"""`fedsim reproduce`: what it lists and refuses, how it reads curves and keeps rows, and each experiment in a tiny setting."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.cli import main
+from fedsim.experiment import reproductions
+from fedsim.experiment.reproductions import Plan, Request, Row, rounds_to_target
+from fedsim.experiment.reproductions import _fedprox_stragglers as stragglers
+from fedsim.experiment.reproductions._tables import markdown_table
+from fedsim.samplers import UniformSampler
+
+DRAW = np.random.default_rng(0)
+
+
+def idx(array):
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder of the datasets' folders, all of them tiny and of noise."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "mnist").mkdir()
+    for split, count in (("train", 400), ("t10k", 200)):
+        images, labels = DRAW.integers(256, size=(count, 28, 28)).astype(np.uint8), np.arange(count, dtype=np.uint8) % 10
+        (folder / "mnist" / f"{split}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images)))
+        (folder / "mnist" / f"{split}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
+    return folder
+
+
+def test_the_list_has_every_name_and_how_long_it_takes(capsys):
+    assert main(["reproduce"]) == 0
+    out = capsys.readouterr().out
+    for name, reproduction in reproductions.REPRODUCTIONS.items():
+        assert f"{name} " in out and reproduction.title in out and f"takes {reproduction.takes}" in out
+
+
+@pytest.mark.parametrize("name", reproductions.REPRODUCTIONS)
+def test_cases_are_listed_without_data(name, capsys):
+    assert main(["reproduce", name, "--cases"]) == 0
+    assert capsys.readouterr().out.split() == list(reproductions.get(name).cases(Request()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["fedavgg"], "There is no reproduction 'fedavgg'. Did you mean 'fedavg'?"),
+        (["fedavg", "--seeds", "0"], "Expected seeds >= 1, got seeds=0: give a positive whole number."),
+        (["fedavg", "--rounds", "-3"], "Expected rounds >= 1, got rounds=-3: give a positive whole number."),
+        (["fedavg", "--data", "/nowhere"], "No folder /nowhere: give --data the folder that the datasets' folders are in."),
+        (["fedavg", "--only", "cnn-idd-b10"], "fedavg has no case 'cnn-idd-b10'. Did you mean 'cnn-iid-b10'"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, tmp_path):
+    assert main(["reproduce", *arguments, "--out", str(tmp_path / "out.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1].startswith("fedsim: error: ") and expected in error and "Traceback" not in error
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_unknown_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["reproduce", "fedavg", "--sedes", "3"])
+    assert stop.value.code == 2 and "--sedes" in capsys.readouterr().err
+
+
+def test_missing_data_say_which_folder_and_files(tmp_path, capsys):
+    (tmp_path / "something").write_text("")
+    assert main(["reproduce", "fedavg", "--only", "2nn-iid-b10", "--data", str(tmp_path), "--out", str(tmp_path / "o")]) == 2
+    error = capsys.readouterr().err
+    assert f"No 'mnist' in {tmp_path}, which holds something" in error and "train-images-idx3-ubyte.gz" in error
+
+
+def test_a_file_is_looked_for_in_its_folder_or_in_the_one_given(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"letters are not for download: give --data DIR, where DIR/a/b\*.npz is"):
+        Request().file("a", "b*.npz", "letters")
+    with pytest.raises(FileNotFoundError, match=r"Expected one file b\*.npz with letters in .*, which holds nothing"):
+        Request(data=tmp_path).file("a", "b*.npz", "letters")
+    (tmp_path / "b1.npz").write_text("")
+    assert Request(data=tmp_path).file("a", "b*.npz", "letters") == tmp_path / "b1.npz"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b2.npz").write_text("")
+    assert Request(data=tmp_path).file("a", "b*.npz", "letters") == tmp_path / "a" / "b2.npz"
+
+
+@pytest.mark.parametrize(
+    ("scores", "target", "expected"),
+    [
+        # Best so far: 0.2, 0.6, 0.6, 0.9; 0.75 lies half way from 3 to 4 although round 3 itself scored 0.1.
+        ([0.2, 0.6, 0.1, 0.9], 0.75, 3.5),
+        ([0.2, 0.6, 0.1, 0.9], 0.6, 2.0),
+        ([0.2, 0.6, 0.1, 0.9], 0.1, 1.0),
+        ([0.2, 0.6, 0.1, 0.9], 0.91, None),
+        ([float("nan"), 0.6, 0.8, 0.9], 0.5, 2.0),
+        ([float("nan"), 0.4, 0.8, 0.9], 0.6, 2.5),
+        ([], 0.5, None),
+    ],
+)
+def test_rounds_to_target_of_a_curve_made_by_hand(scores, target, expected):
+    rounds = list(range(1, len(scores) + 1))
+    assert rounds_to_target(rounds, scores, target) == (expected if expected is None else pytest.approx(expected))
+    longer = rounds_to_target([5 * r for r in rounds], scores, target)
+    assert longer == (expected if expected is None else pytest.approx(5 * expected))
+
+
+def test_training_stops_at_the_target_and_evaluates_when_asked(data):
+    splits = fedsim.datasets.load("mnist", data=data / "mnist", clients=10)
+    algorithm = fedsim.algorithms.FedAvg(
+        model=fedsim.models.logistic((28, 28, 1), 10), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10)
+    )
+    sampler = UniformSampler(splits.train, clients=2, seed=3)
+    curve = reproductions.train(algorithm, sampler, rounds=120, every=60, score=lambda state: float(state.round))
+    assert (curve.rounds, curve.scores, int(curve.state.round)) == ([60, 120], [60.0, 120.0], 120)
+    stopped = reproductions.train(algorithm, sampler, rounds=120, score=lambda state: float(state.round), until=2.0)
+    assert stopped.rounds == [1, 2] and stopped.to_target(1.5) == 1.5
+    run = fedsim.experiment.run(algorithm, sampler, rounds=2, progress=False)
+    for ours, theirs in zip(jax.tree.leaves(stopped.state), jax.tree.leaves(run.state), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def row(case, **fields):
+    return Row(**{"case": case, "measure": "rounds", "paper": "87", "ours": "90", "seeds": 3, "seconds": 1.0} | fields)
+
+
+def made(rows_of, name="made"):
+    about = {"title": "a title", "paper": "a paper", "takes": "no time", "needs": "nothing", "about": "all"}
+    return reproductions.Reproduction(name=name, cases=lambda request: rows_of, **about)
+
+
+def test_rows_are_kept_by_case_and_a_reduced_one_takes_no_full_ones_place(tmp_path):
+    out = tmp_path / "folder" / "made.json"
+    both = made({"a": lambda: [row("A")], "b": lambda: [row("B", note="why")]})
+    assert [record["id"] for record in reproductions.reproduce(both, Request(), only=["b"], out=out)] == ["b"]
+    reproductions.reproduce(both, Request(), only=["a"], out=out)
+    stored = json.loads(out.read_text())
+    assert [record["case"] for record in stored["rows"]] == ["A", "B"]  # in the order of the cases
+    assert stored["rows"][0].keys() >= {"date", "cpu", "cores", "commit", "versions", "settings", "values"}
+    quick = made({"a": lambda: [row("A", ours="1", reduced="1 of 3 seeds")], "b": lambda: [row("B", ours="70")]})
+    reproductions.reproduce(quick, Request(), out=out)
+    assert [record["ours"] for record in reproductions.read(out)] == ["90", "70"]
+
+
+def test_what_ran_before_a_failure_is_kept(tmp_path):
+    def fails():
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        reproductions.reproduce(made({"a": lambda: [row("A")], "b": fails}), Request(), out=tmp_path / "o.json")
+    assert [record["case"] for record in reproductions.read(tmp_path / "o.json")] == ["A"]
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path):
+    out = tmp_path / "o.json"
+    reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
+    with pytest.raises(ValueError, match="holds the reproduction 'made', not 'other': give --out another file"):
+        reproductions.reproduce(made({"a": lambda: [row("A")]}, "other"), Request(), out=out)
+    out.write_text("[1, 2]")
+    with pytest.raises(ValueError, match="holds no reproduction: give --out another file"):
+        reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
+    assert out.read_text() == "[1, 2]"
+
+
+def test_reduced_is_said_in_the_table():
+    plan = Request(rounds=5, seeds=2).plan(seeds=3, rounds=200)
+    assert plan == Plan(range(2), 5, 3, 200) and plan.reduced() == "2 of 3 seeds, 5 of 200 rounds"
+    assert Request(quick=True).plan(seeds=3, rounds=200, quick_rounds=4) == Plan(range(1), 4, 3, 200)
+    assert Request(seeds=5).plan(seeds=3, rounds=200).reduced() == ""
+    record = {**row("A", reduced=plan.reduced(), note="why").__dict__}
+    assert "REDUCED: 2 of 3 seeds, 5 of 200 rounds. why" in reproductions.text_table([record])
+    assert "| REDUCED: 2 of 3 seeds, 5 of 200 rounds. why |" in markdown_table([record])
+
+
+def test_partial_work_of_stragglers_and_their_absence():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(80)}, sizes=[4] * 20)
+    sampler = UniformSampler(data, clients=10, seed=0)
+    takes, drops = (stragglers.Stragglers(sampler, 0.9, 20, 5, drop) for drop in (False, True))
+    works = []
+    for number in range(40):
+        taken, dropped = takes.cohort(number), drops.cohort(number)
+        assert (taken.clients == sampler.cohort(number).clients).all() and taken.work.dtype == np.float32
+        assert dropped.clients.tolist() == taken.clients[taken.work == 1].tolist() and dropped.slots == 10
+        works += (20 * taken.work[taken.work < 1]).tolist()
+    assert len(works) == 9 * 40 and {round(work) for work in works} == set(range(1, 20))
+
+
+def test_two_digits_a_client_and_sizes_by_a_power_law():
+    labels = DRAW.integers(10, size=60_000)
+    parts = stragglers.two_digits(labels, clients=1000, seed=0)
+    rows = np.concatenate(parts)
+    assert len(np.unique(rows)) == len(rows) > 58_000
+    assert all(set(labels[part]) == {client % 10, (client + 1) % 10} for client, part in enumerate(parts))
+    sizes = np.array([len(part) for part in parts])
+    assert sizes.min() >= 10 and np.median(sizes) < sizes.mean() / 1.5
+
+
+TINY = [
+    ("fedavg", ["2nn-iid-b10", "2nn-noniid-binf"]),
+    ("fedprox", ["iid-0", "1,1-90", "mnist-90"]),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in TINY for case in cases])
+def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    options = ["--only", case, "--rounds", "2", "--seeds", "1", "--data", str(data), "--out", str(out)]
+    assert main(["reproduce", name, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "REDUCED: 1 of" in shown and "2 of" in shown and str(out) in shown
+    rows = reproductions.read(out, name)
+    assert rows and {record["id"] for record in rows} == {case} and all(record["reduced"] for record in rows)
+    assert all(record["seeds"] == 1 for record in rows) and rows[0]["seconds"] > 0
+
+
+def test_every_reproduction_has_a_tiny_setting():
+    assert [name for name, _ in TINY] == list(reproductions.REPRODUCTIONS)
