@@ -172,7 +172,12 @@ class Clusters(Statistics):
         names = jax.eval_shape(self.scores, self.broadcast(self.init(jax.random.key(0))), like)
         metrics = {name: lambda examples, scores, name=name: per_example(scores[name]) for name in names}
         return Model(
-            init=self.init, apply_for_train=scores, apply_for_eval=scores, loss=lambda examples, _: jnp.zeros(0), metrics=metrics, features={}
+            init=self.init,
+            apply_for_train=scores,
+            apply_for_eval=scores,
+            loss=lambda examples, _: jnp.zeros(0),
+            metrics=metrics,
+            features={},
         )
 
     def _numbers(self, examples: Any) -> jax.Array:
