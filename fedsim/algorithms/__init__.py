@@ -21,6 +21,8 @@ from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
 from fedsim.algorithms._kmeans import KMeans as KMeans
+from fedsim.algorithms._mime import Mime as Mime
+from fedsim.algorithms._mime import MimeLite as MimeLite
 from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
@@ -30,7 +32,7 @@ from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
-    "Drift correction": (FedProx, SCAFFOLD),
+    "Drift correction": (FedProx, SCAFFOLD, Mime, MimeLite),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
     "Beyond gradients": (KMeans, GaussianMixture),

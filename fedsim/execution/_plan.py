@@ -105,7 +105,7 @@ def of_phase(plan: RoundPlan, batches: Batches, own: Batches) -> RoundPlan:
     """
     if own == batches:
         return plan
-    steps = own.num_steps(plan.size) * (plan.steps > 0)
+    steps = own.num_steps(plan.size) * (plan.steps > 0).astype(np.int32)
     return plan._replace(steps=steps.astype(np.int32))
 
 

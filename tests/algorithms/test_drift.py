@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.algorithms import SCAFFOLD, FedAvg, FedNova, FedProx
+from fedsim.algorithms import SCAFFOLD, FedAvg, FedNova, FedProx, Mime, MimeLite
 
 RATE, SERVER_RATE = 0.3, 0.7
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -291,3 +291,68 @@ def test_fednova_s_fixed_point_is_the_objective_s_and_fedavg_s_is_not():
         ends[cls] = float(jax.tree.leaves(state.params)[0][0])
     assert abs(ends[FedNova]) < 0.03
     assert ends[FedAvg] > 0.75
+
+
+# Mime and MimeLite
+
+
+def numpy_mime(x, rounds, rho, lite):
+    """Karimireddy et al. 2020 (Mime), Algorithm 1, for U(g, s) = g + rho s, V(c, s) = c + rho s."""
+    s = np.zeros_like(x)
+    for cohort in rounds:
+        everybody = list(clients(cohort))
+        weights = [len(everything[1]) for _, everything, _ in everybody]
+        c = np.average([gradient(x, *everything) for _, everything, _ in everybody], axis=0, weights=weights)
+        ends = []
+        for _, _, batches in everybody:
+            y = x
+            for batch in batches:
+                g = gradient(y, *batch) if lite else gradient(y, *batch) - gradient(x, *batch) + c
+                y = y - RATE * (g + rho * s)
+            ends.append(y)
+        s = c + rho * s
+        x = x + SERVER_RATE * (np.average(ends, axis=0, weights=weights) - x)
+    return x
+
+
+@pytest.mark.parametrize("cls", [Mime, MimeLite])
+def test_mime_follows_algorithm_1(cls):
+    optimizers = {"client_optimizer": optax.sgd(RATE, 0.6), "server_optimizer": optax.sgd(SERVER_RATE)}
+    start, end, _ = run(cls(**settings(**optimizers)), cohorts())
+    assert_close(end, numpy_mime(start, cohorts(), 0.6, cls is MimeLite))
+    assert_differ(end, numpy_mime(start, cohorts(), 0.6, cls is not MimeLite))
+
+
+def test_mimelite_with_sgd_is_fedavg_and_mime_is_not():
+    fedavg = run(FedAvg(**settings()), cohorts())[1]
+    assert_close(run(MimeLite(**settings()), cohorts())[1], fedavg)
+    assert_differ(run(Mime(**settings()), cohorts())[1], fedavg)
+
+
+def test_mime_of_one_client_s_whole_data_is_its_own_momentum_sgd():
+    """One client, one step of all its examples a round: c is its gradient, and the server's statistics are those of SGD."""
+    population = federation.data(sizes=(6,))
+    rounds = [federation.cohort(population, round=r) for r in range(5)]
+    for cls in (Mime, MimeLite):
+        start, end, _ = run(cls(**settings(batches=ONE_STEP, client_optimizer=optax.sgd(RATE, 0.9))), rounds)
+        x, velocity = start, 0.0
+        for _ in rounds:
+            velocity = 0.9 * velocity + gradient(x, with_ones(population.columns["x"]), population.columns["y"])
+            x = x - RATE * velocity
+        assert_close(end, x)
+
+
+def test_mime_of_one_client_with_full_batches_is_mimelite():
+    rounds = [federation.cohort(federation.data(sizes=(6,)), round=r) for r in range(3)]
+    full = settings(batches=fedsim.Batches(size=6, epochs=4, shuffle=False), client_optimizer=optax.sgd(RATE, 0.6))
+    assert_close(run(Mime(**full), rounds)[1], run(MimeLite(**full), rounds)[1])
+
+
+@pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
+def test_mime_s_first_phase_sees_every_example_once_however_long_the_second_is(how, monkeypatch):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # either phase is cut into programs of its own
+    population = federation.data()
+    for batches in (fedsim.Batches(size=4, steps=1), fedsim.Batches(size=4, epochs=5)):
+        start, _, state = run(Mime(**settings(batches=batches, execution=how)), [federation.cohort(population)])
+        c = np.concatenate([state.more.gradient["linear"]["w"], state.more.gradient["linear"]["b"][None]])
+        assert_close(c, gradient(start, with_ones(population.columns["x"]), population.columns["y"]))
