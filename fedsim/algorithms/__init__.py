@@ -1,6 +1,7 @@
 """Federated algorithms, one a file."""
 
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms._adaptive_fedprox import AdaptiveFedProx as AdaptiveFedProx
 from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
 from fedsim.algorithms._clusters import Clusters as Clusters
@@ -32,7 +33,7 @@ from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
-    "Drift correction": (FedProx, SCAFFOLD, Mime, MimeLite),
+    "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
     "Beyond gradients": (KMeans, GaussianMixture),

@@ -2,7 +2,8 @@
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated optimization in heterogeneous networks", MLSys
 2020, equation 2: https://arxiv.org/abs/1812.06127. Deviations: clients are weighted by ``weighting`` as in FedAvg (the paper
-samples them by size and averages uniformly), and a client's work is what ``batches`` says (the paper's stragglers do less).
+samples them by size and averages uniformly). Its stragglers, who send what they have, are `fedsim.samplers.Stragglers`, its
+adaptive mu `fedsim.algorithms.AdaptiveFedProx`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class FedProx(FedAvg):
         if not self.mu >= 0:
             raise ValueError(f"Expected mu >= 0, got mu={self.mu}.")
 
+    def proximity(self, shared: Shared) -> float | jax.Array:
+        """The round's mu."""
+        return self.mu
+
     def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        return super().client_loss(shared, params, batch) + self.mu / 2 * tree.squared_norm(
-            tree.subtract(params, shared.params)
-        )
+        away = tree.squared_norm(tree.subtract(params, shared.params))
+        return super().client_loss(shared, params, batch) + self.proximity(shared) / 2 * away

@@ -10,5 +10,6 @@ from fedsim.samplers._poisson import PoissonSampler as PoissonSampler
 from fedsim.samplers._sampler import Sampler as Sampler
 from fedsim.samplers._schedule import ScheduleSampler as ScheduleSampler
 from fedsim.samplers._shuffled import ShuffledSampler as ShuffledSampler
+from fedsim.samplers._stragglers import Stragglers as Stragglers
 from fedsim.samplers._uniform import UniformSampler as UniformSampler
 from fedsim.samplers._weighted import WeightedSampler as WeightedSampler

@@ -1,0 +1,79 @@
+"""Stragglers: how many, how much they do, and that nothing else changes."""
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.samplers import PoissonSampler, Stragglers, UniformSampler
+
+EPOCHS = 5
+
+
+def stragglers(clients=10, seed=0, **options):
+    everybody = UniformSampler(federation.singletons(60), clients=clients, seed=seed)
+    return Stragglers(everybody, **({"fraction": 0.3, "epochs": EPOCHS} | options)), everybody
+
+
+def test_a_share_of_each_cohort_does_a_uniform_number_of_epochs_and_the_rest_all():
+    sampler, everybody = stragglers()
+    done, places = [], []
+    for late, full in zip(sampler.rounds(1000), everybody.rounds(1000), strict=True):
+        np.testing.assert_array_equal(late.clients, full.clients)
+        epochs = np.rint(late.work * EPOCHS)
+        np.testing.assert_allclose(late.work * EPOCHS, epochs, rtol=1e-6)
+        assert np.count_nonzero(epochs < EPOCHS) == 3
+        done.append(epochs[epochs < EPOCHS])
+        places.append(np.flatnonzero(epochs < EPOCHS))
+    counts = np.bincount(np.concatenate(done).astype(int), minlength=EPOCHS)[1:]
+    assert abs(counts / 3000 - 1 / (EPOCHS - 1)).max() < 0.04  # five standard deviations of 3000 draws
+    assert abs(np.bincount(np.concatenate(places)) / 3000 - 1 / 10).max() < 0.03
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.9, 1.0])
+def test_dropped_are_those_who_would_straggle_and_slots_stay(fraction):
+    sampler, _ = stragglers(fraction=fraction)
+    without, _ = stragglers(fraction=fraction, drop=True)
+    for late, left in zip(sampler.rounds(20), without.rounds(20), strict=True):
+        assert late.clients[late.work == 1].tolist() == left.clients.tolist()
+        assert left.slots == late.slots == sampler.clients == without.clients
+        assert len(left) == 10 - round(10 * fraction)
+
+
+def test_cohorts_of_any_size():
+    everybody = PoissonSampler(federation.singletons(60), probability=0.05, seed=0)
+    for late, full in zip(Stragglers(everybody, fraction=0.5, epochs=2).rounds(50), everybody.rounds(50), strict=True):
+        assert np.count_nonzero(late.work == 0.5) == np.rint(len(full) / 2)
+
+
+def test_work_is_seen_by_the_algorithm_and_one_program_serves_all():
+    population = federation.data(sizes=(6, 6, 6, 6, 6, 6))
+    algorithm = fedsim.algorithms.FedAvg(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=3, epochs=4),
+        execution=fedsim.Jit(),
+    )
+    state = algorithm.init(jax.random.key(0))
+    everybody = UniformSampler(population, clients=4, seed=0)
+    for drop in (False, True):
+        for cohort in Stragglers(everybody, fraction=0.5, epochs=4, drop=drop).rounds(3):
+            state, info = algorithm.apply(state, cohort)
+            steps = info.clients["num_steps"].tolist()
+            assert steps == np.rint(8 * cohort.work).astype(int).tolist() + [0] * (4 - len(cohort))
+            assert sorted(steps)[2:] == [8, 8] and set(sorted(steps)[:2]) <= ({0} if drop else {2, 4, 6})
+    (programs,) = algorithm._compiled.values()
+    assert programs.rounds._cache_size() == 1
+
+
+def test_two_seeds_differ_and_the_same_repeats():
+    work = [[c.work.tolist() for c in stragglers(seed=seed)[0].rounds(10)] for seed in (0, 0, 1)]
+    assert work[0] == work[1] != work[2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("fraction", -0.1), ("fraction", 1.1), ("epochs", 1)])
+def test_bad_input_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"Expected .*{name}.*, got {name}={value}"):
+        stragglers(**{name: value})
