@@ -8,6 +8,7 @@ from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._ditto import Ditto as Ditto
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
+from fedsim.algorithms._feddyn import FedDyn as FedDyn
 from fedsim.algorithms._fednova import FedNova as FedNova
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
 from fedsim.algorithms._fedopt import FedAdagrad as FedAdagrad
@@ -33,7 +34,7 @@ from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
-    "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite),
+    "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
     "Beyond gradients": (KMeans, GaussianMixture),

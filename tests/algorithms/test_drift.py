@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.algorithms import SCAFFOLD, AdaptiveFedProx, FedAvg, FedNova, FedProx, Mime, MimeLite
+from fedsim.algorithms import SCAFFOLD, AdaptiveFedProx, FedAvg, FedDyn, FedNova, FedProx, Mime, MimeLite
 
 RATE, SERVER_RATE = 0.3, 0.7
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -107,11 +107,12 @@ def test_scaffold_follows_algorithm_1(option, weighting):
     assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
 
 
+@pytest.mark.parametrize("cls", [SCAFFOLD, FedDyn])
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
-def test_scaffold_s_server_variate_is_the_mean_of_the_clients(weighting):
+def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, weighting):
     population = federation.data()
     on_the_device = settings(execution=fedsim.Jit(memory="resident"))
-    _, _, state = run(SCAFFOLD(weighting=weighting, **on_the_device), cohorts(population, 6))
+    _, _, state = run(cls(weighting=weighting, **on_the_device), cohorts(population, 6))
     rows, seen = jax.device_get(state.clients)
     assert np.count_nonzero(seen) > 4
     weights = population.sizes if weighting == "examples" else (population.sizes > 0)
@@ -422,3 +423,56 @@ def test_fedprox_takes_what_stragglers_have_and_fedavg_drops_them():
     assert_close(end, np.mean(ends, axis=0))
     dropped = fedsim.Cohort(population, np.array([0, 2]), 0, fedsim.rng.root(0), slots=3)
     assert_close(run(FedProx(mu=0.3, **settings()), [dropped])[1], (ends[0] + ends[2]) / 2)
+
+
+# FedDyn
+
+
+def numpy_feddyn(x, rounds, alpha, weight_of, population_weight):
+    """Acar et al. 2021, Algorithm 1, with SGD for the argmin."""
+    h, kept = np.zeros_like(x), {}
+    for cohort in rounds:
+        moves, weights = [], []
+        for k, everything, batches in clients(cohort):
+            h_k, theta_k = kept.get(k, np.zeros_like(x)), x
+            for batch in batches:
+                theta_k = theta_k - RATE * (gradient(theta_k, *batch) - h_k + alpha * (theta_k - x))
+            kept[k] = h_k - alpha * (theta_k - x)
+            moves.append(theta_k - x)
+            weights.append(weight_of(everything))
+        h = h - alpha * np.tensordot(weights, moves, 1) / population_weight
+        x = x + np.average(moves, axis=0, weights=weights) - h / alpha
+    return x
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+def test_feddyn_follows_algorithm_1(weighting):
+    start, end, _ = run(FedDyn(alpha=0.2, weighting=weighting, **settings()), cohorts())
+    sizes = federation.data().sizes
+    weight_of, whole = (lambda _: 1, np.count_nonzero(sizes)) if weighting == "uniform" else (lambda e: len(e[1]), sizes.sum())
+    assert_close(end, numpy_feddyn(start, cohorts(), 0.2, weight_of, whole))
+    assert_differ(end, numpy_feddyn(start, cohorts(), 0.2, weight_of, 2 * whole))
+
+
+def test_feddyn_without_pull_goes_as_fedavg_and_once_more_the_cohort_s_part():
+    """alpha to 0: the first round is FedAvg's, and h / alpha adds |P| / m of its movement."""
+    first = [next(cohorts())]
+    fedavg = FedAvg(weighting="uniform", **settings())
+    start, plain, _ = run(fedavg, first)
+    part = np.count_nonzero(first[0].sizes) / np.count_nonzero(first[0].data.sizes)
+    assert 0 < part < 1
+    assert_close(run(FedDyn(alpha=1e-6, **settings()), first)[1], start + (1 + part) * (plain - start))
+
+
+def test_feddyn_s_fixed_point_is_the_objective_s_however_long_clients_train():
+    """Quadratics of curvatures 1 and 3 around -1 and 2: the optimum of their mean is 5 / 4."""
+    columns = {"curvature": np.array([1, 3], np.float32), "slope": np.array([1, -6], np.float32)}
+    both = fedsim.FederatedData.from_arrays(columns, sizes=(1, 1))
+    ends = {}
+    for cls, options in ((FedDyn, {"alpha": 1.0}), (FedAvg, {})):
+        algorithm = on_quadratics(cls, 40, **options)
+        rounds = [federation.cohort(both, round=r) for r in range(60)]
+        state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), rounds)
+        ends[cls] = float(jax.tree.leaves(state.params)[0][0])
+    assert ends[FedDyn] == pytest.approx(1.25, abs=1e-3)
+    assert abs(ends[FedAvg] - 1.25) > 0.5

@@ -1,0 +1,81 @@
+"""FedDyn: dynamic regularization.
+
+D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama, "Federated learning based on dynamic
+regularization", ICLR 2021, Algorithm 1: https://arxiv.org/abs/2111.04263. With h_k what client k keeps (the paper's ∇L_k at its
+last parameters), h what the server keeps, all 0 at first, P the cohort, m the clients that have examples::
+
+    θ_k = argmin_θ L_k(θ) - <h_k, θ> + α/2 ‖θ - x‖²
+    h_k = h_k - α (θ_k - x)
+    h = h - α / m Σ_P (θ_k - x),     x = mean_P θ_k - h / α
+
+Deviations: the argmin is approached by ``client_optimizer``, as in the paper's experiments (and hence h_k approaches the
+gradient). With ``weighting="examples"`` the mean is weighted, and 1 / m is a client's part of all examples, so that h stays the
+mean of all h_k. ``server_optimizer`` takes x minus the last line for its gradient; with its default that line holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import tree
+from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._gradient_server import ServerState, Shared, positive
+from fedsim.data import Batch
+from fedsim.execution import Client, ClientUpdate, Turnout
+from fedsim.model import Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedDyn(FedAvg):
+    """FedAvg whose clients' losses are tilted, each round anew, so that they agree with the others' at the common optimum.
+
+    A client keeps h_k between rounds (as much as the parameters), and sends and gets no more than in FedAvg.
+
+    Attributes:
+      alpha: above 0. The paper tries 0.1, 0.01 and 0.001; large is careful.
+      weighting: default ``"uniform"``, the paper's; see `GradientServer`.
+      model, client_optimizer, server_optimizer: see `FedAvg`.
+
+    Raises:
+      ValueError: ``alpha`` is not above 0.
+
+    >>> import optax
+    >>> FedDyn(model=None, client_optimizer=optax.sgd(0.1), batches=None, alpha=0.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected alpha > 0 and finite, got alpha=0.0.
+    """
+
+    alpha: float = 0.01
+    weighting: Literal["examples", "uniform"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(alpha=self.alpha)
+
+    def init(self, key: jax.Array) -> ServerState:
+        state = super().init(key)
+        return state._replace(more=jax.tree.map(jnp.zeros_like, state.params))
+
+    def client_memory(self, shared: Shared) -> Params:
+        return jax.tree.map(jnp.zeros_like, shared.params)
+
+    def client_init(self, shared: Shared, client: Client) -> ClientState:
+        return super().client_init(shared, client)._replace(more=client.memory)
+
+    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient = super().client_gradient(shared, state, batch)
+        pull = tree.scale(tree.subtract(state.params, shared.params), self.alpha)
+        return loss, tree.add(tree.subtract(gradient, state.more), pull)
+
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state, client)
+        return result._replace(memory=tree.add(client.memory, tree.scale(result.update, self.alpha)))
+
+    def server_round(self, state: ServerState, update: Params, turnout: Turnout) -> ServerState:
+        tilt = tree.add(state.more, tree.scale(update, self.alpha * self.share(turnout)))
+        return self.server_update(state, tree.add(update, tree.scale(tilt, 1 / self.alpha)))._replace(more=tilt)
