@@ -11,6 +11,9 @@ from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipp
 from fedsim.aggregators._clipped import Clipped as Clipped
 from fedsim.aggregators._coordinate_median import CoordinateMedian as CoordinateMedian
 from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
+from fedsim.aggregators._grouped import Grouped as Grouped
+from fedsim.aggregators._grouped import Groups as Groups
+from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._side_by_side import SideBySide as SideBySide

@@ -22,12 +22,17 @@ from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixtu
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._hyp_cluster import IFCA as IFCA
+from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._mime import Mime as Mime
 from fedsim.algorithms._mime import MimeLite as MimeLite
+from fedsim.algorithms._perfedavg import PerFedAvg as PerFedAvg
+from fedsim.algorithms._pfedme import PFedMe as PFedMe
 from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
+from fedsim.algorithms._reptile import Reptile as Reptile
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
@@ -36,7 +41,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
-    "Personalization": (APFL, Ditto, FedPer, FedRep),
+    "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
     "Beyond gradients": (KMeans, GaussianMixture),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from fedsim import tree
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedper import FedPer
+from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -54,12 +55,12 @@ class FedRep(FedPer):
         if not 0 <= self.head_fraction <= 1:
             raise ValueError(f"Expected 0 <= head_fraction <= 1, got head_fraction={self.head_fraction}.")
 
-    def client_init(self, shared: Any, client: Client) -> Any:
+    def client_init(self, shared: Shared, client: Client) -> Any:
         # 0.7 of 10 is 7, also where a float has it a little below.
         head_steps = jnp.floor(client.num_steps.astype(jnp.float32) * self.head_fraction + 1e-3).astype(jnp.int32)
         return Halves(self.set_out(shared, shared.params), self.set_out(shared, client.memory), head_steps)
 
-    def client_step(self, shared: Any, state: Any, batch: Batch) -> Any:
+    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
         def loss(body: Params, head: Params) -> jax.Array:
             return self.client_loss(shared, hk.data_structures.merge(body, head), batch)
 
@@ -68,7 +69,7 @@ class FedRep(FedPer):
         head = self.descend(shared, state.head, batch, lambda head: loss(state.body.params, head))
         return tree.select(batch.step < state.head_steps, state._replace(head=head), state._replace(body=body))
 
-    def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
+    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         params = hk.data_structures.merge(state.body.params, state.head.params)
         loss = state.head.loss.merge(state.body.loss)
         return super().client_final(shared, ClientState(params, (), loss), client)

@@ -271,7 +271,7 @@ def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: C
         train = step - looks
         stepped = program.client_step(shared, state, lane.batch(position, jnp.maximum(train, 0)))
         state = tree.select((train >= 0) & (train < client.num_steps), stepped, state)
-        ended = (slot < window[1]) & (train + 1 >= client.num_steps)
+        ended = (slot < window[1]) & (train >= 0) & (train + 1 >= client.num_steps)
         update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client)
         folded = program.aggregator.accumulate(accumulator, update, line["weight"], position)
         # select and not a weight of 0: an idle lane must leave every kind of accumulator alone.

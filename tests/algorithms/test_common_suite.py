@@ -37,6 +37,7 @@ SETTINGS = {
     "domain": "y",
     "num_features": 3,
     "num_clusters": 2,
+    "head": lambda module, name: name == "b",
 }
 AGGREGATORS = {
     "mean": aggregators.Mean(),

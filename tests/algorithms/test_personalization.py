@@ -192,7 +192,7 @@ def test_the_server_neither_gets_nor_keeps_a_head(cls):
     took_part = np.asarray(info.clients["num_steps"]) > 0
     assert info.clients["bits_up"].tolist() == (body * took_part).tolist()
     assert info.clients["bits_down"].tolist() == ((body + 64) * took_part).tolist()  # the round and the seed
-    head = make(cls, head=lambda module: module == "linear")
+    head = make(cls, head=lambda module, name: module == "linear")
     assert sorted(run(head)[0].params) == ["linear_1"]
 
 
@@ -222,7 +222,7 @@ def test_apfl_of_alpha_0_is_the_global_model():
         # After one round, for later ones start new clients from a server that has moved.
         (algorithms.Ditto, {"lam": 0.0}, 1),
         (algorithms.APFL, {"alpha": 1.0}, 1),
-        (algorithms.FedPer, {"head": lambda module: True}, 3),
+        (algorithms.FedPer, {"head": lambda module, name: True}, 3),
     ],
 )
 def test_without_ties_clients_train_alone(cls, settings, rounds):
@@ -238,7 +238,7 @@ def test_without_ties_clients_train_alone(cls, settings, rounds):
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
 def test_an_empty_head_is_fedavg(cls):
     settings = {"head_fraction": 0.0} if cls is algorithms.FedRep else {}
-    nothing = make(cls, head=lambda module: False, **settings)
+    nothing = make(cls, head=lambda module, name: False, **settings)
     fedavg = make(algorithms.FedAvg)
     population = federation.data()
     state, expected = nothing.init(jax.random.key(1)), fedavg.init(jax.random.key(1))

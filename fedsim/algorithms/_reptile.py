@@ -1,0 +1,49 @@
+"""Reptile.
+
+A. Nichol, J. Achiam, J. Schulman, "On first-order meta-learning algorithms", 2018, Algorithm 2 (the batched version):
+https://arxiv.org/abs/1803.02999. Its tasks are clients, its k steps those of ``batches``, ε is ``server_learning_rate``. No
+deviations. It is FedAvg with uniform weights and a server rate of ε: what differs is what it is for, a start for fine-tuning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import optax
+
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._gradient_server import positive
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Reptile(FedAvg):
+    """A start from which a client's few steps go far: x = x + server_learning_rate mean(x_i - x), x_i after client i's steps.
+
+    To evaluate it as it is meant: ``fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=algorithm)``.
+
+    Attributes:
+      server_learning_rate: ε.
+      decay_rounds: the rounds over which ε falls linearly to 0, as in the paper's experiments; None: it stays.
+
+    >>> import optax
+    >>> Reptile(model=None, client_optimizer=optax.sgd(0.1), batches=None, server_learning_rate=0.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected server_learning_rate > 0 and finite, got server_learning_rate=0.0.
+    """
+
+    server_learning_rate: float = 1.0
+    decay_rounds: int | None = None
+    weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="uniform")
+    server_optimizer: optax.GradientTransformation = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(server_learning_rate=self.server_learning_rate)
+        if self.decay_rounds is not None and self.decay_rounds < 1:
+            raise ValueError(f"Expected decay_rounds >= 1 or None, got decay_rounds={self.decay_rounds}.")
+        rate: optax.ScalarOrSchedule = self.server_learning_rate
+        if self.decay_rounds is not None:
+            rate = optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds)
+        object.__setattr__(self, "server_optimizer", optax.sgd(rate))

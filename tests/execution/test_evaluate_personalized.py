@@ -1,0 +1,222 @@
+"""Every client's own parameters on its own examples: against plain Python over clients, under every execution."""
+
+import dataclasses
+from typing import Any
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import algorithms
+
+EXECUTIONS = {
+    "jit": fedsim.Jit(),
+    "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
+    "pmap, 8 devices, streamed": fedsim.Pmap(devices=8, memory="stream"),
+    "debug": fedsim.Debug(),
+}
+TUNING = fedsim.Batches(size=3, epochs=2)
+
+
+def test_data() -> fedsim.FederatedData:
+    """The clients of `federation.data`, in another order, some missing, one without examples, and three that are new."""
+    names = ["client7", "client2", "new a", "client0", "client3", "new b", "client6", "client1", "client4", "new c"]
+    drawn = federation.data(sizes=(5, 2, 3, 9, 0, 1, 4, 6, 2, 7), seed=9)
+    return fedsim.FederatedData(drawn.columns, drawn.offsets, names)
+
+
+test_data.__test__ = False
+
+
+def make(cls=algorithms.Ditto, **more):
+    settings = {"model": federation.model(), "batches": fedsim.Batches(size=4), "client_optimizer": optax.sgd(0.3)}
+    return cls(**(settings | {"execution": fedsim.Jit()} | more))
+
+
+def trained(algorithm, rounds=2):
+    """Trained on some of the clients only."""
+    population = federation.data()
+    state = algorithm.init(jax.random.key(1))
+    for r in range(rounds):
+        state, _ = algorithm.apply(state, fedsim.Cohort(population, [0, 2, 6, 7], r, fedsim.rng.root(0)))
+    return state
+
+
+def by_hand(model, params_of, test):
+    """Sums of metrics ``[2, clients]``, one client after another, as a metric is defined."""
+    sums = {name: np.zeros([2, test.num_clients]) for name in model.metrics}
+    for i, client in enumerate(test.clients()):
+        if len(client):
+            outputs = model.apply_for_eval(params_of(client.client_id), client.examples)
+            for name, metric in model.metrics.items():
+                sums[name][:, i] = [np.sum(np.asarray(part)) for part in metric(client.examples, outputs)]
+    return sums
+
+
+def assert_same(evaluation, expected):
+    for name, (total, weight) in expected.items():
+        np.testing.assert_allclose(evaluation.clients[name].total, total, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(evaluation.clients[name].weight, weight)
+        np.testing.assert_allclose(evaluation.overall[name], total.sum() / weight.sum(), rtol=1e-5)
+
+
+def fine_tuned(params, client_id, seed=0, batches=TUNING):
+    """SGD of rate 0.2 from ``params`` on the client's training examples."""
+    population, model = federation.data(), federation.model()
+    if client_id not in population:
+        return params
+    root = fedsim.rng.stream(fedsim.rng.root(seed), "personal")
+    ((_, dataset, key),) = fedsim.Cohort(population, [population.index(client_id)], 0, root)
+    for batch in dataset.batches(batches, key):
+        slope = jax.grad(model.train_loss)(params, jax.tree.map(jnp.asarray, batch))
+        params = jax.tree.map(lambda p, g: p - 0.2 * g, params, slope)
+    return params
+
+
+def personal(state, client_id):
+    """What Ditto's client of this name keeps, or the server's parameters."""
+    population = federation.data()
+    rows, seen = federation.plain(state).clients
+    at = population.index(client_id) if client_id in population else -1
+    return jax.tree.map(lambda leaf: leaf[at], rows[0]) if at >= 0 and seen[at] else state.params
+
+
+@pytest.fixture
+def few_at_once(how, monkeypatch):
+    """Several chunks, but for one of the executions."""
+    if how != "jit":
+        monkeypatch.setattr("fedsim.execution._evaluate_personalized._LARGEST_CHUNK", 3)
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_what_clients_keep(how, few_at_once):
+    algorithm, test = make(), test_data()
+    state = trained(algorithm)
+    expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
+    evaluation = fedsim.evaluate_personalized(
+        algorithm, state, federation.data(), test, execution=EXECUTIONS[how], batch_size=4
+    )
+    assert_same(evaluation, expected)
+    glob = fedsim.evaluate(algorithm.model, state.params, test)
+    new = [test.index(name) for name in ("new a", "new b", "new c")]
+    np.testing.assert_allclose(evaluation.clients["loss"].total[new], np.asarray(glob.clients["loss"].total)[new], rtol=1e-5)
+    assert abs(evaluation.overall["loss"] - glob.overall["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_rows_on_the_device_and_rows_on_the_host(memory):
+    algorithm = make(execution=fedsim.Jit(memory=memory))
+    state, test = trained(algorithm), test_data()
+    expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
+    assert isinstance(state.clients, fedsim.execution.ClientTable) == (memory == "resident")
+    assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test), expected)
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto])
+def test_fine_tuning(how, cls, few_at_once):
+    """From the server's parameters, and from the clients' own."""
+    algorithm, test = make(cls), test_data()
+    state = trained(algorithm)
+    tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2))
+    start = (lambda _: state.params) if cls is algorithms.FedAvg else (lambda client_id: personal(state, client_id))
+    expected = by_hand(algorithm.model, lambda client_id: fine_tuned(start(client_id), client_id, seed=4), test)
+    evaluation = fedsim.evaluate_personalized(
+        algorithm, state, federation.data(), test, fine_tune=tuner, seed=4, execution=EXECUTIONS[how], batch_size=4
+    )
+    assert_same(evaluation, expected)
+
+
+def test_a_state_before_the_first_round_is_the_server_s():
+    algorithm, test = make(), test_data()
+    state = algorithm.init(jax.random.key(1))
+    evaluation = fedsim.evaluate_personalized(algorithm, state, federation.data(), test)
+    federation.assert_trees_close(evaluation, fedsim.evaluate(algorithm.model, state.params, test))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Looking(algorithms.FedAvg):
+    """A client uses its parameters times the mean of its examples' first feature, which it finds out by a preview."""
+
+    @property
+    def preview(self):
+        return fedsim.Batches(size=2, shuffle=False)
+
+    def client_memory(self, shared):
+        return jnp.float32(1)
+
+    def personal_params(self, shared, memory):
+        return jax.tree.map(lambda p: memory * p, shared.params)
+
+    def client_init(self, shared, client) -> Any:
+        return jnp.float32(0), client.num_examples
+
+    def client_preview(self, shared, state, batch):
+        return state[0] + jnp.sum(batch.examples["x"][:, 0], where=batch.mask), state[1]
+
+    def client_step(self, shared, state, batch):
+        return state[0] + jnp.nan, state[1]
+
+    def client_final(self, shared, state, client):
+        zeros = jax.tree.map(jnp.zeros_like, shared.params)
+        mean = state[0] / jnp.maximum(state[1], 1).astype(jnp.float32)
+        return fedsim.ClientUpdate(zeros, jnp.float32(1), {}, mean)
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("tune", [False, True])
+def test_a_look_at_the_training_examples(how, tune, few_at_once):
+    """It is taken where the algorithm has a preview, and no step of the algorithm is."""
+    algorithm, test, train = make(Looking), test_data(), federation.data()
+    state = algorithm.init(jax.random.key(1))
+
+    def start(client_id):
+        factor = 1.0
+        if client_id in train:
+            factor = float(train[client_id]["x"][:, 0].sum()) / max(1, len(train[client_id]))
+        return jax.tree.map(lambda p: factor * p, state.params)
+
+    tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)) if tune else None
+    params_of = (lambda client_id: fine_tuned(start(client_id), client_id)) if tune else start
+    evaluation = fedsim.evaluate_personalized(
+        algorithm, state, train, test, fine_tune=tuner, execution=EXECUTIONS[how], batch_size=4
+    )
+    assert_same(evaluation, by_hand(algorithm.model, params_of, test))
+
+
+def test_nobody_has_examples():
+    algorithm = make()
+    nobody = federation.data(sizes=(0, 0))
+    evaluation = fedsim.evaluate_personalized(algorithm, trained(algorithm), federation.data(), nobody)
+    assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
+
+
+def test_it_is_compiled_once(monkeypatch):
+    monkeypatch.setattr("fedsim.execution._evaluate_personalized._LARGEST_CHUNK", 3)
+    algorithm, test = make(), test_data()
+    for rounds in (1, 2):
+        fedsim.evaluate_personalized(algorithm, trained(algorithm, rounds), federation.data(), test)
+    ((_, examine),) = algorithm._personal_programs.values()
+    (programs,) = examine._compiled.values()
+    assert programs.rounds._cache_size() == 1
+
+
+def test_what_cannot_be_evaluated_says_so():
+    data, fedavg = federation.data(), make(algorithms.FedAvg)
+    state = fedavg.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="FedAvg has no personal_params.*fine_tune"):
+        fedsim.evaluate_personalized(fedavg, state, data, data)
+    sgd = algorithms.FedSGD(model=fedavg.model)
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*FedSGD"):
+        fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=sgd)
+    with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
+        fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
+    with pytest.raises(ValueError, match="remembers a population of 8 clients, and train has 2"):
+        fedsim.evaluate_personalized(make(), trained(make()), federation.data(sizes=(1, 1)), data)
+    other = fedsim.FederatedData.from_arrays({"z": np.zeros(3)}, sizes=[3])
+    with pytest.raises(ValueError, match="The model reads feature 'x'"):
+        fedsim.evaluate_personalized(make(), state, data, other)
