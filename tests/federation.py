@@ -52,6 +52,9 @@ SAMPLERS = {
     "ShuffledSampler": lambda data, seed: fedsim.samplers.ShuffledSampler(data, clients=5, seed=seed),
     "DiurnalSampler": lambda data, seed: fedsim.samplers.DiurnalSampler(data, clients=5, seed=seed, period=6),
     "ScheduleSampler": schedule,
+    "Attacked": lambda data, seed: fedsim.samplers.Attacked(
+        fedsim.samplers.UniformSampler(data, clients=5, seed=seed), fedsim.attacks.SignFlip(), fraction=0.4, seed=0
+    ),
 }
 
 
