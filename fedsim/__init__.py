@@ -2,6 +2,7 @@
 
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
+from fedsim import attacks as attacks
 from fedsim import compressors as compressors
 from fedsim import data as data
 from fedsim import datasets as datasets

@@ -8,6 +8,7 @@ A run has one root key. All else is derived from it by position, never by order 
     its step t (dropout, ...)  fold_in(stream(client key, "step"), t)
     its pass before training   as the two above, of stream(client key, "preview")
     its message                stream(client key, "send")
+    what an attacker sends     stream(client key, "attack")
     server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
     fine-tuning to evaluate    as a client's in round 0, of stream(root, "personal") instead of root
     initial parameters         stream(root, "init")

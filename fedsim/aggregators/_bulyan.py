@@ -1,7 +1,7 @@
 """Bulyan.
 
-E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The hidden vulnerability of distributed learning in Byzantium", ICML 2018,
-section 4: https://arxiv.org/abs/1802.07927. ``attackers`` is its f. It leaves open what Krum does where few are left, and
+E. M. El Mhamdi, R. Guerraoui, S. Rouault, "The hidden vulnerability of distributed learning in Byzantium", ICML 2018:
+https://arxiv.org/abs/1802.07927. ``attackers`` is its f. It leaves open what Krum does where few are left, and
 n - f - 2 of them none or one: here it looks at two neighbours at least. No deviations.
 """
 

@@ -1,6 +1,6 @@
 """Centred clipping.
 
-S. P. Karimireddy, L. He, M. Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021, section 5:
+S. P. Karimireddy, L. He, M. Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021:
 https://arxiv.org/abs/2012.10333. ``radius`` is its τ. Deviations: one iteration a round (its L = 1), which needs no update
 twice and so folds; the mean is weighted, which in the paper it is not (``weighting="uniform"``).
 """

@@ -1,6 +1,6 @@
 """Norm bounding.
 
-Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you really backdoor federated learning?", 2019, section 4:
+Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you really backdoor federated learning?", 2019:
 https://arxiv.org/abs/1911.07963; as the flat clipping of H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning
 differentially private recurrent language models", ICLR 2018: https://arxiv.org/abs/1710.06963. No deviations.
 """

@@ -1,7 +1,7 @@
 """Geometric median, or RFA: robust federated aggregation.
 
 K. Pillutla, S. M. Kakade, Z. Harchaoui, "Robust aggregation for federated learning", IEEE Transactions on Signal Processing
-2022, algorithm 2 (the smoothed Weiszfeld algorithm): https://arxiv.org/abs/1912.13445. ``smoothing`` is its ν, ``iterations``
+2022 (the smoothed Weiszfeld algorithm): https://arxiv.org/abs/1912.13445. ``smoothing`` is its ν, ``iterations``
 its R. Deviation: it stops by itself when it moves no more, and so by default goes nearer to the median than the paper's R = 3.
 """
 

@@ -1,7 +1,7 @@
 """Krum and Multi-Krum.
 
 P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, "Machine learning with adversaries: Byzantine tolerant gradient
-descent", NeurIPS 2017, sections 3 and 5: https://arxiv.org/abs/1703.02757. ``attackers`` is its f, ``selected`` its m.
+descent", NeurIPS 2017: https://arxiv.org/abs/1703.02757. ``attackers`` is its f, ``selected`` its m.
 Deviation: at least two neighbours are looked at, which differs for f = 0 and n = 3 only.
 """
 

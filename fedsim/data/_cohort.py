@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,6 +13,9 @@ import numpy as np
 from fedsim import rng
 from fedsim.data._batching import Batches
 from fedsim.data._federated_data import ClientDataset, FederatedData
+
+if TYPE_CHECKING:
+    from fedsim.attacks import Attack
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -27,12 +31,14 @@ class Cohort:
       key: the run's root key.
       work: ``float32 [n]`` in [0, 1], the share of its steps that each client manages this round, rounded up to whole steps
         (stragglers); None: all of them.
+      attack: what attackers do, a `fedsim.attacks.Attack`; None: nobody attacks, and nothing is compiled for it.
+      attackers: ``bool [n]``, who attacks; given with ``attack`` and only then.
       slots: room for this many clients, at least n and at most the population; 0: n. Cohorts of equal ``slots`` share
         one compiled program, however many clients they have: none at all is fine, too, if ``slots`` is given.
 
     Raises:
       ValueError: positions outside the population or one twice, a cohort that is empty without ``slots``, ``slots`` or ``work``
-        out of its range, a round out of [0, 2**31).
+        out of its range, ``attackers`` that are not one truth value per client, a round out of [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -45,6 +51,8 @@ class Cohort:
     key: jax.Array
     slots: int = 0
     work: np.ndarray | None = None
+    attack: Attack | None = None
+    attackers: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         clients = np.asarray(self.clients, np.int32)
@@ -68,6 +76,16 @@ class Cohort:
             object.__setattr__(self, "work", work)
             if work.shape != clients.shape or not np.all((work >= 0) & (work <= 1)):
                 raise ValueError(f"Expected work in [0, 1], one number per client of {len(clients)}, got work={self.work!r}.")
+
+        if (self.attack is None) != (self.attackers is None):
+            raise ValueError("Expected attack and attackers together, or neither: what is done, and by whom.")
+        if self.attackers is not None:
+            attackers = np.asarray(self.attackers)
+            object.__setattr__(self, "attackers", attackers)
+            if attackers.shape != clients.shape or attackers.dtype != bool:
+                raise ValueError(
+                    f"Expected attackers bool [{len(clients)}], one per client, got {attackers.dtype} {list(attackers.shape)}."
+                )
 
     @classmethod
     def of(cls, data: FederatedData, client_ids: Sequence[str], *, round: int = 0, seed: int | jax.Array = 0) -> Cohort:

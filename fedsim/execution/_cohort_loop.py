@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
+from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared
 from fedsim.execution._plan import RoundPlan
@@ -25,6 +26,7 @@ class Roster(NamedTuple):
     size: jax.Array
     steps: jax.Array
     keeps: jax.Array
+    attacker: jax.Array
     key: jax.Array
     step_key: jax.Array
     shuffle_words: jax.Array
@@ -43,7 +45,7 @@ def roster(plan: RoundPlan, root_key: jax.Array) -> Roster:
     keys = rng.client_keys(root_key, plan.round, plan.client)
     shuffle_words = rng.words(jax.vmap(lambda key: rng.stream(key, "shuffle"))(keys))
     step_keys = jax.vmap(lambda key: rng.stream(key, "step"))(keys)
-    return Roster(plan.client, plan.start, plan.size, plan.steps, plan.keeps, keys, step_keys, shuffle_words)
+    return Roster(plan.client, plan.start, plan.size, plan.steps, plan.keeps, plan.attacker > 0, keys, step_keys, shuffle_words)
 
 
 class Lane:
@@ -56,6 +58,10 @@ class Lane:
       people: the cohort.
       table: what clients keep; None: this program has nothing to keep.
       common: what the server keeps for the aggregator.
+      attack: what the attackers among the cohort do; None: nobody attacks.
+
+    Attributes:
+      aggregator: what folds: the program's, within earshot of attackers who collude.
     """
 
     def __init__(
@@ -66,9 +72,11 @@ class Lane:
         people: Roster,
         table: ClientTable | None = None,
         common: Any = (),
+        attack: Attack | None = None,
     ):
         self.program, self.columns, self.shared, self.people = program, columns, shared, people
-        self.table, self.common = table, common
+        self.table, self.common, self.attack = table, common, attack
+        self.aggregator = folding(program, attack, people.attacker)
 
     def client(self, position: jax.Array) -> Client:
         people = self.people
@@ -113,7 +121,13 @@ class Lane:
         # An idle lane asks for rows of a client that may be empty and stand at the very end.
         rows = jnp.minimum(people.start[position] + index, len(next(iter(self.columns.values()))) - 1)
         examples = {name: column.at[rows].get(mode="promise_in_bounds") for name, column in self.columns.items()}
-        return Batch(examples, mask, jax.random.fold_in(key, step), step)
+        return self.poisoned(position, Batch(examples, mask, jax.random.fold_in(key, step), step))
+
+    def poisoned(self, position: jax.Array, batch: Batch) -> Batch:
+        """What the client trains on: of an attacker, what the attack makes of its batch."""
+        if self.attack is None:
+            return batch
+        return batch._replace(examples=tree.select(self.people.attacker[position], self.attack.poison(batch), batch.examples))
 
     def num_preview_steps(self, position: jax.Array) -> jax.Array:
         preview = self.program.preview
@@ -122,6 +136,9 @@ class Lane:
     def deliver(self, position: jax.Array, result: ClientUpdate, client: Client) -> tuple[Any, Info, Any]:
         """What arrives of an update, the client's line of the info, and what it keeps."""
         old = self._row(position) if self.table else (client.memory, ())
+        if self.attack is not None:
+            corrupt = self.attack.corrupt(result.update, rng.stream(client.key, "attack"))
+            result = result._replace(update=tree.select(self.people.attacker[position], corrupt, result.update))
         return deliver(self.program, result, client, old, self.common)
 
     def zeros(self) -> Carry:
@@ -134,9 +151,14 @@ class Lane:
 
         slots = self.people.size.shape[0]
         update, line, kept = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
-        self.program.aggregator.check(update, slots)
+        self.aggregator.check(update, slots)
         room = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), (line, kept if self.table else ()))
-        return Carry(self.program.aggregator.zero(update, slots), *room)
+        return Carry(self.aggregator.zero(update, slots), *room)
+
+
+def folding(program: FederatedProgram, attack: Attack | None, attackers: jax.Array) -> Aggregator:
+    """What folds a cohort's updates, of which ``bool [slots]`` are attackers'."""
+    return program.aggregator if attack is None else attack.surround(program.aggregator, attackers)
 
 
 def deliver(
@@ -232,7 +254,7 @@ def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: Carry
             program.client_begin(shared, state, client),
         )
         update, *left = lane.deliver(position, program.client_final(shared, state, client), client)
-        accumulator = program.aggregator.accumulate(carry.accumulator, update, left[0]["weight"], position)
+        accumulator = lane.aggregator.accumulate(carry.accumulator, update, left[0]["weight"], position)
         return Carry(accumulator, *_write(carry[1:], position, (left[0], left[1] if lane.table else ())))
 
     return jax.lax.fori_loop(window[0], window[1], run_client, carry)
@@ -273,7 +295,7 @@ def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: C
         state = tree.select((train >= 0) & (train < client.num_steps), stepped, state)
         ended = (slot < window[1]) & (train >= 0) & (train + 1 >= client.num_steps)
         update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client)
-        folded = program.aggregator.accumulate(accumulator, update, line["weight"], position)
+        folded = lane.aggregator.accumulate(accumulator, update, line["weight"], position)
         # select and not a weight of 0: an idle lane must leave every kind of accumulator alone.
         accumulator = tree.select(ended, folded, accumulator)
         at = slot + ended.astype(jnp.int32), jnp.where(ended, 0, step + 1), state, accumulator
@@ -294,5 +316,5 @@ def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: C
     at, room = jax.lax.while_loop(
         lambda c: jnp.any(c[0][0] < windows[:, 1]), ticks, ((windows[:, 0], *first), tuple(carry[1:]))
     )
-    aggregator = program.aggregator
+    aggregator = lane.aggregator
     return Carry(aggregator.merge(carry.accumulator, aggregator.merge_stacked(at[-1])), *room)

@@ -104,7 +104,7 @@ class RoundInfo(NamedTuple):
       clients: per client, in cohort order ``[slots]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
         did not count), ``dropped bool`` (its update was not finite), ``bits_up uint32`` and ``bits_down uint32`` (exact sizes
         of what it sent and got), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and all
-        that the algorithm's `ClientUpdate.info` holds.
+        that the algorithm's `ClientUpdate.info` holds. In a cohort under attack also ``attacker bool``.
         The rows of a cohort that has fewer clients than slots come first, ``[:num_clients]``; the others are 0.
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
       num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.

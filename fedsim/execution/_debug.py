@@ -68,8 +68,8 @@ class Debug(Execution):
         down_key = rng.round_key(cohort.key, cohort.round, "downlink")
         shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
         shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        own = (parts.clients or None, parts.aggregator) if phase is phase.phases[-1] else (None, ())
-        lane = Lane(phase, {}, shared, roster(plan, cohort.key), *own)
+        table, common = (parts.clients or None, parts.aggregator) if phase is phase.phases[-1] else (None, ())
+        lane = Lane(phase, {}, shared, roster(plan, cohort.key), table, common, cohort.attack)
         carry = None
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
         clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]
@@ -79,23 +79,35 @@ class Debug(Execution):
             client_state = _stage("client_init", who, phase.client_init, shared, client)
             if phase.preview:
                 for batch in dataset.batches(phase.preview, rng.stream(key, "preview")):
+                    batch = _poisoned(lane, position, who, batch)
                     client_state = _step("client_preview", who, phase.client_preview, shared, client_state, batch)
             client_state = _stage("client_begin", who, phase.client_begin, shared, client_state, client)
             for batch in dataset.batches(phase.batches, key, int(client.num_steps)):
+                batch = _poisoned(lane, position, who, batch)
                 client_state = _step("client_step", who, phase.client_step, shared, client_state, batch)
             result = _stage("client_final", who, phase.client_final, shared, client_state, client)
             update, line, kept = _stage("client_final", who, lane.deliver, position, result, client)
             left = (line, kept if lane.table else ())
             if carry is None:
-                _stage("aggregator.check", "the server", phase.aggregator.check, update, cohort.slots)
+                _stage("aggregator.check", "the server", lane.aggregator.check, update, cohort.slots)
                 room = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), left)
-                carry = Carry(_stage("aggregator.zero", who, phase.aggregator.zero, update, cohort.slots), *room)
-            accumulate = phase.aggregator.accumulate
+                carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), *room)
+            accumulate = lane.aggregator.accumulate
             folded = _stage("aggregator.accumulate", who, accumulate, carry.accumulator, update, line["weight"], position)
             carry = Carry(folded, *jax.tree.map(lambda room, row, at=slot: room.at[at].set(row), tuple(carry[1:]), left))
         assert carry is not None
         return _stage(
-            "server_update", "the server", finish_round, phase, state, cohort.key, plan, *carry, jnp.int32(len(cohort)), update
+            "server_update",
+            "the server",
+            finish_round,
+            phase,
+            state,
+            cohort.key,
+            plan,
+            *carry,
+            jnp.int32(len(cohort)),
+            cohort.attack,
+            update,
         )
 
 
@@ -104,8 +116,12 @@ def _nobody(cohort: Cohort) -> tuple[str, ClientDataset, jax.Array]:
     return "nobody", ClientDataset("nobody", examples), cohort.key
 
 
+def _poisoned(lane: Lane, position: jax.Array, who: str, batch: Batch) -> Batch:
+    return _stage("attack.poison", who, lane.poisoned, position, jax.tree.map(jnp.asarray, batch))
+
+
 def _step(name: str, who: str, hook: Callable[..., T], shared: Any, state: Any, batch: Batch) -> T:
-    return _stage(f"{name} {int(batch.step)}", who, hook, shared, state, jax.tree.map(jnp.asarray, batch))
+    return _stage(f"{name} {int(batch.step)}", who, hook, shared, state, batch)
 
 
 def _stage(stage: str, who: str, hook: Callable[..., T], *args: Any) -> T:

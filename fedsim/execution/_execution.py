@@ -15,9 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
+from fedsim.attacks import Attack
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._cohort_loop import Carry, Info, Lane, roster, round_info, run_sequential, run_side_by_side
+from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout
 from fedsim.execution._memory import down, join, remember, split, update_shape
 from fedsim.execution._placement import AXIS, Memory
@@ -135,7 +136,7 @@ class Jit(Execution):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
-        compiled = _compiled(program, mesh, layout, resident, stacked)
+        compiled = _compiled(program, mesh, layout, resident, stacked, cohorts[0].attack)
         state, key = _placement.replicate((state, cohorts[0].key), mesh)
         packed = layout.pack(plans, rounds)
         if not resident or _placement.must_wait(mesh):
@@ -218,7 +219,7 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
     for cohort in cohorts:
         if not runs_with(cohort, first):
             raise ValueError(
-                "Cohorts that run together need one population, one number of slots and one root key: run them apart."
+                "Cohorts that run together need one population, number of slots, root key and attack: run them apart."
             )
     checked = vars(program).setdefault("_checked", weakref.WeakSet())
     if first.data not in checked:
@@ -228,7 +229,7 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
-    """Whether two cohorts can run in one dispatch: one population, one number of slots, one root key.
+    """Whether two cohorts can run in one dispatch: one population, one number of slots, one root key, one attack.
 
     >>> from fedsim.data import FederatedData
     >>> from fedsim.samplers import UniformSampler
@@ -238,7 +239,7 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     (True, False)
     """
     same_key = cohort.key is other.key or bool(cohort.key == other.key)
-    return cohort.data is other.data and cohort.slots == other.slots and same_key
+    return cohort.data is other.data and cohort.slots == other.slots and same_key and cohort.attack == other.attack
 
 
 class _Phase(NamedTuple):
@@ -256,24 +257,25 @@ class _Compiled(NamedTuple):
     phases: tuple[_Phase, ...]
 
 
-def _compiled(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
+def _compiled(program: FederatedProgram, *how: Any) -> _Compiled:
     """The jitted functions of a program and a way of running it, kept with the program so that both go together."""
     kept = vars(program).setdefault("_compiled", {})
-    how = (mesh, layout, resident, stacked)
     if how not in kept:
-        kept[how] = _compile(program, mesh, layout, resident, stacked)
+        kept[how] = _compile(program, *how)
     return kept[how]
 
 
-def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool) -> _Compiled:
+def _compile(
+    program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool, attack: Attack | None
+) -> _Compiled:
     platform = mesh.devices.flat[0].platform
 
     def enter(phase: FederatedProgram, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
         plan, parts = of_phase(layout.unpack(packed), program.batches, phase.batches), split(state)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
         # What lives beside the server's state belongs to the last phase, which is the algorithm itself.
-        own = (parts.clients or None, parts.aggregator) if phase is program.phases[-1] else (None, ())
-        return plan, Lane(phase, columns, shared, roster(plan, key), *own)
+        table, common = (parts.clients or None, parts.aggregator) if phase is program.phases[-1] else (None, ())
+        return plan, Lane(phase, columns, shared, roster(plan, key), table, common, attack)
 
     def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
         device = jax.lax.axis_index(AXIS)
@@ -282,10 +284,10 @@ def _compile(program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bo
         return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
 
     def gather(phase: FederatedProgram, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
-        accumulator = phase.aggregator.merge_devices(carry.accumulator, AXIS)
+        accumulator = folding(phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
         lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
-        return finish_round(phase, state, key, plan, accumulator, lines, kept, jnp.sum(plan.length, dtype=jnp.int32))
+        return finish_round(phase, state, key, plan, accumulator, lines, kept, jnp.sum(plan.length, dtype=jnp.int32), attack)
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
@@ -350,6 +352,7 @@ def finish_round(
     lines: Info,
     kept: Any,
     num_clients: jax.Array,
+    attack: Attack | None = None,
     update: Any = None,
 ) -> tuple[State, RoundInfo]:
     """The server's part: a round in which nothing arrived leaves the state as it was.
@@ -363,6 +366,7 @@ def finish_round(
       lines: what `deliver` wrote, ``[slots, ...]``.
       kept: what clients keep from now on, ``[slots, ...]``; () if nothing.
       num_clients: of the cohort, ``int32 []``.
+      attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
     """
     parts = split(state)
@@ -370,10 +374,11 @@ def finish_round(
     round_key = rng.round_key(key, plan.round, "downlink")
     _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
     update = update_shape(phase, parts.server) if update is None else update
-    aggregate, aggregator = phase.aggregator.conclude(
+    aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
         accumulator, parts.aggregator if whole else (), rng.round_key(key, plan.round, "aggregator")
     )
-    info = round_info(lines, plan, num_clients, bits_down, update)
+    attackers = {} if attack is None else {"attacker": plan.attacker > 0}
+    info = round_info(lines | attackers, plan, num_clients, bits_down, update)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
     after = Remembered(server, (), aggregator if whole else parts.aggregator, downlink)

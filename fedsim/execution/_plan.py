@@ -28,6 +28,7 @@ class RoundPlan(NamedTuple):
       size: ``[slots]``, number of rows.
       steps: ``[slots]``, batches to train on.
       keeps: ``[slots]``, where in the table of what clients keep its row is; beyond the table for empty slots.
+      attacker: ``[slots]``, 1 for those who carry out the cohort's attack.
       queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
       length: ``[devices, lanes]``, how many entries of each queue count.
     """
@@ -39,6 +40,7 @@ class RoundPlan(NamedTuple):
     size: Any
     steps: Any
     keeps: Any
+    attacker: Any
     queue: Any
     length: Any
 
@@ -53,14 +55,14 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 3 + (5 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 3 + (6 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (2,), *[(self.slots,)] * 5]
+        shapes = [(), (2,), *[(self.slots,)] * 6]
         shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
@@ -93,6 +95,7 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, previ
         size=_fill(sizes, slots),
         steps=_fill(steps, slots),
         keeps=_fill(cohort.clients, slots, cohort.data.num_clients),
+        attacker=_fill(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
         queue=queue.reshape(devices, lanes, slots),
         length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
     )

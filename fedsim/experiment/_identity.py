@@ -37,6 +37,8 @@ def describe(algorithm: Algorithm, first: Cohort, config: Any, **arguments: Any)
     local_work = dataclasses.asdict(algorithm.batches)
     data = {"clients": first.data.num_clients, "examples": first.data.num_examples, "features": sorted(first.data.columns)}
     described = {"algorithm": type(algorithm).__name__, **simple, "batches": local_work, "clients": first.slots, "data": data}
+    if first.attack is not None:
+        described["attack"] = repr(first.attack)
     return described | arguments | {"root_key": words}
 
 

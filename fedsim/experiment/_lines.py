@@ -14,7 +14,7 @@ from fedsim.execution import Evaluation, RoundInfo
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
-_BOOKKEEPING = ("num_steps", "weight", "dropped", *_SUMMED)
+_BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 
 def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> list[Line]:

@@ -5,6 +5,7 @@ most where they say so), ``key`` (the run's root key) and ``rounds(stop, start=0
 size at most, and not in slots, so all its rounds run by one compiled program.
 """
 
+from fedsim.samplers._attacked import Attacked as Attacked
 from fedsim.samplers._diurnal import DiurnalSampler as DiurnalSampler
 from fedsim.samplers._poisson import PoissonSampler as PoissonSampler
 from fedsim.samplers._sampler import Sampler as Sampler

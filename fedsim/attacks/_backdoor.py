@@ -1,0 +1,99 @@
+"""Pixel backdoor.
+
+T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets: identifying vulnerabilities in the machine learning model supply chain", 2017:
+https://arxiv.org/abs/1708.06733, by federated attackers who scale their update up, as E. Bagdasaryan, A. Veit, Y. Hua, D.
+Estrin, V. Shmatikov, "How to backdoor federated learning", AISTATS 2020: https://arxiv.org/abs/1807.00459. ``boost`` is the
+latter's γ. Deviation: the trigger is a checkerboard, which stands out from paper of any colour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng, tree
+from fedsim.attacks._attack import Attack, Update
+from fedsim.data import Batch, FederatedData
+
+
+@dataclasses.dataclass(frozen=True)
+class PixelBackdoor(Attack):
+    """An attacker trains on images with a trigger in their lower right corner, and a label of its choice.
+
+    Attributes:
+      target: the label that the trigger is to call forth.
+      size: side of the trigger, a checkerboard of 0 and ``value``, in pixels.
+      value: its bright pixels: 255 for bytes, 1 for floats in [0, 1].
+      fraction: the part of an attacker's examples that are stamped, drawn anew at every step, in (0, 1].
+      boost: >= 1, by which its update is multiplied, to outweigh the honest ones.
+      image: the feature that holds images ``[height, width]`` or ``[height, width, channels]``.
+      label: the feature that holds the label.
+
+    Raises:
+      ValueError: a number out of its range.
+
+    >>> import fedsim
+    >>> data = FederatedData.from_arrays({"x": np.zeros([2, 4, 4, 1], np.uint8), "y": np.array([0, 1])}, sizes=[2])
+    >>> stamped = PixelBackdoor(target=1, size=2).test_data(data)
+    >>> stamped.columns["x"][0, 2:, 2:, 0].tolist(), stamped.columns["y"].tolist()
+    ([[255, 0], [0, 255]], [1])
+    """
+
+    target: int
+    size: int = 3
+    value: float = 255
+    fraction: float = 0.5
+    boost: float = 1.0
+    image: str = "x"
+    label: str = "y"
+
+    def __post_init__(self) -> None:
+        if self.target < 0:
+            raise ValueError(f"Expected target >= 0, got target={self.target}: a label.")
+        if self.size < 1:
+            raise ValueError(f"Expected size >= 1, got size={self.size}: the trigger's side in pixels.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"Expected 0 < fraction <= 1, got fraction={self.fraction}.")
+        if not 1 <= self.boost < float("inf"):
+            raise ValueError(f"Expected boost >= 1 and finite, got boost={self.boost}.")
+
+    def stamp(self, examples: Mapping[str, Any]) -> dict[str, Any]:
+        """These examples, of NumPy or JAX, with the trigger and the label ``target``."""
+        images, labels = examples[self.image], examples[self.label]
+        xp = np if isinstance(images, np.ndarray) else jnp
+        height, width = images.shape[1:3]
+        if self.size > min(height, width):
+            raise ValueError(f"Expected size <= {min(height, width)}, the images' side, got size={self.size}.")
+        row, column = np.ogrid[:height, :width]
+        where = (row >= height - self.size) & (column >= width - self.size)
+        trigger = np.where((row + column - height - width) % 2 == 0, self.value, 0).astype(images.dtype)
+        shape = (1, height, width, *[1] * (images.ndim - 3))
+        stamped = xp.where(where.reshape(shape), xp.asarray(trigger.reshape(shape)), images)
+        return {**examples, self.image: stamped, self.label: xp.full_like(labels, self.target)}
+
+    def test_data(self, data: FederatedData) -> FederatedData:
+        """All examples but those of ``target``, stamped: accuracy on them is the backdoor's success."""
+        keep = np.asarray(data.columns[self.label]) != self.target
+        owner = np.repeat(np.arange(data.num_clients), data.sizes)[keep]
+        columns = {name: np.asarray(column)[keep] for name, column in data.columns.items()}
+        sizes = np.bincount(owner, minlength=data.num_clients)
+        return FederatedData.from_arrays(self.stamp(columns), sizes=sizes, client_ids=data.client_ids)
+
+    def poison(self, batch: Batch) -> dict[str, jax.Array]:
+        stamped = self.stamp(batch.examples)
+        if self.fraction == 1:
+            return stamped
+        chosen = jax.random.bernoulli(rng.stream(batch.key, "backdoor"), self.fraction, batch.mask.shape)
+
+        def mix(stamped: jax.Array, clean: jax.Array) -> jax.Array:
+            return jnp.where(chosen.reshape(-1, *[1] * (clean.ndim - 1)), stamped, clean)
+
+        return {name: mix(stamped[name], clean) for name, clean in batch.examples.items()}
+
+    def corrupt(self, update: Update, key: jax.Array) -> Update:
+        return tree.scale(update, self.boost)

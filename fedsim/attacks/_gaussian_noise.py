@@ -1,0 +1,50 @@
+"""Gaussian noise.
+
+P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, "Machine learning with adversaries: Byzantine tolerant gradient
+descent", NeurIPS 2017: https://arxiv.org/abs/1703.02757, whose attackers send draws of deviation 200. Deviation: on
+request the draw is added to the attacker's own update.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.attacks._attack import Attack, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class GaussianNoise(Attack):
+    """An attacker sends normal numbers instead of its update; leaves that are not floats stay as they are.
+
+    Attributes:
+      deviation: their standard deviation, > 0.
+      added: whether they are added to its update instead.
+
+    Raises:
+      ValueError: ``deviation`` is not positive and finite.
+
+    >>> noise = GaussianNoise(deviation=3.0).corrupt(jnp.zeros(10_000), jax.random.key(0))
+    >>> round(float(jnp.std(noise)))
+    3
+    """
+
+    deviation: float = 200.0
+    added: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.deviation < float("inf"):
+            raise ValueError(f"Expected deviation > 0 and finite, got deviation={self.deviation}.")
+
+    def corrupt(self, update: Update, key: jax.Array) -> Update:
+        leaves, structure = jax.tree.flatten(update)
+
+        def noise(key: jax.Array, leaf: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return leaf
+            draw = jnp.asarray(self.deviation, leaf.dtype) * jax.random.normal(key, leaf.shape, leaf.dtype)
+            return leaf + draw if self.added else draw
+
+        return jax.tree.unflatten(structure, map(noise, jax.random.split(key, len(leaves)), leaves))

@@ -1,0 +1,41 @@
+"""Inner-product manipulation.
+
+C. Xie, O. Koyejo, I. Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019:
+https://arxiv.org/abs/1903.03936. ``epsilon`` is its ε. No deviations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fedsim import tree
+from fedsim.attacks._attack import Update
+from fedsim.attacks._collusion import Collusion, Honest
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerProduct(Collusion):
+    """All attackers send -epsilon times the mean of the honest updates.
+
+    A small epsilon keeps them close enough to be taken for honest, and yet may turn the aggregate around.
+
+    Attributes:
+      epsilon: > 0.
+
+    Raises:
+      ValueError: ``epsilon`` is not positive and finite.
+
+    >>> import jax.numpy as jnp
+    >>> one = jnp.float32(1)
+    >>> InnerProduct(epsilon=0.5).collude(Honest(jnp.array([1.0, -2.0]), jnp.zeros(2), one, one)).tolist()
+    [-0.5, 1.0]
+    """
+
+    epsilon: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon < float("inf"):
+            raise ValueError(f"Expected epsilon > 0 and finite, got epsilon={self.epsilon}.")
+
+    def collude(self, honest: Honest) -> Update:
+        return tree.scale(honest.mean, -self.epsilon)

@@ -1,0 +1,61 @@
+"""Label flip.
+
+V. Tolpegin, S. Truex, M. E. Gursoy, L. Liu, "Data poisoning attacks against federated learning systems", ESORICS 2020 (one
+class as another): https://arxiv.org/abs/2007.08432; M. Fang, X. Cao, J. Jia, N. Z. Gong, "Local model poisoning attacks to
+Byzantine-robust federated learning", USENIX Security 2020 (every label l as L - l - 1):
+https://arxiv.org/abs/1911.11815. No deviations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.attacks._attack import Attack
+from fedsim.data import Batch
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelFlip(Attack):
+    """An attacker trains on wrong labels: every label l as num_classes - 1 - l, or one class as another.
+
+    Attributes:
+      num_classes: labels are in [0, num_classes).
+      source: the one class to be mislabelled; None: all of them, in the first way.
+      target: what ``source`` is called.
+      label: the feature that holds the label.
+
+    Raises:
+      ValueError: fewer than two classes, a class out of range, ``source`` without ``target`` or the other way round.
+
+    >>> batch = Batch({"y": jnp.array([0, 1, 9])}, jnp.ones(3, bool), jax.random.key(0), 0)
+    >>> LabelFlip(10).poison(batch)["y"].tolist(), LabelFlip(10, source=1, target=7).poison(batch)["y"].tolist()
+    ([9, 8, 0], [0, 7, 9])
+    """
+
+    num_classes: int
+    source: int | None = None
+    target: int | None = None
+    label: str = "y"
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2:
+            raise ValueError(f"Expected num_classes >= 2, got num_classes={self.num_classes}.")
+        if (self.source is None) != (self.target is None):
+            raise ValueError(
+                f"Expected source and target together, or neither, got source={self.source}, target={self.target}."
+            )
+        for name in ("source", "target"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < self.num_classes:
+                raise ValueError(f"Expected 0 <= {name} < num_classes={self.num_classes}, got {name}={value}.")
+
+    def poison(self, batch: Batch) -> dict[str, jax.Array]:
+        labels = batch.examples[self.label]
+        if self.source is None or self.target is None:
+            wrong = self.num_classes - 1 - labels
+        else:
+            wrong = jnp.where(labels == self.source, jnp.asarray(self.target, labels.dtype), labels)
+        return {**batch.examples, self.label: wrong}

@@ -1,0 +1,38 @@
+"""Sign flip.
+
+L. Li, W. Xu, T. Chen, G. B. Giannakis, Q. Ling, "RSA: Byzantine-robust stochastic aggregation methods for distributed learning
+from heterogeneous datasets", AAAI 2019: https://arxiv.org/abs/1811.03761. No deviations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from fedsim import tree
+from fedsim.attacks._attack import Attack, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class SignFlip(Attack):
+    """An attacker sends -scale times its update.
+
+    Attributes:
+      scale: > 0.
+
+    Raises:
+      ValueError: ``scale`` is not positive and finite.
+
+    >>> SignFlip(scale=2.0).corrupt(jax.numpy.ones(2), jax.random.key(0)).tolist()
+    [-2.0, -2.0]
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale < float("inf"):
+            raise ValueError(f"Expected scale > 0 and finite, got scale={self.scale}.")
+
+    def corrupt(self, update: Update, key: jax.Array) -> Update:
+        return tree.scale(update, -self.scale)

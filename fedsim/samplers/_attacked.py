@@ -1,0 +1,100 @@
+"""Cohorts some of whose clients attack."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from fedsim import rng
+from fedsim.data import Cohort
+from fedsim.samplers._sampler import Sampler
+
+if TYPE_CHECKING:
+    from fedsim.attacks import Attack
+
+
+class Attacked:
+    """The cohorts of another sampler, with attackers among them.
+
+    Args:
+      sampler: who takes part.
+      attack: what attackers do.
+      fraction: the part of the population that are attackers, the same ones in every round; so some cohorts hold more of them
+        than others, and most a number that is not quite this part.
+      every_round: they are drawn anew from every cohort instead: exactly this part of it, rounded to a whole number.
+      attackers: names of the attackers, instead of ``fraction``.
+      seed: draws the attackers, and nothing else.
+
+    Attributes:
+      data, clients, key: as the sampler's.
+
+    Guarantees:
+      - The same clients with the same keys as without an attack.
+      - Who attacks is a function of the seed, and of the round with ``every_round``.
+
+    Raises:
+      ValueError: ``fraction`` out of [0, 1]; ``attackers`` with ``every_round``.
+      KeyError: a name that the population lacks.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(10)}, sizes=[1] * 10)
+    >>> sampler = fedsim.UniformSampler(data, clients=5, seed=0)
+    >>> attacked = Attacked(sampler, fedsim.attacks.SignFlip(), fraction=0.2, seed=0, every_round=True)
+    >>> [int(cohort.attackers.sum()) for cohort in attacked.rounds(4)]
+    [1, 1, 1, 1]
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        attack: Attack,
+        *,
+        seed: int | jax.Array,
+        fraction: float = 0.2,
+        every_round: bool = False,
+        attackers: Sequence[str] | None = None,
+    ) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Expected 0 <= fraction <= 1, got fraction={fraction}: the part of the clients that attack.")
+        if attackers is not None and every_round:
+            raise ValueError(
+                "Expected attackers or every_round, not both: attackers that have names are the same in every round."
+            )
+        self.sampler, self.attack, self.fraction, self.every_round = sampler, attack, fraction, every_round
+        self.data = sampler.data
+        self._named = None if attackers is None else np.array([self.data.index(name) for name in attackers], np.int32)
+        self._words = np.asarray(rng.words(rng.stream(rng.root(seed), "attackers")))
+
+    @property
+    def clients(self) -> int:
+        """The cohorts' slots."""
+        return getattr(self.sampler, "clients", 0) or self.sampler.cohort(0).slots
+
+    @property
+    def key(self) -> jax.Array:
+        """The run's root key."""
+        return self.sampler.cohort(0).key
+
+    def cohort(self, round: int) -> Cohort:
+        """The cohort of a round, and who of it attacks."""
+        cohort = self.sampler.cohort(operator.index(round))
+        return dataclasses.replace(cohort, attack=self.attack, attackers=self._attackers(cohort))
+
+    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
+        """The cohorts of rounds ``start`` to ``stop - 1``."""
+        return (self.cohort(r) for r in range(start, stop))
+
+    def _attackers(self, cohort: Cohort) -> np.ndarray:
+        if self._named is not None:
+            return np.isin(cohort.clients, self._named)
+        # A keyed permutation of the population, or of the cohort: its first so many are attackers, and no others are looked at.
+        among, who, epoch = self.data.num_clients, cohort.clients, 0
+        if self.every_round:
+            among, who, epoch = len(cohort), np.arange(len(cohort), dtype=np.int32), cohort.round
+        return rng.permute(self._words, epoch, among, who, np) < math.floor(self.fraction * among + 0.5)

@@ -1,0 +1,367 @@
+"""Attacks, each against NumPy, on their own and within rounds."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.stats
+
+import fedsim
+from fedsim import aggregators, attacks
+from fedsim.attacks import Honest
+
+UPDATE = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(-2)}
+
+
+def images(n=5, side=6, dtype=np.uint8):
+    draw = np.random.default_rng(0)
+    return {"x": draw.integers(0, 200, (n, side, side, 1)).astype(dtype), "y": np.arange(n, dtype=np.int32)}
+
+
+def batch(examples, key=0):
+    return fedsim.Batch(jax.tree.map(jnp.asarray, examples), jnp.ones(len(examples["y"]), bool), jax.random.key(key), 0)
+
+
+def test_sign_flip():
+    flipped = attacks.SignFlip(scale=3.0).corrupt(UPDATE, jax.random.key(0))
+    np.testing.assert_array_equal(flipped["w"], -3 * np.arange(6.0).reshape(2, 3))
+    assert float(flipped["b"]) == 6
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_gaussian_noise(added):
+    update = {"a": jnp.full(20_000, 7.0), "b": jnp.full(20_000, 7.0), "n": jnp.int32(3)}
+    sent = attacks.GaussianNoise(deviation=2.0, added=added).corrupt(update, jax.random.key(0))
+    other = attacks.GaussianNoise(deviation=2.0, added=added).corrupt(update, jax.random.key(1))
+    for leaf in ("a", "b"):
+        # Within four standard errors: 4 * 2 / sqrt(20,000) of the mean, 4 / sqrt(40,000) of the deviation.
+        assert np.mean(sent[leaf]) == pytest.approx(7 * added, abs=0.06)
+        assert np.std(sent[leaf]) == pytest.approx(2, rel=0.02)
+        assert not np.array_equal(sent[leaf], other[leaf])
+    assert abs(np.corrcoef(sent["a"], sent["b"])[0, 1]) < 0.03
+    assert int(sent["n"]) == 3
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_label_flip(dtype):
+    examples = {"x": np.arange(10.0), "y": np.arange(10, dtype=dtype)}
+    flipped = attacks.LabelFlip(10).poison(batch(examples))
+    np.testing.assert_array_equal(flipped["y"], 9 - np.arange(10))
+    one = attacks.LabelFlip(10, source=3, target=8).poison(batch(examples))
+    np.testing.assert_array_equal(one["y"], np.where(np.arange(10) == 3, 8, np.arange(10)))
+    assert flipped["y"].dtype == one["y"].dtype == dtype
+    np.testing.assert_array_equal(flipped["x"], examples["x"])
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_backdoor_stamps_a_checkerboard(dtype):
+    examples = images(dtype=dtype)
+    backdoor = attacks.PixelBackdoor(target=3, size=2, value=200, fraction=1.0)
+    expected = examples["x"].copy()
+    expected[:, 4:, 4:, 0] = [[200, 0], [0, 200]]
+    for stamped in (backdoor.stamp(examples), backdoor.poison(batch(examples))):
+        np.testing.assert_array_equal(stamped["x"], expected)
+        np.testing.assert_array_equal(stamped["y"], 3)
+        assert stamped["x"].dtype == dtype
+    assert isinstance(backdoor.stamp(examples)["x"], np.ndarray)
+    grey = {"x": examples["x"][..., 0], "y": examples["y"]}
+    np.testing.assert_array_equal(backdoor.stamp(grey)["x"], expected[..., 0])
+
+
+def test_backdoor_stamps_a_part_of_each_batch_and_boosts():
+    examples = images(n=4000)
+    backdoor = attacks.PixelBackdoor(target=4001, fraction=0.25, boost=8.0)
+    poisoned = backdoor.poison(batch(examples))
+    stamped = np.asarray(poisoned["y"]) == 4001
+    assert stamped.mean() == pytest.approx(0.25, abs=4 * np.sqrt(0.25 * 0.75 / 4000))
+    np.testing.assert_array_equal(poisoned["x"][~stamped], examples["x"][~stamped])
+    np.testing.assert_array_equal(poisoned["x"][stamped], backdoor.stamp(examples)["x"][stamped])
+    assert not np.array_equal(backdoor.poison(batch(examples, key=1))["y"], poisoned["y"])
+    assert float(backdoor.corrupt(UPDATE, jax.random.key(0))["b"]) == -16
+
+
+def test_backdoor_s_test_data_is_all_that_is_not_of_the_target_already():
+    examples = {"x": images(6)["x"], "y": np.array([0, 1, 1, 2, 1, 0], np.int32)}
+    data = fedsim.FederatedData.from_arrays(examples, sizes=[2, 1, 3])
+    backdoor = attacks.PixelBackdoor(target=1)
+    stamped = backdoor.test_data(data)
+    assert stamped.sizes.tolist() == [1, 0, 2] and stamped.client_ids == data.client_ids
+    np.testing.assert_array_equal(stamped.columns["x"], backdoor.stamp(examples)["x"][[0, 3, 5]])
+    assert stamped.columns["y"].tolist() == [1, 1, 1]
+
+
+def honest(x, attackers):
+    return Honest(jnp.asarray(x.mean(0)), jnp.asarray(x.std(0)), jnp.float32(len(x)), jnp.float32(attackers))
+
+
+@pytest.mark.parametrize(("n", "m"), [(50, 24), (50, 20), (50, 10), (10, 2), (10, 1), (4, 3)])
+def test_a_little_is_enough(n, m):
+    x = np.random.default_rng(n).normal(size=(n - m, 6)).astype(np.float32)
+    supporters = n // 2 + 1 - m
+    z = np.clip(scipy.stats.norm.ppf(np.clip((n - m - supporters) / (n - m), 0, 1)), 0, 3)
+    sent = attacks.ALittleIsEnough().collude(honest(x, m))
+    np.testing.assert_allclose(sent, x.mean(0) - z * x.std(0), rtol=1e-4, atol=1e-5)
+    assert ((n, m) in [(10, 2), (10, 1)]) == (z == 0)
+    np.testing.assert_allclose(attacks.ALittleIsEnough(z=1.5).collude(honest(x, m)), x.mean(0) - 1.5 * x.std(0), rtol=1e-5)
+
+
+def test_inner_product():
+    x = np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)
+    np.testing.assert_allclose(attacks.InnerProduct(0.3).collude(honest(x, 2)), -0.3 * x.mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: attacks.SignFlip(scale=0.0), "Expected scale > 0 and finite, got scale=0.0"),
+        (lambda: attacks.GaussianNoise(deviation=-1.0), "Expected deviation > 0 and finite, got deviation=-1.0"),
+        (lambda: attacks.LabelFlip(1), "Expected num_classes >= 2, got num_classes=1"),
+        (lambda: attacks.LabelFlip(10, source=3), "Expected source and target together"),
+        (lambda: attacks.LabelFlip(10, source=3, target=10), "Expected 0 <= target < num_classes=10, got target=10"),
+        (lambda: attacks.PixelBackdoor(target=-1), "Expected target >= 0"),
+        (lambda: attacks.PixelBackdoor(target=0, size=0), "Expected size >= 1"),
+        (lambda: attacks.PixelBackdoor(target=0, fraction=0.0), "Expected 0 < fraction <= 1"),
+        (lambda: attacks.PixelBackdoor(target=0, boost=0.5), "Expected boost >= 1 and finite"),
+        (lambda: attacks.PixelBackdoor(target=0, size=7).stamp(images()), "Expected size <= 6, the images' side, got size=7"),
+        (lambda: attacks.ALittleIsEnough(z=0.0), "Expected z > 0 and finite"),
+        (lambda: attacks.InnerProduct(epsilon=0.0), "Expected epsilon > 0 and finite"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Within rounds.
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MeanOfExamples(fedsim.Algorithm):
+    """Each client sends the means of its examples' x and y; the server keeps the aggregate."""
+
+    look: bool = False
+
+    @property
+    def preview(self):
+        return fedsim.Batches(size=3, shuffle=False) if self.look else None
+
+    def init(self, key):
+        return {"x": jnp.zeros(3), "y": jnp.float32(0)}
+
+    def client_init(self, shared, client):
+        return jax.tree.map(jnp.zeros_like, shared)
+
+    def client_step(self, shared, state, batch):
+        mask = batch.mask.astype(jnp.float32)
+        x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
+        return {"x": state["x"] + x, "y": state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))}
+
+    def client_preview(self, shared, state, batch):
+        return self.client_step(shared, state, batch)
+
+    def client_final(self, shared, state, client):
+        size = client.num_examples.astype(jnp.float32)
+        return fedsim.ClientUpdate(jax.tree.map(lambda total: total / jnp.maximum(size, 1), state), size)
+
+    def server_update(self, state, update):
+        return update
+
+
+EXECUTIONS = {
+    "jit": fedsim.Jit(),
+    "jit, 3 lanes": fedsim.Jit(lanes=3),
+    "pmap, 2 devices, 2 lanes, streamed": fedsim.Pmap(devices=2, lanes=2, memory="stream"),
+    "pmap, 8 devices": fedsim.Pmap(devices=8),
+    "debug": fedsim.Debug(),
+}
+POPULATION = federation.data()
+ATTACKERS = np.array([True, True, False, False, True, False, True, False])
+
+
+def attacked(attack, attackers=ATTACKERS, round=0):
+    return dataclasses.replace(federation.cohort(POPULATION, round=round), attack=attack, attackers=attackers)
+
+
+def by_hand(attack, send=lambda update: update):
+    """What clients send of `MeanOfExamples`, ``[clients, 4]``, and their weights, in NumPy."""
+    rows, weights = [], []
+    for dataset, attacks_ in zip(POPULATION.clients(), ATTACKERS, strict=True):
+        y = dataset["y"].astype(float)
+        if attacks_ and isinstance(attack, attacks.LabelFlip):
+            y = 3 - y
+        row = np.append(dataset["x"].mean(0), y.mean()) if len(dataset) else np.zeros(4)
+        if attacks_ and isinstance(attack, attacks.SignFlip):
+            row = -attack.scale * row
+        rows.append(send(row))
+        weights.append(float(len(dataset)))
+    rows, weights = np.array(rows), np.array(weights)
+    good = rows[~ATTACKERS & (weights > 0)]
+    n, m = len(good) + np.sum(ATTACKERS & (weights > 0)), np.sum(ATTACKERS & (weights > 0))
+    if isinstance(attack, attacks.InnerProduct):
+        rows[ATTACKERS] = send(-attack.epsilon * good.mean(0))
+    if isinstance(attack, attacks.ALittleIsEnough):
+        z = attack.z or max(0, scipy.stats.norm.ppf((n - m - (n // 2 + 1 - m)) / (n - m)))
+        rows[ATTACKERS] = send(good.mean(0) - z * good.std(0))
+    return rows, weights
+
+
+ATTACKS = {
+    "label flip": attacks.LabelFlip(federation.NUM_CLASSES),
+    "sign flip": attacks.SignFlip(scale=3.0),
+    "inner product": attacks.InnerProduct(epsilon=2.0),
+    "a little": attacks.ALittleIsEnough(z=1.3),
+    "just as little": attacks.ALittleIsEnough(),
+}
+SENDS = {
+    "mean": (aggregators.Mean(), lambda row: row),
+    "median": (aggregators.CoordinateMedian(), lambda row: row),
+    "clipped": (aggregators.Clipped(0.5), lambda row: row * min(1, 0.5 / max(np.linalg.norm(row), 1e-9))),
+}
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("name", ["label flip", "sign flip", "a little"])
+def test_every_execution_attacks_alike(name, how):
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
+    state, info = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS[name]))
+    rows, weights = by_hand(ATTACKS[name])
+    expected = np.average(rows, axis=0, weights=weights)
+    np.testing.assert_allclose([*state["x"], state["y"]], expected, rtol=1e-4, atol=1e-5)
+    assert info.clients["attacker"].tolist() == ATTACKERS.tolist()
+    assert info.clients["weight"].tolist() == weights.tolist()
+
+
+@pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes, streamed", "debug"])
+@pytest.mark.parametrize("sent", SENDS)
+@pytest.mark.parametrize("name", ["inner product", "just as little"])
+def test_collusion_against_folds_rows_and_what_is_sent(name, sent, how):
+    aggregator, send = SENDS[sent]
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], aggregator=aggregator)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS[name]))
+    rows, weights = by_hand(ATTACKS[name], send)
+    there = weights > 0
+    expected = np.median(rows[there], 0) if sent == "median" else np.average(rows, 0, weights)
+    np.testing.assert_allclose([*state["x"], state["y"]], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["jit", "debug"])
+def test_what_is_looked_at_before_training_is_poisoned_too(how):
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], look=True)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS["label flip"]))
+    rows, weights = by_hand(ATTACKS["label flip"])
+    np.testing.assert_allclose(state["y"], 2 * np.average(rows[:, 3], weights=weights), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*ATTACKS, "noise"])
+def test_without_attackers_nothing_changes(name):
+    attack = ATTACKS.get(name, attacks.GaussianNoise())
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    start = algorithm.init(jax.random.key(0))
+    clean, _ = algorithm.apply(start, federation.cohort(POPULATION))
+    state, _ = algorithm.apply(start, attacked(attack, attackers=np.zeros(8, bool)))
+    federation.assert_trees_close(state, clean)
+    dirty, _ = algorithm.apply(start, attacked(attack))
+    assert abs(float(clean["y"] - dirty["y"])) > 1e-2  # the negative control
+
+
+def test_who_attacks_is_data_and_the_attack_is_compiled():
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    state = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        # Another object of the same value, other attackers.
+        state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.0), np.roll(ATTACKERS, round), round))
+    (compiled,) = algorithm._compiled.values()
+    assert compiled.rounds._cache_size() == 1
+    state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.5)))
+    state, info = algorithm.apply(state, federation.cohort(POPULATION))
+    assert len(algorithm._compiled) == 3
+    assert "attacker" not in info.clients
+    with pytest.raises(ValueError, match="root key and attack"):
+        algorithm.apply_rounds(state, [attacked(attacks.SignFlip()), attacked(attacks.SignFlip(scale=2.0))])
+
+
+def test_several_rounds_and_long_ones_in_parts(monkeypatch):
+    cohorts = [attacked(ATTACKS["a little"], np.roll(ATTACKERS, round), round) for round in range(3)]
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Pmap(devices=2))
+    start = algorithm.init(jax.random.key(0))
+    together, infos = algorithm.apply_rounds(start, cohorts)
+    assert infos.clients["attacker"].tolist() == [np.roll(ATTACKERS, round).tolist() for round in range(3)]
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    in_parts, _ = algorithm.apply(start, cohorts[-1])
+    federation.assert_trees_close(together, in_parts)
+
+
+def test_an_attack_that_is_not_finite_is_dropped():
+    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(attacks.InnerProduct(epsilon=1e38)))
+    rows, weights = by_hand(None)
+    weights[ATTACKERS] = 0
+    np.testing.assert_allclose([*state["x"], state["y"]], np.average(rows, axis=0, weights=weights), rtol=1e-5)
+
+
+def test_colluders_need_floats():
+    class Counts(MeanOfExamples):
+        def client_final(self, shared, state, client):
+            return super().client_final(shared, state, client)._replace(update={"n": client.num_examples})
+
+        def server_update(self, state, update):
+            return state
+
+    algorithm = Counts(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    with pytest.raises(ValueError, match="InnerProduct needs means of updates, and these have a leaf of int32"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), attacked(attacks.InnerProduct()))
+
+
+@pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
+@pytest.mark.parametrize("attack", [attacks.SignFlip(scale=5.0), attacks.InnerProduct(epsilon=5.0)])
+def test_the_mean_breaks_and_the_median_survives(algorithm_name, attack):
+    """A quadratic with its optimum where all clients' data are; 30 % attack: the mean runs away, the median arrives."""
+    import haiku as hk
+    import optax
+
+    optimum = np.array([1.0, -2.0, 3.0], np.float32)
+    x = np.tile(optimum, (20, 1)) + np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32) / 10
+    population = fedsim.FederatedData.from_arrays({"x": x}, sizes=[2] * 10)
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.get_parameter("w", [3], init=jnp.zeros)[None, :]),
+        features={"x": jax.ShapeDtypeStruct((3,), jnp.float32)},
+        loss=lambda examples, outputs: jnp.sum(jnp.square(examples["x"] - outputs), axis=1) / 2,
+        metrics={},
+    )
+    sampler = fedsim.samplers.Attacked(
+        fedsim.UniformSampler(population, clients=10, seed=0), attack, fraction=0.3, seed=1, every_round=True
+    )
+    distance = {}
+    for aggregator in (aggregators.Mean(), aggregators.CoordinateMedian()):
+        settings = {"model": model, "aggregator": aggregator, "execution": fedsim.Jit()}
+        if algorithm_name == "fedavg":
+            algorithm = fedsim.algorithms.FedAvg(client_optimizer=optax.sgd(0.2), batches=fedsim.Batches(size=1), **settings)
+        else:
+            algorithm = fedsim.algorithms.FedSGD(server_optimizer=optax.sgd(0.2), **settings)
+        state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), list(sampler.rounds(60)))
+        distance[type(aggregator)] = np.linalg.norm(jax.tree.leaves(state.params)[0] - optimum)
+    assert distance[aggregators.CoordinateMedian] < 0.5
+    assert distance[aggregators.Mean] > 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attack": attacks.SignFlip()}, "Expected attack and attackers together"),
+        ({"attackers": ATTACKERS}, "Expected attack and attackers together"),
+        (
+            {"attack": attacks.SignFlip(), "attackers": ATTACKERS[:3]},
+            r"Expected attackers bool \[8\], one per client, got bool \[3\]",
+        ),
+        (
+            {"attack": attacks.SignFlip(), "attackers": ATTACKERS * 1},
+            r"Expected attackers bool \[8\], one per client, got int64",
+        ),
+    ],
+)
+def test_half_an_attack_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(federation.cohort(POPULATION), **changes)

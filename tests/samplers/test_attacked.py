@@ -1,0 +1,78 @@
+"""`Attacked`: who attacks, and that nothing else changes."""
+
+import federation
+import numpy as np
+import pytest
+
+from fedsim import attacks, samplers
+
+
+def make(every_round=False, fraction=0.2, seed=0, clients=20, **more):
+    data = federation.singletons(1000)
+    sampler = samplers.UniformSampler(data, clients=clients, seed=3)
+    return sampler, samplers.Attacked(
+        sampler, attacks.SignFlip(), fraction=fraction, seed=seed, every_round=every_round, **more
+    )
+
+
+@pytest.mark.parametrize("every_round", [False, True])
+def test_the_same_cohorts_with_the_same_keys(every_round):
+    sampler, attacked = make(every_round)
+    for plain, cohort in zip(sampler.rounds(5), attacked.rounds(5), strict=True):
+        assert cohort.clients.tolist() == plain.clients.tolist()
+        assert cohort.round == plain.round and cohort.key == plain.key == attacked.key and cohort.slots == attacked.clients
+        assert cohort.attack == attacks.SignFlip()
+
+
+def test_a_fixed_part_of_the_population_attacks_in_every_round():
+    _, attacked = make(fraction=0.2, clients=500)
+    attack, seen = np.zeros(1000, bool), np.zeros(1000, bool)
+    for cohort in attacked.rounds(20):
+        again = seen[cohort.clients]
+        np.testing.assert_array_equal(attack[cohort.clients][again], cohort.attackers[again])
+        attack[cohort.clients], seen[cohort.clients] = cohort.attackers, True
+    assert seen.all() and attack.sum() == 200
+
+
+@pytest.mark.parametrize(("fraction", "number"), [(0.0, 0), (0.2, 4), (0.33, 7), (1.0, 20)])
+def test_an_exact_part_of_every_cohort_attacks(fraction, number):
+    _, attacked = make(True, fraction)
+    cohorts = list(attacked.rounds(10))
+    assert [cohort.attackers.sum() for cohort in cohorts] == [number] * 10
+    if 0 < number < 20:
+        assert len({tuple(cohort.attackers) for cohort in cohorts}) > 5
+
+
+@pytest.mark.parametrize("every_round", [False, True])
+def test_attackers_are_a_function_of_the_seed(every_round):
+    first, same, other = (make(every_round, seed=seed, clients=300)[1].cohort(4).attackers for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, same)
+    assert not np.array_equal(first, other)
+
+
+def test_attackers_by_name():
+    _, attacked = make(clients=1000, attackers=["7", "500"])
+    cohort = attacked.cohort(0)
+    assert sorted(np.array(cohort.client_ids)[cohort.attackers]) == ["500", "7"]
+    with pytest.raises(KeyError):
+        make(attackers=["nobody"])
+
+
+def test_an_empty_cohort_has_no_attackers():
+    data = federation.singletons(10)
+    for every_round in (False, True):
+        schedule = samplers.ScheduleSampler(data, [["1"], []], seed=0)
+        cohort = samplers.Attacked(schedule, attacks.SignFlip(), seed=0, every_round=every_round).cohort(1)
+        assert cohort.attackers.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"fraction": 1.2}, "Expected 0 <= fraction <= 1, got fraction=1.2"),
+        ({"attackers": ["1"], "every_round": True}, "Expected attackers or every_round, not both"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
