@@ -20,10 +20,13 @@ from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixtu
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
+from fedsim.algorithms._heavy_hitters import HeavyHitters as HeavyHitters
+from fedsim.algorithms._histogram import Histogram as Histogram
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
+from fedsim.algorithms._quantiles import Quantiles as Quantiles
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
@@ -33,7 +36,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, SCAFFOLD),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
-    "Beyond gradients": (KMeans, GaussianMixture),
+    "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 

@@ -37,6 +37,7 @@ SETTINGS = {
     "domain": "y",
     "num_features": 3,
     "num_clusters": 2,
+    "num_items": federation.NUM_CLASSES,
 }
 AGGREGATORS = {
     "mean": aggregators.Mean(),
