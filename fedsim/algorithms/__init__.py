@@ -5,6 +5,7 @@ from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
 from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._ditto import Ditto as Ditto
+from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._fednova import FedNova as FedNova
@@ -36,6 +37,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, SCAFFOLD),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep),
+    "Selective sharing": (DSSGD,),
     "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}

@@ -176,11 +176,7 @@ class Clusters(Statistics):
             init=self.init,
             apply_for_train=scores,
             apply_for_eval=scores,
-<<<<<<< HEAD
-            loss=lambda examples, _: jnp.zeros(0),
-=======
             loss=lambda examples, scores: scores[cost],
->>>>>>> 9ec98c9 (Federated analytics: histogram, quantiles, heavy hitters)
             metrics=metrics,
             features={},
         )

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import rng
+from fedsim.algorithms._gradient_server import one_of
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 
@@ -70,8 +71,7 @@ class HeavyHitters(Statistics):
         for name in ("num_items", "depth", "top"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
-        if self.sketch not in ("count-min", "count-sketch"):
-            raise ValueError(f"Expected sketch to be 'count-min' or 'count-sketch', got sketch={self.sketch!r}.")
+        one_of("count-min", "count-sketch", sketch=self.sketch)
         if not 2 <= self.width <= 2**17 or self.width.bit_count() != 1:
             raise ValueError(f"Expected width to be a power of 2 from 2 to 131,072, got width={self.width}.")
         if self.sketch == "count-sketch" and self.depth % 2 == 0:
