@@ -6,6 +6,7 @@ from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
 from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._ditto import Ditto as Ditto
+from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
@@ -24,6 +25,8 @@ from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
 from fedsim.algorithms._hyp_cluster import IFCA as IFCA
 from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
+from fedsim.algorithms._heavy_hitters import HeavyHitters as HeavyHitters
+from fedsim.algorithms._histogram import Histogram as Histogram
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._mime import Mime as Mime
 from fedsim.algorithms._mime import MimeLite as MimeLite
@@ -33,6 +36,7 @@ from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
 from fedsim.algorithms._reptile import Reptile as Reptile
+from fedsim.algorithms._quantiles import Quantiles as Quantiles
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
@@ -42,7 +46,8 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
-    "Beyond gradients": (KMeans, GaussianMixture),
+    "Selective sharing": (DSSGD,),
+    "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 

@@ -25,37 +25,23 @@ import numpy as np
 from fedsim import metrics, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState
+from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._gradient_server import ServerState, Shared, one_of
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 
-class AgnosticState(NamedTuple):
-    """The server's state, the domains' weights ``[domains]``, and their examples in the last rounds ``[window, domains]``."""
+class Domains(NamedTuple):
+    """What the server's state has ``more``: weights ``[domains]``, and examples in the last rounds ``[window, domains]``."""
 
-    server: ServerState
-    domain_weights: jax.Array
+    weights: jax.Array
     counts: jax.Array
 
-    @property
-    def params(self) -> Params:
-        return self.server.params
 
+class Seen(NamedTuple):
+    """What a client's state has ``more``: losses and numbers of examples by domain, and what scales a batch's losses."""
 
-class AgnosticShared(NamedTuple):
-    """What clients get: as in FedAvg, and what an example of each domain counts, ``alpha [domains]``."""
-
-    params: Params
-    round: jax.Array
-    alpha: jax.Array
-
-
-class ClientState(NamedTuple):
-    """FedAvg's state, losses and numbers of examples by domain ``[domains]``, and what scales a batch's losses."""
-
-    local: Any
     losses: metrics.Mean
     scale: jax.Array
 
@@ -83,7 +69,7 @@ class AgnosticFedAvg(FedAvg):
     >>> algorithm = AgnosticFedAvg(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1),
     ...                            batches=fedsim.Batches(size=2), num_domains=2)
     >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
-    >>> state.counts.tolist(), state.domain_weights.tolist()
+    >>> state.more.counts.tolist(), state.more.weights.tolist()
     ([[1.0, 5.0]], [0.5, 0.5])
     """
 
@@ -103,8 +89,7 @@ class AgnosticFedAvg(FedAvg):
                 raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
         if not 0 <= self.domain_learning_rate < float("inf"):
             raise ValueError(f"Expected domain_learning_rate >= 0, got domain_learning_rate={self.domain_learning_rate}.")
-        if self.domain_update not in ("exponentiated", "projected"):
-            raise ValueError(f"Expected 'exponentiated' or 'projected', got domain_update={self.domain_update!r}.")
+        one_of("exponentiated", "projected", domain_update=self.domain_update)
         if self.weighting != "examples":
             raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
 
@@ -121,47 +106,44 @@ class AgnosticFedAvg(FedAvg):
     def preview(self) -> Batches:
         return Batches(size=self.batches.size, shuffle=False)
 
-    def init(self, key: jax.Array) -> Any:
+    def init(self, key: jax.Array) -> ServerState:
         uniform = jnp.full(self.num_domains, 1 / self.num_domains, jnp.float32)
-        return AgnosticState(super().init(key), uniform, jnp.ones((self.window, self.num_domains), jnp.float32))
+        return super().init(key)._replace(more=Domains(uniform, jnp.ones((self.window, self.num_domains), jnp.float32)))
 
-    def broadcast(self, state: Any) -> Any:
-        alpha = state.domain_weights / jnp.maximum(jnp.mean(state.counts, axis=0), 1 / self.window)
-        return AgnosticShared(state.server.params, state.server.round, alpha)
+    def broadcast(self, state: ServerState) -> Shared:
+        weights, counts = state.more
+        return super().broadcast(state)._replace(more=weights / jnp.maximum(jnp.mean(counts, axis=0), 1 / self.window))
 
-    def client_init(self, shared: Any, client: Client) -> Any:
+    def set_out(self, shared: Shared, params: Params) -> ClientState:
         zeros = jnp.zeros(self.num_domains, jnp.float32)
-        return ClientState(super().client_init(shared, client), metrics.Mean(zeros, zeros), jnp.float32(0))
+        return super().set_out(shared, params)._replace(more=Seen(metrics.Mean(zeros, zeros), jnp.float32(0)))
 
-    def client_preview(self, shared: Any, state: Any, batch: Batch) -> Any:
-        seen = batch.mask.astype(jnp.float32)
+    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
+        seen, domains = batch.mask.astype(jnp.float32), batch.examples[self.domain]
         losses = jnp.where(batch.mask, self._losses(shared.params, batch), 0.0)
-        by_domain = jnp.zeros(self.num_domains, jnp.float32).at[batch.examples[self.domain]]
-        return state._replace(losses=state.losses.merge(metrics.Mean(by_domain.add(losses), by_domain.add(seen))))
+        here = metrics.Mean(*(jnp.zeros(self.num_domains, jnp.float32).at[domains].add(x) for x in (losses, seen)))
+        return state._replace(more=state.more._replace(losses=state.more.losses.merge(here)))
 
-    def client_begin(self, shared: Any, state: Any, client: Client) -> Any:
-        beta = jnp.vdot(shared.alpha, state.losses.weight)
-        return state._replace(scale=client.num_examples.astype(jnp.float32) * _inverse(beta))
+    def client_begin(self, shared: Shared, state: ClientState, client: Client) -> ClientState:
+        beta = jnp.vdot(shared.more, state.more.losses.weight)
+        return state._replace(more=state.more._replace(scale=client.num_examples.astype(jnp.float32) * _inverse(beta)))
 
-    def client_step(self, shared: Any, state: Any, batch: Batch) -> Any:
-        return state._replace(local=super().client_step(shared._replace(alpha=shared.alpha * state.scale), state.local, batch))
+    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
+        return super().client_gradient(shared._replace(more=shared.more * state.more.scale), state, batch)
 
-    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        losses = self._losses(params, batch) * shared.alpha[batch.examples[self.domain]]
-        return metrics.masked_mean(losses, batch.mask)
+    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+        return metrics.masked_mean(self._losses(params, batch) * shared.more[batch.examples[self.domain]], batch.mask)
 
-    def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state.local, client)
-        beta = jnp.vdot(shared.alpha, state.losses.weight)
-        update = (tree.scale(result.update, beta), beta, state.losses)
-        return ClientUpdate(update, jnp.float32(1), result.info)
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state, client)
+        beta = jnp.vdot(shared.more, state.more.losses.weight)
+        return ClientUpdate((tree.scale(result.update, beta), beta, state.more.losses), jnp.float32(1), result.info)
 
-    def server_update(self, state: Any, update: Any) -> Any:
+    def server_update(self, state: ServerState, update: Any) -> ServerState:
         movement, beta, losses = update
-        movement = tree.scale(movement, _inverse(beta))
-        weights = self._step(state.domain_weights, losses.result(), losses.weight > 0)
-        counts = jnp.concatenate([state.counts[1:], losses.weight[None]])
-        return AgnosticState(super().server_update(state.server, movement), weights, counts)
+        weights = self._step(state.more.weights, losses.result(), losses.weight > 0)
+        counts = jnp.concatenate([state.more.counts[1:], losses.weight[None]])
+        return super().server_update(state, tree.scale(movement, _inverse(beta)))._replace(more=Domains(weights, counts))
 
     def _losses(self, params: Params, batch: Batch) -> jax.Array:
         return self.model.loss(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.algorithms._clusters import Clusters
-from fedsim.algorithms._gradient_server import positive
+from fedsim.algorithms._gradient_server import one_of, positive
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
@@ -79,8 +79,7 @@ class GaussianMixture(Clusters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("diagonal", "full"):
-            raise ValueError(f"Expected covariance to be 'diagonal' or 'full', got covariance={self.covariance!r}.")
+        one_of("diagonal", "full", covariance=self.covariance)
         if not 0 <= self.regularization < float("inf"):
             raise ValueError(f"Expected regularization >= 0, got regularization={self.regularization}.")
         positive(start_variance=self.start_variance)

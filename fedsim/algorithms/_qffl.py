@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import metrics, tree
-from fedsim.algorithms import _fedavg
-from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared, positive
 from fedsim.data import Batch, Batches
@@ -35,13 +34,6 @@ class Reweighted(NamedTuple):
 
     delta: Params
     h: jax.Array
-
-
-class ClientState(NamedTuple):
-    """FedAvg's state, and the sum of losses at what the server sent."""
-
-    local: _fedavg.ClientState
-    before: metrics.Mean
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -136,20 +128,17 @@ class QFedAvg(FedAvg, FairServer):
     def preview(self) -> Batches:
         return Batches(size=self.batches.size, shuffle=False)
 
-    def client_init(self, shared: Shared, client: Client) -> Any:
-        return ClientState(super().client_init(shared, client), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+    def set_out(self, shared: Shared, params: Params) -> ClientState:
+        return super().set_out(shared, params)._replace(more=metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
-    def client_preview(self, shared: Shared, state: Any, batch: Batch) -> Any:
+    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         loss = self.model.train_loss(shared.params, batch)
-        return state._replace(before=state.before.merge(metrics.Mean(loss * seen, seen)))
+        return state._replace(more=state.more.merge(metrics.Mean(loss * seen, seen)))
 
-    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
-        return state._replace(local=super().client_step(shared, state.local, batch))
-
-    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state.local, client)
-        lipschitz, before = self._lipschitz(shared), state.before.result()
+    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
+        result = super().client_final(shared, state, client)
+        lipschitz, before = self._lipschitz(shared), state.more.result()
         update = self.reweighted(tree.scale(result.update, lipschitz), before, lipschitz)
         return result._replace(update=update, info={**result.info, "loss_before": before})
 

@@ -65,6 +65,11 @@ class Statistics(Algorithm):
         """The statistics of both; by default their sum."""
         return tree.add(a, b)
 
+    def values(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """All numbers of the feature in a batch, end to end, and which of them count."""
+        column = batch.examples[self.feature].reshape(len(batch.mask), -1)
+        return column.ravel(), jnp.broadcast_to(batch.mask[:, None], column.shape).ravel()
+
     def client_init(self, shared: Any, client: Client) -> ClientState:
         return ClientState(self.nothing(shared), jnp.float32(0))
 

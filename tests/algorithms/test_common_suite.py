@@ -38,6 +38,7 @@ SETTINGS = {
     "num_features": 3,
     "num_clusters": 2,
     "head": lambda module, name: name == "b",
+    "num_items": federation.NUM_CLASSES,
 }
 AGGREGATORS = {
     "mean": aggregators.Mean(),

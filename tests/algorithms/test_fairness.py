@@ -179,8 +179,8 @@ def test_agnostic_fedavg_follows_the_papers(window, update):
         step = 0.7 * losses / seen
         weights = weights * np.exp(step) if update == "exponentiated" else nearest_in_simplex(weights + step)
         weights, counts = weights / weights.sum(), [*counts[1:], seen]
-        np.testing.assert_allclose(state.domain_weights, weights, rtol=1e-5, atol=1e-6)
-        np.testing.assert_array_equal(state.counts, counts)
+        np.testing.assert_allclose(state.more.weights, weights, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(state.more.counts, counts)
 
 
 def test_agnostic_fedavg_of_one_domain_is_fedavg():
@@ -217,11 +217,11 @@ def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
     population = population_with_domains()
     algorithm = algorithms.AgnosticFedAvg(num_domains=3, domain_update=update, **settings())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
-    before = np.asarray(state.domain_weights)
+    before = np.asarray(state.more.weights)
     only = fedsim.Cohort.of(population, ["client2"], round=1)  # all of domain 0
     state, _ = algorithm.apply(state, only)
-    np.testing.assert_allclose(state.domain_weights, before, rtol=1e-6)
-    assert state.counts.tolist() == [[3.0, 0.0, 0.0]]
+    np.testing.assert_allclose(state.more.weights, before, rtol=1e-6)
+    assert state.more.counts.tolist() == [[3.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,173 @@
+"""Distributed selective SGD.
+
+R. Shokri, V. Shmatikov, "Privacy-preserving deep learning", CCS 2015: https://doi.org/10.1145/2810103.2813687. The paper's θ_u,
+θ_d, γ, τ, ε and β are ``theta_u``, ``theta_d``, ``clip``, ``threshold``, ``epsilon`` and ``decay``; its epoch is a round.
+
+Deviations: the paper's participants meet its parameter server one after another (round robin, or in random order), or
+asynchronously. Here those of one cohort download together and upload together, the extreme of asynchrony; with one
+participant a round, by a `ShuffledSampler` of ``clients=1`` or a `ScheduleSampler`, it is the paper's random order or round
+robin. The counters of updates decay once a round, and ties between them are broken at random. Participants start from common
+initial parameters, told as the seed that makes them. Noise is Laplace noise by the sparse vector technique, as in the paper,
+where each coordinate is looked at once a round at most; its budget is a participant's for one round, by the paper's analysis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+from fedsim import rng
+from fedsim.aggregators import Aggregator, Sum
+from fedsim.algorithm import Capabilities
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._gradient_server import ServerState, one_of, positive
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params
+
+
+class Selection(NamedTuple):
+    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, and the start's seed."""
+
+    updates: jax.Array
+    seed: jax.Array
+
+
+class Download(NamedTuple):
+    """The parameters that were updated most: their values, and where they are (nothing, if all are sent)."""
+
+    values: jax.Array
+    places: jax.Array
+    round: jax.Array
+    seed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DSSGD(FedAvg):
+    """Participants train parameters of their own, and exchange a share of them with the server.
+
+    A participant replaces the ``theta_d`` most updated of its parameters by the server's, trains, and uploads ``theta_u`` of
+    the changes, which the server adds up. It keeps its parameters for its next round, unless they would be replaced anyway.
+
+    Attributes:
+      theta_u: in (0, 1], the share of changes to upload, at most.
+      theta_d: in (0, 1], the share of parameters to download.
+      selection: ``"largest"``: the largest changes; ``"random"``: random ones among those of at least ``threshold``.
+      threshold: at least 0.
+      clip: changes are clipped to [-clip, clip]; None: not at all.
+      epsilon: privacy budget of a participant's upload, spent on Laplace noise on threshold and changes; None: no noise. Needs
+        ``"random"`` and ``clip``.
+      decay: in (0, 1], a round's factor of the counts of updates.
+      model, batches, client_optimizer, server_optimizer: see `FedAvg`; the paper's are SGD. ``weighting`` has no meaning here.
+
+    >>> import optax
+    >>> DSSGD(model=None, client_optimizer=optax.sgd(0.1), batches=None, theta_u=0.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected 0 < theta_u <= 1, got theta_u=0.0.
+    """
+
+    capabilities = Capabilities(quadratic={"theta_u": 1.0}, aggregators=False)
+
+    aggregator: Aggregator = dataclasses.field(default_factory=Sum)
+    theta_u: float = 0.1
+    theta_d: float = 1.0
+    selection: Literal["largest", "random"] = "largest"
+    threshold: float = 0.0
+    clip: float | None = None
+    epsilon: float | None = None
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("theta_u", "theta_d", "decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"Expected 0 < {name} <= 1, got {name}={getattr(self, name)}.")
+        one_of("largest", "random", selection=self.selection)
+        if not 0 <= self.threshold < float("inf"):
+            raise ValueError(f"Expected threshold >= 0, got threshold={self.threshold}.")
+        positive(**{name: value for name in ("clip", "epsilon") if (value := getattr(self, name)) is not None})
+        if self.epsilon is not None and (self.clip is None or self.selection != "random"):
+            raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
+
+    def init(self, key: jax.Array) -> ServerState:
+        state = super().init(key)
+        return state._replace(more=Selection(jnp.zeros_like(ravel_pytree(state.params)[0]), jax.random.key_data(key)))
+
+    def broadcast(self, state: ServerState) -> Any:
+        values, places = ravel_pytree(state.params)[0], jnp.zeros(0, jnp.int32)
+        if self.theta_d < 1:
+            ties = jax.random.uniform(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.shape)
+            places = jax.lax.top_k(state.more.updates + ties, _share(self.theta_d, values.size))[1]
+            values = values[places]
+        return Download(values, places, state.round, state.more.seed)
+
+    def client_memory(self, shared: Any) -> Any:
+        return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
+
+    def client_init(self, shared: Any, client: Client) -> Any:
+        return self.set_out(shared, self._start(shared, client))
+
+    def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
+        start, tree_of = ravel_pytree(self._start(shared, client))
+        change = start - ravel_pytree(state.params)[0]
+        change, chosen = self._select(change, rng.stream(client.key, "select"))
+        number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
+        bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length()))
+        update = (tree_of(jnp.where(chosen, change, 0.0)), chosen.astype(jnp.float32))
+        info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
+        return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
+
+    def server_update(self, state: ServerState, update: Any) -> ServerState:
+        movement, chosen = update
+        more = state.more._replace(updates=self.decay * state.more.updates + chosen)
+        return super().server_update(state, movement)._replace(more=more)
+
+    def _start(self, shared: Download, client: Client) -> Params:
+        """The participant's parameters, after the download."""
+        like = jax.eval_shape(self.model.init, jax.random.key(0))
+        flat, tree_of = ravel_pytree(client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like))
+        return tree_of(flat.at[shared.places].set(shared.values) if self.theta_d < 1 else shared.values)
+
+    def _select(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The changes as they are uploaded, and which are, ``bool [size]``."""
+        count, size = _share(self.theta_u, change.size), change.size
+        if self.clip is not None:
+            change = jnp.clip(change, -self.clip, self.clip)
+        if self.epsilon is not None:
+            return self._select_privately(change, count, key)
+        if self.selection == "largest":
+            rank = jnp.abs(change)
+        else:
+            rank = jnp.where(jnp.abs(change) >= self.threshold, jax.random.uniform(key, change.shape), -1.0)
+        ranks, places = jax.lax.top_k(rank, count)
+        return change, jnp.zeros(size, bool).at[places].set(ranks >= 0)
+
+    def _select_privately(self, change: jax.Array, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The paper's sparse vector technique: 8/9 of the budget for which, 2/9 (halved by its analysis) for how much."""
+        assert self.clip is not None and self.epsilon is not None
+        of_threshold, of_test, of_value, of_order = jax.random.split(key, 4)
+        sensitivity = 2 * self.clip
+        first, second = (2 * count * sensitivity / (part * self.epsilon) for part in (8 / 9, 2 / 9))
+        # A fresh threshold for every change uploaded, and none after the last.
+        thresholds = self.threshold + first * jax.random.laplace(of_threshold, (count,))
+        thresholds = jnp.append(thresholds, jnp.inf)
+        tests = jnp.abs(change) + 2 * first * jax.random.laplace(of_test, change.shape)
+        order = jax.random.permutation(of_order, change.size)
+
+        def look(uploaded: jax.Array, test: jax.Array) -> tuple[jax.Array, jax.Array]:
+            passes = test >= thresholds[uploaded]
+            return uploaded + passes.astype(jnp.int32), passes
+
+        _, passes = jax.lax.scan(look, jnp.int32(0), tests[order])
+        noisy = jnp.clip(change + second * jax.random.laplace(of_value, change.shape), -self.clip, self.clip)
+        return noisy, jnp.zeros(change.size, bool).at[order].set(passes)
+
+
+def _share(theta: float, size: int) -> int:
+    """At most this share of so many, and at least one; 0.3 of 10 is 3."""
+    return max(1, int(np.floor(theta * size + 1e-6)))

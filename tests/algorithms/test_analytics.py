@@ -1,0 +1,181 @@
+"""Histograms, quantiles and heavy hitters over clients, against NumPy on all data, and within their stated bounds."""
+
+import federation
+import jax
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import algorithms
+
+SIZES = (700, 0, 1, 299, 1500)
+
+
+def population(values=None):
+    draw = np.random.default_rng(0)
+    x = draw.gamma(2.0, 2.0, (sum(SIZES), 2)).astype(np.float32) if values is None else values
+    items = np.minimum(draw.zipf(1.3, sum(SIZES)), 200_000).astype(np.int32)
+    return fedsim.FederatedData.from_arrays({"x": x, "item": items}, sizes=SIZES)
+
+
+def settings(**more):
+    return {"batches": fedsim.Batches(size=64)} | more
+
+
+def iterate(algorithm, data, rounds, key=0):
+    state = algorithm.init(jax.random.key(key))
+    return algorithm.apply_rounds(state, [federation.cohort(data, round=r) for r in range(rounds)])[0]
+
+
+def test_a_histogram_is_numpy_s():
+    data = population()
+    histogram = algorithms.Histogram(low=0.5, high=9.5, bins=13, **settings())
+    values = data.columns["x"].ravel()
+    values[:3] = 0.5, 9.5, np.float32(histogram.edges[4])
+    below, above = np.sum(values < 0.5), np.sum(values > 9.5)
+    inside = np.histogram(values, histogram.edges)[0]
+    state = iterate(histogram, data, 1)
+    assert below > 0 and above > 0
+    assert state.counts.tolist() == [below, *inside.tolist(), above]
+    assert iterate(histogram, data, 3).counts.tolist() == (3 * np.asarray(state.counts)).tolist()
+    assert histogram.evaluate(state, data) == {"total_variation": 0.0}
+    other = population(np.full((sum(SIZES), 2), 0.6, np.float32))
+    expected = 1 - inside[0] / len(values)
+    np.testing.assert_allclose(histogram.evaluate(state, other)["total_variation"], expected)
+
+
+def test_an_epoch_of_a_shuffled_sampler_counts_everybody_once():
+    data = population()
+    histogram = algorithms.Histogram(high=10.0, **settings())
+    state = histogram.init(jax.random.key(0))
+    for cohort in fedsim.samplers.ShuffledSampler(data, clients=1, seed=4).rounds(5):
+        state, _ = histogram.apply(state, cohort)
+    np.testing.assert_array_equal(state.counts, iterate(histogram, data, 1).counts)
+
+
+def test_integers_and_several_readings_count_once():
+    data = population(np.random.default_rng(1).integers(0, 256, (sum(SIZES), 4)).astype(np.uint8))
+    once = iterate(algorithms.Histogram(high=255.0, bins=8), data, 1)
+    twice = iterate(algorithms.Histogram(high=255.0, bins=8, batches=fedsim.Batches(size=33, epochs=2)), data, 1)
+    assert int(once.counts.sum()) == 4 * sum(SIZES)
+    np.testing.assert_array_equal(once.counts, twice.counts)
+
+
+FRACTIONS = (0.001, 0.25, 0.5, 0.9, 1.0)
+
+
+@pytest.mark.parametrize("bins", [2, 7, 64])
+def test_quantiles_close_in_at_the_stated_pace_until_they_are_exact(bins):
+    data = population()
+    exact = np.quantile(data.columns["x"].ravel(), FRACTIONS, method="inverted_cdf")
+    quantiles = algorithms.Quantiles(fractions=FRACTIONS, low=-1.0, high=50.0, bins=bins, **settings())
+    for rounds in (1, 2, 4):
+        state = iterate(quantiles, data, rounds)
+        low, high = np.asarray(state.low), np.asarray(state.high)
+        assert np.all(low < exact) and np.all(exact <= high)
+        assert np.all(high - low <= 51 / bins**rounds * (1 + 1e-5) + np.spacing(high))
+    state = iterate(quantiles, data, {2: 40, 7: 18, 64: 8}[bins])
+    np.testing.assert_array_equal(state.high, exact)
+    assert quantiles.evaluate(state, data)["rank_error"] == 0
+    assert quantiles.evaluate(iterate(quantiles, data, 1), data)["rank_error"] > 0
+
+
+def test_quantiles_outside_of_the_range_and_among_ties():
+    data = population(np.round(population().columns["x"]))
+    values = data.columns["x"].ravel()
+    quantiles = algorithms.Quantiles(fractions=(0.01, 0.5, 0.99), low=2.0, high=6.0, **settings())
+    exact = np.quantile(values, (0.01, 0.5, 0.99), method="inverted_cdf")
+    assert exact[0] < 2 < exact[1] < 6 < exact[2]
+    state = iterate(quantiles, data, 8)
+    np.testing.assert_array_equal(state.high, [2.0, exact[1], 6.0])
+
+
+def frequencies(data, num_items):
+    return np.bincount(data.columns["item"], minlength=num_items)
+
+
+@pytest.mark.parametrize("sketch", ["count-min", "count-sketch"])
+def test_estimates_are_within_the_stated_bounds(sketch):
+    data, num_items, width, depth = population(), 200_001, 256, 3
+    counts = frequencies(data, num_items)
+    hitters = algorithms.HeavyHitters(
+        num_items=num_items, sketch=sketch, width=width, depth=depth, feature="item", **settings()
+    )
+    total, norm = counts.sum(), np.sqrt(np.sum(np.square(counts, dtype=np.float64)))
+    off = []
+    for key in range(10):
+        state = iterate(hitters, data, 1, key=key)
+        off.append(np.asarray(hitters.estimate(state, np.arange(num_items))) - counts)
+    off = np.stack(off)
+    if sketch == "count-min":
+        assert off.min() >= 0
+        assert np.mean(off > np.e * total / width) <= np.exp(-depth)
+        assert off.max() > 0  # it is no exact count
+    else:
+        assert np.mean(np.abs(off) > 2 * norm / np.sqrt(width)) <= np.exp(-depth / 8)
+        # Unbiased: over keys, and over all items that did not occur, whose true count is 0.
+        assert abs(off[:, counts == 0].mean()) < 0.1
+        assert off.min() < 0 < off.max()
+
+
+@pytest.mark.parametrize("sketch", ["count-min", "count-sketch"])
+def test_heavy_hitters_are_found(sketch):
+    data = population()
+    counts = frequencies(data, 200_001)
+    hitters = algorithms.HeavyHitters(num_items=200_001, sketch=sketch, width=4096, feature="item", **settings())
+    state = iterate(hitters, data, 2)
+    items, estimates = hitters.heaviest(state, 4)
+    assert items.tolist() == np.argsort(-counts, kind="stable")[:4].tolist()
+    np.testing.assert_allclose(estimates, 2 * counts[np.asarray(items)], rtol=0.02)
+    assert hitters.evaluate(state, data)["recall"] >= 0.9
+    blank = hitters.init(jax.random.key(0))
+    assert hitters.evaluate(blank, data)["recall"] < 0.9
+
+
+def test_hash_functions_are_strongly_universal():
+    """Over keys, two items share a counter as often as 1 in width, and their signs are independent of it: also neighbours, and
+    items that differ in the upper half only."""
+    width, depth = 8, 40_000
+    hitters = algorithms.HeavyHitters(num_items=1 << 30, sketch="count-sketch", width=width, depth=depth + 1)
+    words = hitters.init(jax.random.key(3)).words
+    for pair in ([0, 1], [5, 5 + (1 << 16)], [12345, 1 << 29]):
+        counter, sign = map(np.asarray, hitters._places(words, np.array(pair, np.int32)))
+        both = np.histogram2d(*counter.T, bins=width)[0] / len(counter)
+        assert np.abs(both - 1 / width**2).max() < 5 * np.sqrt(1 / width**2 / depth)
+        same = counter[:, 0] == counter[:, 1]
+        assert abs(np.mean(sign[:, 0] * sign[:, 1])) < 5 / np.sqrt(depth)
+        assert abs(np.mean(sign[same, 0] * sign[same, 1])) < 5 / np.sqrt(same.sum())
+
+
+def test_values_outside_of_the_items_do_not_count():
+    data = fedsim.FederatedData.from_arrays({"y": np.array([-1, 0, 0, 3, 4, 99])}, sizes=[3, 3])
+    hitters = algorithms.HeavyHitters(num_items=4)
+    state = iterate(hitters, data, 1)
+    assert state.counts.sum(axis=1).tolist() == [3] * 5
+    assert hitters.estimate(state, np.arange(4)).tolist() == [2, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("Histogram", {"low": 2.0}, "Expected low < high, and both finite, got low=2.0 and high=1.0"),
+        ("Histogram", {"bins": 0}, "Expected bins >= 1, got bins=0"),
+        ("Quantiles", {"bins": 1}, "Expected bins >= 2, got bins=1"),
+        ("Quantiles", {"fractions": (0.0,)}, r"Expected fractions in \(0, 1\]"),
+        ("Quantiles", {"high": float("inf")}, "both finite"),
+        ("HeavyHitters", {"num_items": 0}, "Expected num_items >= 1, got num_items=0"),
+        ("HeavyHitters", {"width": 1000}, "a power of 2 from 2 to 131,072, got width=1000"),
+        ("HeavyHitters", {"width": 2**18}, "a power of 2 from 2 to 131,072"),
+        ("HeavyHitters", {"sketch": "bloom"}, "got sketch='bloom'"),
+        ("HeavyHitters", {"sketch": "count-sketch", "depth": 4}, "Expected an odd depth, .* got depth=4"),
+    ],
+)
+def test_analytics_refuse(name, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(algorithms, name)(**({"num_items": 9} if name == "HeavyHitters" else {}) | wrong)
+
+
+def test_heavy_hitters_refuse_what_cannot_be_counted():
+    hitters = algorithms.HeavyHitters(num_items=9, feature="x")
+    with pytest.raises(ValueError, match="Expected integers, and 'x' is float32: name another feature"):
+        iterate(hitters, population(), 1)

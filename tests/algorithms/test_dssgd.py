@@ -1,0 +1,191 @@
+"""Distributed selective SGD: against NumPy, as plain SGD, and what its noise and its memory promise."""
+
+import federation
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import algorithms
+
+RATE = 0.25
+SIZE = 5
+
+
+def linear_model():
+    """A squared loss in five parameters: all that it computes of small integers is exact."""
+
+    def forward(examples):
+        return examples["x"] @ hk.get_parameter("w", [SIZE], init=hk.initializers.Constant(1.0))
+
+    return fedsim.Model.from_haiku(
+        hk.transform(forward),
+        features={"x": jax.ShapeDtypeStruct((SIZE,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.float32)},
+        loss=lambda examples, outputs: jnp.square(outputs - examples["y"]) / 2,
+        metrics={},
+    )
+
+
+def population(sizes=(8, 0, 3, 5), seed=0):
+    draw = np.random.default_rng(seed)
+    columns = {"x": draw.integers(-1, 2, (sum(sizes), SIZE)), "y": draw.integers(-2, 3, sum(sizes))}
+    return fedsim.FederatedData.from_arrays({name: c.astype(np.float32) for name, c in columns.items()}, sizes=sizes)
+
+
+def make(**more):
+    batches = fedsim.Batches(size=4, epochs=1)
+    return algorithms.DSSGD(**{"model": linear_model(), "batches": batches, "client_optimizer": optax.sgd(RATE)} | more)
+
+
+def params(state):
+    return np.asarray(jax.tree.leaves(state.params)[0])
+
+
+def sgd(w, dataset, key, rate=RATE):
+    for batch in dataset.batches(fedsim.Batches(size=4), key):
+        x, y = batch.examples["x"][batch.mask].astype(np.float64), batch.examples["y"][batch.mask]
+        w = w - rate * x.T @ (x @ w - y) / len(y)
+    return w
+
+
+def test_all_shared_and_one_participant_is_plain_sgd_to_the_bit():
+    """A step adds four bits to each parameter: four steps are computed without rounding."""
+    data = population(sizes=(8,))
+    algorithm = make(theta_u=1.0, theta_d=1.0)
+    state = algorithm.init(jax.random.key(0))
+    expected = np.ones(SIZE)
+    for r in range(2):
+        cohort = federation.cohort(data, round=r)
+        state, _ = algorithm.apply(state, cohort)
+        ((_, dataset, key),) = cohort
+        expected = sgd(expected, dataset, key)
+        np.testing.assert_array_equal(params(state), expected)
+
+
+def test_all_shared_is_also_sgd_where_rounding_is_inexact():
+    model, data = federation.model(), federation.data(sizes=(23,))
+    batches = fedsim.Batches(size=4, epochs=2)
+    algorithm = algorithms.DSSGD(model=model, batches=batches, client_optimizer=optax.sgd(0.3), theta_u=1.0)
+    fedavg = algorithms.FedAvg(model=model, batches=batches, client_optimizer=optax.sgd(0.3))
+    state, expected = algorithm.init(jax.random.key(1)), fedavg.init(jax.random.key(1))
+    for r in range(5):
+        state, _ = algorithm.apply(state, federation.cohort(data, round=r))
+        expected, _ = fedavg.apply(expected, federation.cohort(data, round=r))
+    federation.assert_trees_close(state.params, expected.params)
+
+
+EXECUTIONS = {
+    "jit": fedsim.Jit(),
+    "jit, 3 lanes, streamed": fedsim.Jit(lanes=3, memory="stream"),
+    "pmap, 2 devices": fedsim.Pmap(devices=2),
+    "debug": fedsim.Debug(),
+}
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
+    data = population()
+    algorithm = make(theta_u=0.4, theta_d=0.6, clip=clip, decay=0.5, execution=EXECUTIONS[how])
+    state = algorithm.init(jax.random.key(0))
+    server, updates, kept = np.ones(SIZE), np.zeros(SIZE), {}
+    for r in range(4):
+        cohort = fedsim.Cohort(data, np.array([0, 1, 2, 3] if r % 2 else [3, 0]), r, fedsim.rng.root(0))
+        # Ties are broken by the algorithm's own draw: which parameters come down is checked against the counts.
+        places = np.asarray(algorithm.broadcast(state.server if r else state).places)
+        assert len(places) == 3 and np.sort(updates)[::-1][:3].sum() == updates[places].sum()
+        state, info = algorithm.apply(state, cohort)
+        total, times = np.zeros(SIZE), np.zeros(SIZE)
+        for client_id, dataset, key in cohort:
+            if len(dataset):
+                start = kept.get(client_id, np.ones(SIZE)).copy()
+                start[places] = server[places]
+                kept[client_id] = sgd(start, dataset, key)
+                change = kept[client_id] - start
+                change = change if clip is None else np.clip(change, -clip, clip)
+                chosen = np.argsort(-np.abs(change), kind="stable")[:2]
+                total[chosen] += change[chosen]
+                times[chosen] += 1
+        server, updates = server + total, 0.5 * updates + times
+        np.testing.assert_allclose(params(state), server, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state.server.more.updates, updates)
+        # Two values of five, a value with its place in 32 + 3 bits; three of each come down, with a round and a seed.
+        some = np.asarray(info.clients["num_examples"]) > 0
+        assert info.clients["bits_up"].tolist() == (70 * some).tolist()
+        assert info.clients["bits_down"].tolist() == ((3 * 64 + 96) * some).tolist()
+    clients = state.clients
+    rows, _ = clients.gather(np.arange(4)) if isinstance(clients, fedsim.data.ClientRows) else clients
+    for client_id, mine in kept.items():
+        np.testing.assert_allclose(jax.tree.leaves(rows)[0][int(client_id)], mine, rtol=1e-5, atol=1e-6)
+
+
+def test_random_selection_takes_only_changes_above_the_threshold():
+    data = population(sizes=(8,))
+    algorithm = make(theta_u=0.4, selection="random", threshold=0.05, client_optimizer=optax.sgd(0.1))
+    start = algorithm.init(jax.random.key(0))
+    seen = set()
+    for r in range(30):
+        cohort = federation.cohort(data, round=r)
+        ((_, dataset, key),) = cohort
+        change = sgd(np.ones(SIZE), dataset, key, rate=0.1) - 1
+        state, info = algorithm.apply(start, cohort)
+        moved = params(state) - 1
+        chosen = np.flatnonzero(moved)
+        assert len(chosen) == min(2, np.sum(np.abs(change) > 0.05))
+        np.testing.assert_allclose(moved[chosen], change[chosen], rtol=1e-5)
+        assert np.all(np.abs(change[chosen]) > 0.05 - 1e-6)
+        assert info.clients["bits_up"].tolist() == [35 * len(chosen)]
+        seen.add(tuple(chosen))
+    assert len(seen) > 2  # it is random
+
+
+def test_noise_follows_the_paper_s_budget():
+    """With every change 0 and a threshold of 0, half of the tests pass; uploads are the noise of their values, clipped."""
+    size, clip, epsilon, count = 4000, 0.01, 3000.0, 400
+    algorithm = make(theta_u=0.1, selection="random", clip=clip, epsilon=epsilon)
+    noisy, chosen = algorithm._select(jnp.zeros(size), jax.random.key(0))
+    assert int(chosen.sum()) == count
+    scale = 2 * count * 2 * clip / (epsilon * 2 / 9)  # Lap(2 c Δf / ε₂), with Δf = 2 γ
+    uploads = np.asarray(noisy)[np.asarray(chosen)]
+    assert np.abs(uploads).max() <= clip
+    # Clipped Laplace: the part at the ends has probability exp(-clip / scale).
+    ends = np.mean(np.abs(uploads) >= clip * (1 - 1e-6))
+    chance = np.exp(-clip / scale)
+    assert abs(ends - chance) < 4 * np.sqrt(chance * (1 - chance) / count)
+    # The more budget, the less noise: in the limit, exactly the changes above the threshold.
+    change = jnp.linspace(-clip, clip, size)
+    exact = make(theta_u=1.0, selection="random", clip=clip, epsilon=1e12, threshold=clip / 2)
+    uploaded, which = exact._select(change, jax.random.key(0))
+    np.testing.assert_array_equal(which, np.abs(change) >= clip / 2)
+    np.testing.assert_allclose(uploaded, change, atol=1e-6)
+
+
+def test_thresholds_are_drawn_anew_after_every_upload():
+    """Tests that just miss a threshold pass the next one now and then; one threshold for all would let all pass, or none."""
+    algorithm = make(theta_u=0.5, selection="random", clip=1.0, epsilon=100.0, threshold=0.0)
+    passed = []
+    for seed in range(200):
+        _, which = algorithm._select(jnp.zeros(8), jax.random.key(seed))
+        passed.append(int(which.sum()))
+    assert max(passed) == 4 and len(set(passed)) > 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"theta_u": 0.0}, "Expected 0 < theta_u <= 1, got theta_u=0.0"),
+        ({"theta_d": 1.1}, "Expected 0 < theta_d <= 1, got theta_d=1.1"),
+        ({"decay": 0.0}, "Expected 0 < decay <= 1"),
+        ({"selection": "smallest"}, "got selection='smallest'"),
+        ({"threshold": -1.0}, "Expected threshold >= 0, got threshold=-1.0"),
+        ({"clip": 0.0}, "Expected clip > 0 and finite, got clip=0.0"),
+        ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs a clip"),
+        ({"epsilon": 1.0, "clip": 1.0}, "and selection='random'"),
+    ],
+)
+def test_dssgd_refuses(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(**wrong)
