@@ -105,7 +105,7 @@ class Choice(NamedTuple):
     seconds: float
 
 
-def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, target: float) -> Choice:
+def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, target: float, search: bool = True) -> Choice:
     """The learning rate 10^(k/3) that first gets to a target; while none does, the one that gets nearest.
 
     From ``k = start`` it goes up as long as that is better, else down as long as that is: the grid of McMahan et al. 2017,
@@ -116,6 +116,7 @@ def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, targ
       run: ``(rate, rounds) -> curve``, which ends at the target. Who is slower than the best so far is cut off.
       rounds: at most this many.
       target: as in `rounds_to_target`.
+      search: False takes the first rate for the best.
 
     >>> reaches = {-1: 30, 0: 20, 1: 10, 2: 15}
     >>> def run(rate, rounds):
@@ -128,7 +129,7 @@ def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, targ
     rate = 10 ** (start / 3)
     best = run(rate, rounds)
     found = Choice(rate, best, [rate], best.seconds)
-    for step in (1, -1):
+    for step in (1, -1) if search else ():
         k, before = start, found.rate
         while True:
             k += step

@@ -183,3 +183,12 @@ def holds(values: Sequence[bool]) -> str:
     'in 2 of 3 seeds'
     """
     return f"in {sum(values)} of {len(values)} seeds"
+
+
+def joined(*parts: str) -> str:
+    """What is not empty, with commas.
+
+    >>> joined("300 of 3,400 writers", "", "1 of 3 seeds")
+    '300 of 3,400 writers, 1 of 3 seeds'
+    """
+    return ", ".join(filter(None, parts))
