@@ -23,10 +23,10 @@ from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixtu
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
 from fedsim.algorithms._gradient_server import Shared as Shared
-from fedsim.algorithms._hyp_cluster import IFCA as IFCA
-from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
 from fedsim.algorithms._heavy_hitters import HeavyHitters as HeavyHitters
 from fedsim.algorithms._histogram import Histogram as Histogram
+from fedsim.algorithms._hyp_cluster import IFCA as IFCA
+from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._mime import Mime as Mime
 from fedsim.algorithms._mime import MimeLite as MimeLite
@@ -35,8 +35,8 @@ from fedsim.algorithms._pfedme import PFedMe as PFedMe
 from fedsim.algorithms._qffl import FairServer as FairServer
 from fedsim.algorithms._qffl import QFedAvg as QFedAvg
 from fedsim.algorithms._qffl import QFedSGD as QFedSGD
-from fedsim.algorithms._reptile import Reptile as Reptile
 from fedsim.algorithms._quantiles import Quantiles as Quantiles
+from fedsim.algorithms._reptile import Reptile as Reptile
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
 from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
