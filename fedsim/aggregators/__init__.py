@@ -18,3 +18,9 @@ from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._side_by_side import SideBySide as SideBySide
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
+from fedsim.names import by_name
+
+# Those that stand alone, by name; wrappers take one of them as `inner`.
+AGGREGATORS: dict[str, type[Aggregator]] = by_name(
+    Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping
+)
