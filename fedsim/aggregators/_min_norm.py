@@ -1,7 +1,7 @@
 """The shortest combination of the clients' directions.
 
 Z. Hu, K. Shaloudegi, G. Zhang, Y. Yu, "Federated learning meets multi-objective optimization", 2020 (FedMGDA+, Algorithm 1),
-IEEE Transactions on Network Science and Engineering 9, 2022: https://arxiv.org/abs/2006.11489. The paper's ε is ``epsilon``, and
+IEEE Transactions on Network Science and Engineering, 2022: https://arxiv.org/abs/2006.11489. The paper's ε is ``epsilon``, and
 its λ₀ are the clients' shares by weight. The quadratic program is solved by accelerated projected gradients with restarts (B.
 O'Donoghue, E. Candès, "Adaptive restart for accelerated gradient schemes", 2012: https://arxiv.org/abs/1204.3982); the paper
 leaves open how. Deviation: an update of zeros, which has no direction, counts as zeros.

@@ -1,7 +1,7 @@
 """FedMGDA+: federated averaging that nobody loses from.
 
 Z. Hu, K. Shaloudegi, G. Zhang, Y. Yu, "Federated learning meets multi-objective optimization", 2020 (FedMGDA+, Algorithm 1),
-IEEE Transactions on Network Science and Engineering 9, 2022: https://arxiv.org/abs/2006.11489. The paper's global step size η is
+IEEE Transactions on Network Science and Engineering, 2022: https://arxiv.org/abs/2006.11489. The paper's global step size η is
 that of ``server_optimizer``. No deviations beside that of `fedsim.aggregators.MinNorm`.
 """
 
