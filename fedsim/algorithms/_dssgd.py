@@ -114,11 +114,13 @@ class DSSGD(FedAvg):
 
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
         start, tree_of = ravel_pytree(self._start(shared, client))
-        change = start - ravel_pytree(state.params)[0]
-        change, chosen = self._select(change, rng.stream(client.key, "select"))
+        moved = start - ravel_pytree(state.params)[0]
+        change, chosen = self._select(moved, rng.stream(client.key, "select"))
+        # Neither clipping nor selection may hide that a participant diverged.
+        change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
         bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length()))
-        update = (tree_of(jnp.where(chosen, change, 0.0)), chosen.astype(jnp.float32))
+        update = (tree_of(change), chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
