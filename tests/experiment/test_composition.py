@@ -51,7 +51,10 @@ def test_attackers_and_stragglers_are_the_cohorts():
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),
-        (dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", compressor="qsgd"), "folds its clients' updates in its own way"),
+        (
+            dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", compressor="qsgd"),
+            "folds its clients' updates in its own way",
+        ),
     ],
 )
 def test_wrong_names_and_numbers_are_refused(changes, message):
