@@ -254,6 +254,7 @@ TINY = [
     ("qffl", ["hybrid", "vehicle"]),
     ("scaffold", ["similarity-10"]),
     ("personalization", ["fedavg", "ditto"]),
+    ("robustness", ["bulyan"]),
 ]
 
 

@@ -17,12 +17,13 @@ from fedsim.experiment.reproductions._reproduction import Plan as Plan
 from fedsim.experiment.reproductions._reproduction import Reproduction as Reproduction
 from fedsim.experiment.reproductions._reproduction import Request as Request
 from fedsim.experiment.reproductions._reproduction import Row as Row
+from fedsim.experiment.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.experiment.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.experiment.reproductions._tables import markdown_table as markdown_table
 from fedsim.experiment.reproductions._tables import text_table as text_table
 from fedsim.names import look_up
 
-REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION)}
+REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION, ROBUSTNESS)}
 
 
 def get(name: str) -> Reproduction:
