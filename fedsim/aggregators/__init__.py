@@ -9,6 +9,7 @@ from fedsim.aggregators._aggregator import Wrapper as Wrapper
 from fedsim.aggregators._bulyan import Bulyan as Bulyan
 from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping
 from fedsim.aggregators._clipped import Clipped as Clipped
+from fedsim.aggregators._compressed import Compressed as Compressed
 from fedsim.aggregators._coordinate_median import CoordinateMedian as CoordinateMedian
 from fedsim.aggregators._geometric_median import GeometricMedian as GeometricMedian
 from fedsim.aggregators._grouped import Grouped as Grouped

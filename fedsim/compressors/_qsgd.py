@@ -34,18 +34,18 @@ class QSGD(VectorCompressor):
     """Unbiased rounding to s levels of ||x||_2, with NMSE at most min(d / s^2, sqrt(d) / s).
 
     Attributes:
-      levels: s, from 1 to 32,768, those above zero.
+      levels: s, from 1 to 32,768, those above zero: 7 take 4 bits with the sign.
       per_tensor: a norm for every tensor, or one for all.
 
     Raises:
       ValueError: ``levels`` out of range.
 
-    >>> sent = QSGD(levels=1).transmit(jnp.array([0.0, -2.0, 0.0]), jax.random.key(0))
+    >>> sent = QSGD(levels=1).transmit(jnp.array([0.0, -2.0, 0.0, 0.0]), jax.random.key(0))
     >>> sent.value.tolist(), sent.bits.item()
-    ([0.0, -2.0, 0.0], 38)
+    ([0.0, -2.0, 0.0, 0.0], 40)
     """
 
-    levels: int = 16
+    levels: int = 7
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 2**15:
@@ -64,7 +64,7 @@ class QSGD(VectorCompressor):
 def to_signed_levels(x: jax.Array, scale: jax.Array, levels: int, key: jax.Array) -> SignedLevels:
     """Stochastic codes of ``float32 [d]``, none of which is larger than ``scale``."""
     place = jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) * levels
-    level = jnp.minimum(jnp.floor(place + rng.noise(key, x.shape[0])), jnp.float32(levels)).astype(jnp.uint32)
+    level = jnp.clip((place + rng.noise(key, x.shape[0])).astype(jnp.int32), 0, levels).astype(jnp.uint32)
     bits = bits_for(levels + 1)
     # No sign for zeros: it would be a symbol of its own, which says nothing.
     negative = ((x < 0) & (level > 0)).astype(jnp.uint32)

@@ -54,12 +54,14 @@ def hadamard(n: int) -> np.ndarray:
     return ((1 - 2 * parity) / math.sqrt(n)).astype(np.float32)
 
 
+@jax.jit
 def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     """``float32 [d]``, padded with zeros and rotated block by block: ``float32 [a, blocks, b]``, see `layout`."""
     shape = layout(x.shape[0])
     return _transform(_flip(jnp.pad(x, (0, math.prod(shape) - x.shape[0])), key).reshape(shape))
 
 
+@functools.partial(jax.jit, static_argnums=2)
 def unrotate(y: jax.Array, key: jax.Array, d: int) -> jax.Array:
     """The ``float32 [d]`` that `rotate` made ``y`` of with this key; of another ``y``, the nearest."""
     return _flip(_transform(y).reshape(-1), key)[:d]

@@ -6,12 +6,19 @@ Masks are planes of `_packing`, so places are counted in its order: word by word
 from __future__ import annotations
 
 import fractions
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedsim.compressors._packing import pack
+
+# Every so manieth coordinate is a sample; an odd number, lest it be a column of a matrix.
+_SAMPLE = 17
+# So many are sorted.
+_LEFT = 1024
 
 
 def check_fraction(fraction: float) -> None:
@@ -29,35 +36,85 @@ def count_of(fraction: float, d: int) -> int:
     return math.ceil(fractions.Fraction(str(float(fraction))) * d)
 
 
+class _Cut(NamedTuple):
+    """At least k are >= low, fewer than k are >= high; how many they are; and how often that was narrowed down."""
+
+    low: jax.Array
+    high: jax.Array
+    above_low: jax.Array
+    above_high: jax.Array
+    step: jax.Array
+
+
+@functools.partial(jax.jit, static_argnums=1)
 def largest(x: jax.Array, k: int) -> jax.Array:
     """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of them.
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
+
+    No sorting: the magnitude that divides them is sought between bounds, by counting. A sample gives the first bounds; when
+    few are left in between, those are sorted.
     """
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
-    size = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    size = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
     d = x.shape[0]
+    cut = _everything(size)
+    if d > _SAMPLE * _LEFT:
+        sample = size[::_SAMPLE]
+        wanted = k * sample.shape[0] / d
+        for rank in (wanted + 4 * math.sqrt(wanted) + 4, wanted - 4 * math.sqrt(wanted) - 4):
+            rank = min(max(round(rank), 1), sample.shape[0])
+            cut = _narrow(size, k, cut, _narrowed(sample, rank, _everything(sample), 0).low)
+    cut = _narrowed(size, k, cut, _LEFT)
+    # Those in between, largest first; then the place of the k-th among them.
+    between = pack((size >= cut.low).astype(jnp.uint32), 1)[0] & ~pack((size >= cut.high).astype(jnp.uint32), 1)[0]
+    number = cut.above_low - cut.above_high
+    room = min(_LEFT, d)
+    left = jnp.where(jnp.arange(room) < number, size[jnp.minimum(places(between, room), d - 1)], -1)
+    last = jnp.sort(left, descending=True)[jnp.clip(k - 1 - cut.above_high, 0, room - 1)]
+    # Too many are left only if all are the same, or all are wanted.
+    last = jnp.where(number <= room, last, jnp.where(cut.above_low == k, cut.low - 1, cut.low))
+    sure, maybe = pack((size > last).astype(jnp.uint32), 1)[0], pack((size >= last).astype(jnp.uint32), 1)[0]
+    return sure | _first(maybe & ~sure, k - jnp.sum(jax.lax.population_count(sure).astype(jnp.int32)))
 
-    # Kept: at least k are >= low, fewer than k are >= high.
-    def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, high, above_low, above_high, step = state
+
+def _everything(size: jax.Array) -> _Cut:
+    # The largest int32 is no float's, not even a NaN's, but may be one's plus 1.
+    most = jnp.minimum(jnp.max(size), jnp.iinfo(jnp.int32).max - 1) + 1
+    return _Cut(jnp.int32(0), most, jnp.int32(size.shape[0]), jnp.int32(0), jnp.int32(0))
+
+
+def _narrow(size: jax.Array, k: int, cut: _Cut, guess: jax.Array) -> _Cut:
+    """The bounds after counting those above ``guess``."""
+    guess = jnp.clip(guess, cut.low, cut.high)
+    above = jnp.sum(size >= guess, dtype=jnp.int32)
+    enough = above >= k
+    return _Cut(
+        jnp.where(enough, guess, cut.low),
+        jnp.where(enough, cut.high, guess),
+        jnp.where(enough, above, cut.above_low),
+        jnp.where(enough, cut.above_high, above),
+        cut.step + 1,
+    )
+
+
+def _narrowed(size: jax.Array, k: int, cut: _Cut, left: int) -> _Cut:
+    """Bounds with at most ``left`` in between, or with one number only, or of which the lower is the one sought."""
+
+    def step(cut: _Cut) -> _Cut:
         # As if the logarithm of the number above were linear in between; every third time the middle, which must end.
-        total, wanted = jnp.log(above_low.astype(jnp.float32)), math.log(k + 0.5)
-        rest = jnp.log(jnp.maximum(above_high.astype(jnp.float32), 0.5))
-        share = jnp.where(step % 3 == 2, 0.5, jnp.clip((total - wanted) / (total - rest), 0.001, 0.999))
-        guess = low + jnp.clip(((high - low).astype(jnp.float32) * share).astype(jnp.uint32), 1, high - low - 1)
-        above = jnp.sum(size >= guess, dtype=jnp.int32)
-        enough = above >= k
-        low, above_low = jnp.where(enough, guess, low), jnp.where(enough, above, above_low)
-        high, above_high = jnp.where(enough, high, guess), jnp.where(enough, above_high, above)
-        return low, high, above_low, above_high, step + 1
+        most, least = (jnp.log(jnp.maximum(n.astype(jnp.float32), 0.5)) for n in (cut.above_low, cut.above_high))
+        share = jnp.where(cut.step % 3 == 2, 0.5, (most - math.log(k)) / (most - least))
+        width = cut.high - cut.low
+        return _narrow(size, k, cut, cut.low + jnp.clip((width.astype(jnp.float32) * share).astype(jnp.int32), 1, width - 1))
 
-    start = (jnp.uint32(0), jnp.max(size) + jnp.uint32(1), jnp.int32(d), jnp.int32(0), jnp.int32(0))
-    low, high, _, above_high, _ = jax.lax.while_loop(lambda s: (s[1] - s[0] > 1) & (s[2] > k), narrow, start)
-    sure, maybe = pack((size >= high).astype(jnp.uint32), 1)[0], pack((size >= low).astype(jnp.uint32), 1)[0]
-    return sure | _first(maybe & ~sure, k - above_high)
+    def unsettled(cut: _Cut) -> jax.Array:
+        return (cut.high - cut.low > 1) & (cut.above_low > k) & (cut.above_low - cut.above_high > left)
+
+    return jax.lax.while_loop(unsettled, step, cut)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def places(mask: jax.Array, k: int) -> jax.Array:
     """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]

@@ -47,7 +47,7 @@ class TernGrad(VectorCompressor):
         if self.clip is not None:
             most = self.clip * root_mean_square(x)
             x = jnp.clip(x, -most, most)
-        return to_signed_levels(x, jnp.max(jnp.abs(x), keepdims=True), 1, key)
+        return to_signed_levels(x, jnp.max(jnp.abs(x)), 1, key)
 
     def decode_vector(self, message: SignedLevels, key: jax.Array, d: int) -> jax.Array:
         return from_signed_levels(message, 1, d)

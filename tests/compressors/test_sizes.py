@@ -25,7 +25,7 @@ def model():
 
 
 def size(compressor):
-    sent = compressor.transmit(model(), jax.random.key(0))
+    sent = jax.jit(compressor.transmit)(model(), jax.random.key(0))
     return float(sent.bits) / 8, float(sent.entropy_bits) / 8
 
 
@@ -62,7 +62,7 @@ def test_bytes_of_the_model(compressor, expected):
 def test_entropy_bits_of_terngrad_are_those_of_its_symbols():
     """Against an entropy that NumPy counts from what arrived."""
     x = {"w": jnp.asarray(np.random.default_rng(1).normal(size=10_000), jnp.float32)}
-    sent = TernGrad().transmit(x, jax.random.key(0))
+    sent = jax.jit(TernGrad().transmit)(x, jax.random.key(0))
     _, counts = np.unique(np.asarray(sent.value["w"]), return_counts=True)
     share = counts / 10_000
     told = 4 * np.log2(np.e * 10_004 / 4)  # the histogram of 2-bit codes
@@ -73,7 +73,7 @@ def test_entropy_bits_of_terngrad_are_those_of_its_symbols():
 def test_entropy_bits_of_many_levels():
     x = jnp.asarray(np.random.default_rng(1).normal(size=5_000), jnp.float32)
     for levels in (16, 200, 256, 600):
-        sent = UniformQuantizer(levels=levels).transmit(x, jax.random.key(0))
+        sent = jax.jit(UniformQuantizer(levels=levels).transmit)(x, jax.random.key(0))
         _, counts = np.unique(np.asarray(sent.value), return_counts=True)
         share, codes = counts / 5_000, 2 ** (levels - 1).bit_length()
         expected = 5_000 * -np.sum(share * np.log2(share)) + codes * np.log2(np.e * (5_000 + codes) / codes) + 64
