@@ -254,6 +254,7 @@ TINY = [
     ("qffl", ["hybrid", "vehicle"]),
     ("scaffold", ["similarity-10"]),
     ("personalization", ["fedavg", "ditto"]),
+    ("compression", ["drive-1", "top-1-percent-feedback"]),
     ("robustness", ["bulyan"]),
 ]
 

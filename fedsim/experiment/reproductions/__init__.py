@@ -4,6 +4,7 @@ One paper a file. A `Reproduction` is made of cases, which can be run one at a t
 with the machine, the date, the versions and all settings. Committed results: docs/reproductions.md.
 """
 
+from fedsim.experiment.reproductions._compression_femnist import COMPRESSION
 from fedsim.experiment.reproductions._curve import Curve as Curve
 from fedsim.experiment.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.experiment.reproductions._curve import train as train
@@ -23,7 +24,9 @@ from fedsim.experiment.reproductions._tables import markdown_table as markdown_t
 from fedsim.experiment.reproductions._tables import text_table as text_table
 from fedsim.names import look_up
 
-REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION, ROBUSTNESS)}
+REPRODUCTIONS: dict[str, Reproduction] = {
+    each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION, COMPRESSION, ROBUSTNESS)
+}
 
 
 def get(name: str) -> Reproduction:
