@@ -254,6 +254,8 @@ TINY = [
     ("qffl", ["hybrid", "vehicle"]),
     ("scaffold", ["similarity-10"]),
     ("personalization", ["fedavg", "ditto"]),
+    ("compression", ["drive-1", "top-1-percent-feedback"]),
+    ("robustness", ["bulyan"]),
 ]
 
 

@@ -4,6 +4,7 @@ One paper a file. A `Reproduction` is made of cases, which can be run one at a t
 with the machine, the date, the versions and all settings. Committed results: docs/reproductions.md.
 """
 
+from fedsim.experiment.reproductions._compression_femnist import COMPRESSION
 from fedsim.experiment.reproductions._curve import Curve as Curve
 from fedsim.experiment.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.experiment.reproductions._curve import train as train
@@ -17,12 +18,15 @@ from fedsim.experiment.reproductions._reproduction import Plan as Plan
 from fedsim.experiment.reproductions._reproduction import Reproduction as Reproduction
 from fedsim.experiment.reproductions._reproduction import Request as Request
 from fedsim.experiment.reproductions._reproduction import Row as Row
+from fedsim.experiment.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.experiment.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.experiment.reproductions._tables import markdown_table as markdown_table
 from fedsim.experiment.reproductions._tables import text_table as text_table
 from fedsim.names import look_up
 
-REPRODUCTIONS: dict[str, Reproduction] = {each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION)}
+REPRODUCTIONS: dict[str, Reproduction] = {
+    each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION, COMPRESSION, ROBUSTNESS)
+}
 
 
 def get(name: str) -> Reproduction:

@@ -22,7 +22,7 @@ import optax
 
 from fedsim import models
 from fedsim.algorithm import Algorithm
-from fedsim.algorithms import APFL, Ditto, FedAvg, FedRep
+from fedsim.algorithms import APFL, Ditto, FedAvg, FedRep, PerFedAvg
 from fedsim.execution import Evaluation, evaluate, evaluate_personalized
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
@@ -36,6 +36,7 @@ _MEASURES = ("accuracy, all examples", "mean over writers", "deviation over writ
 def _methods() -> dict[str, tuple[str, Callable[..., Algorithm]]]:
     return {
         "fedavg": ("FedAvg, fine-tuned", FedAvg),
+        "perfedavg": ("Per-FedAvg, first order", PerFedAvg),
         "apfl": ("APFL, adaptive", functools.partial(APFL, adaptive=True)),
         "ditto": ("Ditto, λ = 1", functools.partial(Ditto, lam=1.0)),
         "fedrep": ("FedRep", FedRep),
