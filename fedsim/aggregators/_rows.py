@@ -90,8 +90,9 @@ def in_order(rows: jax.Array, exists: jax.Array) -> jax.Array:
         other, side = rows[partners[k]], as_rows(sides[k], rows)
         return jnp.where(side < 0, jnp.minimum(rows, other), jnp.where(side > 0, jnp.maximum(rows, other), rows))
 
+    rows = jnp.where(as_rows(exists, rows), rows, jnp.inf)
     # A loop, and not one expression: XLA would fuse it, and compute what two stages share twice, and that again, and again.
-    return jax.lax.fori_loop(0, len(sides), stage, jnp.where(as_rows(exists, rows), rows, jnp.inf))
+    return jax.lax.fori_loop(0, len(sides), stage, rows) if len(sides) else rows
 
 
 def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
