@@ -24,5 +24,5 @@ from fedsim.names import by_name
 
 # Those that stand alone, by name; wrappers take one of them as `inner`.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
-    Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping
+    Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
 )

@@ -110,6 +110,7 @@ class Quantiles(Statistics):
         return QuantilesState(edges.at[:, :1].set(low).at[:, -1:].set(high))
 
     def evaluate(self, state: QuantilesState, data: FederatedData) -> dict[str, float]:
+        """By how much the fraction of values up to each quantile is off, at most: ``rank_error``."""
         self.check(data)
         values = np.sort(np.asarray(data.columns[self.feature], np.float32).ravel())
         found = np.stack([np.searchsorted(values, state.high, side=side) / max(1, len(values)) for side in ("left", "right")])
