@@ -74,11 +74,11 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
 
 
 def score(line: Line) -> float | None:
-    """How good an evaluation is, the larger the better: its accuracy, else its loss turned around, else its first metric."""
+    """How good an evaluation is, the larger the better: by the clients' own models' accuracy, the server's, its loss."""
     named = {name.removeprefix("test_"): v for name, v in line.items() if name.startswith("test_") and "_clients_" not in name}
     if not named:
         return None
-    name = next((candidate for candidate in ("accuracy", "loss") if candidate in named), next(iter(named)))
+    name = next((candidate for candidate in ("personal_accuracy", "accuracy", "loss") if candidate in named), next(iter(named)))
     value = named[name]
     return None if value is None else -value if lower_is_better(name) else value
 
@@ -95,7 +95,7 @@ def plain(value: Any) -> float | int | None:
 
 
 def best_round(history: Sequence[Line]) -> int | None:
-    """The round whose evaluation was best, by accuracy if there is one, else by loss; None without evaluations.
+    """The round whose evaluation was best, as `score` has it: by accuracy if there is one; None without evaluations.
 
     >>> best_round([{"round": 1, "test_accuracy": 0.5}, {"round": 2, "test_accuracy": 0.9}, {"round": 3, "test_accuracy": 0.8}])
     2

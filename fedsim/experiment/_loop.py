@@ -19,7 +19,7 @@ from tqdm import tqdm
 from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import Evaluation, Jit, RoundInfo, report_dropped
+from fedsim.execution import Evaluation, Jit, RoundInfo, evaluate_personalized, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
@@ -89,7 +89,8 @@ def run(
         drawn from it, too.
       rounds: how many.
       folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed.
-      test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``.
+      test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``,
+        and if clients have models of their own, by `fedsim.evaluate_personalized`, whose metrics are named ``personal_...``.
       evaluate: what to do instead: a function from the state to an `Evaluation` or to a mapping of names to numbers.
       evaluate_every: rounds between evaluations; there is always one after the last round.
       checkpoint_every: rounds between checkpoints; None: every ten seconds or so. The last two and the best are kept.
@@ -126,7 +127,7 @@ def run(
     algorithm.check(first.data)
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
-    test = evaluate or _default_test(algorithm, test_data, like)
+    test = evaluate or _default_test(algorithm, first.data, test_data, like)
     described = describe(algorithm, first, config, rounds=rounds, evaluate_every=evaluate_every)
     paths = None if folder is None else RunFolder(Path(folder))
     if paths:
@@ -164,6 +165,8 @@ def run(
             report_dropped(algorithm, infos, dispatch.cohorts, algorithm.nonfinite)
         journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
         if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
+            if evaluate or _is_personal(algorithm):
+                jax.block_until_ready(state)  # It may have collectives, and a CPU can run one program with these at a time.
             evaluation = test(dispatch.state)
             journal.write([evaluation_line(evaluation, dispatch.stop)], dispatch.state)
         journal.save(dispatch.stop, dispatch.state, checkpoint_every, final=dispatch.stop == rounds)
@@ -232,7 +235,13 @@ class _Dispatch(NamedTuple):
     infos: Any
 
 
-def _default_test(algorithm: Algorithm, data: FederatedData | None, like: State) -> Callable[[State], Tested] | None:
+def _is_personal(algorithm: Algorithm) -> bool:
+    return hasattr(algorithm, "personal_params") or hasattr(algorithm, "fine_tune")
+
+
+def _default_test(
+    algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State
+) -> Callable[[State], Tested] | None:
     if data is None:
         return None
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
@@ -244,8 +253,24 @@ def _default_test(algorithm: Algorithm, data: FederatedData | None, like: State)
             "method evaluate(state, data), or give run evaluate=, a function of the state."
         )
     model.check(data)
-    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else None
-    return lambda state: evaluate_model(model, state.params, data, execution=execution)
+    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init, rng.root(0)))]
+
+    def test(state: State) -> Evaluation:
+        # A server that has only a part of the model, or several, has none to evaluate but the clients'.
+        whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
+        if not _is_personal(algorithm):
+            return whole
+        own = evaluate_personalized(algorithm, state, train, data, execution=execution)
+        overall = whole.overall | {f"personal_{name}": value for name, value in own.overall.items()}
+        return Evaluation(overall, whole.clients | {f"personal_{name}": mean for name, mean in own.clients.items()})
+
+    if shapes[0] != shapes[1] and not _is_personal(algorithm):
+        raise ValueError(
+            f"The parameters of {type(algorithm).__name__}'s state are not those of its model, so they cannot be evaluated on "
+            "test_data: give it a method evaluate(state, data), or give run evaluate=, a function of the state."
+        )
+    return test
 
 
 def _how_to_resume(paths: RunFolder | None, checkpoints: Checkpoints | None, config: Any) -> str:

@@ -30,15 +30,16 @@ def closing_table(
     if test is not None:
         if test["round"] != round:
             rows[0] += f"; tested after round {test['round']}"
+        names = [name for name in test if name.startswith("test_") and "_clients_" not in name]
+        width = max([16, *(len(name) - 3 for name in names)])
         rows += [
-            f"{'test':<16}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
-            f"{'':<16}{'examples':>11}{'over clients':>16}",
+            f"{'test':<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
+            f"{'':<{width}}{'examples':>11}{'over clients':>16}",
         ]
-        for name in test:
-            if name.startswith("test_") and "_clients_" not in name:
-                over = [test.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
-                mean, std, worst = (_number(value, digits) for value, digits in zip(over, (3, 3, 3), strict=True))
-                rows.append(f"{name.removeprefix('test_'):<16}{_number(test[name], 4):>11}{mean:>7}{std:>6}{worst:>11}")
+        for name in names:
+            over = [test.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
+            mean, std, worst = (_number(value, digits) for value, digits in zip(over, (3, 3, 3), strict=True))
+            rows.append(f"{name.removeprefix('test_'):<{width}}{_number(test[name], 4):>11}{mean:>7}{std:>6}{worst:>11}")
         rows.append("")
     rows.append(
         f"wall time  {seconds:.1f} s"
@@ -63,7 +64,7 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
 
     loss = _series(history, "loss")
     tests = [name for line in history for name in line if name.startswith("test_") and "_clients_" not in name]
-    metric = "test_accuracy" if "test_accuracy" in tests else tests[0] if tests else None
+    metric = next((name for name in ("test_accuracy", "test_personal_accuracy") if name in tests), tests[0] if tests else None)
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     left = figure.subplots()
@@ -81,6 +82,9 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
         right.set_ylabel(f"test {name}", color="tab:blue")
         right.tick_params(axis="y", colors="tab:blue")
         handles += right.plot(*_series(history, metric), color="tab:blue", marker="o", markersize=3, label=f"test {name}")
+        if metric == "test_accuracy" and "test_personal_accuracy" in tests:
+            own = _series(history, "test_personal_accuracy")
+            handles += right.plot(*own, color="tab:green", marker="o", markersize=3, label="clients' own models")
         worst = _series(history, f"{metric}_clients_worst10")
         if worst[0]:
             handles += right.plot(*worst, color="tab:blue", linestyle=":", label="worst 10 % of clients")
