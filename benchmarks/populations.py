@@ -167,8 +167,107 @@ def emnist(folder: Path, split: str) -> Any:
     return fedsim.FederatedData.from_arrays(columns, sizes=list(sizes.values()), client_ids=list(sizes))
 
 
+def moving(floats: int, leaves: int, cohort: int, turns: int) -> list[Figures]:
+    """Milliseconds to gather a cohort's rows, send them to the device, and write them back, in memory and in a file."""
+    import jax
+
+    from fedsim.data import ClientRows
+    from fedsim.data._row_store import MemoryRows, RowFile, RowStore
+
+    like = [jax.ShapeDtypeStruct((floats // leaves,), np.float32) for _ in range(leaves)]
+    draw, figures = np.random.default_rng(0), []
+    for where, store in {"memory": MemoryRows(like), "file": RowFile(like)}.items():
+        assert isinstance(store, RowStore)
+        rows = ClientRows(store, np.full(100 * cohort, -1, np.int64))
+        new = jax.block_until_ready(jax.device_put([np.ones((cohort, *x.shape), x.dtype) for x in like]))
+        for start in range(0, len(rows.index), cohort):
+            rows = rows.written(np.arange(start, start + cohort), new)
+        times: dict[str, list[float]] = {"gather_ms": [], "send_ms": [], "write_ms": []}
+        for _ in range(turns):
+            clients, marks = draw.permutation(len(rows.index))[:cohort], [time.perf_counter()]
+            gathered, _ = rows.gather(clients)
+            marks.append(time.perf_counter())
+            jax.block_until_ready(jax.device_put(gathered))
+            marks.append(time.perf_counter())
+            rows = rows.written(clients, new)
+            marks.append(time.perf_counter())
+            for of, seconds in zip(times.values(), np.diff(marks), strict=True):
+                of.append(1e3 * float(seconds))
+        figures.append({"where": where, "cohort": cohort, "row_kb": 4 * floats / 1e3, "leaves": leaves})
+        figures[-1] |= {name: median(of) for name, of in times.items()}
+    return figures
+
+
+def keeping(clients: int, floats: int, cohort: int, rounds: int, chunk_bytes: int | None = None) -> Figures:
+    """Rounds of SCAFFOLD whose clients keep so many floats each: time, memory and disk, in a run that is resumed half way.
+
+    The loss is as good as free, so that what is measured is what it costs to keep. The budget is that of
+    `fedsim.data._row_store.RowFile`: 1.25 times the rows in use and a chunk. In use are a row of every client that was ever
+    seen, and one of each client of the rounds that the kept checkpoints lie apart, and that are under way.
+    """
+    import tempfile
+
+    import haiku as hk
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import psutil
+
+    import fedsim
+    from fedsim.data import _row_store
+
+    _row_store._CHUNK_BYTES = chunk_bytes or _row_store._CHUNK_BYTES
+    start = psutil.Process().memory_info().rss
+    columns, ids = {"x": np.ones(clients, np.float32)}, np.char.mod("%08d", np.arange(clients)).tolist()
+    data = fedsim.FederatedData(columns, np.arange(clients + 1), ids)
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: hk.get_parameter("w", [floats], init=jnp.ones)[None, :8] * examples["x"][:, None]),
+        features={"x": jax.ShapeDtypeStruct((), np.float32)},
+        loss=lambda examples, outputs: jnp.sum(jnp.square(outputs), -1),
+        metrics={},
+    )
+    algorithm = fedsim.algorithms.SCAFFOLD(
+        model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=1), execution=fedsim.Jit()
+    )
+    sampler = fedsim.UniformSampler(data, clients=cohort, seed=0)
+    every = max(1, rounds // 6)
+    with tempfile.TemporaryDirectory() as folder:
+
+        def run(**options: Any) -> Any:
+            options = options | dict(folder=f"{folder}/run", config={}, checkpoint_every=every, progress=False)
+            return fedsim.experiment.run(algorithm, sampler, rounds=rounds, **options)
+
+        class HalfWayError(Exception):
+            pass
+
+        def stop(line: Any, _: Any) -> None:
+            if line["round"] >= rounds // 2:
+                raise HalfWayError
+
+        seconds = [time.perf_counter()]
+        try:
+            run(callbacks=[stop])
+        except HalfWayError:
+            seconds.append(time.perf_counter())
+        first: list[float] = []
+        result = run(callbacks=[lambda line, state: first.append(time.perf_counter())])
+        seconds.append(time.perf_counter())
+        stored, seen = result.state.clients.store, len(result.state.clients)
+        disk = 512 * stored.path.stat().st_blocks
+    budget = 1.25 * (seen + (3 * every + 4) * cohort) * stored.row_bytes + stored.rows_per_chunk * stored.row_bytes
+    # Of this program alone: what getrusage says may be that of the process that started it.
+    status = Path("/proc/self/status").read_text()
+    peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return {
+        "clients": clients, "seen": seen, "row_mb": stored.row_bytes / 1e6, "cohort": cohort, "rounds": rounds,
+        "ms_per_round": 1e3 * median(line["seconds"] for line in result.history),
+        "resume_s": first[0] - seconds[1], "start_mb": start / 1e6, "peak_mb": peak / 1e6,
+        "disk_mb": disk / 1e6, "budget_mb": budget / 1e6,
+    }  # fmt: skip
+
+
 MEASURES: dict[str, Callable[..., Any]] = {
-    measure.__name__: measure for measure in (write_tokens, open_tokens, gather, rounds, memory)
+    measure.__name__: measure for measure in (write_tokens, open_tokens, gather, rounds, memory, keeping, moving)
 }
 
 if __name__ == "__main__":

@@ -37,7 +37,12 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Shakespeare, 715 real roles, next character, two LSTM layers of 256",
         "shakespeare_tff",
         dict(
-            dataset="shakespeare", model="shakespeare_lstm", rounds=100, batch_size=4, max_steps=50, evaluate_every=10,
+            dataset="shakespeare",
+            model="shakespeare_lstm",
+            rounds=100,
+            batch_size=4,
+            max_steps=50,
+            evaluate_every=10,
             client_learning_rate=1.0,
         ),
     ),
@@ -45,8 +50,15 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Stack Exchange, 2,387 real users, next word, LSTM of 670",
         "stackexchange",
         dict(
-            dataset="stackexchange", algorithm="fedadam", rounds=80, clients=20, batch_size=16, max_steps=16,
-            evaluate_every=10, client_learning_rate=0.3, hyperparameters={"server_learning_rate": 0.003, "tau": 1e-4},
+            dataset="stackexchange",
+            algorithm="fedadam",
+            rounds=80,
+            clients=20,
+            batch_size=16,
+            max_steps=16,
+            evaluate_every=10,
+            client_learning_rate=0.3,
+            hyperparameters={"server_learning_rate": 0.003, "tau": 1e-4},
         ),
     ),
     "mnist-writers": (
@@ -93,8 +105,13 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
     stamp, began = hardware.stamp("cpu"), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         result = fedsim.experiment.run(
-            algorithm, sampler, rounds=config.rounds, folder=Path(folder) / "run", test_data=test_data,
-            evaluate_every=config.evaluate_every, config=dataclasses.replace(config, data=below),
+            algorithm,
+            sampler,
+            rounds=config.rounds,
+            folder=Path(folder) / "run",
+            test_data=test_data,
+            evaluate_every=config.evaluate_every,
+            config=dataclasses.replace(config, data=below),
         )
         picture = DOCS / "runs" / f"{name}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)

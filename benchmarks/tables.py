@@ -247,6 +247,19 @@ def data(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
 
 
+def memory(args: argparse.Namespace) -> Iterator[Part]:
+    """Clients that keep something: SCAFFOLD over 342,477 clients, 1 MB each: time, memory, disk; moving a cohort's rows."""
+    population = populations.STACK_OVERFLOW["clients"]
+    sizes = {10: 200, 50: 100}
+    yield {
+        "rows": [
+            measured(args, "keeping", clients=population, floats=2**18, cohort=cohort, rounds=rounds)
+            for cohort, rounds in sizes.items()
+        ]
+    }
+    yield {"rows": measured(args, "moving", floats=50_000, leaves=8, cohort=10, turns=100 * args.repeats)}
+
+
 def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
     """What a measure of `benchmarks.populations` finds, in a process of its own: its memory is nobody else's."""
     command = [sys.executable, "-m", "benchmarks.populations", name, json.dumps(arguments)]
@@ -258,5 +271,5 @@ def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
 
 
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
-    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion)
+    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion, memory)
 }

@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import fedsim
 from fedsim import aggregators, algorithms, attacks, compressors
 
 HEAD = """\
@@ -18,10 +19,10 @@ Written by `python docs/write_algorithms.py` from the docstrings, so do not edit
 [`examples/`](../examples), [CONTRIBUTING.md](../CONTRIBUTING.md).
 
 ```python
-algorithm = fedsim.algorithms.Scaffold(
+algorithm = fedsim.algorithms.SCAFFOLD(
     model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
-    aggregator=Clipped(1.0, inner=Compressed(Eden(bits=2), inner=Mean())),  # what clients send, and how it is folded
-    downlink=Uniform(levels=256),                                          # what the server sends
+    aggregator=Clipped(1.0, inner=Compressed(Eden(bits=2), inner=Mean())),  # what clients send, how it is folded
+    downlink=QSGD(levels=64),  # what the server sends
 )
 ```
 """
@@ -50,9 +51,10 @@ def _first_sentence(cls: type) -> str:
 
 
 def _own_fields(cls: type) -> str:
-    """Fields that the class adds to its bases, with their defaults."""
-    inherited = {field.name for base in cls.__bases__ if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)}
-    own = [field for field in dataclasses.fields(cls) if field.init and field.name not in inherited]
+    """Fields beyond those that all of its kind have, with their defaults."""
+    kinds = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm, aggregators.Wrapper)
+    general = {field.name for kind in kinds if issubclass(cls, kind) and cls is not kind for field in dataclasses.fields(kind)}
+    own = [field for field in dataclasses.fields(cls) if field.init and field.name not in general]
     return ", ".join(f"`{field.name}{_default(field)}`" for field in own) or "–"
 
 

@@ -85,7 +85,10 @@ def _setup(dataset: str, model: str | None) -> str:
     """What `fedsim run` takes unless told otherwise; empty if there is nothing that is the dataset's own."""
     if not experiment.published(dataset, "fedavg", model).values:
         return ""
+    # Algorithms of which nothing of their own is known for this dataset train like `others`.
+    others = experiment.published(dataset, "others", model)
     setups = {algorithm: experiment.published(dataset, algorithm, model) for algorithm in ALGORITHMS}
+    setups = {name: setup for name, setup in setups.items() if name == "fedavg" or setup.values != others.values}
     names = list(dict.fromkeys(name for setup in setups.values() for name in setup.values))
     rows = []
     for algorithm, setup in setups.items():

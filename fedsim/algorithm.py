@@ -53,6 +53,9 @@ class Algorithm:
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
       downlink: a compressor of what the server sends; None: clients get it as it is.
+      averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds: ``state.params``,
+        which is evaluated, is then the average, while ``state.server.params`` goes on as ever. It starts from the first round's
+        (as optax.ema, debiased). 0 is the last round's, None: there is no average.
       nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
         once (no round waits for that: the warning comes with a later call); ``"raise"`` raises ``FloatingPointError``, and
         waits for every round to see whether it must.
@@ -87,6 +90,7 @@ class Algorithm:
     aggregator: Aggregator = dataclasses.field(default_factory=Mean)
     execution: Execution = dataclasses.field(default_factory=Auto)
     downlink: Any = None
+    averaging: float | None = None
     nonfinite: Literal["drop", "raise"] = "drop"
 
     @property
@@ -102,6 +106,8 @@ class Algorithm:
     def __post_init__(self) -> None:
         if self.nonfinite not in ("drop", "raise"):
             raise ValueError(f"Expected nonfinite to be 'drop' or 'raise', got nonfinite={self.nonfinite!r}.")
+        if self.averaging is not None and not 0 <= self.averaging < 1:
+            raise ValueError(f"Expected 0 <= averaging < 1, got averaging={self.averaging}, or None for no average.")
         if not isinstance(self.execution, Execution):
             raise ValueError(f"Expected execution to be one of fedsim's, such as fedsim.Jit(), got {self.execution!r}.")
 

@@ -112,7 +112,7 @@ def _run(arguments: list[str]) -> int:
     model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
     defaults = experiment.published(dataset, algorithm, model)
     # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
-    general = {field.name for field in dataclasses.fields(RunConfig)} - {"weighting", "nonfinite"}
+    general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
     own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
     values = {**defaults.values, **own, **base}

@@ -38,6 +38,18 @@ def look_up(kind: str, name: str, known: Mapping[str, T]) -> T:
     return known[name]
 
 
+def by_name(*classes: type[T]) -> dict[str, type[T]]:
+    """Classes by their names in snake case.
+
+    >>> class TrimmedMean: ...
+    >>> class QSGD: ...
+    >>> list(by_name(TrimmedMean, QSGD))
+    ['trimmed_mean', 'qsgd']
+    """
+    boundary = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
+    return {re.sub(boundary, "_", cls.__name__).lower(): cls for cls in classes}
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence, with a space before it, that names the nearest; empty if nothing is near.
 

@@ -8,19 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from fedsim import datasets
+import fedsim
+from fedsim import aggregators, attacks, compressors, datasets
 from fedsim.experiment.reproductions import REPRODUCTIONS
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "datasets.md"
 
 
-def test_page_of_datasets_is_what_the_registry_says():
+@pytest.mark.parametrize("name", ["datasets", "algorithms"])
+def test_a_page_is_what_the_registry_says(name):
     """In a process of its own, for other tests register datasets."""
-    code = "import runpy, sys; sys.stdout.write(runpy.run_path('docs/write_datasets.py')['page']())"
+    code = f"import runpy, sys; sys.stdout.write(runpy.run_path('docs/write_{name}.py')['page']())"
     command = [sys.executable, "-X", "utf8", "-c", code]
     written = subprocess.run(command, capture_output=True, check=True, cwd=DOCS.parent, encoding="utf-8")
-    assert written.stdout == PAGE.read_text(encoding="utf-8"), "run: python docs/write_datasets.py"
+    assert written.stdout == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run: python docs/write_{name}.py"
+
+
+def test_page_of_algorithms_lists_every_one():
+    text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    known = [*fedsim.algorithms.ALGORITHMS, *aggregators.AGGREGATORS, *compressors.COMPRESSORS, *attacks.ATTACKS]
+    assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
 def test_page_of_reproductions_is_what_their_records_say():

@@ -88,6 +88,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
+    "fedsim.execution.Average",
     "fedsim.execution.ClientTable",
     "fedsim.execution.Remembered",
     "fedsim.execution.StageError",

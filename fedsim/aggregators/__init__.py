@@ -16,6 +16,13 @@ from fedsim.aggregators._grouped import Grouped as Grouped
 from fedsim.aggregators._grouped import Groups as Groups
 from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
+from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._noised import Noised as Noised
 from fedsim.aggregators._side_by_side import SideBySide as SideBySide
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
+from fedsim.names import by_name
+
+# Those that stand alone, by name; wrappers take one of them as `inner`.
+AGGREGATORS: dict[str, type[Aggregator]] = by_name(
+    Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
+)

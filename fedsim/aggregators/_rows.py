@@ -84,19 +84,21 @@ def in_order(rows: jax.Array, exists: jax.Array) -> jax.Array:
     By K. Batcher's merge exchange (D. Knuth, "The art of computer programming", vol. 3, 5.2.2, algorithm M): whole rows are
     compared at a time, which vectorizes; XLA's sort on a CPU goes value by value and takes some ten times as long.
     """
+    partners, sides = map(jnp.asarray, _stages(rows.shape[0]))
+
+    def stage(k: jax.Array, rows: jax.Array) -> jax.Array:
+        other, side = rows[partners[k]], as_rows(sides[k], rows)
+        return jnp.where(side < 0, jnp.minimum(rows, other), jnp.where(side > 0, jnp.maximum(rows, other), rows))
+
     rows = jnp.where(as_rows(exists, rows), rows, jnp.inf)
-    for lower, upper in _stages(rows.shape[0]):
-        partner, low, high = np.arange(len(rows)), np.zeros(len(rows), bool), np.zeros(len(rows), bool)
-        partner[lower], partner[upper], low[lower], high[upper] = upper, lower, True, True
-        other = rows[partner]
-        least, most = jnp.minimum(rows, other), jnp.maximum(rows, other)
-        rows = jnp.where(as_rows(jnp.asarray(low), rows), least, jnp.where(as_rows(jnp.asarray(high), rows), most, rows))
-    return rows
+    # A loop, and not one expression: XLA would fuse it, and compute what two stages share twice, and that again, and again.
+    return jax.lax.fori_loop(0, len(sides), stage, rows) if len(sides) else rows
 
 
-def _stages(n: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Algorithm M's comparisons: in each stage, which rows are compared with which, no row twice."""
-    stages = []
+def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm M's comparisons, ``int32 [stages, n]`` each: with whom every row is compared, and whether it gets the smaller
+    value (-1), the larger one (1), or is left out (0)."""
+    partners, sides = np.zeros((0, n), np.int32), np.zeros((0, n), np.int32)
     top = 1 << max(0, (n - 1).bit_length() - 1)
     p = top if n > 1 else 0
     while p:
@@ -104,12 +106,14 @@ def _stages(n: int) -> list[tuple[np.ndarray, np.ndarray]]:
         while True:
             lower = np.arange(max(0, n - d))
             lower = lower[lower & p == r]
-            stages.append((lower, lower + d))
+            partner, side = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+            partner[lower], partner[lower + d], side[lower], side[lower + d] = lower + d, lower, -1, 1
+            partners, sides = np.vstack([partners, partner]), np.vstack([sides, side])
             if q == p:
                 break
             d, q, r = q - p, q // 2, p
         p //= 2
-    return stages
+    return partners, sides
 
 
 def middle(ordered: jax.Array, n: jax.Array) -> jax.Array:

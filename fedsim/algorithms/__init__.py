@@ -10,6 +10,7 @@ from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
+from fedsim.algorithms._fedmgda import FedMGDA as FedMGDA
 from fedsim.algorithms._fednova import FedNova as FedNova
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
 from fedsim.algorithms._fedopt import FedAdagrad as FedAdagrad
@@ -44,7 +45,7 @@ from fedsim.names import look_up
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
-    "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg),
+    "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
     "Selective sharing": (DSSGD,),
     "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),

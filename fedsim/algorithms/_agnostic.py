@@ -25,6 +25,7 @@ import numpy as np
 from fedsim import metrics, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
+from fedsim.algorithms._domain_weights import exponentiated, projected
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import ServerState, Shared, one_of
 from fedsim.data import Batch, Batches, FederatedData
@@ -141,27 +142,13 @@ class AgnosticFedAvg(FedAvg):
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         movement, beta, losses = update
-        weights = self._step(state.more.weights, losses.result(), losses.weight > 0)
+        step = exponentiated if self.domain_update == "exponentiated" else projected
+        weights = step(state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
         counts = jnp.concatenate([state.more.counts[1:], losses.weight[None]])
         return super().server_update(state, tree.scale(movement, _inverse(beta)))._replace(more=Domains(weights, counts))
 
     def _losses(self, params: Params, batch: Batch) -> jax.Array:
         return self.model.loss(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))
-
-    def _step(self, weights: jax.Array, losses: jax.Array, seen: jax.Array) -> jax.Array:
-        """λ one step up along the losses of the domains seen, which keep what they have together."""
-        share, losses = jnp.sum(weights, where=seen), self.domain_learning_rate * losses
-        if self.domain_update == "exponentiated":
-            # Relative to the largest, so that no exponential overflows; domains without weight never get any.
-            stepped = jnp.where(seen, weights * jnp.exp(losses - jnp.max(losses, where=seen, initial=0)), 0.0)
-            stepped *= share / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
-        else:
-            values = jnp.where(seen, weights + losses, -jnp.inf)
-            descending = -jnp.sort(-values)
-            surplus = (jnp.cumsum(descending) - share) / jnp.arange(1.0, self.num_domains + 1)
-            threshold = surplus[jnp.maximum(jnp.sum(descending > surplus) - 1, 0)]
-            stepped = jnp.maximum(values - threshold, 0.0)
-        return jnp.where(seen, stepped, weights)
 
 
 def _inverse(value: jax.Array) -> jax.Array:

@@ -8,59 +8,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedsim import tree
-from fedsim.aggregators import Aggregator, Sum
+from fedsim.aggregators import Aggregator
+from fedsim.algorithms._lots import NOBODY, Candidate, Found, SumAndHighest, higher
 from fedsim.algorithms._statistics import ClientState, Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, Evaluation, Jit, evaluate
 from fedsim.metrics import per_example
 from fedsim.model import Model
-
-_NOBODY = -1e9
-
-
-class Candidate(NamedTuple):
-    """An example, ``float32 [features]``, and its lot in the draw: the highest wins."""
-
-    lot: jax.Array
-    point: jax.Array
-
-
-class Found(NamedTuple):
-    """What a client sends: the statistics, which are added up, and a candidate, of which the one with the highest lot stays."""
-
-    statistics: Any
-    candidate: Candidate
-
-
-def _higher(a: Candidate, b: Candidate) -> Candidate:
-    return tree.select(b.lot > a.lot, b, a)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SumAndHighest(Aggregator):
-    """Adds statistics up, and keeps the candidate of the highest lot."""
-
-    def zero(self, update: Any, slots: int) -> Any:
-        point = jnp.zeros(update.candidate.point.shape, jnp.float32)
-        return Found(Sum().zero(update.statistics, slots), Candidate(jnp.float32(_NOBODY), point))
-
-    def accumulate(self, accumulator: Any, update: Any, weight: jax.Array, slot: jax.Array) -> Any:
-        candidate = update.candidate._replace(lot=jnp.where(weight == 0, _NOBODY, update.candidate.lot))
-        total = Sum().accumulate(accumulator.statistics, update.statistics, weight, slot)
-        return Found(total, _higher(accumulator.candidate, candidate))
-
-    def merge(self, a: Any, b: Any) -> Any:
-        return Found(Sum().merge(a.statistics, b.statistics), _higher(a.candidate, b.candidate))
-
-    def finish(self, accumulator: Any) -> Any:
-        return accumulator._replace(statistics=Sum().finish(accumulator.statistics))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -130,10 +91,10 @@ class Clusters(Statistics):
         raise NotImplementedError(f"{type(self).__name__} must define scores.")
 
     def nothing(self, shared: Any) -> Found:
-        return Found(self.no_moments(), Candidate(jnp.float32(_NOBODY), jnp.zeros(self.num_features, jnp.float32)))
+        return Found(self.no_moments(), Candidate(jnp.float32(NOBODY), jnp.zeros(self.num_features, jnp.float32)))
 
     def merge(self, a: Found, b: Found) -> Found:
-        return Found(tree.add(a.statistics, b.statistics), _higher(a.candidate, b.candidate))
+        return Found(tree.add(a.statistics, b.statistics), higher(a.candidate, b.candidate))
 
     def statistics(self, shared: Any, batch: Batch) -> Found:
         x, nothing = self._numbers(batch.examples), self.nothing(shared)
@@ -151,7 +112,7 @@ class Clusters(Statistics):
     def server_update(self, state: Any, update: Found) -> Any:
         def place() -> Any:
             # Fewer different examples than points: the rest of the points are copies of the first.
-            point = jnp.where(update.candidate.lot > _NOBODY, update.candidate.point, state.means[0])
+            point = jnp.where(update.candidate.lot > NOBODY, update.candidate.point, state.means[0])
             return state._replace(means=state.means.at[state.num_started].set(point), num_started=state.num_started + 1)
 
         started = state.num_started >= self.num_clusters
@@ -188,8 +149,8 @@ class Clusters(Statistics):
         there = jnp.arange(self.num_clusters) < shared.num_started
         nearest = jnp.min(squared_distances(x, shared.means), axis=1, where=there, initial=jnp.inf)
         chance = jnp.where(shared.num_started == 0, 1.0, nearest)
-        lots = jnp.where(chance > 0, jnp.log(chance), _NOBODY) + jax.random.gumbel(batch.key, chance.shape)
-        lots = jnp.where(batch.mask & (chance > 0), lots, _NOBODY)
+        lots = jnp.where(chance > 0, jnp.log(chance), NOBODY) + jax.random.gumbel(batch.key, chance.shape)
+        lots = jnp.where(batch.mask & (chance > 0), lots, NOBODY)
         best = jnp.argmax(lots)
         return Candidate(lots[best], x[best])
 

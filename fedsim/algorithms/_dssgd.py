@@ -6,9 +6,10 @@ R. Shokri, V. Shmatikov, "Privacy-preserving deep learning", CCS 2015: https://d
 Deviations: the paper's participants meet its parameter server one after another (round robin, or in random order), or
 asynchronously. Here those of one cohort download together and upload together, the extreme of asynchrony; with one
 participant a round, by a `ShuffledSampler` of ``clients=1`` or a `ScheduleSampler`, it is the paper's random order or round
-robin. The counters of updates decay once a round, and ties between them are broken at random. Participants start from common
-initial parameters, told as the seed that makes them. Noise is Laplace noise by the sparse vector technique, as in the paper,
-where each coordinate is looked at once a round at most; its budget is a participant's for one round, by the paper's analysis.
+robin. Uploads are added, not averaged, so that many together want a smaller rate. The counters of updates decay once a round,
+and ties between them are broken at random. Participants start from common initial parameters, told as the seed that makes
+them. Noise is Laplace noise by the sparse vector technique, as in the paper, where each coordinate is looked at once a round at
+most; its budget is a participant's for one round, by the paper's analysis.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState, one_of, positive
+from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -114,11 +116,13 @@ class DSSGD(FedAvg):
 
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
         start, tree_of = ravel_pytree(self._start(shared, client))
-        change = start - ravel_pytree(state.params)[0]
-        change, chosen = self._select(change, rng.stream(client.key, "select"))
+        moved = start - ravel_pytree(state.params)[0]
+        change, chosen = self._select(moved, rng.stream(client.key, "select"))
+        # Neither clipping nor selection may hide that a participant diverged.
+        change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
         bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length()))
-        update = (tree_of(jnp.where(chosen, change, 0.0)), chosen.astype(jnp.float32))
+        update = (tree_of(change), chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
@@ -139,33 +143,14 @@ class DSSGD(FedAvg):
         if self.clip is not None:
             change = jnp.clip(change, -self.clip, self.clip)
         if self.epsilon is not None:
-            return self._select_privately(change, count, key)
+            assert self.clip is not None
+            return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
         if self.selection == "largest":
             rank = jnp.abs(change)
         else:
             rank = jnp.where(jnp.abs(change) >= self.threshold, jax.random.uniform(key, change.shape), -1.0)
         ranks, places = jax.lax.top_k(rank, count)
         return change, jnp.zeros(size, bool).at[places].set(ranks >= 0)
-
-    def _select_privately(self, change: jax.Array, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The paper's sparse vector technique: 8/9 of the budget for which, 2/9 (halved by its analysis) for how much."""
-        assert self.clip is not None and self.epsilon is not None
-        of_threshold, of_test, of_value, of_order = jax.random.split(key, 4)
-        sensitivity = 2 * self.clip
-        first, second = (2 * count * sensitivity / (part * self.epsilon) for part in (8 / 9, 2 / 9))
-        # A fresh threshold for every change uploaded, and none after the last.
-        thresholds = self.threshold + first * jax.random.laplace(of_threshold, (count,))
-        thresholds = jnp.append(thresholds, jnp.inf)
-        tests = jnp.abs(change) + 2 * first * jax.random.laplace(of_test, change.shape)
-        order = jax.random.permutation(of_order, change.size)
-
-        def look(uploaded: jax.Array, test: jax.Array) -> tuple[jax.Array, jax.Array]:
-            passes = test >= thresholds[uploaded]
-            return uploaded + passes.astype(jnp.int32), passes
-
-        _, passes = jax.lax.scan(look, jnp.int32(0), tests[order])
-        noisy = jnp.clip(change + second * jax.random.laplace(of_value, change.shape), -self.clip, self.clip)
-        return noisy, jnp.zeros(change.size, bool).at[order].set(passes)
 
 
 def _share(theta: float, size: int) -> int:

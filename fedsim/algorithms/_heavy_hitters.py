@@ -115,6 +115,7 @@ class HeavyHitters(Statistics):
         return items, estimates
 
     def evaluate(self, state: SketchState, data: FederatedData) -> dict[str, float]:
+        """How many of the most frequent items of some data the sketch finds: ``recall``."""
         self.check(data)
         items = np.asarray(data.columns[self.feature]).ravel()
         counts = np.bincount(items[(items >= 0) & (items < self.num_items)], minlength=self.num_items)

@@ -81,6 +81,7 @@ class Histogram(Statistics):
         return HistogramState(state.counts + jnp.rint(update).astype(jnp.int32))
 
     def evaluate(self, state: HistogramState, data: FederatedData) -> dict[str, float]:
+        """How far the histogram is from that of some data: ``total_variation``, in [0, 1]."""
         self.check(data)
         values = np.asarray(data.columns[self.feature], np.float32).ravel()
         place = np.searchsorted(self.edges, values, side="right") - (values == self.edges[-1])

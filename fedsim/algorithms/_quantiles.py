@@ -101,9 +101,7 @@ class Quantiles(Statistics):
         # The smallest whole number that is the fraction, up to the rounding of float32.
         rank = jnp.ceil(jnp.asarray(self.fractions, jnp.float32) * total * (1 - 2**-22))
         first = jnp.sum(jnp.cumsum(counts, axis=1) < rank[:, None], axis=1)[:, None]  # the first edge with at least that rank
-        return self._cut(
-            *(jnp.take_along_axis(state.edges, jnp.clip(at, 0, self.bins), axis=1) for at in (first - 1, first))
-        )
+        return self._cut(*(jnp.take_along_axis(state.edges, jnp.clip(at, 0, self.bins), axis=1) for at in (first - 1, first)))
 
     def _cut(self, low: jax.Array, high: jax.Array) -> QuantilesState:
         """Brackets from ``low`` to ``high [quantiles, 1]`` in equal parts; ends are exact, and no rounding goes backwards."""
@@ -112,6 +110,7 @@ class Quantiles(Statistics):
         return QuantilesState(edges.at[:, :1].set(low).at[:, -1:].set(high))
 
     def evaluate(self, state: QuantilesState, data: FederatedData) -> dict[str, float]:
+        """By how much the fraction of values up to each quantile is off, at most: ``rank_error``."""
         self.check(data)
         values = np.sort(np.asarray(data.columns[self.feature], np.float32).ravel())
         found = np.stack([np.searchsorted(values, state.high, side=side) / max(1, len(values)) for side in ("left", "right")])

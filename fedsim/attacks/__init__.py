@@ -14,3 +14,6 @@ from fedsim.attacks._gaussian_noise import GaussianNoise as GaussianNoise
 from fedsim.attacks._inner_product import InnerProduct as InnerProduct
 from fedsim.attacks._label_flip import LabelFlip as LabelFlip
 from fedsim.attacks._sign_flip import SignFlip as SignFlip
+from fedsim.names import by_name
+
+ATTACKS: dict[str, type[Attack]] = by_name(LabelFlip, PixelBackdoor, SignFlip, GaussianNoise, ALittleIsEnough, InnerProduct)

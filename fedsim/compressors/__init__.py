@@ -45,3 +45,22 @@ from fedsim.compressors._sign import ScaledSign as ScaledSign
 from fedsim.compressors._terngrad import TernGrad as TernGrad
 from fedsim.compressors._top_k import TopK as TopK
 from fedsim.compressors._uniform import UniformQuantizer as UniformQuantizer
+from fedsim.names import by_name
+
+# By name; `ErrorFeedback` takes one of them.
+COMPRESSORS: dict[str, type[Compressor]] = by_name(
+    Identity,
+    Cast,
+    UniformQuantizer,
+    IntegerQuantizer,
+    RotatedUniformQuantizer,
+    QSGD,
+    TernGrad,
+    ScaledSign,
+    Drive,
+    Eden,
+    TopK,
+    RandomK,
+    MagnitudePruning,
+    PowerSGD,
+)

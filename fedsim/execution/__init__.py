@@ -1,5 +1,6 @@
 """Execution: how a cohort is run (debug, jit, pmap), and how a population is evaluated."""
 
+from fedsim.execution._contract import Average as Average
 from fedsim.execution._contract import Client as Client
 from fedsim.execution._contract import ClientTable as ClientTable
 from fedsim.execution._contract import ClientUpdate as ClientUpdate

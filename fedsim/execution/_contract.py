@@ -53,6 +53,13 @@ class ClientUpdate(NamedTuple):
     memory: Any = ()
 
 
+class Average(NamedTuple):
+    """An exponential moving average of parameters, and the total weight of what is in it, ``float32 []``, 1 in the end."""
+
+    params: Any
+    weight: Any
+
+
 class Remembered(NamedTuple):
     """The state of an algorithm of which more than the server's state lives from round to round.
 
@@ -61,17 +68,19 @@ class Remembered(NamedTuple):
       clients: what clients keep, `fedsim.data.ClientRows`, or a `ClientTable` on the device.
       aggregator: what the server keeps for the aggregator.
       downlink: what the server keeps for the compressor of what it sends.
+      average: the `Average` of the server's parameters, if the algorithm asks for one (``averaging``).
     """
 
     server: State
     clients: Any = ()
     aggregator: Any = ()
     downlink: Any = ()
+    average: Any = ()
 
     @property
     def params(self) -> Any:
-        """The server's parameters, if it has any."""
-        return self.server.params
+        """The server's parameters, if it has any, or their average, if there is one."""
+        return (self.average or self.server).params
 
 
 class ClientTable(NamedTuple):
@@ -132,6 +141,8 @@ class FederatedProgram(Protocol):
     def phases(self) -> tuple[FederatedProgram, ...]: ...
     @property
     def downlink(self) -> Any: ...
+    @property
+    def averaging(self) -> float | None: ...
 
     def check(self, data: FederatedData) -> None: ...
     def broadcast(self, state: State) -> Shared: ...

@@ -146,6 +146,7 @@ class _Program:
     aggregator: Aggregator = dataclasses.field(default_factory=Mean)
     nonfinite: Literal["drop", "raise"] = "drop"
     downlink: Any = None
+    averaging: float | None = None
 
     @property
     def phases(self) -> tuple[Any, ...]:

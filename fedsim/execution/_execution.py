@@ -20,7 +20,7 @@ from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout
-from fedsim.execution._memory import down, join, remember, split, update_shape
+from fedsim.execution._memory import averaged, down, join, remember, split, update_shape
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
 
@@ -381,7 +381,8 @@ def finish_round(
     info = round_info(lines | attackers, plan, num_clients, bits_down, update)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
-    after = Remembered(server, (), aggregator if whole else parts.aggregator, downlink)
+    average = averaged(phase.averaging if whole else None, parts.average, getattr(server, "params", ()))
+    after = Remembered(server, (), aggregator if whole else parts.aggregator, downlink, average)
     clients, parts = parts.clients, parts._replace(clients=())
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):

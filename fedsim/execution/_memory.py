@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._contract import Client, ClientTable, FederatedProgram, Remembered, Shared, State
+from fedsim.execution._contract import Average, Client, ClientTable, FederatedProgram, Remembered, Shared, State
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
@@ -64,12 +64,28 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
             sent = jax.eval_shape(program.broadcast, state)
             downlink = program.downlink.init(_zeros(_floats(sent)))
         kept[like] = (row, of_aggregator), aggregator, downlink
-    if not jax.tree.leaves(kept[like]):
+    average: Any = ()
+    if program.averaging is not None:
+        if not hasattr(state, "params"):
+            raise ValueError(
+                f"averaging={program.averaging} is of state.params, which {type(program).__name__} has not: leave it out."
+            )
+        average = Average(state.params, jnp.float32(0))
+    elif not jax.tree.leaves(kept[like]):
         vars(program)["_forgets"] = True
         return state
-    rows, *beside = kept[like]
+    rows, aggregator, downlink = kept[like]
     clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
-    return Remembered(state, clients, *beside)
+    return Remembered(state, clients, aggregator, downlink, average)
+
+
+def averaged(decay: float | None, average: Any, params: Any) -> Any:
+    """The average after a round that ended with ``params``: decay of the old one and 1 - decay of the new, made to sum to 1."""
+    if decay is None:
+        return average
+    weight = decay * average.weight + (1 - decay)
+    step = tree.scale(tree.subtract(params, average.params), (1 - decay) / weight)
+    return Average(tree.add(average.params, step), weight)
 
 
 def split(state: State) -> Remembered:

@@ -11,25 +11,25 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from fedsim import algorithms, datasets, models
+from fedsim import aggregators, algorithms, attacks, compressors, datasets, models
 from fedsim.algorithm import Algorithm
 from fedsim.data import Batches, FederatedData
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._schedule import client_optimizer
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, make, required
-from fedsim.samplers import UniformSampler
+from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that a RunConfig fills by other means than a number of the same name.
-_BUILT = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator")
+_BUILT = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink")
 
 
 class Experiment(NamedTuple):
     """What `fedsim.experiment.run` takes: an algorithm, a sampler over the training data, and test data."""
 
     algorithm: Algorithm
-    sampler: UniformSampler
+    sampler: Sampler
     test_data: FederatedData
 
 
@@ -73,10 +73,41 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     if "server_optimizer" in fields and "server_learning_rate" not in fields:
         given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
-    given |= {name: getattr(config, name) for name in fields if name in settable and name not in given}
-    algorithm = cls(**given, **own)
+    given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT)}
+    algorithm = _sending(cls(**given, **own), config)
     splits = datasets.load(config.dataset, data=config.data)
-    return Experiment(algorithm, UniformSampler(splits.train, clients=config.clients, seed=config.seed), splits.test)
+    return Experiment(algorithm, _sampler(splits.train, config), splits.test)
+
+
+def _sending(algorithm: Algorithm, config: RunConfig) -> Algorithm:
+    """The algorithm, with what the config says of what is sent: clipped, then compressed, then aggregated."""
+    asked = [name for name in ("aggregator", "compressor", "clip", "downlink") if getattr(config, name) is not None]
+    if asked and (not algorithm.capabilities.aggregators or type(algorithm).apply is not Algorithm.apply):
+        raise ValueError(
+            f"{type(algorithm).__name__} folds its clients' updates in its own way: leave {' and '.join(asked)} out."
+        )
+    aggregator = algorithm.aggregator
+    if config.aggregator is not None:
+        aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS)
+    if config.compressor is not None:
+        compressor = make("compressor", config.compressor, compressors.COMPRESSORS)
+        compressor = compressors.ErrorFeedback(compressor) if config.error_feedback else compressor
+        aggregator = aggregators.Compressed(compressor, inner=aggregator)
+    if config.clip is not None:
+        aggregator = aggregators.Clipped(config.clip, inner=aggregator)
+    downlink = make("compressor", config.downlink, compressors.COMPRESSORS) if config.downlink is not None else None
+    return dataclasses.replace(algorithm, aggregator=aggregator, downlink=downlink)
+
+
+def _sampler(data: FederatedData, config: RunConfig) -> Sampler:
+    """Uniform cohorts, and in them whom the config says to be stragglers and attackers."""
+    sampler: Any = UniformSampler(data, clients=config.clients, seed=config.seed)
+    if config.stragglers:
+        sampler = Stragglers(sampler, fraction=config.stragglers, epochs=config.epochs, drop=config.drop_stragglers)
+    if config.attack is not None:
+        attack = make("attack", config.attack, attacks.ATTACKS)
+        sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)
+    return sampler
 
 
 def algorithm_class(name: str) -> type[Algorithm]:

@@ -48,6 +48,17 @@ class RunConfig:
     algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
     weighting: Literal["examples", "uniform"] = _option("examples", "algorithm", "Clients weigh by their examples, or alike.")
     nonfinite: Literal["drop", "raise"] = _option("drop", "algorithm", "What to do with a client update that is not finite.")
+    aggregator: str | None = _option(
+        None, "what is sent", "How updates are folded: mean, trimmed_mean(fraction=0.1), krum, ...; default: the algorithm's."
+    )
+    compressor: str | None = _option(None, "what is sent", "What clients' updates go through: 'eden(bits=2)', top_k, qsgd, ...")
+    error_feedback: bool = _option(False, "what is sent", "What compression loses is sent the next time.")
+    clip: float | None = _option(None, "what is sent", "Longest update, as a Euclidean norm; longer ones are scaled down.")
+    downlink: str | None = _option(None, "what is sent", "What the server's parameters go through: a compressor.")
+    attack: str | None = _option(None, "trouble", "What attackers do: sign_flip, label_flip, a_little_is_enough, ...")
+    attackers: float = _option(0.2, "trouble", "Fraction of the population that attacks, if there is an attack.")
+    stragglers: float = _option(0.0, "trouble", "Fraction of each cohort that manages fewer epochs.")
+    drop_stragglers: bool = _option(False, "trouble", "Stragglers are left out, instead of sending what they have.")
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     rounds: int = _option(100, "training", "Number of rounds.")
     clients: int = _option(10, "training", "Clients a round.")
@@ -90,6 +101,11 @@ class RunConfig:
             if not isinstance(value, float | int) or not 0 < value < float("inf"):
                 raise ValueError(f"Expected {name} > 0, got {name}={value}: give a positive step size, e.g. 0.1.")
         check_choices(self)
+        for name in ("attackers", "stragglers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"Expected 0 <= {name} <= 1, got {name}={getattr(self, name)}: give a fraction.")
+        if self.error_feedback and not self.compressor:
+            raise ValueError("Expected a compressor with error_feedback=True, got none: name one, e.g. compressor='top_k'.")
         if not 0 <= self.client_momentum < 1:
             raise ValueError(f"Expected 0 <= client_momentum < 1, got client_momentum={self.client_momentum}: 0 is plain SGD.")
         if not 0 <= self.client_schedule_end <= 1:

@@ -2,9 +2,11 @@
 
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.optimize
 
 import fedsim
 from fedsim import algorithms
@@ -244,3 +246,82 @@ def test_agnostic_fedavg_refuses_data(wrong):
     algorithm = algorithms.AgnosticFedAvg(**settings(**{"num_domains": 3} | wrong))
     with pytest.raises(ValueError, match="an integer in .* name another one by domain, or set num_domains"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population_with_domains()))
+
+
+def clients_and_shares(seed, slots=9, size=5):
+    """More clients than dimensions, two without weight, one of them huge."""
+    draw = np.random.default_rng(seed)
+    rows = draw.normal(size=(slots, size))
+    rows[:, 0] += 1
+    weights = draw.integers(1, 9, slots).astype(np.float64)
+    rows[4] *= 1e6
+    weights[[4, 7]] = 0
+    return rows, weights
+
+
+def shortest(rows, weights, epsilon):
+    """The same quadratic program, by SciPy's sequential quadratic programming."""
+    directions, shares = rows[weights > 0], weights[weights > 0] / weights.sum()
+    directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    found = scipy.optimize.minimize(
+        lambda shares: np.sum(np.square(shares @ directions)),
+        shares,
+        jac=lambda shares: 2 * directions @ (shares @ directions),
+        bounds=list(zip(np.maximum(shares - epsilon, 0), np.minimum(shares + epsilon, 1), strict=True)),
+        constraints={"type": "eq", "fun": lambda shares: shares.sum() - 1, "jac": np.ones_like},
+        method="SLSQP",
+        options={"ftol": 1e-14, "maxiter": 1000},
+    )
+    return found.x @ directions, directions
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("epsilon", [0.0, 0.03, 0.2, 1.0])
+def test_min_norm_solves_its_quadratic_program(epsilon, seed):
+    rows, weights = clients_and_shares(seed)
+    expected, directions = shortest(rows, weights, epsilon)
+    update = {"a": jnp.asarray(rows[:, :2], jnp.float32), "b": jnp.asarray(rows[:, 2:].reshape(9, 1, 3), jnp.float32)}
+    found = fedsim.aggregators.MinNorm(epsilon).combine(update, jnp.asarray(weights, jnp.float32))
+    found = np.concatenate([found["a"], found["b"][0]])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    if epsilon == 1:  # nobody loses
+        assert np.all(directions @ found >= found @ found - 1e-5)
+
+
+def test_min_norm_of_opposed_clients_is_nothing():
+    update = jnp.array([[1.0, 1.0], [-3.0, -3.0], [0.0, 0.0]])
+    found = fedsim.aggregators.MinNorm(1.0).combine(update, jnp.array([1.0, 5.0, 1.0]))
+    np.testing.assert_allclose(found, [0.0, 0.0], atol=1e-6)
+    with pytest.raises(ValueError, match="Expected 0 <= epsilon <= 1, got epsilon=1.5"):
+        fedsim.aggregators.MinNorm(1.5)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.15])
+def test_fedmgda_follows_algorithm_1(epsilon):
+    algorithm = algorithms.FedMGDA(epsilon=epsilon, **settings(server_optimizer=optax.sgd(0.4)))
+    state, cohorts = rounds(algorithm)
+    for cohort in cohorts:
+        w = stacked(state)
+        state, _ = algorithm.apply(state, cohort)
+        moves = np.stack([(w - trained(w, dataset, key)).ravel() for _, dataset, key in cohort])
+        weights = np.array([len(dataset) for _, dataset, _ in cohort], np.float64)
+        expected = w - 0.4 * shortest(moves, weights, epsilon)[0].reshape(w.shape)
+        np.testing.assert_allclose(stacked(state), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fedmgda_without_freedom_is_fedavg_of_directions():
+    """The other way to normalize: one client at a time, by a server that gets its movement alone."""
+    fedavg, mgda = algorithms.FedAvg(**settings()), algorithms.FedMGDA(epsilon=0.0, **settings())
+    state, (cohort,) = rounds(fedavg, 1)
+    w, total = stacked(state), 0.0
+    for client in np.flatnonzero(cohort.sizes):
+        alone, _ = fedavg.apply(state, fedsim.Cohort(cohort.data, np.array([client]), 0, cohort.key))
+        movement = stacked(alone) - w
+        total = total + cohort.sizes[client] / cohort.sizes.sum() * movement / np.linalg.norm(movement)
+    after, _ = mgda.apply(state, cohort)
+    np.testing.assert_allclose(stacked(after), w + total, rtol=1e-5, atol=1e-6)
+
+
+def test_fedmgda_refuses_to_guess_which_epsilon():
+    with pytest.raises(ValueError, match="epsilon=0.5 is that of MinNorm"):
+        algorithms.FedMGDA(epsilon=0.5, aggregator=fedsim.aggregators.Mean(), **settings())

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -238,3 +242,15 @@ def test_more_than_fits_goes_to_the_device_in_several_parts(streamed, data, monk
 
 def vars_of(algorithm):
     return dict(model=algorithm.model, batches=algorithm.batches, execution=algorithm.execution)
+
+
+def test_scaffold_over_342_477_clients_stays_within_its_budgets(tmp_path):
+    """A small part of `python -m benchmarks --only memory`: fewer rounds, 64 kB a client, resumed half way."""
+    arguments = {"clients": 342_477, "floats": 2**14, "cohort": 10, "rounds": 24, "chunk_bytes": 2**20}
+    command = [sys.executable, "-m", "benchmarks.populations", "keeping", json.dumps(arguments)]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], env=environment, timeout=300)
+    figures = json.loads(done.stdout)
+    assert 230 < figures["seen"] <= 240 and figures["row_mb"] == 2**16 / 1e6
+    assert figures["peak_mb"] < 2000
+    assert figures["seen"] * figures["row_mb"] <= figures["disk_mb"] <= figures["budget_mb"] < 40

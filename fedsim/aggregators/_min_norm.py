@@ -1,0 +1,90 @@
+"""The shortest combination of the clients' directions.
+
+Z. Hu, K. Shaloudegi, G. Zhang, Y. Yu, "Federated learning meets multi-objective optimization", 2020 (FedMGDA+, Algorithm 1),
+IEEE Transactions on Network Science and Engineering, 2022: https://arxiv.org/abs/2006.11489. The paper's ε is ``epsilon``, and
+its λ₀ are the clients' shares by weight. The quadratic program is solved by accelerated projected gradients with restarts (B.
+O'Donoghue, E. Candès, "Adaptive restart for accelerated gradient schemes", 2012: https://arxiv.org/abs/1204.3982); the paper
+leaves open how. Deviation: an update of zeros, which has no direction, counts as zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from fedsim.aggregators._aggregator import Update
+from fedsim.aggregators._rows import squared_norms, total, wide
+from fedsim.aggregators._side_by_side import SideBySide
+
+_STEPS = 300
+_HALVINGS = 40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MinNorm(SideBySide):
+    """The combination Σ λ_k u_k / |u_k| of least norm, of all λ in the simplex that differ from the shares by weight by at most
+    ``epsilon`` each.
+
+    With 0 it is the mean of the updates' directions; with 1 no client's direction is left out, whatever its weight: the
+    aggregate d has <d, u_k> >= |d|² |u_k| for all k, so that nobody loses from a small step along it.
+
+    Attributes:
+      epsilon: in [0, 1].
+
+    >>> two = {"w": jnp.array([[2.0, 0.0], [0.0, 5.0]])}
+    >>> [(100 * MinNorm(epsilon).combine(two, jnp.array([3.0, 1.0]))["w"]).round().tolist() for epsilon in (0.0, 0.1, 1.0)]
+    [[75.0, 25.0], [65.0, 35.0], [50.0, 50.0]]
+    """
+
+    epsilon: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"Expected 0 <= epsilon <= 1, got epsilon={self.epsilon}.")
+
+    def combine(self, updates: Update, weights: jax.Array) -> Update:
+        norms = jnp.sqrt(squared_norms(updates))
+        per_norm = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+        weight = jnp.sum(weights)
+        shares = weights / jnp.where(weight == 0, 1, weight)
+
+        def gram(rows: jax.Array) -> jax.Array:
+            rows = (rows.astype(jnp.float32)).reshape(len(rows), math.prod(rows.shape[1:])) * per_norm[:, None]
+            return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+
+        products = jax.tree.reduce(jnp.add, jax.tree.map(gram, updates))
+        low = jnp.maximum(shares - self.epsilon, 0)
+        high = jnp.where(weights > 0, jnp.minimum(shares + self.epsilon, 1), 0)
+        shares = _shortest(products, shares, low, high) if self.epsilon else shares
+        return jax.tree.map(lambda rows: total(wide(rows), shares * per_norm), updates)
+
+
+def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """The λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
+    mass = jnp.sum(start)
+    rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(products), axis=1)), 1e-6)
+
+    def nearest(point: jax.Array) -> jax.Array:
+        """The allowed λ nearest to a point: the point less a number that bisection finds, within the bounds."""
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            middle = (bounds[0] + bounds[1]) / 2
+            above = jnp.sum(jnp.clip(point - middle, low, high)) > mass
+            return jnp.where(above, middle, bounds[0]), jnp.where(above, bounds[1], middle)
+
+        bounds = jnp.min(point - high), jnp.max(point - low)
+        return jnp.clip(point - sum(jax.lax.fori_loop(0, _HALVINGS, halve, bounds)) / 2, low, high)
+
+    def step(_: int, at: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        here, ahead, momentum = at
+        new = nearest(ahead - rate * (products @ ahead))
+        restart = jnp.vdot(ahead - new, new - here) > 0
+        momentum = jnp.where(restart, 1.0, momentum)
+        faster = (1 + jnp.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = jnp.where(restart, new, new + (momentum - 1) / faster * (new - here))
+        return new, ahead, jnp.where(restart, 1.0, faster)
+
+    return jax.lax.fori_loop(0, _STEPS, step, (start, start, jnp.float32(1)))[0]

@@ -1,0 +1,53 @@
+"""A draw over all clients at once: every example has a lot, and the highest lot of all wins."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import tree
+from fedsim.aggregators import Aggregator, Sum
+
+NOBODY = -1e9
+
+
+class Candidate(NamedTuple):
+    """An example, ``float32 [features]``, and its lot in the draw: the highest wins."""
+
+    lot: jax.Array
+    point: jax.Array
+
+
+class Found(NamedTuple):
+    """What a client sends: the statistics, which are added up, and a candidate, of which the one with the highest lot stays."""
+
+    statistics: Any
+    candidate: Candidate
+
+
+def higher(a: Candidate, b: Candidate) -> Candidate:
+    """That of the higher lot."""
+    return tree.select(b.lot > a.lot, b, a)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SumAndHighest(Aggregator):
+    """Adds statistics up, and keeps the candidate of the highest lot, as an `fedsim.aggregators.Aggregator` of `Found`."""
+
+    def zero(self, update: Any, slots: int) -> Any:
+        point = jnp.zeros(update.candidate.point.shape, jnp.float32)
+        return Found(Sum().zero(update.statistics, slots), Candidate(jnp.float32(NOBODY), point))
+
+    def accumulate(self, accumulator: Any, update: Any, weight: jax.Array, slot: jax.Array) -> Any:
+        candidate = update.candidate._replace(lot=jnp.where(weight == 0, NOBODY, update.candidate.lot))
+        total = Sum().accumulate(accumulator.statistics, update.statistics, weight, slot)
+        return Found(total, higher(accumulator.candidate, candidate))
+
+    def merge(self, a: Any, b: Any) -> Any:
+        return Found(Sum().merge(a.statistics, b.statistics), higher(a.candidate, b.candidate))
+
+    def finish(self, accumulator: Any) -> Any:
+        return accumulator._replace(statistics=Sum().finish(accumulator.statistics))

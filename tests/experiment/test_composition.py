@@ -1,0 +1,59 @@
+"""What combines with any algorithm, by name: aggregators, compressors, attacks, stragglers."""
+
+from pathlib import Path
+
+import pytest
+
+from fedsim import aggregators, compressors, samplers
+from fedsim.experiment import RunConfig, Settings, build
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def built(**changes):
+    return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))
+
+
+def test_names_and_their_options_become_one_aggregator():
+    algorithm, _, _ = built(
+        aggregator="trimmed_mean(trim=0.2)", compressor="top_k(fraction=0.5)", error_feedback=True, clip=2.0, downlink="cast"
+    )
+    clipped = algorithm.aggregator
+    assert isinstance(clipped, aggregators.Clipped) and clipped.norm == 2
+    assert isinstance(clipped.inner, aggregators.Compressed)
+    assert isinstance(clipped.inner.compressor, compressors.ErrorFeedback)
+    assert isinstance(clipped.inner.inner, aggregators.TrimmedMean) and clipped.inner.inner.trim == 0.2
+    assert isinstance(algorithm.downlink, compressors.Cast)
+
+
+def test_nothing_named_is_the_algorithm_s_own():
+    algorithm, sampler, _ = built()
+    assert type(algorithm.aggregator) is aggregators.Mean and algorithm.downlink is None
+    assert type(sampler) is samplers.UniformSampler
+
+
+def test_attackers_and_stragglers_are_the_cohorts():
+    _, sampler, _ = built(attack="sign_flip", attackers=0.3, stragglers=0.5, epochs=5, clients=20)
+    cohorts = [sampler.cohort(round) for round in range(20)]
+    assert {int((cohort.work < 1).sum()) for cohort in cohorts} == {10}
+    assert 0.2 < sum(cohort.attackers.mean() for cohort in cohorts) / 20 < 0.4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(aggregator="medain"), "There is no aggregator 'medain'"),
+        (dict(aggregator="trimmed_mean(trim=0.7)"), "trim=0.7"),
+        (dict(compressor="eden(bits=0)"), "bits=0"),
+        (dict(compressor="eden(bit=1)"), "bit"),
+        (dict(error_feedback=True), "Expected a compressor with error_feedback=True"),
+        (dict(clip=-1.0), "norm=-1.0"),
+        (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
+        (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
+        (dict(stragglers=0.5, epochs=1), "epochs"),
+        (dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", clip=1.0), "folds its clients' updates in its own way"),
+    ],
+)
+def test_wrong_names_and_numbers_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        built(**changes)
