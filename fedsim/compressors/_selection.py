@@ -64,7 +64,7 @@ def largest(x: jax.Array, k: int) -> jax.Array:
         wanted = k * sample.shape[0] / d
         for rank in (wanted + 4 * math.sqrt(wanted) + 4, wanted - 4 * math.sqrt(wanted) - 4):
             rank = min(max(round(rank), 1), sample.shape[0])
-            cut = _narrow(size, k, cut, _narrowed(sample, rank, _everything(sample), 0).low)
+            cut = _narrow(size, k, cut, jnp.maximum(_narrowed(sample, rank, _everything(sample), 0).low, 1))
     cut = _narrowed(size, k, cut, _LEFT)
     # Those in between, largest first; then the place of the k-th among them.
     between = pack((size >= cut.low).astype(jnp.uint32), 1)[0] & ~pack((size >= cut.high).astype(jnp.uint32), 1)[0]
@@ -102,9 +102,10 @@ def _narrowed(size: jax.Array, k: int, cut: _Cut, left: int) -> _Cut:
     """Bounds with at most ``left`` in between, or with one number only, or of which the lower is the one sought."""
 
     def step(cut: _Cut) -> _Cut:
-        # As if the logarithm of the number above were linear in between; every third time the middle, which must end.
+        # First what is not 0. Then as if the logarithm of the number above were linear in between, and every second time the
+        # middle, which must end.
         most, least = (jnp.log(jnp.maximum(n.astype(jnp.float32), 0.5)) for n in (cut.above_low, cut.above_high))
-        share = jnp.where(cut.step % 3 == 2, 0.5, (most - math.log(k)) / (most - least))
+        share = jnp.where(cut.step % 2 == 1, 0.5, jnp.where(cut.step == 0, 0.0, (most - math.log(k)) / (most - least)))
         width = cut.high - cut.low
         return _narrow(size, k, cut, cut.low + jnp.clip((width.astype(jnp.float32) * share).astype(jnp.int32), 1, width - 1))
 

@@ -37,7 +37,7 @@ def test_exactly_the_k_largest(case, k):
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
 def test_few_coordinates(d):
     x = jnp.asarray(np.random.default_rng(d).permutation(d), jnp.float32) + 1
-    for k in range(1, d + 1):
+    for k in {1, min(2, d), (d + 1) // 2, max(d - 1, 1), d}:
         where = places(largest(x, k), k)
         assert sorted(np.asarray(x)[np.asarray(where)].tolist()) == list(range(d - k + 1, d + 1))
 
@@ -57,7 +57,7 @@ def test_many_coordinates_take_few_passes(case, k, monkeypatch):
     mask = unpack(largest.__wrapped__(jnp.asarray(x), k)[None], len(x))
     assert int(mask.sum()) == k
     np.testing.assert_array_equal(np.sort(np.abs(x[np.asarray(mask) == 1])), np.sort(np.abs(x))[len(x) - k :])
-    assert len(cuts) == 3 and cuts[2].step <= (10 if case != "mostly zero" or k < 1600 else 34)
+    assert len(cuts) == 3 and cuts[2].step <= 10
 
 
 @pytest.mark.parametrize(
