@@ -54,7 +54,7 @@ class HypCluster(FedAvg):
     (3, 10)
     """
 
-    capabilities = Capabilities(quadratic={"num_clusters": 1})
+    capabilities = Capabilities(minimizes=False)  # It has several models, each for its own clients.
 
     num_clusters: int = 2
 
