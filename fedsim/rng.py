@@ -11,7 +11,7 @@ A run has one root key. All else is derived from it by position, never by order 
     what an attacker sends     stream(client key, "attack")
     server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
     fine-tuning to evaluate    as a client's in round 0, of stream(root, "personal") instead of root
-    initial parameters         stream(root, "init")
+    initial parameters         stream(root, "init"); of clusters spread over clients, stream(root, "clusters")
 
 Hence two seeds differ in everything, one seed repeats bit for bit, a resumed run equals an unbroken one, and any
 client of any round can be replayed alone.

@@ -15,15 +15,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedsim import metrics, rng, tree
+from fedsim import rng, tree
 from fedsim.aggregators import Grouped, Groups, Member
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import ServerState, Shared
-from fedsim.data import Batch, Batches, Cohort, FederatedData
-from fedsim.execution import Client, ClientUpdate, evaluate
+from fedsim.algorithms._spread_models import spread_models
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 
@@ -54,7 +54,7 @@ class HypCluster(FedAvg):
     (3, 10)
     """
 
-    capabilities = Capabilities(quadratic={"num_clusters": 1})
+    capabilities = Capabilities(minimizes=False)  # It has several models, each for its own clients.
 
     num_clusters: int = 2
 
@@ -85,18 +85,8 @@ class HypCluster(FedAvg):
           data: the clients to draw from; every one's loss is evaluated for every model.
           seed: of the draws, and of the random parameters.
         """
-        key = rng.stream(rng.root(seed), "clusters")
-        draw = np.random.default_rng(np.asarray(rng.words(key)))
         alone = FedAvg(model=self.model, batches=self.batches, client_optimizer=self.client_optimizer, execution=self.execution)
-        loss = {"loss": lambda examples, outputs: metrics.per_example(self.model.loss(examples, outputs))}
-        judged, start = dataclasses.replace(self.model, metrics=loss), alone.init(key)
-        lot, models = (data.sizes > 0).astype(np.float64), []
-        least = np.full(data.num_clients, np.inf)
-        for _ in range(self.num_clusters):
-            one = draw.choice(data.num_clients, p=lot / lot.sum())
-            models.append(alone.apply(start, Cohort(data, np.array([one]), 0, key))[0].params)
-            least = np.minimum(least, np.asarray(evaluate(judged, models[-1], data).clients["loss"].result(), np.float64))
-            lot = np.where(data.sizes > 0, np.nan_to_num(least, posinf=0.0) + 1e-9, 0.0)
+        models = spread_models(alone, data, self.num_clusters, rng.stream(rng.root(seed), "clusters"))
         return self._beginning(jax.tree.map(lambda *of_each: jnp.stack(of_each), *models))
 
     def client_memory(self, shared: Shared) -> jax.Array:

@@ -25,7 +25,7 @@ import optax
 from fedsim import tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import Shared, one_of, positive
-from fedsim.data import Batch, Batches
+from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
 
 
@@ -62,6 +62,18 @@ class PerFedAvg(FedAvg):
         if not self.alpha >= 0:
             raise ValueError(f"Expected alpha >= 0, got alpha={self.alpha}.")
 
+    @property
+    def _parts(self) -> int:
+        return 2 if self.variant == "first_order" else 3
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        if self.batches.size < self._parts:
+            raise ValueError(
+                f"Expected batches of at least {self._parts} examples, which {self.variant} deals out, got batches of "
+                f"{self.batches.size}."
+            )
+
     @functools.cached_property
     def fine_tune(self) -> FedAvg:
         """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples."""
@@ -75,7 +87,7 @@ class PerFedAvg(FedAvg):
         def moved(by: jax.Array | float, along: Params) -> Params:
             return tree.add(state.params, tree.scale(along, by))
 
-        parts = deal(batch, 2 if self.variant == "first_order" else 3)
+        parts = deal(batch, self._parts)
         loss, gradient = slope(moved(-self.alpha, slope(state.params, 0)[1]), 1)
         if self.variant == "first_order":
             return loss, gradient

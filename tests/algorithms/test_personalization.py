@@ -323,6 +323,14 @@ def test_per_fedavg_is_evaluated_after_one_step():
     assert found.overall != fedsim.evaluate(algorithm.model, state.params, data).overall
 
 
+def test_per_fedavg_needs_batches_to_deal_out():
+    algorithm = make(algorithms.PerFedAvg, variant="hessian_free", batches=fedsim.Batches(size=2))
+    with pytest.raises(
+        ValueError, match="Expected batches of at least 3 examples, which hessian_free deals out, got batches of 2"
+    ):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
 def test_reptile_is_fedavg_with_uniform_weights_and_a_server_rate():
     reptile = make(algorithms.Reptile, server_learning_rate=0.4)
     fedavg = make(algorithms.FedAvg, server_optimizer=optax.sgd(0.4), weighting="uniform")
