@@ -19,7 +19,7 @@ from fedsim.aggregators import Aggregator
 from fedsim.algorithms._lots import NOBODY, Candidate, Found, SumAndHighest, higher
 from fedsim.algorithms._statistics import ClientState, Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate, Evaluation, Jit, evaluate
+from fedsim.execution import Client, ClientUpdate, Evaluation, Jit, evaluate, split
 from fedsim.metrics import per_example
 from fedsim.model import Model
 
@@ -120,6 +120,7 @@ class Clusters(Statistics):
 
     def evaluate(self, state: Any, data: FederatedData) -> Evaluation:
         """Means of `scores` over all examples, and over each client's."""
+        state = split(state).server
         self.check(data)
         execution = self.execution if isinstance(self.execution, Jit) else None
         return evaluate(self._scorer, self.broadcast(state), data, execution=execution)

@@ -21,6 +21,7 @@ from fedsim import rng
 from fedsim.algorithms._gradient_server import one_of
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
+from fedsim.execution import split
 
 
 class SketchState(NamedTuple):
@@ -116,6 +117,7 @@ class HeavyHitters(Statistics):
 
     def evaluate(self, state: SketchState, data: FederatedData) -> dict[str, float]:
         """How many of the most frequent items of some data the sketch finds: ``recall``."""
+        state = split(state).server
         self.check(data)
         items = np.asarray(data.columns[self.feature]).ravel()
         counts = np.bincount(items[(items >= 0) & (items < self.num_items)], minlength=self.num_items)

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
+from fedsim.execution import split
 
 
 class HistogramState(NamedTuple):
@@ -82,6 +83,7 @@ class Histogram(Statistics):
 
     def evaluate(self, state: HistogramState, data: FederatedData) -> dict[str, float]:
         """How far the histogram is from that of some data: ``total_variation``, in [0, 1]."""
+        state = split(state).server
         self.check(data)
         values = np.asarray(data.columns[self.feature], np.float32).ravel()
         place = np.searchsorted(self.edges, values, side="right") - (values == self.edges[-1])

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
+from fedsim.execution import split
 
 
 class QuantilesState(NamedTuple):
@@ -111,6 +112,7 @@ class Quantiles(Statistics):
 
     def evaluate(self, state: QuantilesState, data: FederatedData) -> dict[str, float]:
         """By how much the fraction of values up to each quantile is off, at most: ``rank_error``."""
+        state = split(state).server
         self.check(data)
         values = np.sort(np.asarray(data.columns[self.feature], np.float32).ravel())
         found = np.stack([np.searchsorted(values, state.high, side=side) / max(1, len(values)) for side in ("left", "right")])

@@ -104,7 +104,11 @@ class SCAFFOLD(FedAvg):
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result, (correction, source) = super().client_final(shared, state, client), state.more
-        control = source.mean() if self.option == "I" else tree.subtract(source.mean(result.update), correction)
+        if isinstance(source, FullGradient):
+            control = source.mean()
+        else:  # Who has not come anywhere, at a rate of 0, has learnt nothing of its gradients.
+            control = tree.subtract(source.mean(result.update), correction)
+            control = tree.select(source.come == 0, client.memory, control)
         return result._replace(update=(result.update, tree.subtract(control, client.memory)), memory=control)
 
     def server_round(self, state: ServerState, update: Any, turnout: Turnout) -> ServerState:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng, tree
-from fedsim.attacks._attack import Attack, Update
+from fedsim import rng
+from fedsim.attacks._attack import Attack, Update, on_floats
 from fedsim.data import Batch, FederatedData
 
 
@@ -30,7 +30,7 @@ class PixelBackdoor(Attack):
       size: side of the trigger, a checkerboard of 0 and ``value``, in pixels.
       value: its bright pixels: 255 for bytes, 1 for floats in [0, 1].
       fraction: the part of an attacker's examples that are stamped, drawn anew at every step, in (0, 1].
-      boost: >= 1, by which its update is multiplied, to outweigh the honest ones.
+      boost: >= 1, by which the floats of its update are multiplied, to outweigh the honest ones.
       image: the feature that holds images ``[height, width]`` or ``[height, width, channels]``.
       label: the feature that holds the label.
 
@@ -96,4 +96,4 @@ class PixelBackdoor(Attack):
         return {name: mix(stamped[name], clean) for name, clean in batch.examples.items()}
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
-        return tree.scale(update, self.boost)
+        return on_floats(update, lambda leaf: leaf * jnp.asarray(self.boost, leaf.dtype))

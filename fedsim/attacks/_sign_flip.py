@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
-from fedsim import tree
-from fedsim.attacks._attack import Attack, Update
+from fedsim.attacks._attack import Attack, Update, on_floats
 
 
 @dataclasses.dataclass(frozen=True)
 class SignFlip(Attack):
-    """An attacker sends -scale times its update.
+    """An attacker sends -scale times its update; leaves that are not floats stay as they are.
 
     Attributes:
       scale: > 0.
@@ -35,4 +35,4 @@ class SignFlip(Attack):
             raise ValueError(f"Expected scale > 0 and finite, got scale={self.scale}.")
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
-        return tree.scale(update, -self.scale)
+        return on_floats(update, lambda leaf: leaf * jnp.asarray(-self.scale, leaf.dtype))

@@ -21,3 +21,4 @@ from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import runs_with as runs_with
 from fedsim.execution._memory import remember as remember
+from fedsim.execution._memory import split as split

@@ -139,7 +139,11 @@ class Lane:
         if self.attack is not None:
             corrupt = self.attack.corrupt(result.update, rng.stream(client.key, "attack"))
             result = result._replace(update=tree.select(self.people.attacker[position], corrupt, result.update))
-        return deliver(self.program, result, client, old, self.common)
+        update, line, kept = deliver(self.program, result, client, old, self.common)
+        if self.attack is not None and type(self.attack).surround is not Attack.surround:
+            # What a colluding attacker would have sent is thrown away, and so is what its message left behind.
+            kept = kept[0], tree.select(self.people.attacker[position], old[1], kept[1])
+        return update, line, kept
 
     def zeros(self) -> Carry:
         """An empty fold, and room for what every client leaves behind."""

@@ -144,7 +144,7 @@ class Jit(Execution):
             jax.block_until_ready(state)
         windows_of = []
         if len(plans) == 1:
-            own = [of_phase(plans[0], program.batches, phase.batches) for phase in program.phases]
+            own = [of_phase(plans[0], phase.batches, phase is program) for phase in program.phases]
             windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
         if all(len(parts) < 2 for parts in windows_of):
             return compiled.rounds(columns, state, key, packed, np.int32(len(plans)))
@@ -271,10 +271,10 @@ def _compile(
     platform = mesh.devices.flat[0].platform
 
     def enter(phase: FederatedProgram, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        plan, parts = of_phase(layout.unpack(packed), program.batches, phase.batches), split(state)
+        plan, parts = of_phase(layout.unpack(packed), phase.batches, phase is program), split(state)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
         # What lives beside the server's state belongs to the last phase, which is the algorithm itself.
-        table, common = (parts.clients or None, parts.aggregator) if phase is program.phases[-1] else (None, ())
+        table, common = (parts.clients or None, parts.aggregator) if phase is program else (None, ())
         return plan, Lane(phase, columns, shared, roster(plan, key), table, common, attack)
 
     def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
@@ -287,7 +287,8 @@ def _compile(
         accumulator = folding(phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
         lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
-        return finish_round(phase, state, key, plan, accumulator, lines, kept, jnp.sum(plan.length, dtype=jnp.int32), attack)
+        came = jnp.sum(plan.length, dtype=jnp.int32)
+        return finish_round(phase, phase is program, state, key, plan, accumulator, lines, kept, came, attack)
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
@@ -323,7 +324,7 @@ def _compile(
 
         def finish(state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
             carry = jax.tree.map(lambda x: x[0], carry)
-            plan = of_phase(layout.unpack(packed[0]), program.batches, phase.batches)
+            plan = of_phase(layout.unpack(packed[0]), phase.batches, phase is program)
             state, info = gather(phase, state, key, plan, carry)
             return state, jax.tree.map(lambda x: x[None], info) if stacked else info
 
@@ -345,6 +346,7 @@ def _compile(
 
 def finish_round(
     phase: FederatedProgram,
+    last: bool,
     state: State,
     key: jax.Array,
     plan: RoundPlan,
@@ -359,6 +361,7 @@ def finish_round(
 
     Args:
       phase: the algorithm, or a phase of it.
+      last: whether it is the algorithm itself, to whom belongs what lives beside the server's state.
       state: before it.
       key: the run's root key.
       plan: of the round.
@@ -370,19 +373,18 @@ def finish_round(
       update: a client's update, for its shape, if one is at hand.
     """
     parts = split(state)
-    whole = phase is phase.phases[-1]
     round_key = rng.round_key(key, plan.round, "downlink")
     _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
     update = update_shape(phase, parts.server) if update is None else update
     aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
-        accumulator, parts.aggregator if whole else (), rng.round_key(key, plan.round, "aggregator")
+        accumulator, parts.aggregator if last else (), rng.round_key(key, plan.round, "aggregator")
     )
     attackers = {} if attack is None else {"attacker": plan.attacker > 0}
     info = round_info(lines | attackers, plan, num_clients, bits_down, update)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
-    average = averaged(phase.averaging if whole else None, parts.average, getattr(server, "params", ()))
-    after = Remembered(server, (), aggregator if whole else parts.aggregator, downlink, average)
+    average = averaged(phase.averaging if last else None, parts.average, getattr(server, "params", ()))
+    after = Remembered(server, (), aggregator if last else parts.aggregator, downlink, average)
     clients, parts = parts.clients, parts._replace(clients=())
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):

@@ -89,7 +89,11 @@ def averaged(decay: float | None, average: Any, params: Any) -> Any:
 
 
 def split(state: State) -> Remembered:
-    """The parts of a state, of one that remembers nothing, too."""
+    """The parts of a state, of one that remembers nothing, too.
+
+    >>> split({"w": 1.0}).server
+    {'w': 1.0}
+    """
     return state if isinstance(state, Remembered) else Remembered(state)
 
 

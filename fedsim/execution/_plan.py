@@ -101,12 +101,12 @@ def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, previ
     )
 
 
-def of_phase(plan: RoundPlan, batches: Batches, own: Batches) -> RoundPlan:
-    """A round's plan, made for the ``batches`` of its last phase, as a phase with batches of its ``own`` follows it.
+def of_phase(plan: RoundPlan, own: Batches, last: bool) -> RoundPlan:
+    """A round's plan, made for the batches of its ``last`` phase, as a phase with batches of its ``own`` follows it.
 
     The same clients, and whoever takes no step in the last takes none in the others. A straggler is one in the last only.
     """
-    if own == batches:
+    if last:
         return plan
     steps = own.num_steps(plan.size) * (plan.steps > 0).astype(np.int32)
     return plan._replace(steps=steps.astype(np.int32))

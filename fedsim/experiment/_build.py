@@ -74,21 +74,25 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
         given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT)}
-    algorithm = _sending(cls(**given, **own), config)
+    given |= _sending(cls, fields["aggregator"], config)
+    algorithm = cls(**given, **own)
     splits = datasets.load(config.dataset, data=config.data)
     return Experiment(algorithm, _sampler(splits.train, config), splits.test)
 
 
-def _sending(algorithm: Algorithm, config: RunConfig) -> Algorithm:
-    """The algorithm, with what the config says of what is sent: clipped, then compressed, then aggregated."""
+def _sending(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunConfig) -> dict[str, Any]:
+    """What the config says of what is sent, as fields of the algorithm: clipped, then compressed, then aggregated."""
     asked = [name for name in ("aggregator", "compressor", "clip", "downlink") if getattr(config, name) is not None]
-    if asked and (not algorithm.capabilities.aggregators or type(algorithm).apply is not Algorithm.apply):
-        raise ValueError(
-            f"{type(algorithm).__name__} folds its clients' updates in its own way: leave {' and '.join(asked)} out."
-        )
-    aggregator = algorithm.aggregator
+    if not asked:
+        return {}
+    if not cls.capabilities.aggregators or cls.apply is not Algorithm.apply:
+        raise ValueError(f"{cls.__name__} folds its clients' updates in its own way: leave {' and '.join(asked)} out.")
+    aggregator: Any
     if config.aggregator is not None:
         aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS)
+    else:
+        own = field.default_factory
+        aggregator = own() if callable(own) else field.default
     if config.compressor is not None:
         compressor = make("compressor", config.compressor, compressors.COMPRESSORS)
         compressor = compressors.ErrorFeedback(compressor) if config.error_feedback else compressor
@@ -96,7 +100,7 @@ def _sending(algorithm: Algorithm, config: RunConfig) -> Algorithm:
     if config.clip is not None:
         aggregator = aggregators.Clipped(config.clip, inner=aggregator)
     downlink = make("compressor", config.downlink, compressors.COMPRESSORS) if config.downlink is not None else None
-    return dataclasses.replace(algorithm, aggregator=aggregator, downlink=downlink)
+    return {"aggregator": aggregator, "downlink": downlink}
 
 
 def _sampler(data: FederatedData, config: RunConfig) -> Sampler:

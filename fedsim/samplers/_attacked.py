@@ -84,6 +84,8 @@ class Attacked:
     def cohort(self, round: int) -> Cohort:
         """The cohort of a round, and who of it attacks."""
         cohort = self.sampler.cohort(operator.index(round))
+        if cohort.attack is not None:
+            raise ValueError(f"The cohorts are under attack already, by {cohort.attack}: a cohort has one attack.")
         return dataclasses.replace(cohort, attack=self.attack, attackers=self._attackers(cohort))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:

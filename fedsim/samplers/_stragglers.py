@@ -7,6 +7,7 @@ manages only x of them, x uniform in [1, E). FedProx takes what they have; FedAv
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterator
 
@@ -80,11 +81,11 @@ class Stragglers:
         late = draw.permutation(len(everybody))[: int(np.rint(self.fraction * len(everybody)))]
         work = np.ones(len(everybody), np.float32)
         work[late] = draw.integers(1, self.epochs, len(late)) / self.epochs
-        chosen = everybody.clients
-        if self.drop:
-            on_time = work == 1
-            chosen, work = chosen[on_time], work[on_time]
-        return Cohort(everybody.data, chosen, everybody.round, everybody.key, everybody.slots, work)
+        stays = work == 1 if self.drop else np.ones(len(everybody), bool)
+        if everybody.work is not None:
+            work = work * everybody.work
+        attackers = None if everybody.attackers is None else everybody.attackers[stays]
+        return dataclasses.replace(everybody, clients=everybody.clients[stays], work=work[stays], attackers=attackers)
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
         """The cohorts of rounds ``start`` to ``stop - 1``."""

@@ -1,0 +1,116 @@
+"""Where two values meet that were written apart: algorithms, aggregators, compressors, attacks and samplers."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import aggregators, attacks, compressors, samplers
+from fedsim.experiment import RunConfig, Settings, build
+
+FEEDBACK = aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.3)))
+
+
+def make(cls, **changes):
+    settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
+    return cls(**(settings | {"execution": fedsim.Jit()} | changes))
+
+
+def two_rounds(algorithm, sampler):
+    state = algorithm.init(jax.random.key(0))
+    for cohort in sampler.rounds(2):
+        state, info = algorithm.apply(state, cohort)
+    return state, info
+
+
+@pytest.mark.parametrize("attack", [attacks.SignFlip(2.0), attacks.PixelBackdoor(target=0, boost=5.0), attacks.GaussianNoise()])
+def test_an_attack_leaves_the_number_of_a_cluster_alone(attack):
+    update = {"group": jnp.int32(1), "w": jnp.ones(3)}
+    corrupt = attack.corrupt(update, jax.random.key(0))
+    assert int(corrupt["group"]) == 1 and not np.any(np.asarray(corrupt["w"]) == 1)
+
+
+def test_stragglers_may_be_attackers():
+    uniform = fedsim.UniformSampler(federation.data(), clients=6, seed=0)
+    attacked = samplers.Attacked(uniform, attacks.SignFlip(), fraction=0.5, seed=0)
+    for drop in (False, True):
+        both = samplers.Stragglers(attacked, fraction=0.5, epochs=4, drop=drop)
+        for cohort, before in zip(both.rounds(5), attacked.rounds(5), strict=True):
+            assert cohort.attack == attacks.SignFlip() and len(cohort) == (3 if drop else 6)
+            was = dict(zip(before.clients.tolist(), before.attackers.tolist(), strict=True))
+            assert cohort.attackers.tolist() == [was[client] for client in cohort.clients.tolist()]
+
+
+def test_a_cohort_has_one_attack():
+    attacked = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attacks.SignFlip(), seed=0)
+    with pytest.raises(ValueError, match="under attack already, by SignFlip"):
+        samplers.Attacked(attacked, attacks.LabelFlip(4), seed=0).cohort(0)
+
+
+def test_scaffold_learns_nothing_from_a_round_at_a_rate_of_0():
+    population = federation.data()
+    rates = [0.1, 0.0]
+    algorithm = make(
+        fedsim.algorithms.SCAFFOLD, client_optimizer=lambda round: optax.sgd(jnp.where(round == 1, rates[1], rates[0]))
+    )
+    first, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+    second, _ = algorithm.apply(first, federation.cohort(population, round=1))
+    federation.assert_trees_close(federation.plain(second).clients, federation.plain(first).clients)
+    federation.assert_trees_close(second.server.more, first.server.more)
+    assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(first.server.more)) > 0.01
+
+
+def test_two_phases_with_feedback_are_the_same_under_debug():
+    sampler = fedsim.UniformSampler(federation.data(), clients=4, seed=0)
+    states = [
+        two_rounds(make(fedsim.algorithms.Mime, aggregator=FEEDBACK, execution=how), sampler)[0]
+        for how in (fedsim.Jit(), fedsim.Debug())
+    ]
+    federation.assert_trees_close(*map(federation.plain, states))
+
+
+def test_stragglers_of_a_second_phase_did_all_of_the_first():
+    """The first phase of Mime is the gradient of all of a client's examples, however the second is batched."""
+    population = federation.data(sizes=(8, 8))
+    cohort = dataclasses.replace(federation.cohort(population), work=np.array([0.5, 1.0]))
+    states = []
+    for shuffle in (False, True):
+        batches = fedsim.Batches(size=4, shuffle=shuffle)
+        algorithm = make(fedsim.algorithms.Mime, batches=batches)
+        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0])
+    federation.assert_trees_close(states[0].more.gradient, states[1].more.gradient)
+
+
+def test_colluding_attackers_keep_nothing_of_messages_they_did_not_send():
+    population = federation.data(sizes=(4,) * 6)
+    attackers = np.array([True, False, False, True, False, False])
+    cohort = dataclasses.replace(federation.cohort(population), attack=attacks.ALittleIsEnough(z=1.0), attackers=attackers)
+    state, _ = (algorithm := make(fedsim.algorithms.FedAvg, aggregator=FEEDBACK)).apply(
+        algorithm.init(jax.random.key(0)), cohort
+    )
+    rows, _ = federation.plain(state).clients
+    residual = sum(np.abs(leaf).reshape(6, -1).sum(1) for leaf in jax.tree.leaves(rows))
+    assert ((residual > 0) == ~attackers).all()
+
+
+def test_clusters_and_directions_are_clipped_and_compressed_from_the_command_line():
+    for name in ("ifca", "fedmgda"):
+        config = RunConfig(dataset="digits", algorithm=name, clip=1.0, compressor="eden(bits=2)")
+        algorithm, sampler, _ = build(config, Settings(execution="jit"))
+        _, info = algorithm.apply(algorithm.init(jax.random.key(0)), sampler.cohort(0))
+        assert int(info.num_aggregated) > 0
+
+
+def test_statistics_are_evaluated_also_where_something_is_remembered():
+    population = federation.data()
+    algorithm = fedsim.algorithms.KMeans(
+        num_features=3, num_clusters=2, downlink=compressors.ErrorFeedback(compressors.Cast()), execution=fedsim.Jit()
+    )
+    state, _ = two_rounds(algorithm, fedsim.UniformSampler(population, clients=4, seed=0))
+    assert isinstance(state, fedsim.execution.Remembered)
+    assert np.isfinite(list(algorithm.evaluate(state, population).overall.values())).all()
