@@ -22,7 +22,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy
 
 test: lint types  ## lint, types, tests, doctests, notebooks
-	$(BIN)/python -m pytest --numprocesses=logical $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=logical --dist loadgroup $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

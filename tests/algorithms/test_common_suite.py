@@ -85,7 +85,12 @@ def compiled(name: str) -> fedsim.Algorithm:
     return make(name)
 
 
-@pytest.fixture(params=CASES)
+def together(names):
+    """Tests of one algorithm run in one process, where what it has compiled is known."""
+    return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
+
+
+@pytest.fixture(params=together(CASES))
 def name(request):
     return request.param
 
@@ -102,7 +107,7 @@ def run(algorithm, cohorts):
     return federation.plain(state), jax.device_get(infos)
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+@pytest.mark.parametrize("name", together(COMPOSED))
 def test_aggregators_and_compressors_combine_with_any_algorithm(name):
     """The same on two devices, whoever comes first, and after a pause; nobody's bits are lost; a state's form stays."""
     population = federation.data()
@@ -197,39 +202,36 @@ def test_empty_slots_do_not_matter(name):
 
 def test_a_client_without_weight_is_as_if_it_had_not_come(name):
     """One has no examples, and one's own part of the algorithm says that it weighs nothing."""
-    population = federation.data(sizes=(5, 0, 4, 6))
-    cls = type(compiled(name))
+    population, algorithm = federation.data(), compiled(name)
+    if len(algorithm.phases) > 1:
+        pytest.skip("its first phase would have to be silenced, too")
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-    class Silenced(cls):
+    class Silenced(type(algorithm)):
         def client_final(self, shared, state, client):
             result = super().client_final(shared, state, client)
             return result._replace(weight=jnp.where(client.position == 3, 0.0, result.weight))
 
-    algorithm = make(name, num_clients=4)
     silenced = Silenced(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm) if f.init})
-    if len(algorithm.phases) > 1:
-        pytest.skip("its first phase would have to be silenced, too")
     with_all, info = run(silenced, rounds(population, 1))
-    without, _ = run(algorithm, [fedsim.Cohort.of(population, ["client0", "client2"], round=0)])
+    others = np.array([0, 2, 4, 5, 6, 7])
+    without, _ = run(algorithm, [fedsim.Cohort(population, others, 0, fedsim.rng.root(0), slots=8)])
     federation.assert_trees_close(with_all, without)
-    assert (info[0].clients["weight"] != 0).tolist() == [True, False, True, False]
-    assert info[0].num_aggregated == 2
+    assert np.flatnonzero(info[0].clients["weight"]).tolist() == others.tolist()
+    assert info[0].num_aggregated == 6
 
 
-@pytest.mark.parametrize("how", ["jit", "debug"])
-def test_a_cohort_of_zero_total_weight_leaves_the_state_as_it_was(name, how):
-    population = federation.data(sizes=(5, 0, 0))
-    algorithm = make(name, num_clients=3, **({} if how == "jit" else {"execution": EXECUTIONS[how]}))
+def test_a_cohort_of_zero_total_weight_leaves_the_state_as_it_was(name):
+    population, algorithm = federation.data(), compiled(name)
     moved, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
     # Not from the initial state: a server with momentum would move on a zero gradient.
-    after, info = algorithm.apply(moved, fedsim.Cohort.of(population, ["client1", "client2"], round=1))
+    nobody = fedsim.Cohort(population, np.array([1]), 1, fedsim.rng.root(0), slots=8)
+    after, info = algorithm.apply(moved, nobody)
     federation.assert_trees_equal(federation.plain(moved), federation.plain(after))
     assert int(info.num_aggregated) == 0
 
 
-@pytest.mark.parametrize(("how", "poison"), [("jit", np.nan), ("debug", np.inf)])
-def test_a_non_finite_update_is_dropped_and_counted(name, how, poison):
+def test_a_non_finite_update_is_dropped_and_counted(name):
     """The loss of one client's examples is made non-finite: finite data, a diverging client."""
     if "model" not in {field.name for field in dataclasses.fields(CASES[name][0])}:
         pytest.skip("without a loss there is nothing to diverge")
@@ -237,13 +239,12 @@ def test_a_non_finite_update_is_dropped_and_counted(name, how, poison):
 
     def loss(examples, outputs):
         losses = model.loss(examples, outputs)
-        return losses * jnp.where(examples["x"][:, 0] > 1e3, poison, 1.0)
+        return losses * jnp.where(examples["x"][:, 0] > 1e3, np.nan, 1.0)
 
     columns = {key: np.array(column) for key, column in federation.data(sizes=(5, 3, 4)).columns.items()}
     columns["x"][5:8, 0] = 2e3
     population = fedsim.FederatedData.from_arrays(columns, sizes=(5, 3, 4), client_ids=["client0", "client1", "client2"])
-    changes = {"model": dataclasses.replace(model, loss=loss), "num_clients": 3}
-    algorithm = make(name, **changes, **({} if how == "jit" else {"execution": EXECUTIONS[how]}))
+    algorithm = make(name, model=dataclasses.replace(model, loss=loss), num_clients=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         state, infos = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
@@ -255,20 +256,19 @@ def test_a_non_finite_update_is_dropped_and_counted(name, how, poison):
     assert infos.clients["dropped"].tolist() == [False, True, False]
     assert int(infos.num_dropped) == 1
     assert infos.clients["weight"][1] == 0
-    without, _ = run(algorithm, [fedsim.Cohort.of(population, ["client0", "client2"])])
+    without, _ = run(algorithm, [fedsim.Cohort(population, np.array([0, 2]), 0, fedsim.rng.root(0), slots=3)])
     federation.assert_trees_close(federation.plain(state), without)
-    strict = dataclasses.replace(algorithm, nonfinite="raise")
     with pytest.raises(FloatingPointError, match="client 'client1' in round 0"):
-        strict.apply(strict.init(jax.random.key(1)), federation.cohort(population))
+        fedsim.execution.report_dropped(algorithm, infos, [federation.cohort(population)], "raise")
 
 
 def test_trace_count_independent_of_client_sizes(name):
-    """Rounds, cohorts and sizes change; it is compiled once (plus never again)."""
+    """Rounds, cohorts, their sizes and the sizes of clients change; it is compiled once (plus never again)."""
     algorithm = make(name)
-    population = federation.data(sizes=(1, 30, 2, 0, 17, 64, 5, 9))
-    sampler = fedsim.UniformSampler(population, clients=3, seed=0)
-    state = algorithm.remember(algorithm.init(jax.random.key(0)), population)
-    for cohort in sampler.rounds(8):
+    population = federation.data(sizes=(1, 9, 2, 0, 17, 4, 5, 1))  # as many examples as usual, otherwise distributed
+    state, draw = algorithm.remember(algorithm.init(jax.random.key(1)), population), np.random.default_rng(0)
+    for round, count in enumerate((3, 8, 1, 5)):
+        cohort = fedsim.Cohort(population, draw.permutation(8)[:count], round, fedsim.rng.root(0), slots=8)
         state, _ = algorithm.apply(state, cohort)
     (programs,) = algorithm._compiled.values()
     assert programs.rounds._cache_size() == 1
