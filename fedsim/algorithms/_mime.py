@@ -119,7 +119,7 @@ class Mime(Mimicking):
     """Clients also correct every gradient by the cohort's, as SVRG does: g(y) - g(x) + c.
 
     A round has two phases, first c and then training: clients are reached twice, and get x both times. A step takes two
-    gradients. Whatever the ``aggregator``, c is a weighted mean.
+    gradients. Whatever the second phase's ``aggregator`` and ``downlink``, the first takes a weighted mean, at x as it is.
 
     Attributes:
       client_optimizer: see `Mimicking`.
