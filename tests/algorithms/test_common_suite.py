@@ -59,11 +59,11 @@ ALL_AT_ONCE = {
     "aggregator": aggregators.Clipped(
         1.0,
         inner=aggregators.Compressed(
-            compressors.ErrorFeedback(compressors.Eden(bits=2)),
+            compressors.ErrorFeedback(compressors.ScaledSign()),
             inner=aggregators.Noised(0.01, inner=aggregators.TrimmedMean(trim=0.2)),
         ),
     ),
-    "downlink": compressors.ErrorFeedback(compressors.QSGD(levels=64)),
+    "downlink": compressors.ErrorFeedback(compressors.Cast()),
 }
 COMPOSED = {
     f"fedavg, {name}": (fedsim.algorithms.FedAvg, {"aggregator": aggregator}) for name, aggregator in AGGREGATORS.items()
