@@ -77,6 +77,7 @@ def test_run_from_a_folder_with_another_algorithm_keeps_the_rest(finished, tmp_p
     config = read_config(tmp_path / "r")["config"]
     assert config["rounds"] == 4 and config["model"] == "digits_logistic" and config["seed"] == 4
     assert config["hyperparameters"] == {
+        "averaging": None,
         "momentum": 0.5,
         "server_learning_rate": published("digits", "fedavgm").values["server_learning_rate"],
     }
