@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -13,13 +12,13 @@ import numpy as np
 
 from fedsim import rng
 from fedsim.data import Cohort
-from fedsim.samplers._sampler import Sampler
+from fedsim.samplers._sampler import ChangedSampler, Sampler
 
 if TYPE_CHECKING:
     from fedsim.attacks import Attack
 
 
-class Attacked:
+class Attacked(ChangedSampler):
     """The cohorts of another sampler, with attackers among them.
 
     Args:
@@ -66,31 +65,15 @@ class Attacked:
             raise ValueError(
                 "Expected attackers or every_round, not both: attackers that have names are the same in every round."
             )
-        self.sampler, self.attack, self.fraction, self.every_round = sampler, attack, fraction, every_round
-        self.data = sampler.data
+        super().__init__(sampler)
+        self.attack, self.fraction, self.every_round = attack, fraction, every_round
         self._named = None if attackers is None else np.array([self.data.index(name) for name in attackers], np.int32)
         self._words = np.asarray(rng.words(rng.stream(rng.root(seed), "attackers")))
 
-    @property
-    def clients(self) -> int:
-        """The cohorts' slots."""
-        return getattr(self.sampler, "clients", 0) or self.sampler.cohort(0).slots
-
-    @property
-    def key(self) -> jax.Array:
-        """The run's root key."""
-        return self.sampler.cohort(0).key
-
-    def cohort(self, round: int) -> Cohort:
-        """The cohort of a round, and who of it attacks."""
-        cohort = self.sampler.cohort(operator.index(round))
+    def _change(self, cohort: Cohort) -> Cohort:
         if cohort.attack is not None:
             raise ValueError(f"The cohorts are under attack already, by {cohort.attack}: a cohort has one attack.")
         return dataclasses.replace(cohort, attack=self.attack, attackers=self._attackers(cohort))
-
-    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
-        """The cohorts of rounds ``start`` to ``stop - 1``."""
-        return (self.cohort(r) for r in range(start, stop))
 
     def _attackers(self, cohort: Cohort) -> np.ndarray:
         if self._named is not None:

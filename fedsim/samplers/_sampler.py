@@ -66,3 +66,36 @@ class SeededSampler:
     def _generator(self, round: int) -> np.random.Generator:
         """The round's own stream of numbers: Philox counts up from the round, and no two rounds meet."""
         return np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, round]))
+
+
+class ChangedSampler:
+    """Another sampler's cohorts, each changed by ``_change(cohort)``; for the rest as that sampler.
+
+    Args:
+      sampler: who takes part.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.sampler, self.data = sampler, sampler.data
+
+    @property
+    def clients(self) -> int:
+        """The cohorts' slots."""
+        return getattr(self.sampler, "clients", 0) or self.sampler.cohort(0).slots
+
+    @property
+    def key(self) -> jax.Array:
+        """The run's root key."""
+        return self.sampler.cohort(0).key
+
+    def cohort(self, round: int) -> Cohort:
+        """The cohort of a round."""
+        return self._change(self.sampler.cohort(operator.index(round)))
+
+    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
+        """The cohorts of rounds ``start`` to ``stop - 1``."""
+        return (self.cohort(r) for r in range(start, stop))
+
+    def _change(self, cohort: Cohort) -> Cohort:
+        """The cohort as it takes part."""
+        raise NotImplementedError

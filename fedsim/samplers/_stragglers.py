@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
 
-import jax
 import numpy as np
 
 from fedsim import rng
-from fedsim.data import Cohort, FederatedData
-from fedsim.samplers._sampler import SeededSampler
+from fedsim.data import Cohort
+from fedsim.samplers._sampler import ChangedSampler, Sampler
 
 
-class Stragglers:
+class Stragglers(ChangedSampler):
     """Another sampler's cohorts, of which some clients do less work than they were asked for, or are left out.
 
     Who straggles and by how much is a function of the seed and the round alone: the same for every algorithm and every learning
@@ -35,13 +33,13 @@ class Stragglers:
       data, clients, key: the sampler's.
 
     Guarantees:
-      - Everybody else does all of its work.
+      - Nothing else about a cohort changes, attackers among it included; who has less work already does that share of it.
       - Cost: O(clients) a round, beside the sampler's.
 
     Raises:
       ValueError: ``fraction`` is not in [0, 1], or ``epochs`` is below 2, in which nobody can do less.
 
-    >>> from fedsim.samplers import UniformSampler
+    >>> from fedsim import FederatedData, UniformSampler
     >>> data = FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
     >>> everybody = UniformSampler(data, clients=4, seed=0)
     >>> [(cohort.work * 20).tolist() for cohort in Stragglers(everybody, fraction=0.5, epochs=20).rounds(2)]
@@ -50,43 +48,23 @@ class Stragglers:
     [(2, 4), (2, 4)]
     """
 
-    def __init__(self, sampler: SeededSampler, *, fraction: float = 0.5, epochs: int, drop: bool = False) -> None:
+    def __init__(self, sampler: Sampler, *, fraction: float = 0.5, epochs: int, drop: bool = False) -> None:
         epochs = operator.index(epochs)
         if not 0 <= fraction <= 1:
             raise ValueError(f"Expected 0 <= fraction <= 1, got fraction={fraction}: the part of a cohort that straggles.")
         if epochs < 2:
             raise ValueError(f"Expected epochs >= 2, got epochs={epochs}: of a single epoch nobody can do less.")
-        self.sampler, self.fraction, self.epochs, self.drop = sampler, float(fraction), epochs, drop
-        self._words = np.asarray(rng.words(rng.stream(sampler.key, "stragglers")))
+        super().__init__(sampler)
+        self.fraction, self.epochs, self.drop = float(fraction), epochs, drop
+        self._words = np.asarray(rng.words(rng.stream(self.key, "stragglers")))
 
-    @property
-    def data(self) -> FederatedData:
-        """The population."""
-        return self.sampler.data
-
-    @property
-    def clients(self) -> int:
-        """The sampler's slots."""
-        return self.sampler.clients
-
-    @property
-    def key(self) -> jax.Array:
-        """The run's root key."""
-        return self.sampler.key
-
-    def cohort(self, round: int) -> Cohort:
-        """The cohort of a round."""
-        everybody = self.sampler.cohort(round)
-        draw = np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, everybody.round]))
-        late = draw.permutation(len(everybody))[: int(np.rint(self.fraction * len(everybody)))]
-        work = np.ones(len(everybody), np.float32)
+    def _change(self, cohort: Cohort) -> Cohort:
+        draw = np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, cohort.round]))
+        late = draw.permutation(len(cohort))[: int(np.rint(self.fraction * len(cohort)))]
+        work = np.ones(len(cohort), np.float32)
         work[late] = draw.integers(1, self.epochs, len(late)) / self.epochs
-        stays = work == 1 if self.drop else np.ones(len(everybody), bool)
-        if everybody.work is not None:
-            work = work * everybody.work
-        attackers = None if everybody.attackers is None else everybody.attackers[stays]
-        return dataclasses.replace(everybody, clients=everybody.clients[stays], work=work[stays], attackers=attackers)
-
-    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
-        """The cohorts of rounds ``start`` to ``stop - 1``."""
-        return (self.cohort(r) for r in range(start, stop))
+        stays = work == 1 if self.drop else np.ones(len(cohort), bool)
+        if cohort.work is not None:
+            work = work * cohort.work
+        attackers = None if cohort.attackers is None else cohort.attackers[stays]
+        return dataclasses.replace(cohort, clients=cohort.clients[stays], work=work[stays], attackers=attackers)

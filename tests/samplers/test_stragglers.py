@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.samplers import PoissonSampler, Stragglers, UniformSampler
+from fedsim.samplers import Attacked, PoissonSampler, Stragglers, UniformSampler
 
 EPOCHS = 5
 
@@ -40,6 +40,20 @@ def test_dropped_are_those_who_would_straggle_and_slots_stay(fraction):
         assert late.clients[late.work == 1].tolist() == left.clients.tolist()
         assert left.slots == late.slots == sampler.clients == without.clients
         assert len(left) == 10 - round(10 * fraction)
+
+
+def test_attackers_and_earlier_stragglers_stay_who_they_are():
+    population = federation.data(sizes=(4,) * 8)
+    everybody = UniformSampler(population, clients=6, seed=0)
+    attacked = Attacked(everybody, fedsim.attacks.SignFlip(), fraction=0.5, seed=0)
+    twice = Stragglers(Stragglers(attacked, fraction=1.0, epochs=2), fraction=0.5, epochs=2)
+    for r in range(5):
+        plain, late = attacked.cohort(r), twice.cohort(r)
+        assert late.attack is plain.attack and late.attackers.tolist() == plain.attackers.tolist()
+        assert sorted(late.work.tolist()) == [0.25] * 3 + [0.5] * 3
+        left = Stragglers(attacked, fraction=0.5, epochs=2, drop=True).cohort(r)
+        of = dict(zip(plain.clients.tolist(), plain.attackers.tolist(), strict=True))
+        assert left.attackers.tolist() == [of[client] for client in left.clients.tolist()] and len(left) == 3
 
 
 def test_cohorts_of_any_size():
