@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.aggregators._krum import neighbours
-from fedsim.aggregators._rows import as_rows, check_attackers, in_order, middle, squared_distances, wide
+from fedsim.aggregators._rows import check_attackers, in_order, middle, squared_distances, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
 
 
@@ -56,17 +56,18 @@ class Bulyan(SideBySide):
         def leaf(rows: jax.Array) -> jax.Array:
             ordered = in_order(wide(rows), chosen)
             median = middle(ordered, theta)
+
             # The nearest to the median stand side by side in order: from which place on do they reach least far?
-            start, reach = jnp.zeros(median.shape, jnp.int32), jnp.full_like(median, jnp.inf)
-            for place in range(2 * self.attackers + 1):
-                far = jnp.maximum(median - ordered[place], ordered[jnp.minimum(place + kept, theta) - 1] - median)
-                nearer = (far < reach) & (place + kept <= theta)
-                start, reach = jnp.where(nearer, place, start), jnp.where(nearer, far, reach)
-            places = as_rows(jnp.arange(len(ordered)), ordered)
-            inside = (places >= start[None]) & (places < start[None] + kept) & (places < theta)
-            return jnp.sum(jnp.where(inside, ordered, 0), axis=0) / jnp.minimum(kept, jnp.maximum(theta, 1)).astype(
-                ordered.dtype
-            )
+            def compare(place: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                far = jnp.maximum(median - ordered[place], ordered[place + kept - 1] - median)
+                return jnp.where(far < best[1], place, best[0]), jnp.minimum(far, best[1])
+
+            def add(place: jax.Array, sum: jax.Array) -> jax.Array:
+                return jnp.where((place >= start) & (place < start + kept), sum + ordered[place], sum)
+
+            none = jnp.zeros(median.shape, jnp.int32), jnp.full_like(median, jnp.inf)
+            start, _ = jax.lax.fori_loop(0, theta - kept + 1, compare, none)
+            return jax.lax.fori_loop(0, theta, add, jnp.zeros_like(median)) / kept.astype(ordered.dtype)
 
         return jax.tree.map(leaf, updates)
 

@@ -8,13 +8,32 @@ weights, which in the paper are equal (``weighting="uniform"``).
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.aggregators._rows import as_rows, in_order, wide
+from fedsim.aggregators._rows import in_order, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
+
+
+class _Sums(NamedTuple):
+    """Of a coordinate's values inside the borders: sum and weight; beyond and at either border: number and weight."""
+
+    value: jax.Array
+    weight: jax.Array
+    below: jax.Array
+    at_low: jax.Array
+    low_weight: jax.Array
+    above: jax.Array
+    at_high: jax.Array
+    high_weight: jax.Array
+
+
+def _share(beyond: jax.Array, at: jax.Array, cut: jax.Array, n: jax.Array) -> jax.Array:
+    """The part of the values at a border that are on its inner side, when ``cut`` of n are left out at either end."""
+    return (jnp.minimum(beyond + at, n - cut) - cut) / jnp.maximum(at, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,20 +71,33 @@ class TrimmedMean(SideBySide):
 
         def leaf(rows: jax.Array) -> jax.Array:
             rows = wide(rows)
-            there, weight = as_rows(exists, rows), as_rows(weights, rows).astype(rows.dtype)
             ordered = in_order(rows, exists)
-            low, high = ordered[cut][None], ordered[jnp.maximum(n - 1 - cut, 0)][None]
+            low, high = ordered[cut], ordered[jnp.maximum(n - 1 - cut, 0)]
 
-            def count(those: jax.Array) -> jax.Array:
-                return jnp.sum(those & there, axis=0, keepdims=True)
+            # One client after another: XLA's sum along the first axis goes value by value on a CPU.
+            def add(slot: jax.Array, sums: _Sums) -> _Sums:
+                x, weight, there = rows[slot], weights[slot].astype(rows.dtype), exists[slot]
+                inside, at_low, at_high = there & (x > low) & (x < high), there & (x == low), there & (x == high)
+                return _Sums(
+                    jnp.where(inside, sums.value + weight * x, sums.value),
+                    jnp.where(inside, sums.weight + weight, sums.weight),
+                    sums.below + (there & (x < low)).astype(jnp.int32),
+                    sums.at_low + at_low.astype(jnp.int32),
+                    jnp.where(at_low, sums.low_weight + weight, sums.low_weight),
+                    sums.above + (there & (x > high)).astype(jnp.int32),
+                    sums.at_high + at_high.astype(jnp.int32),
+                    jnp.where(at_high, sums.high_weight + weight, sums.high_weight),
+                )
 
-            # How many of those that equal the border are on this side of the cut, as a share of all that equal it.
-            low_share = (jnp.minimum(count(rows <= low), n - cut) - cut) / jnp.maximum(count(rows == low), 1)
-            high_share = (jnp.minimum(count(rows >= high), n - cut) - cut) / jnp.maximum(count(rows == high), 1)
-            share = jnp.where(rows == low, low_share, jnp.where(rows == high, high_share, 1)).astype(rows.dtype)
-            share = jnp.where(there & (rows >= low) & (rows <= high), share * weight, 0)
-            weight = jnp.maximum(jnp.sum(share, axis=0), jnp.finfo(rows.dtype).tiny)
-            kept = jnp.sum(jnp.where(share == 0, 0, share * rows), axis=0) / weight
-            return jnp.where(n == 0, 0, jnp.clip(kept, low[0], high[0]))
+            value, counts = jnp.zeros_like(low), jnp.zeros(low.shape, jnp.int32)
+            sums = _Sums(value, value, counts, counts, value, counts, counts, value)
+            sums = jax.lax.fori_loop(0, len(weights), add, sums)
+            low_weight = sums.low_weight * _share(sums.below, sums.at_low, cut, n).astype(rows.dtype)
+            high_weight = sums.high_weight * _share(sums.above, sums.at_high, cut, n).astype(rows.dtype)
+            high_weight = jnp.where(high > low, high_weight, 0)
+            weight = jnp.maximum(sums.weight + low_weight + high_weight, jnp.finfo(rows.dtype).tiny)
+            # Divided first: no product of a weight and a value at the end of the range overflows.
+            kept = sums.value / weight + low * (low_weight / weight) + high * (high_weight / weight)
+            return jnp.where(n == 0, 0, jnp.clip(kept, low, high))
 
         return jax.tree.map(leaf, updates)

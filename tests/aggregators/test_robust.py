@@ -199,6 +199,12 @@ def test_order_against_sort(n):
     np.testing.assert_array_equal(in_order(jnp.asarray(x), jnp.asarray(exists)), expected)
 
 
+@pytest.mark.parametrize("columns", [4096, 4097, 9000])
+def test_order_of_more_coordinates_than_are_sorted_together(columns):
+    x = np.random.default_rng(columns).normal(size=(5, 1, columns)).astype(np.float32)
+    np.testing.assert_array_equal(in_order(jnp.asarray(x), jnp.ones(5, bool)), np.sort(x, axis=0))
+
+
 def test_order_is_right_by_the_zero_one_principle():
     """A network that sorts every sequence of zeros and ones sorts everything (Knuth, 5.3.4, theorem Z)."""
     for n in range(1, 11):
