@@ -90,9 +90,16 @@ def together(names):
     return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
-@pytest.fixture(params=together(CASES))
-def name(request):
-    return request.param
+def named(request):
+    """Of module scope: pytest then runs the tests of one algorithm in a row, and its programs can be forgotten after them."""
+    yield request.param
+    compiled.cache_clear()
+    reference.cache_clear()
+    jax.clear_caches()
+
+
+name = pytest.fixture(named, scope="module", params=together(CASES))
+composed = pytest.fixture(named, scope="module", params=together(COMPOSED))
 
 
 def rounds(population, count=2, seed=0):
@@ -107,18 +114,17 @@ def run(algorithm, cohorts):
     return federation.plain(state), jax.device_get(infos)
 
 
-@pytest.mark.parametrize("name", together(COMPOSED))
-def test_aggregators_and_compressors_combine_with_any_algorithm(name):
+def test_aggregators_and_compressors_combine_with_any_algorithm(composed):
     """The same on two devices, whoever comes first, and after a pause; nobody's bits are lost; a state's form stays."""
     population = federation.data()
-    state, infos = run(compiled(name), rounds(population))
-    before = federation.plain(compiled(name).remember(compiled(name).init(jax.random.key(1)), population))
+    state, infos = run(compiled(composed), rounds(population))
+    before = federation.plain(compiled(composed).remember(compiled(composed).init(jax.random.key(1)), population))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), before) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
     took_part = population.sizes > 0
     assert ((infos[1].clients["bits_up"] > 0) == took_part).all() and ((infos[1].clients["bits_down"] > 0) == took_part).all()
     backwards = [fedsim.Cohort.of(population, population.client_ids[::-1], round=r) for r in range(2)]
-    algorithm = make(name, execution=fedsim.Pmap(devices=2, memory="stream"))
+    algorithm = make(composed, execution=fedsim.Pmap(devices=2, memory="stream"))
     federation.assert_trees_close(run(algorithm, backwards)[0], state, rtol=1e-4, atol=1e-5)
 
 

@@ -21,7 +21,7 @@ def text(*rows):
 def some_clients(sizes=(3, 0, 2)):
     """Images, labels and words; the second client is empty."""
     random = np.random.default_rng(0)
-    words = [b"to be", "né".encode(), b"", b"or, \"not\""]
+    words = [b"to be", "né".encode(), b"", b'or, "not"']
     return FederatedData.from_clients({
         f"w{i}": {
             "x": random.random((n, 2, 3), np.float32),
