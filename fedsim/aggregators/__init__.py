@@ -6,6 +6,9 @@ from fedsim.aggregators._aggregator import Sent as Sent
 from fedsim.aggregators._aggregator import Sum as Sum
 from fedsim.aggregators._aggregator import SumAggregator as SumAggregator
 from fedsim.aggregators._aggregator import Wrapper as Wrapper
+from fedsim.aggregators._beside import Beside as Beside
+from fedsim.aggregators._beside import Noted as Noted
+from fedsim.aggregators._beside import with_notes_of as with_notes_of
 from fedsim.aggregators._bulyan import Bulyan as Bulyan
 from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping
 from fedsim.aggregators._clipped import Clipped as Clipped

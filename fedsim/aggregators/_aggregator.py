@@ -43,6 +43,11 @@ class Aggregator:
     (`init`, `conclude`). Those who need neither write the four functions of the fold.
     """
 
+    @property
+    def plain(self) -> bool:
+        """Whether updates arrive as they are, so that nothing need be asked of `send`."""
+        return type(self).send is Aggregator.send
+
     def check(self, update: Update, slots: int) -> None:
         """Raises ``ValueError``, before the first round, if cohorts of up to ``slots`` such updates cannot be aggregated."""
 
@@ -186,6 +191,10 @@ class Wrapper(Aggregator):
     """
 
     inner: Aggregator = dataclasses.field(default_factory=Mean, kw_only=True)
+
+    @property
+    def plain(self) -> bool:
+        return type(self).send is Wrapper.send and self.inner.plain
 
     def check(self, update: Update, slots: int) -> None:
         self.inner.check(update, slots)

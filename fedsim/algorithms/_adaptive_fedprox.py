@@ -10,16 +10,16 @@ does to the loss changes mu in the round after the next, and if few clients take
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics
+from fedsim.aggregators import Beside, Noted
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.algorithms._gradient_server import ServerState, Shared, positive
-from fedsim.data import Batch, Batches
+from fedsim.algorithms._loss_before import LossBefore
 from fedsim.execution import Client, ClientUpdate
 
 
@@ -32,7 +32,7 @@ class Trend(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AdaptiveFedProx(FedProx):
+class AdaptiveFedProx(LossBefore, FedProx):
     """FedProx that raises mu when the loss rises and lowers it, never below 0, when it keeps falling.
 
     A client takes one more pass over its examples, for their loss before it trains. ``state.more`` has mu and the loss.
@@ -59,13 +59,10 @@ class AdaptiveFedProx(FedProx):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
         positive(mu_step=self.mu_step)
         if not self.patience >= 1:
             raise ValueError(f"Expected patience >= 1, got patience={self.patience}.")
-
-    @property
-    def preview(self) -> Batches | None:
-        return self.batches.one_pass()
 
     def init(self, key: jax.Array) -> ServerState:
         return super().init(key)._replace(more=Trend(jnp.float32(self.mu), jnp.float32(jnp.nan), jnp.int32(0)))
@@ -76,19 +73,11 @@ class AdaptiveFedProx(FedProx):
     def proximity(self, shared: Shared) -> jax.Array:
         return shared.more
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        return super().client_init(shared, client)._replace(more=metrics.Mean(jnp.float32(0), jnp.float32(0)))
-
-    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        loss = self.model.train_loss(shared.params, batch)
-        return state._replace(more=state.more.merge(metrics.Mean(loss * seen, seen)))
-
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
-        return result._replace(update=(result.update, state.more.result()))
+        return result._replace(update=Noted(result.update, self.loss_before(state)))
 
-    def server_update(self, state: ServerState, update: Any) -> ServerState:
+    def server_update(self, state: ServerState, update: Noted) -> ServerState:
         movement, loss = update
         mu, last, falls = state.more  # last is NaN in the first round: neither a rise nor a fall
         falls = jnp.where(loss < last, falls + 1, 0)

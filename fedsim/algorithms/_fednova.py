@@ -15,11 +15,11 @@ change over a client's steps. Deviations: none by default; another ``server_opti
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
 from fedsim import tree
+from fedsim.aggregators import Beside, Noted
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.algorithms._gradient_server import ServerState, Shared
@@ -52,6 +52,10 @@ class FedNova(FedProx):
 
     mu: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
+
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         return super().client_init(shared, client)._replace(more=Reach.zero(self._client_optimizer(shared.round)))
 
@@ -62,9 +66,9 @@ class FedNova(FedProx):
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result, reach = super().client_final(shared, state, client), state.more
         info = {**result.info, "reach": reach.come}
-        return result._replace(update=(reach.mean(result.update), reach.come), info=info)
+        return result._replace(update=Noted(reach.mean(result.update), reach.come), info=info)
 
-    def server_update(self, state: ServerState, update: Any) -> ServerState:
+    def server_update(self, state: ServerState, update: Noted) -> ServerState:
         direction, reach = update
         return super().server_update(state, tree.scale(direction, reach))
 

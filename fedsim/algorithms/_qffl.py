@@ -13,27 +13,21 @@ infinite. What the sums give may pass through any ``server_optimizer``; the pape
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim import tree
+from fedsim.aggregators import Beside, Noted
+from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared, positive
-from fedsim.data import Batch, Batches
+from fedsim.algorithms._loss_before import LossBefore
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 _SMALLEST_LOSS = 1e-10
-
-
-class Reweighted(NamedTuple):
-    """A client's Δ_k, in the parameters' structure, and its h_k, ``float32 []``: the server steps along ΣΔ_k / Σh_k."""
-
-    delta: Params
-    h: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,17 +47,20 @@ class FairServer(GradientServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
         if not 0 <= self.q < float("inf"):
             raise ValueError(f"Expected q >= 0 and finite, got q={self.q}.")
 
-    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Reweighted:
-        """Δ_k = F_k^q ∇_k and h_k = q F_k^(q-1) |∇_k|² + L F_k^q, for the client's gradient, or what stands for one."""
+    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Noted:
+        """Δ_k = F_k^q ∇_k and, beside it, h_k = q F_k^(q-1) |∇_k|² + L F_k^q: for a gradient, or what stands for one."""
         loss = jnp.maximum(loss, _SMALLEST_LOSS)
         delta = tree.scale(gradient, loss**self.q)
-        return Reweighted(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
+        return Noted(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
 
-    def server_update(self, state: ServerState, update: Reweighted) -> ServerState:
-        return super().server_update(state, tree.scale(update.delta, 1 / update.h))
+    def server_update(self, state: ServerState, update: Noted) -> ServerState:
+        """The step is along ΣΔ_k / Σh_k; where nobody could move there is none."""
+        delta, h = update
+        return super().server_update(state, tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -96,7 +93,7 @@ class QFedSGD(FedSGD, FairServer):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class QFedAvg(FedAvg, FairServer):
+class QFedAvg(LossBefore, FairServer):
     """q-FedAvg: clients train as in FedAvg; L times their movement stands for the gradient.
 
     With q = 0 this is `FedAvg`. A client reads its examples once more than in FedAvg, for its loss before training.
@@ -124,21 +121,9 @@ class QFedAvg(FedAvg, FairServer):
         if self.lipschitz is not None:
             positive(lipschitz=self.lipschitz)
 
-    @property
-    def preview(self) -> Batches:
-        return Batches(size=self.batches.size, shuffle=False)
-
-    def set_out(self, shared: Shared, params: Params) -> ClientState:
-        return super().set_out(shared, params)._replace(more=metrics.Mean(jnp.float32(0), jnp.float32(0)))
-
-    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        loss = self.model.train_loss(shared.params, batch)
-        return state._replace(more=state.more.merge(metrics.Mean(loss * seen, seen)))
-
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
-        lipschitz, before = self._lipschitz(shared), state.more.result()
+        lipschitz, before = self._lipschitz(shared), self.loss_before(state)
         update = self.reweighted(tree.scale(result.update, lipschitz), before, lipschitz)
         return result._replace(update=update, info={**result.info, "loss_before": before})
 
@@ -148,4 +133,5 @@ class QFedAvg(FedAvg, FairServer):
         optimizer = self._client_optimizer(shared.round)
         ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), shared.params) for v in (1, 0))
         steps = jax.tree.leaves(optimizer.update(ones, optimizer.init(zeros), zeros)[0])
-        return -sum(x.size for x in steps) / sum(jnp.sum(x, dtype=jnp.float32) for x in steps)
+        rate = -sum(jnp.sum(x, dtype=jnp.float32) for x in steps) / sum(x.size for x in steps)
+        return jnp.where(rate == 0, 0.0, 1 / jnp.where(rate == 0, 1.0, rate))  # a round of rate 0 moves nobody

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, Wrapper
+from fedsim.aggregators import Aggregator, Wrapper, with_notes_of
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -107,13 +107,11 @@ class Overheard(Wrapper):
         return Heard(super().merge(a.inner, b.inner), a.moments.merge(b.moments), a.weights + b.weights)
 
     def merge_stacked(self, accumulators: Heard) -> Heard:
-        first, rest = (jax.tree.map(lambda x, s=s: x[s], accumulators.moments) for s in (0, slice(1, None)))
-        moments = jax.lax.scan(lambda a, b: (a.merge(b), None), first, rest)[0]
-        return Heard(super().merge_stacked(accumulators.inner), moments, jnp.sum(accumulators.weights, axis=0))
+        return Heard(super().merge_stacked(accumulators.inner), *_heard(accumulators.moments, accumulators.weights))
 
     def merge_devices(self, accumulator: Heard, axis: str) -> Heard:
-        rest = self.merge_stacked(jax.lax.all_gather(accumulator._replace(inner=()), axis))
-        return rest._replace(inner=super().merge_devices(accumulator.inner, axis))
+        heard = _heard(*jax.lax.all_gather((accumulator.moments, accumulator.weights), axis))
+        return Heard(super().merge_devices(accumulator.inner, axis), *heard)
 
     def finish(self, accumulator: Heard) -> Update:
         return super().finish(accumulator.inner)
@@ -123,7 +121,7 @@ class Overheard(Wrapper):
         deviation = jax.tree.map(lambda x: jnp.sqrt(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
-        update = self.attack.collude(Honest(mean, deviation, clients, attackers))
+        update = with_notes_of(mean, self.attack.collude(Honest(mean, deviation, clients, attackers)))
 
         def attack(slot: jax.Array, fold: Any) -> Any:
             own = jax.random.fold_in(rng.stream(key, "collusion"), slot)
@@ -137,3 +135,9 @@ class Overheard(Wrapper):
             return jax.lax.cond(weights[slot] != 0, attack, lambda _, fold: fold, slot, fold)
 
         return super().conclude(jax.lax.fori_loop(0, len(weights), each, accumulator.inner), memory, key)
+
+
+def _heard(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:
+    """What was heard in several places, stacked along a new first axis, as one."""
+    first, rest = (jax.tree.map(lambda x, s=s: x[s], moments) for s in (0, slice(1, None)))
+    return jax.lax.scan(lambda a, b: (a.merge(b), None), first, rest)[0], jnp.sum(weights, axis=0)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator
+from fedsim.aggregators import Aggregator, with_notes_of
 from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared
@@ -137,7 +137,7 @@ class Lane:
         """What arrives of an update, the client's line of the info, and what it keeps."""
         old = self._row(position) if self.table else (client.memory, ())
         if self.attack is not None:
-            corrupt = self.attack.corrupt(result.update, rng.stream(client.key, "attack"))
+            corrupt = with_notes_of(result.update, self.attack.corrupt(result.update, rng.stream(client.key, "attack")))
             result = result._replace(update=tree.select(self.people.attacker[position], corrupt, result.update))
         update, line, kept = deliver(self.program, result, client, old, self.common)
         if self.attack is not None and type(self.attack).surround is not Attack.surround:
@@ -179,14 +179,13 @@ def deliver(
         raise ValueError(
             f"client_final keeps {kept}, and client_memory starts with {known}: give ClientUpdate a memory of that structure."
         )
-    plainly = type(program.aggregator).send is Aggregator.send
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
     finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
     update = tree.select(took_part & finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
     of_aggregator = old[1]
-    if not plainly:
+    if not program.aggregator.plain:
         sent = program.aggregator.send(update, common, old[1], rng.stream(client.key, "send"))
         # Half of a precision is a way of sending, and may overflow.
         finite &= jnp.isfinite(tree.squared_norm((sent.update, sent.memory)))

@@ -114,3 +114,40 @@ def test_statistics_are_evaluated_also_where_something_is_remembered():
     state, _ = two_rounds(algorithm, fedsim.UniformSampler(population, clients=4, seed=0))
     assert isinstance(state, fedsim.execution.Remembered)
     assert np.isfinite(list(algorithm.evaluate(state, population).overall.values())).all()
+
+
+def test_numbers_beside_an_update_are_no_coordinates_of_it():
+    """One client: FedNova's server goes along its direction, which is clipped, as far as the client went, which is not."""
+    population = federation.data(sizes=(9,))
+    cohort = federation.cohort(population)
+    algorithm = make(fedsim.algorithms.FedNova, aggregator=aggregators.Clipped(0.01))
+    before = algorithm.init(jax.random.key(0))
+    after, info = algorithm.apply(before, cohort)
+    moved = jax.tree.map(lambda a, b: np.asarray(a - b), before.params, after.params)
+    np.testing.assert_allclose(info.clients["reach"], 0.3, rtol=1e-6)  # three steps of 0.1
+    np.testing.assert_allclose(np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(moved))), 0.3 * 0.01, rtol=1e-4)
+    assert info.clients["bits_up"].tolist() == [32 * (3 * 4 + 4 + 1)]
+
+
+@pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox"])
+@pytest.mark.parametrize("attack", [attacks.SignFlip(), attacks.ALittleIsEnough()])
+def test_compression_and_attacks_leave_the_numbers_beside_an_update_alone(name, attack):
+    """Of what sparse messages drop and attackers turn around, a divisor was one."""
+    few = aggregators.Compressed(compressors.RandomK(fraction=0.1))
+    algorithm = make(fedsim.algorithms.get(name), aggregator=few, server_optimizer=optax.sgd(0.1))
+    sampler = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attack, fraction=0.4, seed=0)
+    state, _ = two_rounds(algorithm, sampler)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.params))
+    update = aggregators.Noted(jax.tree.map(jnp.ones_like, state.params), jnp.float32(7))
+    arrived = algorithm.aggregator.send(update, (), (), jax.random.key(0)).update
+    assert arrived.notes == 7 and any(np.any(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(arrived.update))
+
+
+def test_q_fedavg_stays_where_it_is_in_a_round_at_a_rate_of_0():
+    algorithm = make(fedsim.algorithms.QFedAvg, client_optimizer=lambda round: optax.sgd(jnp.where(round == 0, 0.0, 0.1)))
+    state = algorithm.init(jax.random.key(0))
+    after, info = algorithm.apply(state, federation.cohort())
+    federation.assert_trees_equal(federation.plain(state.params), federation.plain(after.params))
+    assert int(info.num_dropped) == 0 and int(after.round) == 1
+    moved, _ = algorithm.apply(after, federation.cohort(round=1))
+    assert not np.array_equal(moved.params["linear"]["w"], state.params["linear"]["w"])
