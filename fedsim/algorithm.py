@@ -54,8 +54,9 @@ class Algorithm:
       execution: how a cohort is run. It changes the speed and never the answer.
       downlink: a compressor of what the server sends; None: clients get it as it is.
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds: ``state.params``,
-        which is evaluated, is then the average, while ``state.server.params`` goes on as ever. It starts from the first round's
-        (as optax.ema, debiased). 0 is the last round's, None: there is no average.
+        which is evaluated, and from which clients' own are made where these are evaluated, is then the average, while
+        ``state.server.params`` goes on as ever. It starts from the first round's (as optax.ema, debiased). 0 is the last
+        round's, None: there is no average.
       nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
         once (no round waits for that: the warning comes with a later call); ``"raise"`` raises ``FloatingPointError``, and
         waits for every round to see whether it must.

@@ -34,6 +34,11 @@ class Chooser(NamedTuple):
     cluster: jax.Array
     training: ClientState
 
+    @property
+    def params(self) -> Params:
+        """Those of the model in training."""
+        return self.training.params
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HypCluster(FedAvg):

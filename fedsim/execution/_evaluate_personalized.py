@@ -1,8 +1,9 @@
-"""Evaluation of every client's own parameters on its own examples: two short programs for the same executors as rounds."""
+"""Evaluation of every client's own parameters on its own examples: short programs for the same executors as rounds."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
-from fedsim.execution._contract import Client, ClientTable, ClientUpdate, RoundInfo, Turnout
+from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
 from fedsim.execution._memory import split
@@ -43,18 +44,22 @@ def evaluate_personalized(
       (or would start with, if it was never seen). If the algorithm has a `preview`, the client first takes that look at its
       training examples, and no step, and what it would keep then counts;
     - else those that ``broadcast`` sends, ``shared.params``;
-    - and from there, with ``fine_tune``, those after this algorithm's local steps on the client's training examples.
+    - and from there, with ``fine_tune``, those after the client's part of a round of this algorithm, with all its hooks: its
+      look at the training examples, if it has a `preview`, and its local steps on them.
 
-    A client that is not in ``train`` has what one that was never seen starts with: the server's model. Clients are run in
-    chunks, compiled, by the algorithm's execution (or another), which does not change the answer.
+    The server's parameters are ``state.params``, as everywhere: of an algorithm with ``averaging``, their average. A client
+    that is not in ``train`` has what one that was never seen starts with: the server's model. Clients are run in chunks,
+    compiled, by the algorithm's execution (or another), which does not change the answer.
 
     Args:
       algorithm: what trained ``state``; it has a ``model``.
       state: of `Algorithm.apply` on ``train``, or of ``init``. It is not changed.
       train: the population that ``state`` remembers.
       test: the examples to evaluate on, with the features that the model reads.
-      fine_tune: an algorithm whose clients' state has ``params`` and starts at ``shared.params``: `FedAvg` and its kin, with
-        the batches and the client optimizer to fine-tune with. Default: ``algorithm.fine_tune``, if it has one.
+      fine_tune: an algorithm whose clients' state has ``params``: `FedAvg` and its kin, with the batches and the client
+        optimizer to fine-tune with. One of the algorithm's own class gets what the server sends and what the client keeps, as
+        in the next round; one of another class is in a first round of its own that starts at the parameters above. Default:
+        ``algorithm.fine_tune``, if it has one.
       seed: of the fine-tuning's shuffling and dropout.
       execution: default: that of the algorithm.
       batch_size: test examples per step: speed and memory only. Default: what suits the clients' sizes.
@@ -92,23 +97,23 @@ def evaluate_personalized(
             "it was trained on."
         )
     execution = execution or algorithm.execution
-    prepare, examine = _programs(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
-    shared = algorithm.broadcast(parts.server)
+    programs = _programs(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
+    shared = algorithm.broadcast(_evaluated(parts))
     who = np.flatnonzero(test.sizes)
     in_train = _positions(test, train, who)
     slots = min(_clients_at_once(algorithm, shared), max(1, len(who)), train.num_clients)
+    key = rng.stream(rng.root(seed), "personal")
     sums = {name: np.zeros([2, test.num_clients], np.float32) for name in algorithm.model.metrics}
     for start in range(0, len(who), slots):
         chunk, at = who[start : start + slots], in_train[start : start + slots]
         in_both, at = chunk[at >= 0], at[at >= 0]
         told = Told(shared, _filled(at, slots), *_kept(parts.clients, algorithm, shared, at, slots))
-        if prepare:
-            work = None if fine_tune else np.zeros(len(at), np.float32)
-            key = rng.stream(rng.root(seed), "personal")
-            _, info = execution.run_one(prepare, told, Cohort(train, at, 0, key, slots, work))
-            told = Told(shared, told.clients, prepare.made(info), np.arange(slots) < len(at))
+        for program, work in ((programs.look, np.zeros(len(at), np.float32)), (programs.tune, None)):
+            if program:
+                _, info = execution.run_one(program, told, Cohort(train, at, 0, key, slots, work))
+                told = told._replace(rows=program.left(info, shared), seen=np.arange(slots) < len(at))
         told = told._replace(clients=_filled(in_both, slots))
-        _, info = execution.run_one(examine, told, Cohort(test, chunk, 0, rng.root(0), slots))
+        _, info = execution.run_one(programs.examine, told, Cohort(test, chunk, 0, rng.root(0), slots))
         for name, of_clients in sums.items():
             of_clients[:, chunk] = np.asarray(info.clients[name]).T[:, : len(chunk)]
     return evaluation_of({name: MeanOf(total, weight) for name, (total, weight) in sums.items()})
@@ -122,12 +127,14 @@ class Told(NamedTuple):
       clients: positions of the clients that have a row, ``int32 [slots]``, -1 where there is none.
       rows: what each of them keeps, or its parameters, leaves ``[slots, ...]``.
       seen: who was ever written, ``bool [slots]``.
+      tuning: what the fine-tuning's server sends, which `_Tune` adds.
     """
 
     shared: Any
     clients: Any
     rows: Any
     seen: Any
+    tuning: Any = ()
 
     def row(self, client: Client, otherwise: Any) -> Any:
         """The client's row, or what one without has."""
@@ -168,6 +175,9 @@ class _Program:
     def client_begin(self, shared: Told, state: Any, client: Client) -> Any:
         return state
 
+    def client_step(self, shared: Told, state: Any, batch: Batch) -> Any:
+        return state
+
     def server_update(self, state: Told, update: Any) -> Told:
         return state
 
@@ -179,70 +189,107 @@ class _Program:
         own = getattr(self.algorithm, "personal_params", None)
         return own(shared, memory) if own else shared.params
 
+    def remembering(self, shared: Told, client: Client) -> Client:
+        """The client as in a round of the algorithm."""
+        return client._replace(memory=shared.row(client, self.algorithm.client_memory(shared.shared)))
+
+    def leave(self, rows: Any) -> ClientUpdate:
+        """What a client leaves behind for the next program."""
+        return ClientUpdate((), jnp.float32(0), {f"leaf {i}": leaf for i, leaf in enumerate(jax.tree.leaves(rows))})
+
+    def left(self, info: RoundInfo, shared: Any) -> Any:
+        """That of all clients, leaves ``[slots, ...]``."""
+        leaves, structure = jax.tree.flatten(jax.eval_shape(self.like, shared))
+        return jax.tree.unflatten(structure, [info.clients[f"leaf {i}"] for i in range(len(leaves))])
+
+    def like(self, shared: Any) -> Any:
+        """What one client leaves behind, for its structure."""
+        return self.algorithm.client_memory(shared)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Prepare(_Program):
-    """Every client's pass over its training examples: the algorithm's look at them, then the steps of fine-tuning.
+class _Look(_Program):
+    """Every client's look at its training examples, without a step: what it would keep then."""
 
-    Its state is the algorithm's client state, where the fine-tuning starts, and the fine-tuning's client state.
-    """
+    def client_init(self, shared: Told, client: Client) -> Any:
+        return self.algorithm.client_init(shared.shared, self.remembering(shared, client))
+
+    def client_preview(self, shared: Told, state: Any, batch: Batch) -> Any:
+        return self.algorithm.client_preview(shared.shared, state, batch)
+
+    def client_begin(self, shared: Told, state: Any, client: Client) -> Any:
+        return self.algorithm.client_begin(shared.shared, state, self.remembering(shared, client))
+
+    def client_final(self, shared: Told, state: Any, client: Client) -> ClientUpdate:
+        return self.leave(self.algorithm.client_final(shared.shared, state, self.remembering(shared, client)).memory)
+
+
+class _Tuning(NamedTuple):
+    """What the client gets for the server's parameters, and its state."""
+
+    start: Params
+    state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tune(_Program):
+    """Every client's part of a round of the fine-tuning, by its own hooks: the parameters that it ends with."""
 
     fine_tune: Any = None
 
-    def client_init(self, shared: Told, client: Client) -> tuple[Any, Params, Any]:
-        client = client._replace(memory=shared.row(client, self.algorithm.client_memory(shared.shared)))
-        looks = self.algorithm.client_init(shared.shared, client) if self.preview else ()
-        return looks, *self._start(shared.shared, client)
+    def broadcast(self, state: Told) -> Told:
+        if self._same():
+            return state._replace(tuning=state.shared)
+        sent = _first_sent(self.fine_tune, jax.random.key(0))
+        return state._replace(tuning=sent._replace(round=getattr(state.shared, "round", sent.round)))
 
-    def _start(self, shared: Any, client: Client) -> tuple[Params, Any]:
-        start = self.params(shared, client.memory)
-        if self.fine_tune is None:
-            return start, ()
-        tuned = self.fine_tune.client_init(shared._replace(params=start), client._replace(memory=()))
-        if not hasattr(tuned, "params"):
+    def client_init(self, shared: Told, client: Client) -> _Tuning:
+        client = self.remembering(shared, client)
+        start = shared.shared.params if self._same() else self.params(shared.shared, client.memory)
+        sent = shared.tuning._replace(params=start)
+        state = self.fine_tune.client_init(sent, self._tuned(sent, client))
+        if not hasattr(state, "params"):
             raise ValueError(
                 "Expected fine_tune to be an algorithm whose clients' state has params, such as FedAvg, got "
                 f"{type(self.fine_tune).__name__}."
             )
-        return start, tuned
+        return _Tuning(start, state)
 
-    def client_preview(self, shared: Told, state: tuple[Any, Params, Any], batch: Batch) -> tuple[Any, Params, Any]:
-        return self.algorithm.client_preview(shared.shared, state[0], batch), *state[1:]
+    def client_preview(self, shared: Told, state: _Tuning, batch: Batch) -> _Tuning:
+        sent = shared.tuning._replace(params=state.start)
+        return state._replace(state=self.fine_tune.client_preview(sent, state.state, batch))
 
-    def client_begin(self, shared: Told, state: tuple[Any, Params, Any], client: Client) -> tuple[Any, Params, Any]:
-        if not self.preview:
-            return state
-        client = client._replace(memory=shared.row(client, self.algorithm.client_memory(shared.shared)))
-        looked = self.algorithm.client_begin(shared.shared, state[0], client)
-        kept = self.algorithm.client_final(shared.shared, looked, client).memory
-        return looked, *self._start(shared.shared, client._replace(memory=kept))
+    def client_begin(self, shared: Told, state: _Tuning, client: Client) -> _Tuning:
+        sent = shared.tuning._replace(params=state.start)
+        client = self._tuned(sent, self.remembering(shared, client))
+        return state._replace(state=self.fine_tune.client_begin(sent, state.state, client))
 
-    def client_step(self, shared: Told, state: tuple[Any, Params, Any], batch: Batch) -> tuple[Any, Params, Any]:
-        looked, start, tuned = state
-        if self.fine_tune is None:
-            return state
-        return looked, start, self.fine_tune.client_step(shared.shared._replace(params=start), tuned, batch)
+    def client_step(self, shared: Told, state: _Tuning, batch: Batch) -> _Tuning:
+        sent = shared.tuning._replace(params=state.start)
+        return state._replace(state=self.fine_tune.client_step(sent, state.state, batch))
 
-    def client_final(self, shared: Told, state: tuple[Any, Params, Any], client: Client) -> ClientUpdate:
-        params = state[2].params if self.fine_tune else state[1]
-        info = {f"leaf {i}": leaf for i, leaf in enumerate(jax.tree.leaves(params))}
-        return ClientUpdate((), jnp.float32(0), info)
+    def client_final(self, shared: Told, state: _Tuning, client: Client) -> ClientUpdate:
+        return self.leave(state.state.params)
 
-    def made(self, info: RoundInfo) -> Params:
-        """The parameters of all clients, leaves ``[slots, ...]``, from the info."""
-        leaves, structure = jax.tree.flatten(jax.eval_shape(self.algorithm.model.init, jax.random.key(0)))
-        return jax.tree.unflatten(structure, [info.clients[f"leaf {i}"] for i in range(len(leaves))])
+    def like(self, shared: Any) -> Params:
+        return self.algorithm.model.init(jax.random.key(0))
+
+    def _same(self) -> bool:
+        return type(self.fine_tune) is type(self.algorithm)
+
+    def _tuned(self, sent: Any, client: Client) -> Client:
+        return client if self._same() else client._replace(memory=self.fine_tune.client_memory(sent))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Examine(_Program):
     """Every client's test: its metrics, summed over its examples."""
 
-    prepared: bool = False
+    tuned: bool = False
 
     def client_init(self, shared: Told, client: Client) -> tuple[Params, dict[str, MeanOf]]:
         start = self.algorithm.client_memory(shared.shared)
-        if self.prepared:
+        if self.tuned:
             params = shared.row(client, self.params(shared.shared, start))
         else:
             params = self.params(shared.shared, shared.row(client, start))
@@ -263,18 +310,51 @@ class _Examine(_Program):
         return ClientUpdate((), jnp.float32(0), {name: jnp.stack([*mean]) for name, mean in state[1].items()})
 
 
-def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> tuple[_Prepare | None, _Examine]:
+class _Programs(NamedTuple):
+    """What is run, one after another; None: it is not needed."""
+
+    look: _Look | None
+    tune: _Tune | None
+    examine: _Examine
+
+
+def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> _Programs:
     """Kept with the algorithm, since what is compiled is kept with them."""
     kept = vars(algorithm).setdefault("_personal_programs", {})
     if (fine_tune, batch_size) not in kept:
-        preview = algorithm.preview if hasattr(algorithm, "personal_params") else None
-        prepare = None
-        if preview or fine_tune:
-            batches = fine_tune.batches if fine_tune else Batches(size=1)
-            prepare = _Prepare(algorithm, batches, preview, fine_tune=fine_tune)
-        examine = _Examine(algorithm, Batches(size=batch_size, shuffle=False), prepared=prepare is not None)
-        kept[fine_tune, batch_size] = prepare, examine
+        # A client that fine-tunes by the algorithm itself takes its look then.
+        same = type(fine_tune) is type(algorithm)
+        if fine_tune and not same:
+            _check_start(algorithm, fine_tune)
+        looks = hasattr(algorithm, "personal_params") and algorithm.preview and not same
+        look = _Look(algorithm, Batches(size=1), algorithm.preview) if looks else None
+        tune = _Tune(algorithm, fine_tune.batches, fine_tune.preview, fine_tune=fine_tune) if fine_tune else None
+        examine = _Examine(algorithm, Batches(size=batch_size, shuffle=False), tuned=tune is not None)
+        kept[fine_tune, batch_size] = _Programs(look, tune, examine)
     return kept[fine_tune, batch_size]
+
+
+def _first_sent(fine_tune: Any, key: jax.Array) -> Any:
+    """What clients get in its first round."""
+    return fine_tune.broadcast(fine_tune.init(key))
+
+
+def _check_start(algorithm: Any, fine_tune: Any) -> None:
+    key = jax.random.key(0)
+    start = getattr(jax.eval_shape(functools.partial(_first_sent, fine_tune), key), "params", None)
+    if jax.tree.map(jnp.shape, start) != jax.tree.map(jnp.shape, jax.eval_shape(algorithm.model.init, key)):
+        raise ValueError(
+            f"Expected fine_tune to be an algorithm whose clients start from one whole model, such as FedAvg, or of the class "
+            f"of the algorithm itself, {type(algorithm).__name__}, got {type(fine_tune).__name__}."
+        )
+
+
+def _evaluated(parts: Remembered) -> Any:
+    """The server's state, with the average of its parameters in their place, if there is one."""
+    if parts.average == ():
+        return parts.server
+    replace = getattr(parts.server, "_replace", None) or functools.partial(dataclasses.replace, parts.server)
+    return replace(params=parts.params)
 
 
 def _suitable_batch_size(sizes: np.ndarray) -> int:

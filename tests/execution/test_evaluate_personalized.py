@@ -64,8 +64,8 @@ def assert_same(evaluation, expected):
         np.testing.assert_allclose(evaluation.overall[name], total.sum() / weight.sum(), rtol=1e-5)
 
 
-def fine_tuned(params, client_id, seed=0, batches=TUNING):
-    """SGD of rate 0.2 from ``params`` on the client's training examples."""
+def fine_tuned(params, client_id, seed=0, batches=TUNING, correction=None):
+    """SGD of rate 0.2 from ``params`` on the client's training examples; ``correction`` joins all gradients."""
     population, model = federation.data(), federation.model()
     if client_id not in population:
         return params
@@ -73,6 +73,7 @@ def fine_tuned(params, client_id, seed=0, batches=TUNING):
     ((_, dataset, key),) = fedsim.Cohort(population, [population.index(client_id)], 0, root)
     for batch in dataset.batches(batches, key):
         slope = jax.grad(model.train_loss)(params, jax.tree.map(jnp.asarray, batch))
+        slope = jax.tree.map(jnp.add, slope, correction) if correction else slope
         params = jax.tree.map(lambda p, g: p - 0.2 * g, params, slope)
     return params
 
@@ -129,6 +130,128 @@ def test_fine_tuning(how, cls, few_at_once):
         algorithm, state, federation.data(), test, fine_tune=tuner, seed=4, execution=EXECUTIONS[how], batch_size=4
     )
     assert_same(evaluation, expected)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Leaping(algorithms.FedAvg):
+    """Before its steps a client takes one along the sum of the gradients of its preview, and one along its number of steps."""
+
+    @property
+    def preview(self):
+        return fedsim.Batches(size=2, shuffle=False)
+
+    def set_out(self, shared, params):
+        return super().set_out(shared, params)._replace(more=jax.tree.map(jnp.zeros_like, params))
+
+    def client_preview(self, shared, state, batch):
+        slope = jax.grad(self.model.train_loss)(shared.params, batch)
+        return state._replace(more=fedsim.tree.add(state.more, slope))
+
+    def client_begin(self, shared, state, client):
+        by = jax.tree.map(lambda slope: 0.1 * slope + 0.01 * client.num_steps.astype(jnp.float32), state.more)
+        return state._replace(params=fedsim.tree.subtract(state.params, by))
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
+    algorithm, test, train = make(algorithms.FedAvg), test_data(), federation.data()
+    state = trained(algorithm)
+    tuner = make(Leaping, batches=TUNING, client_optimizer=optax.sgd(0.2))
+
+    def leapt(client_id):
+        params = state.params
+        if client_id in train:
+            client = train[client_id]
+            for batch in client.batches(tuner.preview, jax.random.key(0)):
+                slope = jax.grad(algorithm.model.train_loss)(state.params, jax.tree.map(jnp.asarray, batch))
+                params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
+            params = jax.tree.map(lambda p: p - 0.01 * TUNING.num_steps(len(client)), params)
+        return fine_tuned(params, client_id)
+
+    evaluation = fedsim.evaluate_personalized(
+        algorithm, state, train, test, fine_tune=tuner, execution=EXECUTIONS[how], batch_size=4
+    )
+    assert_same(evaluation, by_hand(algorithm.model, leapt, test))
+
+
+@pytest.mark.parametrize("how", ["jit", "pmap, 2 devices, 2 lanes"])
+@pytest.mark.parametrize("by", [algorithms.IFCA, algorithms.FedAvg])
+def test_a_client_of_ifca_fine_tunes_the_model_of_its_choice(how, by, few_at_once):
+    algorithm, test, train = make(algorithms.IFCA, num_clusters=3), test_data(), federation.data()
+    state = trained(algorithm)
+    models = [jax.tree.map(lambda leaf, i=i: leaf[i], state.params) for i in range(3)]
+    settings = {"num_clusters": 3} if by is algorithms.IFCA else {}
+    tuner = make(by, batches=TUNING, client_optimizer=optax.sgd(0.2), **settings)
+
+    def tuned(client_id):
+        chosen = 0
+        if client_id in train and len(train[client_id]):
+            losses = [fedsim.evaluate(algorithm.model, params, train).clients["loss"].total for params in models]
+            chosen = int(np.argmin([of_model[train.index(client_id)] for of_model in losses]))
+        choices.add(chosen)
+        return fine_tuned(models[chosen], client_id)
+
+    choices = set()
+    expected = by_hand(algorithm.model, tuned, test)
+    assert len(choices) > 1
+    evaluation = fedsim.evaluate_personalized(
+        algorithm, state, train, test, fine_tune=tuner, execution=EXECUTIONS[how], batch_size=4
+    )
+    assert_same(evaluation, expected)
+
+
+def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
+    """What it finds out about its loss makes a client weigh more, and not train otherwise."""
+    algorithm, test = make(algorithms.QFedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)), test_data()
+    state = algorithm.init(jax.random.key(1))
+    expected = by_hand(algorithm.model, lambda client_id: fine_tuned(state.params, client_id), test)
+    assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test, fine_tune=algorithm), expected)
+
+
+@pytest.mark.parametrize("cls", [algorithms.SCAFFOLD, algorithms.FedAvg])
+def test_fine_tuning_by_scaffold(cls):
+    """Of the algorithm's own class it has what the server sends and the client keeps, else it is in its first round."""
+    algorithm, test, train = make(cls), test_data(), federation.data()
+    state = trained(algorithm, rounds=3)
+    tuner = make(algorithms.SCAFFOLD, batches=TUNING, client_optimizer=optax.sgd(0.2))
+
+    def correction(client_id):
+        if cls is algorithms.FedAvg:
+            return None
+        rows, seen = federation.plain(state).clients
+        at = train.index(client_id) if client_id in train else 0
+        kept = jax.tree.map(lambda leaf: leaf[at] * (client_id in train and seen[at]), rows[0])
+        return fedsim.tree.subtract(state.server.more, kept)
+
+    expected = by_hand(
+        algorithm.model, lambda client_id: fine_tuned(state.params, client_id, correction=correction(client_id)), test
+    )
+    assert_same(fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner), expected)
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto, algorithms.FedPer])
+def test_of_an_algorithm_that_averages_the_average_is_evaluated(cls):
+    """Where a client fine-tunes from it, has nothing of its own yet, or joins its own part to it."""
+    head = {"head": lambda module, name: name == "b"} if cls is algorithms.FedPer else {}
+    algorithm, test, train = make(cls, averaging=0.9, **head), test_data(), federation.data()
+    state = trained(algorithm)
+    tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)) if cls is algorithms.FedAvg else None
+
+    def params_of(client_id, of=state):
+        if cls is algorithms.FedAvg:
+            return fine_tuned(of.params, client_id)
+        if cls is algorithms.Ditto:
+            return personal(state._replace(average=of.average), client_id)
+        rows, seen = federation.plain(state).clients
+        at = train.index(client_id) if client_id in train else -1
+        kept = jax.tree.map(lambda leaf: leaf[at], rows[0])
+        start = algorithm.client_memory(algorithm.broadcast(state.server))
+        return algorithm.personal_params(of, kept if at >= 0 and seen[at] else start)
+
+    expected = by_hand(algorithm.model, params_of, test)
+    assert_same(fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner), expected)
+    last = by_hand(algorithm.model, lambda client_id: params_of(client_id, state._replace(average=())), test)
+    assert abs(last["loss"][0].sum() - expected["loss"][0].sum()) > 1e-3
 
 
 def test_a_state_before_the_first_round_is_the_server_s():
@@ -200,8 +323,8 @@ def test_it_is_compiled_once(monkeypatch):
     algorithm, test = make(), test_data()
     for rounds in (1, 2):
         fedsim.evaluate_personalized(algorithm, trained(algorithm, rounds), federation.data(), test)
-    ((_, examine),) = algorithm._personal_programs.values()
-    (programs,) = examine._compiled.values()
+    (of_algorithm,) = algorithm._personal_programs.values()
+    (programs,) = of_algorithm.examine._compiled.values()
     assert programs.rounds._cache_size() == 1
 
 
@@ -213,6 +336,10 @@ def test_what_cannot_be_evaluated_says_so():
     sgd = algorithms.FedSGD(model=fedavg.model)
     with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*FedSGD"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=sgd)
+    with pytest.raises(ValueError, match="Expected fine_tune .* whole model, such as FedAvg, or .* FedAvg, got IFCA"):
+        fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*Ditto"):
+        fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
     with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
     with pytest.raises(ValueError, match="remembers a population of 8 clients, and train has 2"):
