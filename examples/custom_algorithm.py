@@ -1,8 +1,7 @@
 """Depth 2: a new algorithm from its parts. Here FedNova, in which a client that takes more steps does not pull harder.
 
 J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, "Tackling the objective inconsistency problem in heterogeneous federated
-optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481, for clients with plain SGD. (fedsim.algorithms.FedNova also takes
-momentum, a proximal term and a server optimizer.)
+optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481, for clients with plain SGD; fedsim.algorithms.FedNova takes more.
 From the command line: fedsim run --algorithm examples/custom_algorithm.py:FedNova --client-learning-rate 0.1
 """
 

@@ -18,6 +18,9 @@ class Noted(NamedTuple):
     """An update, and floats beside it: a loss, say, or how far the client could have gone.
 
     What the server makes of a round has the same form: the aggregate, and the notes' weighted mean.
+
+    >>> Noted(jnp.zeros(3), notes=jnp.float32(7)).notes.item()
+    7.0
     """
 
     update: Update
@@ -92,5 +95,9 @@ class Beside(Wrapper):
 
 
 def with_notes_of(other: Update, update: Update) -> Update:
-    """``update`` with the notes of another one, if they have any: what attackers say beside the harm they do."""
+    """``update`` with the notes of another one, if they have any: what attackers say beside the harm they do.
+
+    >>> with_notes_of(Noted(1.0, notes=7.0), Noted(-1.0, notes=-7.0))
+    Noted(update=-1.0, notes=7.0)
+    """
     return update._replace(notes=other.notes) if isinstance(update, Noted) else update

@@ -223,6 +223,8 @@ def test_a_signal_saves_and_says_how_to_resume(arguments, unbroken, bits, tmp_pa
 
 
 def test_a_second_ctrl_c_aborts_at_once(arguments, tmp_path):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+
     def strike(line, state):
         signal.raise_signal(signal.SIGINT)
 
