@@ -69,6 +69,9 @@ class Remembered(NamedTuple):
       aggregator: what the server keeps for the aggregator.
       downlink: what the server keeps for the compressor of what it sends.
       average: the `Average` of the server's parameters, if the algorithm asks for one (``averaging``).
+
+    Of a round of several phases each has its own: ``aggregator``, ``downlink`` and a client's row are then tuples, one entry a
+    phase, and a row's entries say themselves whether they were ever written.
     """
 
     server: State

@@ -16,7 +16,7 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
-from fedsim.execution._memory import split
+from fedsim.execution._memory import split, turns
 from fedsim.metrics import Mean as MeanOf
 from fedsim.model import Params
 
@@ -397,4 +397,5 @@ def _kept(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int)
         rows, seen = clients.gather(at, slots)
     else:
         rows, seen = jax.tree.map(lambda leaf: leaf[np.maximum(_filled(at, slots), 0)], tuple(clients))
-    return rows[0], seen & (np.arange(slots) < len(at))
+    table = turns(algorithm)[-1].sees(Remembered((), ClientTable(rows, seen))).clients
+    return table.rows[0], table.seen & (np.arange(slots) < len(at))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,48 @@ def update_shape(program: FederatedProgram, server: State) -> Any:
     return jax.eval_shape(final, server)
 
 
+class Turn(NamedTuple):
+    """A phase, and where it comes among those of a round: what is kept for it, nobody else sees."""
+
+    phase: FederatedProgram
+    place: int
+    of: int
+
+    @property
+    def last(self) -> bool:
+        """Whether it is the algorithm itself."""
+        return self.place == self.of - 1
+
+    def sees(self, parts: Remembered) -> Remembered:
+        """What is its own of all that is kept, in the form that it has where there is but one phase."""
+        clients, aggregator, downlink = parts.clients, parts.aggregator, parts.downlink
+        if self.of > 1 and clients != ():
+            *row, seen = clients.rows[self.place]
+            clients = ClientTable(tuple(row), seen)
+        if self.of > 1 and aggregator != ():
+            aggregator, downlink = aggregator[self.place], downlink[self.place]
+        return parts._replace(clients=clients, aggregator=aggregator, downlink=downlink)
+
+    def leaves(self, parts: Remembered, own: Remembered) -> Remembered:
+        """``parts`` after this phase, for which ``own`` is now what it `sees`."""
+        clients, aggregator, downlink = own.clients, own.aggregator, own.downlink
+        if self.of > 1 and clients != ():
+            rows = self._put(parts.clients.rows, (*clients.rows, clients.seen))
+            clients = ClientTable(rows, parts.clients.seen | clients.seen)
+        if self.of > 1 and parts.aggregator != ():
+            aggregator, downlink = self._put(parts.aggregator, aggregator), self._put(parts.downlink, downlink)
+        return own._replace(clients=clients, aggregator=aggregator, downlink=downlink)
+
+    def _put(self, entries: tuple[Any, ...], entry: Any) -> tuple[Any, ...]:
+        return (*entries[: self.place], entry, *entries[self.place + 1 :])
+
+
+def turns(program: FederatedProgram) -> list[Turn]:
+    """The phases of a round in their order."""
+    phases = program.phases
+    return [Turn(phase, place, len(phases)) for place, phase in enumerate(phases)]
+
+
 def remember(program: FederatedProgram, state: State, data: FederatedData) -> State:
     """``state``, joined by what lives beside it if there is anything; without effect if that has been done.
 
@@ -51,19 +93,12 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
     kept = vars(program).setdefault("_remembers", {})
     like = str(jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), state))
     if like not in kept:
-        row = jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state)
-        of_aggregator: Any = ()
-        aggregator: Any = ()
-        downlink: Any = ()
-        # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
-        if any(getattr(type(program.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
-            update = update_shape(program, state)
-            of_aggregator = jax.eval_shape(program.aggregator.client_memory, update)
-            aggregator = program.aggregator.init(_zeros(update))
-        if program.downlink is not None:
-            sent = jax.eval_shape(program.broadcast, state)
-            downlink = program.downlink.init(_zeros(_floats(sent)))
-        kept[like] = (row, of_aggregator), aggregator, downlink
+        rows, *of_server = zip(*(_beginning(phase, state) for phase in program.phases), strict=True)
+        if len(rows) > 1:
+            flag = jax.ShapeDtypeStruct((), np.bool_)
+            kept[like] = (tuple((*row, flag) for row in rows) if jax.tree.leaves(rows) else ()), *of_server
+        else:
+            kept[like] = rows[0], *(entries[0] for entries in of_server)
     average: Any = ()
     if program.averaging is not None:
         if not hasattr(state, "params"):
@@ -77,6 +112,22 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
     rows, aggregator, downlink = kept[like]
     clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
     return Remembered(state, clients, aggregator, downlink, average)
+
+
+def _beginning(phase: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
+    """The shapes of a client's row, and what the server keeps for the aggregator and the downlink before the first round."""
+    row = jax.eval_shape(lambda server: phase.client_memory(phase.broadcast(server)), state)
+    of_aggregator: Any = ()
+    aggregator: Any = ()
+    downlink: Any = ()
+    # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
+    if any(getattr(type(phase.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
+        update = update_shape(phase, state)
+        of_aggregator = jax.eval_shape(phase.aggregator.client_memory, update)
+        aggregator = phase.aggregator.init(_zeros(update))
+    if phase.downlink is not None:
+        downlink = phase.downlink.init(_zeros(_floats(jax.eval_shape(phase.broadcast, state))))
+    return (row, of_aggregator), aggregator, downlink
 
 
 def averaged(decay: float | None, average: Any, params: Any) -> Any:
