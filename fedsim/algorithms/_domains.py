@@ -1,9 +1,36 @@
-"""Two ways up along losses for weights in a simplex: where ``seen``, which keep together what they had; others stay."""
+"""Domains that examples belong to: who belongs where, losses by domain, and two ways up along them for weights in a simplex.
+
+Either way, the weights that were ``seen`` keep together what they had, and the others stay.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from fedsim import metrics
+from fedsim.data import FederatedData
+
+
+def check_domains(data: FederatedData, column: str, num_domains: int) -> None:
+    """Raises ``ValueError`` unless a column says of every example in which domain it is."""
+    domains = np.asarray(data.columns.get(column, np.zeros(1)))
+    if domains.ndim != 1 or domains.dtype.kind not in "iu" or not np.all((domains >= 0) & (domains < num_domains)):
+        raise ValueError(
+            f"Expected a column {column!r} of domains, an integer in [0, {num_domains}) for each example, got {data}: name "
+            "another one by domain, or set num_domains."
+        )
+
+
+def by_domain(values: jax.Array, mask: jax.Array, domains: jax.Array, num_domains: int) -> metrics.Mean:
+    """Sums of the values ``[n]`` where ``mask [n]`` is True, and how many these are, for each domain.
+
+    >>> by_domain(jnp.array([1.0, 3.0, 5.0]), jnp.array([True, True, False]), jnp.array([0, 0, 1]), 2).result().tolist()
+    [2.0, 0.0]
+    """
+    zeros, seen = jnp.zeros(num_domains, jnp.float32), mask.astype(jnp.float32)
+    return metrics.Mean(*(zeros.at[domains].add(x) for x in (jnp.where(mask, values, 0.0), seen)))
 
 
 def exponentiated(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array:
