@@ -57,6 +57,15 @@ def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
+def is_float(leaf: Any) -> bool:
+    """Whether a leaf, or its shape and dtype, is of floating-point numbers.
+
+    >>> is_float(jnp.zeros(2, jnp.bfloat16)), is_float(jax.ShapeDtypeStruct((), jnp.int32))
+    (True, False)
+    """
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def num_bits(a: Tree) -> int:
     """Size of all leaves in bits, by their shapes and dtypes; a PRNG key counts for its words.
 

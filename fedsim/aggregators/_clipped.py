@@ -25,7 +25,7 @@ def clip(update: Update, norm: float) -> Update:
 def check_floats(name: str, update: Update) -> None:
     """Raises ``ValueError`` if an update has leaves that cannot be scaled."""
     for leaf in jax.tree.leaves(update):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not tree.is_float(leaf):
             raise ValueError(f"{name} scales updates, and this one has a leaf of {leaf.dtype}: make it a float.")
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batch
 
@@ -17,7 +17,7 @@ Update = Any
 
 def on_floats(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
     """``update`` with its floats changed: what else it holds, such as the number of a cluster, is no direction to push in."""
-    return jax.tree.map(lambda leaf: change(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, update)
+    return jax.tree.map(lambda leaf: change(leaf) if tree.is_float(leaf) else leaf, update)
 
 
 @dataclasses.dataclass(frozen=True)

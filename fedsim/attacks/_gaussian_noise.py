@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from fedsim import tree
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -42,7 +43,7 @@ class GaussianNoise(Attack):
         leaves, structure = jax.tree.flatten(update)
 
         def noise(key: jax.Array, leaf: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if not tree.is_float(leaf):
                 return leaf
             draw = jnp.asarray(self.deviation, leaf.dtype) * jax.random.normal(key, leaf.shape, leaf.dtype)
             return leaf + draw if self.added else draw

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import tree
+
 Value = Any
 Message = Any
 Memory = Any
@@ -74,7 +76,7 @@ class Compressor:
         ]
         floats, rest = iter(self._join(tensors, [x.shape for x in _floats(shapes)])), iter(others)
         leaves, structure = jax.tree.flatten(shapes)
-        return jax.tree.unflatten(structure, [next(floats).astype(x.dtype) if _is_float(x) else next(rest) for x in leaves])
+        return jax.tree.unflatten(structure, [next(floats).astype(x.dtype) if _has_floats(x) else next(rest) for x in leaves])
 
     def size(self, message: Message, shapes: Value) -> Size:
         """How large the message is.
@@ -178,16 +180,16 @@ def _any(memories: list[Memory]) -> Memory:
     return memories if jax.tree.leaves(memories) else ()
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating) and math.prod(leaf.shape) > 0
+def _has_floats(leaf: Any) -> bool:
+    return tree.is_float(leaf) and math.prod(leaf.shape) > 0
 
 
 def _floats(value: Value) -> list[Any]:
-    return [x for x in map(shaped, jax.tree.leaves(value)) if _is_float(x)]
+    return [x for x in map(shaped, jax.tree.leaves(value)) if _has_floats(x)]
 
 
 def _others(value: Value) -> list[Any]:
-    return [x for x in map(shaped, jax.tree.leaves(value)) if not _is_float(x)]
+    return [x for x in map(shaped, jax.tree.leaves(value)) if not _has_floats(x)]
 
 
 def shaped(leaf: Any) -> Any:

@@ -161,7 +161,7 @@ def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array)
     floats = _floats(shared)
     sent = program.downlink.transmit(floats, key, memory)
     received = iter(sent.value)
-    shared = jax.tree.map(lambda x: next(received) if _is_float(x) else x, shared)
+    shared = jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, shared)
     return shared, sent.memory, sent.bits + jnp.uint32(plain - tree.num_bits(floats))
 
 
@@ -169,12 +169,8 @@ def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 def _floats(shared: Shared) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(shared) if _is_float(leaf)]
+    return [leaf for leaf in jax.tree.leaves(shared) if tree.is_float(leaf)]
 
 
 def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh, memory: str) -> bool:
@@ -199,7 +195,8 @@ def most_rounds(state: State, data: FederatedData, slots: int, mesh: Mesh, memor
     clients = split(state).clients
     if not isinstance(clients, ClientRows) or is_resident(clients, data, mesh, memory):
         return 2**31
-    return max(1, _TABLE_BYTES // max(1, slots * clients.store.row_bytes))
+    row_bytes = max(1, clients.store.row_bytes)
+    return 2**31 if data.num_clients * row_bytes <= _TABLE_BYTES else max(1, _TABLE_BYTES // (slots * row_bytes))
 
 
 def to_device(
@@ -214,7 +211,7 @@ def to_device(
     together = [plan.client[: int(plan.length.sum())] for plan in plans]
     who, where = np.unique(np.concatenate(together), return_inverse=True)
     slots = len(plans[0].client)
-    capacity = slots * max_rounds
+    capacity = min(slots * max_rounds, len(clients.index if isinstance(clients, ClientRows) else clients.seen))
     parts = np.split(where, np.cumsum([len(clients) for clients in together])[:-1])
     moved = []
     for plan, part in zip(plans, parts, strict=True):

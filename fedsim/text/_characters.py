@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedsim.data import FormatError
+from fedsim.text._client import errors_name
 from fedsim.text._vocabulary import Texts, as_bytes, ids_dtype
 from fedsim.text._words import BOS, EOS, FIRST, PAD
 
@@ -89,8 +89,6 @@ class CharacterTokenizer:
         >>> CharacterTokenizer(length=2).client("MACBETH", {"snippets": np.array([b"d"], object)})["y"].tolist()
         [[3, 2]]
         """
-        try:
+        with errors_name(client_id, feature):
             x, y = self(features[feature])
-        except FormatError as error:
-            raise FormatError(f"Client {client_id!r}, feature {feature!r}: {error}") from None
         return {"x": x, "y": y}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedsim.data import FormatError
+from fedsim.text._client import errors_name
 from fedsim.text._vocabulary import Texts, as_bytes, check_vocabulary, ids_dtype
 
 
@@ -80,8 +80,6 @@ class TagTokenizer:
         >>> TagTokenizer(["a"], ["c"], length=3).client("ann", post)["x"].tolist()
         [[1, 2, 0]]
         """
-        try:
+        with errors_name(client_id):
             x, y = self(features["tokens"], titles=features["title"], tags=features["tags"])
-        except FormatError as error:
-            raise FormatError(f"Client {client_id!r}: {error}") from None
         return {"x": x, "y": y}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from fedsim.data import FormatError
+from fedsim.text._client import errors_name
 from fedsim.text._farmhash import fingerprint64
 from fedsim.text._vocabulary import Texts, as_bytes, check_utf8, check_vocabulary, ids_dtype
 
@@ -87,10 +87,8 @@ class WordTokenizer:
         >>> WordTokenizer(["a"], length=2).client("ann", {"tokens": np.array([b"a"], object)})["y"].tolist()
         [[3, 2]]
         """
-        try:
+        with errors_name(client_id, feature):
             x, y = self(features[feature])
-        except FormatError as error:
-            raise FormatError(f"Client {client_id!r}, feature {feature!r}: {error}") from None
         return {"x": x, "y": y}
 
     def _write(self, cut: list[list[bytes]], x: np.ndarray, y: np.ndarray) -> None:
