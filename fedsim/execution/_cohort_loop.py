@@ -12,7 +12,7 @@ from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_notes_of
 from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
-from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared
+from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared, update_shape
 from fedsim.execution._plan import RoundPlan
 
 Info = dict[str, jax.Array]
@@ -91,16 +91,8 @@ class Lane:
         own = self.program.client_memory(self.shared)
         of_aggregator = jax.tree.map(jnp.zeros_like, row[1])
         if jax.tree.leaves(of_aggregator):
-            of_aggregator = self.program.aggregator.client_memory(self._update_shape())
+            of_aggregator = self.program.aggregator.client_memory(update_shape(self.program, self.shared))
         return tree.select(self.table.seen[at], row, (own, of_aggregator))
-
-    def _update_shape(self) -> Any:
-        def update() -> Any:
-            number = jnp.int32(0)
-            client = Client(number, number, number, self.people.key[0], self.program.client_memory(self.shared))
-            return self.program.client_final(self.shared, self.program.client_init(self.shared, client), client).update
-
-        return jax.eval_shape(update)
 
     def batch(self, position: jax.Array, step: jax.Array) -> Batch:
         """What the client trains on in one step."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batch, Batches, FederatedData
@@ -157,3 +158,14 @@ class FederatedProgram(Protocol):
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate: ...
     def server_update(self, state: State, update: Any) -> State: ...
     def server_round(self, state: State, update: Any, turnout: Turnout) -> State: ...
+
+
+def update_shape(program: FederatedProgram, shared: Shared) -> Any:
+    """A client's update after it got ``shared`` (arrays or ``jax.ShapeDtypeStruct``), as ``jax.ShapeDtypeStruct``."""
+
+    def final(shared: Shared) -> Any:
+        number = jnp.int32(0)
+        client = Client(number, number, number, jax.random.key(0), program.client_memory(shared))
+        return program.client_final(shared, program.client_init(shared, client), client).update
+
+    return jax.eval_shape(final, shared)

@@ -19,8 +19,8 @@ from fedsim.attacks import Attack
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, roster, round_info, run_sequential, run_side_by_side
-from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout
-from fedsim.execution._memory import Turn, averaged, down, join, remember, split, turns, update_shape
+from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
+from fedsim.execution._memory import Turn, averaged, down, join, remember, split, turns
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
 
@@ -373,7 +373,7 @@ def finish_round(
     parts = turn.sees(whole)
     round_key = rng.round_key(key, plan.round, "downlink")
     _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
-    update = update_shape(phase, parts.server) if update is None else update
+    update = update_shape(phase, jax.eval_shape(phase.broadcast, parts.server)) if update is None else update
     aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
         accumulator,
         parts.aggregator,

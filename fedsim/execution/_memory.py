@@ -12,23 +12,12 @@ from jax.sharding import Mesh
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._contract import Average, Client, ClientTable, FederatedProgram, Remembered, Shared, State
+from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 _RESIDENT_SHARE = 0.25
 _TABLE_BYTES = 2**27
-
-
-def update_shape(program: FederatedProgram, server: State) -> Any:
-    """A client's update, as ``jax.ShapeDtypeStruct``."""
-
-    def final(server: State) -> Any:
-        shared, number = program.broadcast(server), jnp.int32(0)
-        client = Client(number, number, number, jax.random.key(0), program.client_memory(shared))
-        return program.client_final(shared, program.client_init(shared, client), client).update
-
-    return jax.eval_shape(final, server)
 
 
 class Turn(NamedTuple):
@@ -122,7 +111,7 @@ def _beginning(phase: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
     downlink: Any = ()
     # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
     if any(getattr(type(phase.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
-        update = update_shape(phase, state)
+        update = update_shape(phase, jax.eval_shape(phase.broadcast, state))
         of_aggregator = jax.eval_shape(phase.aggregator.client_memory, update)
         aggregator = phase.aggregator.init(_zeros(update))
     if phase.downlink is not None:

@@ -232,6 +232,61 @@ def test_a_round_of_two_phases(how, long, monkeypatch):
     assert info.clients["bits_up"].tolist() == [64 if n else 0 for n in population.sizes]
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Refusing(Counting):
+    """`Counting` before `Counting`: a client that the first phase refuses may count in the second."""
+
+    first: Counting | None = None
+
+    @property
+    def phases(self):
+        return self.first, self
+
+
+@pytest.mark.parametrize("how", ["jit, on the device", "jit, 3 lanes, streamed", "pmap, 2 devices, 2 lanes", "debug"])
+@pytest.mark.filterwarnings("ignore:.*held a NaN")
+def test_phases_keep_what_is_theirs(how):
+    """Each phase has rows of its own, and a row that the other one wrote is none of its own."""
+    population = federation.data()
+    first = Counting(batches=BATCHES, refuse=3.0, aggregator=Damped())
+    algorithm = Refusing(batches=BATCHES, first=first, execution=EXECUTIONS[how], aggregator=Damped())
+    state = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        state, info = algorithm.apply(state, federation.cohort(population, round=round))
+        assert int(info.num_dropped) == 1
+    rows, seen = federation.plain(state).clients
+    some = population.sizes > 0
+    (of_first, damped_first, wrote_first), (of_second, damped_second, wrote_second) = rows
+    assert seen.tolist() == wrote_second.tolist() == some.tolist()
+    assert wrote_first.tolist() == (some & (np.arange(8) != 3)).tolist()
+    assert of_first.visits.tolist() == (3 * wrote_first).tolist() and of_second.visits.tolist() == (3 * some).tolist()
+    assert damped_first.tolist() == (10 * wrote_first).tolist() and damped_second.tolist() == (10 * some).tolist()
+    assert [float(rounds) for rounds in state.aggregator] == [3, 3]
+    # What they were sent: the second phase got what the first had made of it.
+    assert np.all(of_second.total[some, 0] > 100 + 3 * 1000)
+
+
+def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    start, tables, to_device = algorithm.init(jax.random.key(0)), [], execution._memory.to_device
+
+    def spied(*args):
+        tables.append(to_device(*args))
+        return tables[-1]
+
+    monkeypatch.setattr("fedsim.execution._memory.to_device", spied)
+    row_bytes = 12
+    # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
+    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes)
+    state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
+    assert [len(table.seen) for table, _, _ in tables] == [8]
+    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes - 1)
+    parts, _ = algorithm.apply_rounds(start, list(cohorts(population)))
+    assert [len(table.seen) for table, _, _ in tables[1:]] == [4] * 5
+    federation.assert_trees_close(federation.plain(parts), federation.plain(state))
+
+
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
 def test_stragglers_take_a_share_of_their_steps(how):
     population = federation.data(sizes=(12, 12, 12, 12, 0))
