@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics
+from fedsim import checks, metrics
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedprox import FedProx
-from fedsim.algorithms._gradient_server import ServerState, Shared, positive
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
 
@@ -50,7 +50,7 @@ class AdaptiveFedProx(FedProx):
     >>> AdaptiveFedProx(model=None, client_optimizer=optax.sgd(0.1), batches=None, patience=0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected patience >= 1, got patience=0.
+    ValueError: Expected patience >= 1, got patience=0: give a positive whole number.
     """
 
     mu: float = 0.0
@@ -59,9 +59,8 @@ class AdaptiveFedProx(FedProx):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(mu_step=self.mu_step)
-        if not self.patience >= 1:
-            raise ValueError(f"Expected patience >= 1, got patience={self.patience}.")
+        checks.positive(mu_step=self.mu_step)
+        checks.whole(1, patience=self.patience)
 
     @property
     def preview(self) -> Batches | None:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics, tree
+from fedsim import checks, metrics, tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
-from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared, positive
+from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -53,8 +53,7 @@ class FairServer(GradientServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.q < float("inf"):
-            raise ValueError(f"Expected q >= 0 and finite, got q={self.q}.")
+        checks.number(least=0, q=self.q)
 
     def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Reweighted:
         """Δ_k = F_k^q ∇_k and h_k = q F_k^(q-1) |∇_k|² + L F_k^q, for the client's gradient, or what stands for one."""
@@ -87,7 +86,7 @@ class QFedSGD(FedSGD, FairServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(lipschitz=self.lipschitz)
+        checks.positive(lipschitz=self.lipschitz)
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
@@ -121,8 +120,7 @@ class QFedAvg(FedAvg, FairServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lipschitz is not None:
-            positive(lipschitz=self.lipschitz)
+        checks.positive(or_none=True, lipschitz=self.lipschitz)
 
     @property
     def preview(self) -> Batches:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import split
@@ -77,10 +78,9 @@ class Quantiles(Statistics):
         super().__post_init__()
         if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
             raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions}.")
-        if not -float("inf") < self.low < self.high < float("inf"):
-            raise ValueError(f"Expected low < high, and both finite, got low={self.low} and high={self.high}.")
-        if not self.bins >= 2:
-            raise ValueError(f"Expected bins >= 2, got bins={self.bins}.")
+        checks.number(low=self.low)
+        checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
+        checks.whole(2, bins=self.bins)
 
     def init(self, key: jax.Array) -> QuantilesState:
         return self._cut(*(jnp.full((len(self.fractions), 1), edge, jnp.float32) for edge in (self.low, self.high)))

@@ -103,15 +103,15 @@ def join(parts: Remembered, like: State) -> State:
 
 
 def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
-    """What clients receive of ``shared``, the sender's memory, and the exact size of the message, ``uint32 []``."""
+    """What clients receive of ``shared``, the sender's memory, and the size of the message (see `fedsim.tree.bits_dtype`)."""
     plain = tree.num_bits(shared)
     if program.downlink is None:
-        return shared, memory, jnp.uint32(plain)
+        return shared, memory, tree.add_bits(plain, most=plain)
     floats = _floats(shared)
     sent = program.downlink.transmit(floats, key, memory)
     received = iter(sent.value)
     shared = jax.tree.map(lambda x: next(received) if _is_float(x) else x, shared)
-    return shared, sent.memory, sent.bits + jnp.uint32(plain - tree.num_bits(floats))
+    return shared, sent.memory, tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
 
 
 def _zeros(shapes: Any) -> Any:

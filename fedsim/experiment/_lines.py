@@ -45,7 +45,9 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
             if name not in _BOOKKEEPING and np.shape(values) == weight.shape:
                 weighted = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
                 columns[name] = np.where(total > 0, weighted / np.maximum(total, 1), np.nan)
-        sums = {name: np.asarray(clients[name]).sum(1, np.float64 if "entropy" in name else np.int64) for name in _SUMMED}
+        # In 64 bits, which no round of these fills: what clients count in float32, too, has whole numbers.
+        wide = {name: np.float64 if "entropy" in name else np.int64 for name in _SUMMED}
+        sums = {name: np.asarray(clients[name]).astype(dtype).sum(1) for name, dtype in wide.items()}
         if np.array_equal(sums["entropy_bits_up"], sums["bits_up"]):
             del sums["entropy_bits_up"]  # nothing was compressed
         columns |= sums
