@@ -278,6 +278,11 @@ def _compile(
         table, common = (parts.clients or None, parts.aggregator) if phase is program else (None, ())
         return plan, Lane(phase, columns, shared, roster(plan, key), table, common, attack)
 
+    def empty(lane: Lane) -> Carry:
+        carry = lane.zeros()
+        _placement.must_fit(lane.aggregator, carry.accumulator, layout.slots, layout.lanes, mesh)
+        return carry
+
     def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
         device = jax.lax.axis_index(AXIS)
         if layout.lanes == 1:
@@ -296,7 +301,7 @@ def _compile(
         for phase in program.phases:
             plan, lane = enter(phase, columns, state, key, packed)
             windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-            state, info = gather(phase, state, key, plan, train(lane, plan, windows, lane.zeros()))
+            state, info = gather(phase, state, key, plan, train(lane, plan, windows, empty(lane)))
             infos.append(info)
         return state, whole_round(infos)
 
@@ -316,7 +321,7 @@ def _compile(
     def in_parts(phase: FederatedProgram) -> _Phase:
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
         def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x[None], enter(phase, columns, state, key, plan[0])[1].zeros())
+            return jax.tree.map(lambda x: x[None], empty(enter(phase, columns, state, key, plan[0])[1]))
 
         def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
             plan, lane = enter(phase, columns, state, key, packed[0])
