@@ -76,8 +76,10 @@ class Quantiles(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
+        if np.ndim(self.fractions) != 1 or not len(self.fractions):
             raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions}.")
+        for fraction in self.fractions:
+            checks.number(above=0, most=1, fractions=fraction)
         checks.number(low=self.low)
         checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
         checks.whole(2, bins=self.bins)

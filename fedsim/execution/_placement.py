@@ -125,9 +125,10 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, lanes: int, m
     size = tree.num_bits(accumulator) // 8
     if copies * size > free:
         raise ValueError(
-            f"{type(aggregator).__name__} folds a cohort of {slots} clients into {size / 1e6:,.1f} MB, and {copies} times that, "
-            f"with lanes={lanes} and devices={mesh.size}, is {copies * size / 1e9:,.1f} GB: {free / 1e9:,.1f} GB are free. Take a "
-            "smaller cohort or model, fewer lanes or devices, or an aggregator that does not keep updates side by side, as Mean."
+            f"{type(aggregator).__name__} folds {slots} clients into {size / 1e6:,.1f} MB, and with lanes={lanes} and "
+            f"devices={mesh.size} that is there {copies} times: {copies * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+            "are free. Take a smaller cohort or model, fewer lanes or devices, or an aggregator that keeps no updates side by "
+            "side."
         )
 
 

@@ -14,6 +14,7 @@ from fedsim.execution import Evaluation, RoundInfo
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
+_COSTS = ("loss", "error", "cost", "perplexity", "distortion", "deviance", "regret", "nll", "mse", "mae")
 _BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 
@@ -68,10 +69,9 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
         return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
     line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
     for name in evaluation.clients:
-        over = evaluation.over_clients(name)
-        line |= {f"test_{name}_clients_{key}": plain(over[key]) for key in ("mean", "std")}
-        if not lower_is_better(name):
-            line[f"test_{name}_clients_worst10"] = plain(over["worst 10%"])
+        over = evaluation.over_clients(name, lower_is_better=lower_is_better(name))
+        names = {"mean": "mean", "std": "std", "worst10": "worst 10%"}
+        line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
     return line
 
 
@@ -86,8 +86,12 @@ def score(line: Line) -> float | None:
 
 
 def lower_is_better(metric: str) -> bool:
-    """By its name, for want of anything better."""
-    return "loss" in metric or "error" in metric
+    """Whether a metric is a cost: by its name, for want of anything better.
+
+    >>> [name for name in ("accuracy", "personal_loss", "perplexity", "mean_squared_error") if lower_is_better(name)]
+    ['personal_loss', 'perplexity', 'mean_squared_error']
+    """
+    return any(cost in metric.lower() for cost in _COSTS)
 
 
 def plain(value: Any) -> float | int | None:
