@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
-from fedsim import rng
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
@@ -87,9 +87,7 @@ class DSSGD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("theta_u", "theta_d", "decay"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"Expected 0 < {name} <= 1, got {name}={getattr(self, name)}.")
+        checks.number(above=0, most=1, theta_u=self.theta_u, theta_d=self.theta_d, decay=self.decay)
         self.upload()
 
     def upload(self) -> Upload:
@@ -121,7 +119,9 @@ class DSSGD(FedAvg):
         # Neither clipping nor selection may hide that a participant diverged.
         change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
-        bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else bits_of_place(change.size)))
+        of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
+        dtype = tree.bits_dtype(of_each * change.size)
+        bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
         update = (tree_of(change), chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)

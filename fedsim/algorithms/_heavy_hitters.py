@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.algorithms._sketch import Sketch
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
@@ -68,9 +68,7 @@ class HeavyHitters(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_items", "depth", "top"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
+        checks.whole(1, num_items=self.num_items, depth=self.depth, top=self.top)
         self._sketch()
 
     def _sketch(self) -> Sketch:

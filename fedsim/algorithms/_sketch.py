@@ -15,7 +15,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedsim.algorithms._gradient_server import one_of
+from fedsim import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Sketch:
     depth: int
 
     def __post_init__(self) -> None:
-        one_of("count-min", "count-sketch", sketch=self.kind)
-        if not 2 <= self.width <= 2**17 or self.width.bit_count() != 1:
+        checks.one_of("count-min", "count-sketch", sketch=self.kind)
+        checks.whole(2, 2**17, width=self.width, remedy="give a power of 2")
+        if int(self.width).bit_count() != 1:
             raise ValueError(f"Expected width to be a power of 2 from 2 to 131,072, got width={self.width}.")
         if self.kind == "count-sketch" and self.depth % 2 == 0:
             raise ValueError(f"Expected an odd depth, for the median of the rows, got depth={self.depth}.")

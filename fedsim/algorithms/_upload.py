@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedsim.algorithms._gradient_server import one_of, positive
+from fedsim import checks
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
 
@@ -32,10 +32,9 @@ class Upload:
     epsilon: float | None = None
 
     def __post_init__(self) -> None:
-        one_of("largest", "random", selection=self.selection)
-        if not 0 <= self.threshold < float("inf"):
-            raise ValueError(f"Expected threshold >= 0, got threshold={self.threshold}.")
-        positive(**{name: value for name in ("clip", "epsilon") if (value := getattr(self, name)) is not None})
+        checks.one_of("largest", "random", selection=self.selection)
+        checks.number(least=0, threshold=self.threshold)
+        checks.positive(or_none=True, clip=self.clip, epsilon=self.epsilon)
         if self.epsilon is not None and (self.clip is None or self.selection != "random"):
             raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from fedsim import rng
 from fedsim.data import Batch, ClientDataset, Cohort
-from fedsim.execution import _memory
+from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
-from fedsim.execution._execution import Execution, check_cohorts, finish_round, whole_round
+from fedsim.execution._execution import Execution, Jit, check_cohorts, finish_round, whole_round
 from fedsim.execution._memory import Turn, remember, split, turns
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
 
@@ -89,6 +89,8 @@ class Debug(Execution):
             left = (line, kept if lane.table else ())
             if carry is None:
                 _stage("aggregator.check", "the server", lane.aggregator.check, update, cohort.slots)
+                folds = jax.eval_shape(lambda update=update: lane.aggregator.zero(update, cohort.slots))
+                _placement.must_fit(lane.aggregator, folds, cohort.slots, 1, Jit().mesh())
                 room = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), left)
                 carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), *room)
             accumulate = lane.aggregator.accumulate
