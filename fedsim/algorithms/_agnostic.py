@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from fedsim import checks, metrics, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._domains import by_domain, check_domains, exponentiated, projected
+from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.data import Batch, Batches, FederatedData
@@ -86,7 +86,7 @@ class AgnosticFedAvg(FedAvg):
         super().__post_init__()
         checks.whole(1, num_domains=self.num_domains, window=self.window)
         checks.number(least=0, domain_learning_rate=self.domain_learning_rate)
-        checks.one_of("exponentiated", "projected", domain_update=self.domain_update)
+        checks.one_of(*STEPS, domain_update=self.domain_update)
         if self.weighting != "examples":
             raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
 
@@ -132,8 +132,7 @@ class AgnosticFedAvg(FedAvg):
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         movement, beta, losses = update
-        step = exponentiated if self.domain_update == "exponentiated" else projected
-        weights = step(state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
+        weights = STEPS[self.domain_update](state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
         counts = jnp.concatenate([state.more.counts[1:], losses.weight[None]])
         mean = jax.tree.map(lambda total: metrics.Mean(total, beta).result(), movement)
         return super().server_update(state, mean)._replace(more=Domains(weights, counts))

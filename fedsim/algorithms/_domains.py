@@ -57,3 +57,6 @@ def projected(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array
     surplus = (jnp.cumsum(descending) - jnp.sum(weights, where=seen)) / jnp.arange(1.0, len(values) + 1)
     threshold = surplus[jnp.maximum(jnp.sum(descending > surplus) - 1, 0)]
     return jnp.where(seen, jnp.maximum(values - threshold, 0.0), weights)
+
+
+STEPS = {"exponentiated": exponentiated, "projected": projected}

@@ -77,7 +77,7 @@ class Quantiles(Statistics):
     def __post_init__(self) -> None:
         super().__post_init__()
         if np.ndim(self.fractions) != 1 or not len(self.fractions):
-            raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions}.")
+            raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions!r}.")
         for fraction in self.fractions:
             checks.number(above=0, most=1, fractions=fraction)
         checks.number(low=self.low)

@@ -46,7 +46,7 @@ class LabelFlip(Attack):
         checks.whole(2, num_classes=self.num_classes)
         if (self.source is None) != (self.target is None):
             raise ValueError(
-                f"Expected source and target together, or neither, got source={self.source}, target={self.target}."
+                f"Expected source and target together, or neither, got source={self.source!r}, target={self.target!r}."
             )
         classes = f"num_classes={self.num_classes} counts from 0"
         checks.whole(0, self.num_classes - 1, or_none=True, source=self.source, target=self.target, remedy=classes)

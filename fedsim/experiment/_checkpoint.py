@@ -24,7 +24,6 @@ Leaves = dict[str, np.ndarray]
 
 _FILES = "files.json"
 _ROWS = "clients.rows"
-_ABOUT = "about.json"
 
 
 class SavedRows(NamedTuple):
@@ -46,8 +45,7 @@ class Checkpoints:
 
     Args:
       folder: of the checkpoints.
-      about: whose rows these are, written into their file and beside every checkpoint: another algorithm or population is
-        refused.
+      about: whose rows these are, written into their file: another algorithm or population is refused.
 
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
@@ -99,8 +97,6 @@ class Checkpoints:
         if self._file and rows:
             self._file.sync()
         _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
-        if self._about:
-            (path / _ABOUT).write_text(json.dumps(self._about))
         beside = path / f"{_FILES}.tmp"
         beside.write_text(json.dumps(_checksums(path)))
         beside.replace(path / _FILES)
@@ -115,9 +111,7 @@ class Checkpoints:
           ValueError: the state has other leaves, shapes or dtypes than ``like``; they are named.
           OSError, ValueError: the checkpoint is damaged.
         """
-        leaves = self._read(round)
-        self._must_be_ours(round)
-        return self._found(from_leaves(*_as_saved(leaves, like)), like, apart=apart)
+        return self._found(from_leaves(*_as_saved(self._read(round), like)), like, apart=apart)
 
     def newest(self, like: State, *, apart: bool = False) -> tuple[State, int] | None:
         """The newest state that can be read, and its round; None if there never was a checkpoint. ``apart``: see `load`.
@@ -135,7 +129,6 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
                 continue
-            self._must_be_ours(round)
             saved = from_leaves(*_as_saved(leaves, like))
             try:
                 state = self._found(saved, like, apart=apart)
@@ -170,17 +163,6 @@ class Checkpoints:
         if expected:
             raise ValueError(f"{', '.join(expected)} is missing")
         return {name: np.asarray(leaf) for name, leaf in _orbax().restore(path).items() if name}
-
-    def _must_be_ours(self, round: int) -> None:
-        """Raises ``ValueError`` for what clients keep of another algorithm or population, though it be of the same shapes."""
-        path = self._path(round) / _ABOUT
-        there = json.loads(path.read_text()) if path.exists() else {}
-        for name in there.keys() & self._about.keys():
-            if there[name] != self._about[name]:
-                raise ValueError(
-                    f"The checkpoint {path.parent} holds what clients keep of another algorithm or population: its {name} is "
-                    f"{there[name]}, and here that is {self._about[name]}. Choose another folder, or what it was written with."
-                )
 
     def _rows(self, like: ClientRows) -> RowFile:
         """The file of rows, made if it is not there."""
