@@ -10,13 +10,13 @@ leaves open how. Deviation: an update of zeros, which has no direction, counts a
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.aggregators._aggregator import Update
-from fedsim.aggregators._rows import squared_norms, total, wide
+from fedsim.aggregators._rows import inner_products, squared_norms, total, wide
 from fedsim.aggregators._side_by_side import SideBySide
 
 _STEPS = 300
@@ -42,20 +42,14 @@ class MinNorm(SideBySide):
     epsilon: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"Expected 0 <= epsilon <= 1, got epsilon={self.epsilon}.")
+        checks.number(least=0, most=1, epsilon=self.epsilon)
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         norms = jnp.sqrt(squared_norms(updates))
         per_norm = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
         weight = jnp.sum(weights)
         shares = weights / jnp.where(weight == 0, 1, weight)
-
-        def gram(rows: jax.Array) -> jax.Array:
-            rows = (rows.astype(jnp.float32)).reshape(len(rows), math.prod(rows.shape[1:])) * per_norm[:, None]
-            return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
-
-        products = jax.tree.reduce(jnp.add, jax.tree.map(gram, updates))
+        products = inner_products(updates, lambda rows: rows * per_norm[:, None])
         low = jnp.maximum(shares - self.epsilon, 0)
         high = jnp.where(weights > 0, jnp.minimum(shares + self.epsilon, 1), 0)
         shares = _shortest(products, shares, low, high) if self.epsilon else shares

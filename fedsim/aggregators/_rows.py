@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,16 @@ def squared_norms(updates: Update) -> jax.Array:
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
+def inner_products(updates: Update, prepared: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Of any two rows, over all leaves: ``float32 [slots, slots]``, of what ``prepared`` makes of a leaf ``[slots, n]``."""
+
+    def leaf(rows: jax.Array) -> jax.Array:
+        rows = prepared(rows.astype(jnp.float32).reshape(len(rows), math.prod(rows.shape[1:])))
+        return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
+
+
 def squared_distances(updates: Update, exists: jax.Array) -> jax.Array:
     """Between any two rows, ``float32 [slots, slots]``; infinite from a row to itself and to rows that do not exist.
 
@@ -66,13 +77,7 @@ def squared_distances(updates: Update, exists: jax.Array) -> jax.Array:
     slots = exists.shape[0]
     norms = jnp.where(exists, squared_norms(updates), jnp.inf)
     typical = jnp.argsort(norms)[(jnp.sum(exists) - 1) // 2]
-
-    def gram(rows: jax.Array) -> jax.Array:
-        rows = rows.astype(jnp.float32).reshape(slots, math.prod(rows.shape[1:]))
-        rows = jnp.where(exists[:, None], rows - rows[typical][None], 0)
-        return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
-
-    products = jax.tree.reduce(jnp.add, jax.tree.map(gram, updates))
+    products = inner_products(updates, lambda rows: jnp.where(exists[:, None], rows - rows[typical][None], 0))
     own = jnp.diagonal(products)
     distances = (own[:, None] - products) + (own[None, :] - products.T)
     # Squares of huge updates overflow, and the difference of two infinities is none.

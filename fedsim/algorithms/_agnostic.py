@@ -20,14 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fedsim import metrics, tree
+from fedsim import checks, metrics, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._domain_weights import exponentiated, projected
+from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import ServerState, Shared, one_of
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -85,23 +84,15 @@ class AgnosticFedAvg(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_domains", "window"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
-        if not 0 <= self.domain_learning_rate < float("inf"):
-            raise ValueError(f"Expected domain_learning_rate >= 0, got domain_learning_rate={self.domain_learning_rate}.")
-        one_of("exponentiated", "projected", domain_update=self.domain_update)
+        checks.whole(1, num_domains=self.num_domains, window=self.window)
+        checks.number(least=0, domain_learning_rate=self.domain_learning_rate)
+        checks.one_of(*STEPS, domain_update=self.domain_update)
         if self.weighting != "examples":
             raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        domains = np.asarray(data.columns.get(self.domain, np.zeros(1)))
-        if domains.ndim != 1 or domains.dtype.kind not in "iu" or not np.all((domains >= 0) & (domains < self.num_domains)):
-            raise ValueError(
-                f"Expected a column {self.domain!r} of domains, an integer in [0, {self.num_domains}) for each example, got "
-                f"{data}: name another one by domain, or set num_domains."
-            )
+        check_domains(data, self.domain, self.num_domains)
 
     @property
     def preview(self) -> Batches:
@@ -120,14 +111,13 @@ class AgnosticFedAvg(FedAvg):
         return super().set_out(shared, params)._replace(more=Seen(metrics.Mean(zeros, zeros), jnp.float32(0)))
 
     def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        seen, domains = batch.mask.astype(jnp.float32), batch.examples[self.domain]
-        losses = jnp.where(batch.mask, self._losses(shared.params, batch), 0.0)
-        here = metrics.Mean(*(jnp.zeros(self.num_domains, jnp.float32).at[domains].add(x) for x in (losses, seen)))
+        losses = self._losses(shared.params, batch)
+        here = by_domain(losses, batch.mask, batch.examples[self.domain], self.num_domains)
         return state._replace(more=state.more._replace(losses=state.more.losses.merge(here)))
 
     def client_begin(self, shared: Shared, state: ClientState, client: Client) -> ClientState:
         beta = jnp.vdot(shared.more, state.more.losses.weight)
-        return state._replace(more=state.more._replace(scale=client.num_examples.astype(jnp.float32) * _inverse(beta)))
+        return state._replace(more=state.more._replace(scale=metrics.Mean(client.num_examples, beta).result()))
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         return super().client_gradient(shared._replace(more=shared.more * state.more.scale), state, batch)
@@ -142,15 +132,10 @@ class AgnosticFedAvg(FedAvg):
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         movement, beta, losses = update
-        step = exponentiated if self.domain_update == "exponentiated" else projected
-        weights = step(state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
+        weights = STEPS[self.domain_update](state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
         counts = jnp.concatenate([state.more.counts[1:], losses.weight[None]])
-        return super().server_update(state, tree.scale(movement, _inverse(beta)))._replace(more=Domains(weights, counts))
+        mean = jax.tree.map(lambda total: metrics.Mean(total, beta).result(), movement)
+        return super().server_update(state, mean)._replace(more=Domains(weights, counts))
 
     def _losses(self, params: Params, batch: Batch) -> jax.Array:
         return self.model.loss(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))
-
-
-def _inverse(value: jax.Array) -> jax.Array:
-    """1 over what is above 0, and 0."""
-    return jnp.where(value > 0, 1 / jnp.where(value > 0, value, 1.0), 0.0)

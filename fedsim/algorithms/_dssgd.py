@@ -9,7 +9,9 @@ participant a round, by a `ShuffledSampler` of ``clients=1`` or a `ScheduleSampl
 robin. Uploads are added, not averaged, so that many together want a smaller rate. The counters of updates decay once a round,
 and ties between them are broken at random. Participants start from common initial parameters, told as the seed that makes
 them. Noise is Laplace noise by the sparse vector technique, as in the paper, where each coordinate is looked at once a round at
-most; its budget is a participant's for one round, by the paper's analysis.
+most; its budget is a participant's for one round, by the paper's analysis. Bits are those of the paper's messages, values of 32
+bits and their places of ceil(log2 d) each (none, if all are sent); down also those of the round and, where participants keep
+parameters, of the seed: 32 and 64.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from fedsim import rng
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState, one_of, positive
-from fedsim.algorithms._sparse_vector import above_noisy_threshold
+from fedsim.algorithms._gradient_server import ServerState
+from fedsim.algorithms._upload import Upload
+from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -40,10 +42,9 @@ class Selection(NamedTuple):
 
 
 class Download(NamedTuple):
-    """The parameters that were updated most: their values, and where they are (nothing, if all are sent)."""
+    """The parameters that were updated most; and the seed of all, for who has none of its own (nothing, if all are sent)."""
 
-    values: jax.Array
-    places: jax.Array
+    part: Part
     round: jax.Array
     seed: jax.Array
 
@@ -86,27 +87,24 @@ class DSSGD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("theta_u", "theta_d", "decay"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"Expected 0 < {name} <= 1, got {name}={getattr(self, name)}.")
-        one_of("largest", "random", selection=self.selection)
-        if not 0 <= self.threshold < float("inf"):
-            raise ValueError(f"Expected threshold >= 0, got threshold={self.threshold}.")
-        positive(**{name: value for name in ("clip", "epsilon") if (value := getattr(self, name)) is not None})
-        if self.epsilon is not None and (self.clip is None or self.selection != "random"):
-            raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
+        checks.number(above=0, most=1, theta_u=self.theta_u, theta_d=self.theta_d, decay=self.decay)
+        self.upload()
+
+    def upload(self) -> Upload:
+        """What a participant makes of its changes."""
+        return Upload(self.theta_u, self.selection, self.threshold, self.clip, self.epsilon)
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)
         return state._replace(more=Selection(jnp.zeros_like(ravel_pytree(state.params)[0]), jax.random.key_data(key)))
 
     def broadcast(self, state: ServerState) -> Any:
-        values, places = ravel_pytree(state.params)[0], jnp.zeros(0, jnp.int32)
-        if self.theta_d < 1:
-            ties = jax.random.uniform(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.shape)
-            places = jax.lax.top_k(state.more.updates + ties, _share(self.theta_d, values.size))[1]
-            values = values[places]
-        return Download(values, places, state.round, state.more.seed)
+        values, seed = ravel_pytree(state.params)[0], state.more.seed
+        if self.theta_d == 1:
+            return Download(Part.of(values), state.round, seed[:0])
+        ties = jax.random.uniform(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.shape)
+        places = jax.lax.top_k(state.more.updates + ties, share_of(self.theta_d, values.size))[1]
+        return Download(Part.of(values, places), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
@@ -117,11 +115,13 @@ class DSSGD(FedAvg):
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
         start, tree_of = ravel_pytree(self._start(shared, client))
         moved = start - ravel_pytree(state.params)[0]
-        change, chosen = self._select(moved, rng.stream(client.key, "select"))
+        change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that a participant diverged.
         change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
-        bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length()))
+        of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
+        dtype = tree.bits_dtype(of_each * change.size)
+        bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
         update = (tree_of(change), chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
@@ -135,24 +135,4 @@ class DSSGD(FedAvg):
         """The participant's parameters, after the download."""
         like = jax.eval_shape(self.model.init, jax.random.key(0))
         flat, tree_of = ravel_pytree(client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like))
-        return tree_of(flat.at[shared.places].set(shared.values) if self.theta_d < 1 else shared.values)
-
-    def _select(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The changes as they are uploaded, and which are, ``bool [size]``."""
-        count, size = _share(self.theta_u, change.size), change.size
-        if self.clip is not None:
-            change = jnp.clip(change, -self.clip, self.clip)
-        if self.epsilon is not None:
-            assert self.clip is not None
-            return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
-        if self.selection == "largest":
-            rank = jnp.abs(change)
-        else:
-            rank = jnp.where(jnp.abs(change) >= self.threshold, jax.random.uniform(key, change.shape), -1.0)
-        ranks, places = jax.lax.top_k(rank, count)
-        return change, jnp.zeros(size, bool).at[places].set(ranks >= 0)
-
-
-def _share(theta: float, size: int) -> int:
-    """At most this share of so many, and at least one; 0.3 of 10 is 3."""
-    return max(1, int(np.floor(theta * size + 1e-6)))
+        return tree_of(shared.part.put_into(flat))

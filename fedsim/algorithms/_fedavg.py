@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import metrics, tree
+from fedsim.algorithms._descent import must_descend
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -63,7 +64,7 @@ class FedAvg(GradientServer):
         super().check(data)
         # A schedule over rounds may start from 0, which its first optimizer alone would never leave.
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
-        self.must_descend(client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
+        must_descend(self.model, client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
 
     def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         """The loss that a client's step descends: the hook that FedProx and its kin override."""

@@ -12,17 +12,17 @@ attributed to keeps its mean and covariance.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.algorithms._clusters import Clusters
-from fedsim.algorithms._gradient_server import one_of, positive
+from fedsim.algorithms._covariances import Diagonal, Full
 
-_einsum = functools.partial(jnp.einsum, precision="highest")
+_FORMS = {"diagonal": Diagonal(), "full": Full()}
 
 
 class MixtureState(NamedTuple):
@@ -79,10 +79,9 @@ class GaussianMixture(Clusters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("diagonal", "full", covariance=self.covariance)
-        if not 0 <= self.regularization < float("inf"):
-            raise ValueError(f"Expected regularization >= 0, got regularization={self.regularization}.")
-        positive(start_variance=self.start_variance)
+        checks.one_of("diagonal", "full", covariance=self.covariance)
+        checks.number(least=0, regularization=self.regularization)
+        checks.positive(start_variance=self.start_variance)
 
     def init(self, key: jax.Array) -> MixtureState:
         means, num_started = self.points()
@@ -90,12 +89,7 @@ class GaussianMixture(Clusters):
         return MixtureState(weights, means, self.start_variance * self._ones(), num_started)
 
     def broadcast(self, state: MixtureState) -> MixtureShared:
-        if self.covariance == "diagonal":
-            factors = jax.lax.rsqrt(state.covariances)
-        else:
-            lower = jnp.linalg.cholesky(state.covariances)
-            factors = jax.scipy.linalg.solve_triangular(lower, jnp.broadcast_to(self._ones()[:1], lower.shape), lower=True)
-        return MixtureShared(state.weights, state.means, factors, state.num_started)
+        return MixtureShared(state.weights, state.means, self._form.factors(state.covariances), state.num_started)
 
     def no_moments(self) -> Moments:
         k, features = self.num_clusters, self.num_features
@@ -104,38 +98,32 @@ class GaussianMixture(Clusters):
     def moments(self, shared: MixtureShared, x: jax.Array, mask: jax.Array) -> Moments:
         joint, apart = self._log_joint(shared, x)
         shares = jnp.where(mask[:, None], jax.nn.softmax(joint, axis=1), 0.0)
-        square = "nk,nki,nki->ki" if self.covariance == "diagonal" else "nk,nki,nkj->kij"
-        return Moments(jnp.sum(shares, axis=0), _einsum("nk,nki->ki", shares, apart), _einsum(square, shares, apart, apart))
+        first = jnp.einsum("nk,nki->ki", shares, apart, precision="highest")
+        return Moments(jnp.sum(shares, axis=0), first, self._form.of(apart, shares))
 
     def maximize(self, state: MixtureState, moments: Moments) -> MixtureState:
-        some = moments.counts > 0
-        counts = jnp.where(some, moments.counts, 1.0)
+        counts = jnp.where(moments.counts > 0, moments.counts, 1.0)
         shift = moments.first / counts[:, None]
-        if self.covariance == "diagonal":
-            covariances = moments.second / counts[:, None] - jnp.square(shift)
-        else:
-            covariances = moments.second / counts[:, None, None] - shift[:, :, None] * shift[:, None, :]
-        covariances += self.regularization * self._ones()
-        some = some.reshape(-1, *[1] * (covariances.ndim - 1))
+        squares = self._form.of(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
+        some, of_each = (x.reshape(-1, *[1] * (squares.ndim - 1)) for x in (moments.counts > 0, counts))
+        covariances = moments.second / of_each - squares + self.regularization * self._ones()
         covariances = jnp.where(some, covariances, state.covariances)
         return MixtureState(moments.counts / jnp.sum(moments.counts), state.means + shift, covariances, state.num_started)
 
     def scores(self, shared: MixtureShared, x: jax.Array) -> dict[str, jax.Array]:
         return {"log_likelihood": jax.nn.logsumexp(self._log_joint(shared, x)[0], axis=1)}
 
+    @property
+    def _form(self) -> Diagonal:
+        return _FORMS[self.covariance]
+
     def _ones(self) -> jax.Array:
         """Unit covariances."""
-        k, features = self.num_clusters, self.num_features
-        one = jnp.ones(features, jnp.float32) if self.covariance == "diagonal" else jnp.eye(features, dtype=jnp.float32)
-        return jnp.broadcast_to(one, (k, *one.shape))
+        return jnp.stack([self._form.unit(self.num_features)] * self.num_clusters)
 
     def _log_joint(self, shared: MixtureShared, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Logarithm of each component's weight times density at each example ``[n, k]``, and differences from its mean."""
         apart = x[:, None, :] - shared.means[None]
-        if self.covariance == "diagonal":
-            scales, white = shared.factors, apart * shared.factors[None]
-        else:
-            scales = jnp.diagonal(shared.factors, axis1=1, axis2=2)
-            white = _einsum("nki,kji->nkj", apart, shared.factors)
-        constant = jnp.log(shared.weights) + jnp.sum(jnp.log(scales), axis=1) - self.num_features / 2 * math.log(2 * math.pi)
-        return constant[None] - jnp.sum(jnp.square(white), axis=2) / 2, apart
+        volumes = jnp.sum(jnp.log(self._form.scales(shared.factors)), axis=1)
+        constant = jnp.log(shared.weights) + volumes - self.num_features / 2 * math.log(2 * math.pi)
+        return constant[None] - jnp.sum(jnp.square(self._form.white(apart, shared.factors)), axis=2) / 2, apart

@@ -7,16 +7,14 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from fedsim import checks
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms._descent import must_descend
 from fedsim.data import FederatedData
 from fedsim.execution import Client, Turnout
 from fedsim.model import Model, Params
-
-# Steps of a rate of 0 that pass for the start of a warm-up.
-_WARM_UP = 100
 
 
 class ServerState(NamedTuple):
@@ -57,7 +55,7 @@ class GradientServer(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("examples", "uniform", weighting=self.weighting)
+        checks.one_of("examples", "uniform", weighting=self.weighting)
 
     def init(self, key: jax.Array) -> ServerState:
         params = self.model.init(key)
@@ -73,42 +71,7 @@ class GradientServer(Algorithm):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        self.must_descend(server_optimizer=self.server_optimizer)
-
-    def must_descend(self, *, may_rest: bool = False, **optimizers: optax.GradientTransformation) -> None:
-        """Raises ``ValueError`` naming the first optimizer that goes up, nowhere finite, or not at all.
-
-        A learning rate cannot be read off an optax transformation. But from zero, where every slope is 1, its first step that
-        is not zero must not climb, and there must be one among the first hundred (a warm-up may start with a rate of 0) unless
-        it ``may_rest``. Half the way between its steps where slopes are 1 and -1 is taken, in which noise cancels.
-        Parameters keep their names here and shrink to one number each.
-        """
-        params = jax.eval_shape(self.model.init, jax.random.key(0))
-        zeros, up, down = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1, -1))
-
-        def step(optimizer: optax.GradientTransformationExtraArgs, slope: Params, state: Any) -> tuple[Params, Any]:
-            def loss(params: Params) -> jax.Array:  # for those that ask for it: Polyak steps, line searches
-                return 1 + jnp.sum(jnp.stack([jnp.sum(x) for x in jax.tree.leaves(jax.tree.map(jnp.multiply, slope, params))]))
-
-            return optimizer.update(slope, state, zeros, value=jnp.float32(1), grad=slope, value_fn=loss)
-
-        for name, optimizer in optimizers.items():
-            optimizer = optax.with_extra_args_support(optimizer)
-            uphill = downhill = optimizer.init(zeros)
-            for _ in range(1 if may_rest else _WARM_UP):
-                along, uphill = step(optimizer, up, uphill)
-                against, downhill = step(optimizer, down, downhill)
-                change = jax.tree.map(lambda a, b: float(jnp.mean(a - b)) / 2, along, against)
-                climbs = np.array(jax.tree.leaves(change))
-                if np.any(climbs) or may_rest:
-                    break
-            rests = not np.any(climbs)
-            if not np.all(climbs <= 0) or (rests and not may_rest):
-                steps = f"{_WARM_UP} steps" if rests else "step"
-                raise ValueError(
-                    f"Expected {name} to descend, and its first {steps} along a gradient of ones: {climbs.max() + 0.0:+.3g} in "
-                    "the mean. Give it a positive learning rate."
-                )
+        must_descend(self.model, server_optimizer=self.server_optimizer)
 
     def weight(self, client: Client) -> jax.Array:
         """A client's share in the aggregate, ``float32 []``, by ``weighting``."""
@@ -118,29 +81,3 @@ class GradientServer(Algorithm):
         """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
         whole = turnout.examples if self.weighting == "examples" else turnout.population
         return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
-
-
-def one_of(*choices: str, **values: str) -> None:
-    """Raises ``ValueError`` naming the first argument that is none of the choices.
-
-    >>> one_of("I", "II", option="III")
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected option to be 'I' or 'II', got option='III'.
-    """
-    for name, value in values.items():
-        if value not in choices:
-            raise ValueError(f"Expected {name} to be {' or '.join(map(repr, choices))}, got {name}={value!r}.")
-
-
-def positive(**values: float) -> None:
-    """Raises ``ValueError`` naming the first argument that is not above 0 and finite.
-
-    >>> positive(tau=0.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected tau > 0 and finite, got tau=0.0.
-    """
-    for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"Expected {name} > 0 and finite, got {name}={value}.")

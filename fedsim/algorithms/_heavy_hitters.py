@@ -3,8 +3,7 @@
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", Journal of
 Algorithms 55, 2005: https://doi.org/10.1016/j.jalgor.2003.12.001. M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent
 items in data streams", Theoretical Computer Science 312, 2004 (the count-sketch):
-https://doi.org/10.1016/S0304-3975(03)00400-6. Hashing: M. Thorup, "High speed hashing for integers and strings", 2015, vector
-multiply-shift, strongly universal: https://arxiv.org/abs/1504.06804.
+https://doi.org/10.1016/S0304-3975(03)00400-6.
 Deviation: items are integers below ``num_items``, all of which are asked for; the papers keep candidates in a heap.
 """
 
@@ -17,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
-from fedsim.algorithms._gradient_server import one_of
+from fedsim import checks, rng
+from fedsim.algorithms._sketch import Sketch
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import split
@@ -69,14 +68,11 @@ class HeavyHitters(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_items", "depth", "top"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
-        one_of("count-min", "count-sketch", sketch=self.sketch)
-        if not 2 <= self.width <= 2**17 or self.width.bit_count() != 1:
-            raise ValueError(f"Expected width to be a power of 2 from 2 to 131,072, got width={self.width}.")
-        if self.sketch == "count-sketch" and self.depth % 2 == 0:
-            raise ValueError(f"Expected an odd depth, for the median of the rows, got depth={self.depth}.")
+        checks.whole(1, num_items=self.num_items, depth=self.depth, top=self.top)
+        self._sketch()
+
+    def _sketch(self) -> Sketch:
+        return Sketch(self.sketch, self.width, self.depth)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -85,8 +81,7 @@ class HeavyHitters(Statistics):
             raise ValueError(f"Expected integers, and {self.feature!r} is {dtype}: name another feature.")
 
     def init(self, key: jax.Array) -> SketchState:
-        words = jax.random.bits(rng.stream(key, "hash"), (2, self.depth, 3), jnp.uint32)
-        return SketchState(words, jnp.zeros((self.depth, self.width), jnp.int32))
+        return SketchState(self._sketch().words(rng.stream(key, "hash")), jnp.zeros((self.depth, self.width), jnp.int32))
 
     def broadcast(self, state: SketchState) -> jax.Array:
         return state.words
@@ -96,19 +91,14 @@ class HeavyHitters(Statistics):
 
     def statistics(self, shared: jax.Array, batch: Batch) -> jax.Array:
         items, mask = self.values(batch)
-        counter, sign = self._places(shared, items)
-        count = (mask & (items >= 0) & (items < self.num_items)).astype(jnp.float32)
-        rows = jnp.arange(self.depth, dtype=jnp.int32)[:, None]
-        return self.nothing(shared).at[rows, counter].add(sign * count[None])
+        return self._sketch().count(shared, items, mask & (items >= 0) & (items < self.num_items))
 
     def server_update(self, state: SketchState, update: jax.Array) -> SketchState:
         return state._replace(counts=state.counts + jnp.rint(update).astype(jnp.int32))
 
     def estimate(self, state: SketchState, items: Any) -> jax.Array:
         """How often items ``int [n]`` occurred: ``float32 [n]``."""
-        counter, sign = self._places(state.words, jnp.asarray(items))
-        found = jnp.take_along_axis(state.counts, counter, axis=1).astype(jnp.float32) * sign
-        return jnp.min(found, axis=0) if self.sketch == "count-min" else jnp.median(found, axis=0)
+        return self._sketch().estimate(state.words, state.counts, jnp.asarray(items))
 
     def heaviest(self, state: SketchState, count: int) -> tuple[jax.Array, jax.Array]:
         """The items of the largest estimates, ``int32 [count]``, and these, ``float32 [count]``."""
@@ -125,13 +115,3 @@ class HeavyHitters(Statistics):
         # An item that is as frequent as the last of them is as good.
         found = counts[np.asarray(self.heaviest(state, top)[0])] if top else counts[:0]
         return {"recall": float(np.mean(found >= np.sort(counts)[-top])) if top else 1.0}
-
-    def _places(self, words: jax.Array, items: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each item's counter in each row, ``int32 [depth, n]``, and the sign it counts with, ``float32 [depth, n]``."""
-        item = items.astype(jnp.uint32)
-        halves = jnp.stack([item & 0xFFFF, item >> 16, jnp.ones_like(item)])
-        # Vector multiply-shift of 16-bit halves modulo 2**32: its upper 17 bits are strongly universal.
-        hashed = jnp.sum(words[..., None] * halves[None, None], axis=2, dtype=jnp.uint32)
-        counter = (hashed[0] >> (32 - (self.width.bit_length() - 1))).astype(jnp.int32)
-        sign = 1 - 2 * (hashed[1] >> 31).astype(jnp.float32)
-        return counter, jnp.ones_like(sign) if self.sketch == "count-min" else sign

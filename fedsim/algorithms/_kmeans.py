@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim.algorithms._clusters import Clusters, squared_distances
+from fedsim.algorithms._clusters import Clusters
+from fedsim.algorithms._seeding import squared_distances
 
 
 class KMeansState(NamedTuple):

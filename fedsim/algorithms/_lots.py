@@ -28,6 +28,22 @@ class Found(NamedTuple):
     candidate: Candidate
 
 
+def nobody(features: int) -> Candidate:
+    """Lower than anybody."""
+    return Candidate(jnp.float32(NOBODY), jnp.zeros(features, jnp.float32))
+
+
+def drawn(x: jax.Array, chance: jax.Array, mask: jax.Array, key: jax.Array) -> Candidate:
+    """Of examples ``float32 [n, features]`` the one with the highest lot: each has a chance in proportion to ``chance [n]``.
+
+    A lot is the logarithm of the chance plus Gumbel noise; who has none, or is masked, is nobody.
+    """
+    lots = jnp.where(chance > 0, jnp.log(chance), NOBODY) + jax.random.gumbel(key, chance.shape)
+    lots = jnp.where(mask & (chance > 0), lots, NOBODY)
+    best = jnp.argmax(lots)
+    return Candidate(lots[best], x[best])
+
+
 def higher(a: Candidate, b: Candidate) -> Candidate:
     """That of the higher lot."""
     return tree.select(b.lot > a.lot, b, a)
@@ -38,8 +54,7 @@ class SumAndHighest(Aggregator):
     """Adds statistics up, and keeps the candidate of the highest lot, as an `fedsim.aggregators.Aggregator` of `Found`."""
 
     def zero(self, update: Any, slots: int) -> Any:
-        point = jnp.zeros(update.candidate.point.shape, jnp.float32)
-        return Found(Sum().zero(update.statistics, slots), Candidate(jnp.float32(NOBODY), point))
+        return Found(Sum().zero(update.statistics, slots), nobody(*update.candidate.point.shape))
 
     def accumulate(self, accumulator: Any, update: Any, weight: jax.Array, slot: jax.Array) -> Any:
         candidate = update.candidate._replace(lot=jnp.where(weight == 0, NOBODY, update.candidate.lot))

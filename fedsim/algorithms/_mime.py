@@ -13,7 +13,9 @@ and s from the server, c = mean_S ∇f_i(x), and ζ a batch::
 Any optax transformation is a base algorithm: U is the step of its ``update`` from the server's s, V what that makes of s for c
 (so a statistic takes the local gradient in before the step, as the paper's momentum does; a rate that counts updates counts
 rounds). Deviations: means are weighted by ``weighting`` (the paper's is ``"uniform"``), and ``server_optimizer`` takes the
-mean of x - y for its gradient; with its default the last line holds.
+mean of x - y for its gradient; with its default the last line holds. Another ``aggregator`` than the mean takes the place of
+both means, and c is what it makes of the gradients. `MimeLite` sends the pair (movement, gradient), which is clipped and
+compared with others' as one update; in `Mime` they are two, one after the other.
 """
 
 from __future__ import annotations
@@ -119,7 +121,8 @@ class Mime(Mimicking):
     """Clients also correct every gradient by the cohort's, as SVRG does: g(y) - g(x) + c.
 
     A round has two phases, first c and then training: clients are reached twice, and get x both times. A step takes two
-    gradients. Whatever the second phase's ``aggregator`` and ``downlink``, the first takes a weighted mean, at x as it is.
+    gradients. The ``aggregator`` and the ``downlink``, whatever they are, act in both phases, with a memory and with noise of
+    their own in each, and the round's bits are those of both. Attackers attack in both.
 
     Attributes:
       client_optimizer: see `Mimicking`.
@@ -134,7 +137,14 @@ class Mime(Mimicking):
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        return FirstPhase(model=self.model, batches=self.batches.one_pass(), weighting=self.weighting), self
+        first = FirstPhase(
+            model=self.model,
+            batches=self.batches.one_pass(),
+            weighting=self.weighting,
+            aggregator=self.aggregator,
+            downlink=self.downlink,
+        )
+        return first, self
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)

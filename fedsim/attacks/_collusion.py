@@ -86,7 +86,7 @@ class Overheard(Wrapper):
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
         for leaf in jax.tree.leaves(update):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if not tree.is_float(leaf):
                 raise ValueError(f"{type(self.attack).__name__} needs means of updates, and these have a leaf of {leaf.dtype}.")
 
     def zero(self, update: Update, slots: int) -> Heard:

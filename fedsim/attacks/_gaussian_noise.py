@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks, tree
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -35,14 +36,14 @@ class GaussianNoise(Attack):
     added: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.deviation < float("inf"):
-            raise ValueError(f"Expected deviation > 0 and finite, got deviation={self.deviation}.")
+        checks.positive(deviation=self.deviation)
+        checks.truth(added=self.added)
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
         leaves, structure = jax.tree.flatten(update)
 
         def noise(key: jax.Array, leaf: jax.Array) -> jax.Array:
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            if not tree.is_float(leaf):
                 return leaf
             draw = jnp.asarray(self.deviation, leaf.dtype) * jax.random.normal(key, leaf.shape, leaf.dtype)
             return leaf + draw if self.added else draw

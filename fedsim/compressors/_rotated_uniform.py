@@ -15,10 +15,9 @@ import jax
 
 from fedsim import rng
 from fedsim.compressors._compressor import Size
+from fedsim.compressors._drive import BLOCK
 from fedsim.compressors._rotation import layout, rotate, unrotate
 from fedsim.compressors._uniform import Levels, UniformQuantizer, from_levels, size_of_levels, to_levels
-
-_BLOCK = (0, 2)  # the axes of one block
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,7 +42,7 @@ class RotatedUniformQuantizer(UniformQuantizer):
     per_tensor: bool = False
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Levels:
-        return to_levels(rotate(x, key), self.levels, rng.stream(key, "rounding"), _BLOCK)
+        return to_levels(rotate(x, key), self.levels, rng.stream(key, "rounding"), BLOCK)
 
     def decode_vector(self, message: Levels, key: jax.Array, d: int) -> jax.Array:
         return unrotate(from_levels(message, self.levels, layout(d)), key, d)

@@ -101,6 +101,11 @@ class ClientRows:
         return copy
 
 
+def is_rows(value: Any) -> bool:
+    """Whether a part of a state is `ClientRows`: the ``is_leaf`` of those who take them whole."""
+    return isinstance(value, ClientRows)
+
+
 jax.tree_util.register_pytree_node(
     ClientRows, lambda rows: ((rows.index,), rows.store), lambda store, children: ClientRows(store, children[0])
 )

@@ -216,16 +216,16 @@ class RowFile(RowStore):
         """``uint32 [n]``; 0 for -1."""
         return np.where(numbers >= 0, self._checksums[numbers] if self.capacity else 0, 0).astype(np.uint32)
 
-    def expect(self, numbers: np.ndarray, checksums: np.ndarray, *, read: bool) -> None:
-        """Takes over rows that another process wrote: from now on these are their checksums.
+    @contextlib.contextmanager
+    def expected(self, numbers: np.ndarray, checksums: np.ndarray) -> Iterator[None]:
+        """Takes over rows that another process wrote: from now on these are their checksums, unless a row fails inside.
 
         Args:
           numbers: ``int [n]``, -1 for none.
           checksums: ``uint32 [n]``.
-          read: whether to read all of them now.
 
         Raises:
-          FormatError: one of them is not there or not what it was, or is known with another checksum.
+          FormatError: one of them is not there, or is known with another checksum.
         """
         order = np.argsort(numbers)[np.count_nonzero(numbers < 0) :]
         numbers, checksums = numbers[order], checksums[order].astype(np.uint32)
@@ -236,13 +236,17 @@ class RowFile(RowStore):
         before = self._checksums[numbers], self._known[numbers]
         self._checksums[numbers], self._known[numbers] = checksums, True
         try:
-            if read:
-                scratch = [np.empty((1, *leaf.shape), leaf.dtype) for leaf in self.leaves]
-                for number in numbers[:, None]:
-                    self.read(number, scratch, np.zeros(1, np.int64))
+            yield
         except FormatError:
             self._checksums[numbers], self._known[numbers] = before
             raise
+
+    def expect(self, numbers: np.ndarray, checksums: np.ndarray, *, read: bool) -> None:
+        """As `expected`, and if they are to be ``read``, all at once, from front to back."""
+        with self.expected(numbers, checksums):
+            scratch = [np.empty((1, *leaf.shape), leaf.dtype) for leaf in self.leaves]
+            for number in np.sort(numbers[numbers >= 0])[:, None] if read else ():
+                self.read(number, scratch, np.zeros(1, np.int64))
 
     def _transfer(self, call: Callable[..., int], views: Sequence[np.ndarray], number: int) -> bool:
         """Moves a row's bytes; False if the file ends before it does."""

@@ -20,7 +20,7 @@ from typing import Any
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted
 from fedsim.datasets._stackoverflow import first
-from fedsim.datasets._words import counts_file, words_again
+from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, words_again
 from fedsim.formats import read_json_lines
 from fedsim.text import WordTokenizer, vocabulary_from_counts
 
@@ -36,19 +36,11 @@ _SOURCES = [
 @register(
     "stackexchange",
     task="tell the next word of 20 in a row; what people wrote on Stack Exchange sites, a client each; for who has the file",
-    features={
-        "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
-        "y": "[20] int16 the same, one word on",
-    },
+    features=NEXT_WORD,
     source_features={"tokens": "[] text, a paragraph, words divided by spaces"},
     num_classes=10_004,
     default_model="stackoverflow_lstm(expected_length=13.3)",
-    options={
-        "vocabulary": "how many of the most frequent words",
-        "length": "words in a sequence",
-        "oov_buckets": "ids that other words share",
-        "examples": "keep so many of each client, the first; 0: all",
-    },
+    options=OPTIONS,
     source="data=DIR with one file *.jsonl.gz, a JSON line a user; https://archive.org/details/stackexchange is what "
     "it is made of",
     needs_data=True,

@@ -39,7 +39,7 @@ import numpy as np
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted, read_fedjax
-from fedsim.datasets._words import counts_file, words_again
+from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, words_again
 from fedsim.formats import read_tff_hdf5, read_tff_sqlite
 from fedsim.text import TagTokenizer, WordTokenizer, vocabulary_from_counts
 
@@ -119,19 +119,11 @@ _ABOUT: dict[str, Any] = {
 @register(
     "stackoverflow_word",
     task="tell the next word of 20 in a row; sentences of 342,477 people on Stack Overflow, a client each",
-    features={
-        "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
-        "y": "[20] int16 the same, one word on",
-    },
+    features=NEXT_WORD,
     source_features={"tokens": "[] text, a sentence, words divided by spaces"},
     num_classes=10_004,
     default_model="stackoverflow_lstm(expected_length=13.3)",
-    options={
-        "vocabulary": "how many of the most frequent words",
-        "length": "words in a sequence",
-        "oov_buckets": "ids that other words share",
-        "examples": "keep so many of each client, the first; 0: all",
-    },
+    options=OPTIONS,
     **_ABOUT,
 )
 def load_stackoverflow_word(

@@ -17,6 +17,18 @@ from fedsim.datasets._cache import fingerprint, only_one
 from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
 
+# Next-word prediction: what is loaded, and the loaders' options.
+NEXT_WORD = {
+    "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
+    "y": "[20] int16 the same, one word on",
+}
+OPTIONS = {
+    "vocabulary": "how many of the most frequent words",
+    "length": "words in a sequence",
+    "oov_buckets": "ids that other words share",
+    "examples": "keep so many of each client, the first; 0: all",
+}
+
 
 def counts_file(
     name: str,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batch, Batches, FederatedData
@@ -42,7 +43,8 @@ class ClientUpdate(NamedTuple):
     Attributes:
       update: a pytree of arrays, folded by the aggregator.
       weight: ``float32 []``, its share in the aggregate. 0: as if it had not taken part.
-      info: name to scalar or small array, reported per client in the round's info.
+      info: name to scalar or small array, reported per client in the round's info, whose own names (see `RoundInfo`) it leaves
+        alone. Where the aggregator sends updates as they are, it may hold ``bits_up`` and ``entropy_bits_up``, both or neither.
       memory: what the client keeps for its next round, in the shape of ``client_memory``. If the update does not count (no
         step, not finite, weight 0), it keeps what it had.
     """
@@ -69,6 +71,9 @@ class Remembered(NamedTuple):
       aggregator: what the server keeps for the aggregator.
       downlink: what the server keeps for the compressor of what it sends.
       average: the `Average` of the server's parameters, if the algorithm asks for one (``averaging``).
+
+    Of a round of several phases each has its own: ``aggregator``, ``downlink`` and a client's row are then tuples, one entry a
+    phase, and a row's entries say themselves whether they were ever written.
     """
 
     server: State
@@ -112,8 +117,9 @@ class RoundInfo(NamedTuple):
     Attributes:
       clients: per client, in cohort order ``[slots]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
         did not count), ``dropped bool`` (its update was not finite), ``bits_up uint32`` and ``bits_down uint32`` (exact sizes
-        of what it sent and got), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and all
-        that the algorithm's `ClientUpdate.info` holds. In a cohort under attack also ``attacker bool``.
+        of what it sent and got; ``float32``, rounded, where that is 2**32 bits or more before compression, as the 134 million
+        floats of a large model are), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and
+        all that the algorithm's `ClientUpdate.info` holds. In a cohort under attack also ``attacker bool``.
         The rows of a cohort that has fewer clients than slots come first, ``[:num_clients]``; the others are 0.
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
       num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.
@@ -154,3 +160,14 @@ class FederatedProgram(Protocol):
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate: ...
     def server_update(self, state: State, update: Any) -> State: ...
     def server_round(self, state: State, update: Any, turnout: Turnout) -> State: ...
+
+
+def update_shape(program: FederatedProgram, shared: Shared) -> Any:
+    """A client's update after it got ``shared`` (arrays or ``jax.ShapeDtypeStruct``), as ``jax.ShapeDtypeStruct``."""
+
+    def final(shared: Shared) -> Any:
+        number = jnp.int32(0)
+        client = Client(number, number, number, jax.random.key(0), program.client_memory(shared))
+        return program.client_final(shared, program.client_init(shared, client), client).update
+
+    return jax.eval_shape(final, shared)

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng, tree
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
-from fedsim.execution._memory import split
+from fedsim.execution._memory import split, turns
 from fedsim.metrics import Mean as MeanOf
 from fedsim.model import Params
 
@@ -82,8 +82,7 @@ def evaluate_personalized(
     >>> fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=algorithm).overall["accuracy"]
     1.0
     """
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    checks.whole(1, or_none=True, batch_size=batch_size)
     fine_tune = fine_tune or getattr(algorithm, "fine_tune", None)
     if fine_tune is None and not hasattr(algorithm, "personal_params"):
         raise ValueError(
@@ -397,4 +396,5 @@ def _kept(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int)
         rows, seen = clients.gather(at, slots)
     else:
         rows, seen = jax.tree.map(lambda leaf: leaf[np.maximum(_filled(at, slots), 0)], tuple(clients))
-    return rows[0], seen & (np.arange(slots) < len(at))
+    table = turns(algorithm)[-1].sees(Remembered((), ClientTable(rows, seen))).clients
+    return table.rows[0], table.seen & (np.arange(slots) < len(at))

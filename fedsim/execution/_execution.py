@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedsim import rng, tree
+from fedsim import checks, rng, tree
 from fedsim.attacks import Attack
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, roster, round_info, run_sequential, run_side_by_side
-from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout
-from fedsim.execution._memory import averaged, down, join, remember, split, update_shape
+from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
+from fedsim.execution._memory import Turn, averaged, down, join, remember, split, turns
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
 
@@ -76,10 +76,8 @@ class Jit(Execution):
     memory: Memory = "auto"
 
     def __post_init__(self) -> None:
-        if self.lanes is not None and not (isinstance(self.lanes, int) and self.lanes >= 1):
-            raise ValueError(f"Expected lanes >= 1, got lanes={self.lanes}, or None to choose by the device.")
-        if self.memory not in ("auto", "resident", "stream"):
-            raise ValueError(f"Expected memory to be 'auto', 'resident' or 'stream', got memory={self.memory!r}.")
+        checks.whole(1, or_none=True, lanes=self.lanes, remedy="None chooses by the device")
+        checks.one_of("auto", "resident", "stream", memory=self.memory)
 
     def mesh(self) -> Mesh:
         """The devices in use."""
@@ -184,8 +182,7 @@ class Pmap(Jit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.devices is not None and not (isinstance(self.devices, int) and self.devices >= 1):
-            raise ValueError(f"Expected devices >= 1, got devices={self.devices}, or None for all.")
+        checks.whole(1, or_none=True, devices=self.devices, remedy="None takes all")
 
     def mesh(self) -> Mesh:
         there = jax.local_device_count()
@@ -226,6 +223,10 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
         first.data.check_dtypes()
         program.check(first.data)
         checked.add(first.data)
+    attacked = vars(first.data).setdefault("_attacked", set())
+    if first.attack is not None and first.attack not in attacked:
+        first.attack.check(first.data)
+        attacked.add(first.attack)
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
@@ -270,12 +271,16 @@ def _compile(
 ) -> _Compiled:
     platform = mesh.devices.flat[0].platform
 
-    def enter(phase: FederatedProgram, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        plan, parts = of_phase(layout.unpack(packed), phase.batches, phase is program), split(state)
+    def enter(turn: Turn, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
+        phase, parts = turn.phase, turn.sees(split(state))
+        plan = of_phase(layout.unpack(packed), phase.batches, turn.last)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
-        # What lives beside the server's state belongs to the last phase, which is the algorithm itself.
-        table, common = (parts.clients or None, parts.aggregator) if phase is program else (None, ())
-        return plan, Lane(phase, columns, shared, roster(plan, key), table, common, attack)
+        return plan, Lane(phase, columns, shared, roster(plan, key), parts.clients or None, parts.aggregator, attack)
+
+    def empty(lane: Lane) -> Carry:
+        carry = lane.zeros()
+        _placement.must_fit(lane.aggregator, carry.accumulator, layout.slots, layout.lanes, mesh)
+        return carry
 
     def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
         device = jax.lax.axis_index(AXIS)
@@ -283,19 +288,19 @@ def _compile(
             return run_sequential(lane, plan.queue[device][0], windows[device][0], carry)
         return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
 
-    def gather(phase: FederatedProgram, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
-        accumulator = folding(phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
+    def gather(turn: Turn, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
+        accumulator = folding(turn.phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
         # Every client's line was written by one device only; elsewhere it is 0.
         lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
         came = jnp.sum(plan.length, dtype=jnp.int32)
-        return finish_round(phase, phase is program, state, key, plan, accumulator, lines, kept, came, attack)
+        return finish_round(turn, state, key, plan, accumulator, lines, kept, came, attack)
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
-        for phase in program.phases:
-            plan, lane = enter(phase, columns, state, key, packed)
+        for turn in turns(program):
+            plan, lane = enter(turn, columns, state, key, packed)
             windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-            state, info = gather(phase, state, key, plan, train(lane, plan, windows, lane.zeros()))
+            state, info = gather(turn, state, key, plan, train(lane, plan, windows, empty(lane)))
             infos.append(info)
         return state, whole_round(infos)
 
@@ -312,20 +317,20 @@ def _compile(
         room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
         return jax.lax.fori_loop(0, num_rounds, body, (state, room))
 
-    def in_parts(phase: FederatedProgram) -> _Phase:
+    def in_parts(turn: Turn) -> _Phase:
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
         def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x[None], enter(phase, columns, state, key, plan[0])[1].zeros())
+            return jax.tree.map(lambda x: x[None], empty(enter(turn, columns, state, key, plan[0])[1]))
 
         def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
-            plan, lane = enter(phase, columns, state, key, packed[0])
+            plan, lane = enter(turn, columns, state, key, packed[0])
             carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
             return jax.tree.map(lambda x: x[None], carry)
 
         def finish(state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
             carry = jax.tree.map(lambda x: x[0], carry)
-            plan = of_phase(layout.unpack(packed[0]), phase.batches, phase is program)
-            state, info = gather(phase, state, key, plan, carry)
+            plan = of_phase(layout.unpack(packed[0]), turn.phase.batches, turn.last)
+            state, info = gather(turn, state, key, plan, carry)
             return state, jax.tree.map(lambda x: x[None], info) if stacked else info
 
         return _Phase(
@@ -340,13 +345,12 @@ def _compile(
 
     data, own = P() if resident else P(AXIS), P(AXIS)
     return _Compiled(
-        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()), phases=tuple(in_parts(phase) for phase in program.phases)
+        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()), phases=tuple(in_parts(turn) for turn in turns(program))
     )
 
 
 def finish_round(
-    phase: FederatedProgram,
-    last: bool,
+    turn: Turn,
     state: State,
     key: jax.Array,
     plan: RoundPlan,
@@ -360,8 +364,7 @@ def finish_round(
     """The server's part: a round in which nothing arrived leaves the state as it was.
 
     Args:
-      phase: the algorithm, or a phase of it.
-      last: whether it is the algorithm itself, to whom belongs what lives beside the server's state.
+      turn: the algorithm, or a phase of it.
       state: before it.
       key: the run's root key.
       plan: of the round.
@@ -372,33 +375,39 @@ def finish_round(
       attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
     """
-    parts = split(state)
+    phase, whole = turn.phase, split(state)
+    parts = turn.sees(whole)
     round_key = rng.round_key(key, plan.round, "downlink")
-    _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
-    update = update_shape(phase, parts.server) if update is None else update
+    shared, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
+    bits_down = tree.add_bits(bits_down, most=turn.of * tree.num_bits(shared))
+    update = update_shape(phase, jax.eval_shape(phase.broadcast, parts.server)) if update is None else update
     aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
-        accumulator, parts.aggregator if last else (), rng.round_key(key, plan.round, "aggregator")
+        accumulator,
+        parts.aggregator,
+        # The same noise in two phases would cancel in the difference of what they send.
+        rng.round_key(key, plan.round, "aggregator" if turn.last else f"aggregator of phase {turn.place}"),
     )
     attackers = {} if attack is None else {"attacker": plan.attacker > 0}
-    info = round_info(lines | attackers, plan, num_clients, bits_down, update)
+    info = round_info(lines | attackers, plan, num_clients, bits_down, update, turn.of)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
-    average = averaged(phase.averaging if last else None, parts.average, getattr(server, "params", ()))
-    after = Remembered(server, (), aggregator if last else parts.aggregator, downlink, average)
+    average = averaged(phase.averaging if turn.last else None, parts.average, getattr(server, "params", ()))
+    after = Remembered(server, (), aggregator, downlink, average)
     clients, parts = parts.clients, parts._replace(clients=())
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):
         to = jnp.where(lines["weight"] != 0, plan.keeps, len(clients.seen))
         rows = jax.tree.map(lambda rows, row: rows.at[to].set(row, mode="drop"), clients.rows, kept)
         clients = ClientTable(rows, clients.seen.at[to].set(True, mode="drop"))
-    return join(after._replace(clients=clients), state), info
+    return join(turn.leaves(whole, after._replace(clients=clients)), state), info
 
 
 def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:
     """A round's info from those of its phases: that of the last, with all that was sent and dropped on the way."""
     last, clients = infos[-1], dict(infos[-1].clients)
     for info in infos[:-1]:
-        clients |= {name: clients[name] + info.clients[name] for name in ("bits_up", "bits_down", "entropy_bits_up")}
+        sent = ("bits_up", "bits_down", "entropy_bits_up")
+        clients |= {name: tree.add_bits(clients[name], info.clients[name]) for name in sent}
         clients["dropped"] |= info.clients["dropped"]
     dropped = jnp.sum(clients["dropped"], axis=-1, dtype=jnp.int32) if len(infos) > 1 else last.num_dropped
     return last._replace(clients=clients, num_dropped=dropped)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,57 @@ from jax.sharding import Mesh
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._contract import Average, Client, ClientTable, FederatedProgram, Remembered, Shared, State
+from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
-_RESIDENT_SHARE = 0.25
+# Of a GPU's memory. There are three tables while a run goes on: of the round under way, the one it started from, and the one
+# before, whose metrics are being written. So all take 3/8 at most; the data take up to 2/8 (`_placement`), and 3/8 are left for
+# the model, the clients' work, the folds and the programs.
+_RESIDENT_SHARE = 1 / 8
 _TABLE_BYTES = 2**27
 
 
-def update_shape(program: FederatedProgram, server: State) -> Any:
-    """A client's update, as ``jax.ShapeDtypeStruct``."""
+class Turn(NamedTuple):
+    """A phase, and where it comes among those of a round: what is kept for it, nobody else sees."""
 
-    def final(server: State) -> Any:
-        shared, number = program.broadcast(server), jnp.int32(0)
-        client = Client(number, number, number, jax.random.key(0), program.client_memory(shared))
-        return program.client_final(shared, program.client_init(shared, client), client).update
+    phase: FederatedProgram
+    place: int
+    of: int
 
-    return jax.eval_shape(final, server)
+    @property
+    def last(self) -> bool:
+        """Whether it is the algorithm itself."""
+        return self.place == self.of - 1
+
+    def sees(self, parts: Remembered) -> Remembered:
+        """What is its own of all that is kept, in the form that it has where there is but one phase."""
+        clients, aggregator, downlink = parts.clients, parts.aggregator, parts.downlink
+        if self.of > 1 and clients != ():
+            *row, seen = clients.rows[self.place]
+            clients = ClientTable(tuple(row), seen)
+        if self.of > 1 and aggregator != ():
+            aggregator, downlink = aggregator[self.place], downlink[self.place]
+        return parts._replace(clients=clients, aggregator=aggregator, downlink=downlink)
+
+    def leaves(self, parts: Remembered, own: Remembered) -> Remembered:
+        """``parts`` after this phase, for which ``own`` is now what it `sees`."""
+        clients, aggregator, downlink = own.clients, own.aggregator, own.downlink
+        if self.of > 1 and clients != ():
+            rows = self._put(parts.clients.rows, (*clients.rows, clients.seen))
+            clients = ClientTable(rows, parts.clients.seen | clients.seen)
+        if self.of > 1 and parts.aggregator != ():
+            aggregator, downlink = self._put(parts.aggregator, aggregator), self._put(parts.downlink, downlink)
+        return own._replace(clients=clients, aggregator=aggregator, downlink=downlink)
+
+    def _put(self, entries: tuple[Any, ...], entry: Any) -> tuple[Any, ...]:
+        return (*entries[: self.place], entry, *entries[self.place + 1 :])
+
+
+def turns(program: FederatedProgram) -> list[Turn]:
+    """The phases of a round in their order."""
+    phases = program.phases
+    return [Turn(phase, place, len(phases)) for place, phase in enumerate(phases)]
 
 
 def remember(program: FederatedProgram, state: State, data: FederatedData) -> State:
@@ -45,25 +79,11 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
                 "from init."
             )
+        _must_be_own(program, state)
         return state
     if vars(program).get("_forgets"):  # nothing to keep: known since its first round
         return state
-    kept = vars(program).setdefault("_remembers", {})
-    like = str(jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), state))
-    if like not in kept:
-        row = jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state)
-        of_aggregator: Any = ()
-        aggregator: Any = ()
-        downlink: Any = ()
-        # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
-        if any(getattr(type(program.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
-            update = update_shape(program, state)
-            of_aggregator = jax.eval_shape(program.aggregator.client_memory, update)
-            aggregator = program.aggregator.init(_zeros(update))
-        if program.downlink is not None:
-            sent = jax.eval_shape(program.broadcast, state)
-            downlink = program.downlink.init(_zeros(_floats(sent)))
-        kept[like] = (row, of_aggregator), aggregator, downlink
+    rows, aggregator, downlink = _beside(program, state)
     average: Any = ()
     if program.averaging is not None:
         if not hasattr(state, "params"):
@@ -71,12 +91,75 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 f"averaging={program.averaging} is of state.params, which {type(program).__name__} has not: leave it out."
             )
         average = Average(state.params, jnp.float32(0))
-    elif not jax.tree.leaves(kept[like]):
+    elif not jax.tree.leaves((rows, aggregator, downlink)):
         vars(program)["_forgets"] = True
         return state
-    rows, aggregator, downlink = kept[like]
     clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
     return Remembered(state, clients, aggregator, downlink, average)
+
+
+def _beside(program: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
+    """What lives beside a server's state at first: a client's row (shapes), the aggregator's memory, and the downlink's."""
+    kept = vars(program).setdefault("_remembers", {})
+    like = str(_layout(state))
+    if like not in kept:
+        rows, *of_server = zip(*(_beginning(phase, state) for phase in program.phases), strict=True)
+        if len(rows) > 1:
+            flag = jax.ShapeDtypeStruct((), np.bool_)
+            kept[like] = (tuple((*row, flag) for row in rows) if jax.tree.leaves(rows) else ()), *of_server
+        else:
+            kept[like] = rows[0], *(entries[0] for entries in of_server)
+    return kept[like]
+
+
+def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
+    """Raises ``ValueError`` if ``state`` has other parts than this program's: another algorithm's, or another model's."""
+    row: Any = ()
+    if isinstance(state.clients, ClientRows):
+        row = state.clients.store.like
+    elif isinstance(state.clients, ClientTable):
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients.rows)
+    there = state._replace(clients=row)
+    leaves, structure = jax.tree.flatten(there)
+    layout = structure, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+    known = vars(program).setdefault("_own", set())
+    if layout in known:
+        return
+    server = jax.eval_shape(program.init, jax.random.key(0))
+    row, aggregator, downlink = _beside(program, server)
+    average = Average(server.params, jnp.float32(0)) if program.averaging is not None and hasattr(server, "params") else ()
+    here = Remembered(server, row if jax.tree.leaves(row) else (), aggregator, downlink, average)
+    theirs, ours = _layout(there), _layout(here)
+    if theirs != ours:
+        name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+        raise ValueError(
+            f"The state is not one of this {type(program).__name__}, but of another algorithm or model: it has "
+            f"{theirs.get(name, 'nothing')} for {name}, and here that is {ours.get(name, 'nothing')}. Start with a state from "
+            "init, or go on with what it was made by."
+        )
+    known.add(layout)
+
+
+def _layout(state: Any) -> dict[str, str]:
+    """Name, dtype and shape of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves}
+
+
+def _beginning(phase: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
+    """The shapes of a client's row, and what the server keeps for the aggregator and the downlink before the first round."""
+    row = jax.eval_shape(lambda server: phase.client_memory(phase.broadcast(server)), state)
+    of_aggregator: Any = ()
+    aggregator: Any = ()
+    downlink: Any = ()
+    # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
+    if any(getattr(type(phase.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
+        update = update_shape(phase, jax.eval_shape(phase.broadcast, state))
+        of_aggregator = jax.eval_shape(phase.aggregator.client_memory, update)
+        aggregator = phase.aggregator.init(_zeros(update))
+    if phase.downlink is not None:
+        downlink = phase.downlink.init(_zeros(_floats(jax.eval_shape(phase.broadcast, state))))
+    return (row, of_aggregator), aggregator, downlink
 
 
 def averaged(decay: float | None, average: Any, params: Any) -> Any:
@@ -103,34 +186,30 @@ def join(parts: Remembered, like: State) -> State:
 
 
 def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
-    """What clients receive of ``shared``, the sender's memory, and the exact size of the message, ``uint32 []``."""
+    """What clients receive of ``shared``, the sender's memory, and the size of the message (see `fedsim.tree.bits_dtype`)."""
     plain = tree.num_bits(shared)
     if program.downlink is None:
-        return shared, memory, jnp.uint32(plain)
+        return shared, memory, tree.add_bits(plain, most=plain)
     floats = _floats(shared)
     sent = program.downlink.transmit(floats, key, memory)
     received = iter(sent.value)
-    shared = jax.tree.map(lambda x: next(received) if _is_float(x) else x, shared)
-    return shared, sent.memory, sent.bits + jnp.uint32(plain - tree.num_bits(floats))
+    shared = jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, shared)
+    return shared, sent.memory, tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
 
 
 def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _is_float(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
 def _floats(shared: Shared) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(shared) if _is_float(leaf)]
+    return [leaf for leaf in jax.tree.leaves(shared) if tree.is_float(leaf)]
 
 
 def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh, memory: str) -> bool:
     """Whether every client's row is kept on every device, rather than those of a dispatch's cohorts.
 
-    On a device of its own a table is copied once a dispatch, at that memory's speed. On a CPU a copy of all costs more than
-    moving the cohorts' rows, unless it is small.
+    On a device of its own a table is copied once a dispatch, at that memory's speed, and may take an eighth of it. On a CPU a
+    copy of all costs more than moving the cohorts' rows, unless it is small.
     """
     if memory != "auto":
         return memory == "resident"
@@ -148,7 +227,8 @@ def most_rounds(state: State, data: FederatedData, slots: int, mesh: Mesh, memor
     clients = split(state).clients
     if not isinstance(clients, ClientRows) or is_resident(clients, data, mesh, memory):
         return 2**31
-    return max(1, _TABLE_BYTES // max(1, slots * clients.store.row_bytes))
+    row_bytes = max(1, clients.store.row_bytes)
+    return 2**31 if data.num_clients * row_bytes <= _TABLE_BYTES else max(1, _TABLE_BYTES // (slots * row_bytes))
 
 
 def to_device(
@@ -163,7 +243,7 @@ def to_device(
     together = [plan.client[: int(plan.length.sum())] for plan in plans]
     who, where = np.unique(np.concatenate(together), return_inverse=True)
     slots = len(plans[0].client)
-    capacity = slots * max_rounds
+    capacity = min(slots * max_rounds, len(clients.index if isinstance(clients, ClientRows) else clients.seen))
     parts = np.split(where, np.cumsum([len(clients) for clients in together])[:-1])
     moved = []
     for plan, part in zip(plans, parts, strict=True):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from fedsim.data import ClientRows, FormatError
+from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.execution import ClientTable
 
@@ -83,36 +84,37 @@ class Checkpoints:
                 return leaf
             return leaf.copied(self._rows(leaf))
 
-        return jax.tree.map(adopted, state, is_leaf=_is_rows)
+        return jax.tree.map(adopted, state, is_leaf=is_rows)
 
     def save(self, round: int, state: State) -> None:
         """Writes the state after ``round`` rounds; without effect if it is there already, and undamaged."""
         path, state = self._path(round), self.adopt(state)
-        rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_rows) if _is_rows(leaf)]
+        rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
         if _is_whole(path) and _same(rows, self._pinned.get(round, [])):
             return
         (path / _FILES).unlink(missing_ok=True)  # while it is overwritten it is no checkpoint
         self._pinned[round] = rows
         if self._file and rows:
             self._file.sync()
-        _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=_is_rows)) or {"": np.zeros(1)}, force=True)
+        _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
         beside = path / f"{_FILES}.tmp"
         beside.write_text(json.dumps(_checksums(path)))
         beside.replace(path / _FILES)
 
-    def load(self, round: int, like: State) -> State:
+    def load(self, round: int, like: State, *, apart: bool = False) -> State:
         """The state after ``round`` rounds, in the structure of ``like`` (arrays or ``jax.ShapeDtypeStruct``).
 
-        What clients kept comes back as `ClientRows` in the file, or as the `ClientTable` that it was.
+        What clients kept comes back as `ClientRows` in the file, or as the `ClientTable` that it was; ``apart``: as rows in a
+        store of their own, for those who do not go on with the run: it may go on writing to its file.
 
         Raises:
           ValueError: the state has other leaves, shapes or dtypes than ``like``; they are named.
           OSError, ValueError: the checkpoint is damaged.
         """
-        return self._found(from_leaves(*_as_saved(self._read(round), like)), like)
+        return self._found(from_leaves(*_as_saved(self._read(round), like)), like, apart=apart)
 
-    def newest(self, like: State) -> tuple[State, int] | None:
-        """The newest state that can be read, and its round; None if there never was a checkpoint.
+    def newest(self, like: State, *, apart: bool = False) -> tuple[State, int] | None:
+        """The newest state that can be read, and its round; None if there never was a checkpoint. ``apart``: see `load`.
 
         A checkpoint that cannot be read is passed over with a warning, for the one before.
 
@@ -129,11 +131,12 @@ class Checkpoints:
                 continue
             saved = from_leaves(*_as_saved(leaves, like))
             try:
-                state = self._found(saved, like)
+                state = self._found(saved, like, apart=apart)
             except FormatError as error:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}", stacklevel=2)
                 continue
-            self._pin({other for other in rounds if other != round}, like)
+            if not apart:
+                self._pin({other for other in rounds if other != round}, like)
             return state, round
         if rounds:
             raise ValueError(f"All checkpoints in {self.folder} were damaged. Start anew with another run folder.")
@@ -170,12 +173,12 @@ class Checkpoints:
 
     def _open_rows(self, like: State) -> None:
         """Opens the file that ``like`` asks for, if it is there: what is wrong with it is wrong with all checkpoints."""
-        for leaf in jax.tree.leaves(like, is_leaf=_is_rows):
-            if _is_rows(leaf) and (self.folder / _ROWS).exists():
+        for leaf in jax.tree.leaves(like, is_leaf=is_rows):
+            if is_rows(leaf) and (self.folder / _ROWS).exists():
                 self._rows(leaf)
 
-    def _found(self, saved: State, like: State, read: bool = True) -> State:
-        """`SavedRows` as `ClientRows`; every row is read and compared with its checksum."""
+    def _found(self, saved: State, like: State, *, apart: bool = False, read: bool = True) -> State:
+        """`SavedRows` as `ClientRows`; every row is read once, be it to keep it ``apart``, and compared with its checksum."""
 
         def found(like: Any, saved: Any) -> Any:
             if not isinstance(saved, SavedRows):
@@ -184,10 +187,14 @@ class Checkpoints:
             if self._file is None:
                 raise FormatError(f"{self.folder / _ROWS} is missing.")
             index = np.asarray(saved.index, np.int64)
-            self._file.expect(index, np.asarray(saved.checksums), read=read)
-            return ClientRows(self._file, index)
+            checksums, rows = np.asarray(saved.checksums), ClientRows(self._file, index)
+            if not apart:
+                self._file.expect(index, checksums, read=read)
+                return rows
+            with self._file.expected(index, checksums):
+                return rows.copied()
 
-        return jax.tree.map(found, like, saved, is_leaf=_is_rows)
+        return jax.tree.map(found, like, saved, is_leaf=is_rows)
 
     def _pin(self, rounds: set[int], like: State) -> None:
         """Keeps the rows of checkpoints that nobody has loaded."""
@@ -196,11 +203,7 @@ class Checkpoints:
                 state = self._found(from_leaves(*_as_saved(self._read(round), like)), like, read=False)
             except (OSError, ValueError):
                 continue  # It cannot be read now; whoever reads it later will see by the checksums what is left of its rows.
-            self._pinned[round] = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_rows) if _is_rows(leaf)]
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, ClientRows)
+            self._pinned[round] = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
 
 
 def _same(some: list[ClientRows], others: list[ClientRows]) -> bool:
@@ -208,14 +211,14 @@ def _same(some: list[ClientRows], others: list[ClientRows]) -> bool:
 
 
 def _saved(leaf: Any) -> Any:
-    return SavedRows(leaf.index, leaf.store.checksums(leaf.index)) if _is_rows(leaf) else leaf
+    return SavedRows(leaf.index, leaf.store.checksums(leaf.index)) if is_rows(leaf) else leaf
 
 
 def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
     """What `from_leaves` takes: ``like`` with what a checkpoint holds in the place of `ClientRows`, a table if it has that."""
 
     def saved(path: Any, leaf: Any) -> Any:
-        if not _is_rows(leaf):
+        if not is_rows(leaf):
             return leaf
         name = jax.tree_util.keystr(path)
         if f"{name}.seen" in leaves:
@@ -226,7 +229,7 @@ def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
         of_each = [jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32)]
         return SavedRows(*of_each)
 
-    return leaves, jax.tree_util.tree_map_with_path(saved, like, is_leaf=_is_rows)
+    return leaves, jax.tree_util.tree_map_with_path(saved, like, is_leaf=is_rows)
 
 
 def to_leaves(state: State) -> Leaves:

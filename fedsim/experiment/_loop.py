@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import ClientRows, Cohort, FederatedData
+from fedsim.data import Cohort, FederatedData
+from fedsim.data._client_rows import is_rows
 from fedsim.execution import Evaluation, Jit, RoundInfo, evaluate_personalized, report_dropped
 from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
@@ -117,11 +118,9 @@ def run(
     (3, ['accuracy', 'loss'], 4)
     """
     began = time.perf_counter()
-    limits = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    limits["rounds_per_dispatch"] = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ValueError(f"Expected {name} >= 1, got {name}={value}.")
+    checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
+    most = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
+    checks.whole(1, or_none=True, checkpoint_every=checkpoint_every, rounds_per_dispatch=most)
     first = sampler.cohort(0)
     sampler.cohort(rounds - 1)  # A schedule that ends too early says so now, and not after its last round.
     algorithm.check(first.data)
@@ -134,7 +133,7 @@ def run(
         paths.claim(described, dataclasses.asdict(settings) if settings is not None else {})
 
     remembered = algorithm.remember(like, first.data)
-    keeps = any(map(_is_rows, jax.tree.leaves(remembered, is_leaf=_is_rows)))
+    keeps = any(map(is_rows, jax.tree.leaves(remembered, is_leaf=is_rows)))
     checkpoints = Checkpoints(paths.checkpoints, about(algorithm, first.data) if keeps else None) if paths else None
     if checkpoints and not Checkpoints.available():
         warnings.warn(
@@ -146,7 +145,7 @@ def run(
     journal = Journal(paths, start, checkpoints, callbacks)
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
-    pace = Pace(limits["rounds_per_dispatch"], boundaries)
+    pace = Pace(most, boundaries)
     evaluation = None
     last: _Dispatch | None = None
     compiled, mark = None, time.perf_counter()
@@ -301,17 +300,11 @@ def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "be
     like = algorithm.remember(jax.eval_shape(algorithm.init, rng.root(0)), _ANYBODY)
     checkpoints = Checkpoints(paths.checkpoints, {"algorithm": type(algorithm).__name__})
     if which == "last":
-        restored = checkpoints.newest(like)
+        restored = checkpoints.newest(like, apart=True)
     else:
         there = checkpoints.rounds()
         round = best_round([line for line in read_metrics(paths.metrics) if line["round"] in there])
-        restored = None if round is None else (checkpoints.load(round, like), round)
+        restored = None if round is None else (checkpoints.load(round, like, apart=True), round)
     if restored is None:
         raise ValueError(f"{folder} holds no {which} checkpoint.")
-    # A run may go on writing to its file of rows: what is given away here is nobody else's.
-    state, round = restored
-    return jax.tree.map(lambda x: x.copied() if isinstance(x, ClientRows) else x, state, is_leaf=_is_rows), round
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, ClientRows)
+    return restored

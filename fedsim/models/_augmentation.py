@@ -9,6 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fedsim import tree
+
 
 def random_crop_and_flip(key: jax.Array, images: jax.Array, size: int) -> jax.Array:
     """A window of ``size`` by ``size`` out of each image, anywhere in it, mirrored left to right half of the time.
@@ -71,7 +73,7 @@ def standardize(images: jax.Array) -> jax.Array:
 
 
 def _check(images: jax.Array, size: int) -> None:
-    if images.ndim != 4 or not jnp.issubdtype(images.dtype, jnp.floating):
+    if images.ndim != 4 or not tree.is_float(images):
         raise ValueError(f"Expected float images [n, h, w, c], got {images.dtype} {list(images.shape)}: convert them first.")
     if not 0 < size <= min(images.shape[1:3]):
         raise ValueError(f"Expected a window within images of {list(images.shape[1:3])}, got size={size}.")

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedsim import tree
+
 # Below this many channels on either side, transforming Winograd's tiles costs more than its products save (measured).
 _WINOGRAD_MIN_CHANNELS = 16
 # And with fewer tiles, transforming the kernel does; besides, these programs take several times as long to compile.
@@ -114,7 +116,7 @@ def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, paddi
     [[4.0, 6.0, 4.0], [6.0, 9.0, 6.0], [4.0, 6.0, 4.0]]
     """
     stride, kernel = _pair("stride", stride), w.shape[:2]
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not tree.is_float(x):
         raise ValueError(f"A convolution expects floats, and got {x.dtype}. Convert (and scale) the images first.")
     if x.shape[-1] != w.shape[2]:
         raise ValueError(f"The images have {x.shape[-1]} channels, and the kernel {list(w.shape)} reads {w.shape[2]}.")

@@ -10,6 +10,7 @@ import pytest
 
 import fedsim
 from fedsim import algorithms
+from fedsim.algorithms._vector_part import Part
 
 RATE = 0.25
 SIZE = 5
@@ -95,7 +96,7 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
     for r in range(4):
         cohort = fedsim.Cohort(data, np.array([0, 1, 2, 3] if r % 2 else [3, 0]), r, fedsim.rng.root(0))
         # Ties are broken by the algorithm's own draw: which parameters come down is checked against the counts.
-        places = np.asarray(algorithm.broadcast(state.server if r else state).places)
+        places = np.asarray(algorithm.broadcast(state.server if r else state).part.where(SIZE))
         assert len(places) == 3 and np.sort(updates)[::-1][:3].sum() == updates[places].sum()
         state, info = algorithm.apply(state, cohort)
         total, times = np.zeros(SIZE), np.zeros(SIZE)
@@ -112,14 +113,32 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
         server, updates = server + total, 0.5 * updates + times
         np.testing.assert_allclose(params(state), server, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(state.server.more.updates, updates)
-        # Two values of five, a value with its place in 32 + 3 bits; three of each come down, with a round and a seed.
+        # Two values of five, a value with its place in 32 + 3 bits; three come down in whole bytes, with round and seed.
         some = np.asarray(info.clients["num_examples"]) > 0
         assert info.clients["bits_up"].tolist() == (70 * some).tolist()
-        assert info.clients["bits_down"].tolist() == ((3 * 64 + 96) * some).tolist()
+        assert info.clients["bits_down"].tolist() == ((3 * 32 + 16 + 32 + 64) * some).tolist()
     clients = state.clients
     rows, _ = clients.gather(np.arange(4)) if isinstance(clients, fedsim.data.ClientRows) else clients
     for client_id, mine in kept.items():
         np.testing.assert_allclose(jax.tree.leaves(rows)[0][int(client_id)], mine, rtol=1e-5, atol=1e-6)
+
+
+def test_all_that_comes_down_needs_no_places_and_no_seed():
+    algorithm = make(theta_u=0.4, theta_d=1.0)
+    _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population()))
+    assert info.clients["bits_down"].tolist() == [SIZE * 32 + 32 if size else 0 for size in (8, 0, 3, 5)]
+
+
+@pytest.mark.parametrize(("size", "count"), [(5, 3), (1, 1), (8, 8), (1000, 100), (1025, 7)])
+def test_places_take_as_many_bits_as_they_need(size, count):
+    draw = np.random.default_rng(size)
+    vector, places = draw.normal(size=size).astype(np.float32), draw.permutation(size)[:count]
+    part = Part.of(jnp.asarray(vector), jnp.asarray(places, jnp.int32))
+    assert fedsim.tree.num_bits(part) == 32 * count + 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
+    np.testing.assert_array_equal(part.where(size), places)
+    arrived = np.zeros(size, np.float32)
+    arrived[places] = vector[places]
+    np.testing.assert_array_equal(part.put_into(jnp.zeros(size)), arrived)
 
 
 def test_random_selection_takes_only_changes_above_the_threshold():
@@ -146,7 +165,7 @@ def test_noise_follows_the_paper_s_budget():
     """With every change 0 and a threshold of 0, half of the tests pass; uploads are the noise of their values, clipped."""
     size, clip, epsilon, count = 4000, 0.01, 3000.0, 400
     algorithm = make(theta_u=0.1, selection="random", clip=clip, epsilon=epsilon)
-    noisy, chosen = algorithm._select(jnp.zeros(size), jax.random.key(0))
+    noisy, chosen = algorithm.upload().of(jnp.zeros(size), jax.random.key(0))
     assert int(chosen.sum()) == count
     scale = 2 * count * 2 * clip / (epsilon * 2 / 9)  # Lap(2 c Δf / ε₂), with Δf = 2 γ
     uploads = np.asarray(noisy)[np.asarray(chosen)]
@@ -158,7 +177,7 @@ def test_noise_follows_the_paper_s_budget():
     # The more budget, the less noise: in the limit, exactly the changes above the threshold.
     change = jnp.linspace(-clip, clip, size)
     exact = make(theta_u=1.0, selection="random", clip=clip, epsilon=1e12, threshold=clip / 2)
-    uploaded, which = exact._select(change, jax.random.key(0))
+    uploaded, which = exact.upload().of(change, jax.random.key(0))
     np.testing.assert_array_equal(which, np.abs(change) >= clip / 2)
     np.testing.assert_allclose(uploaded, change, atol=1e-6)
 
@@ -168,7 +187,7 @@ def test_thresholds_are_drawn_anew_after_every_upload():
     algorithm = make(theta_u=0.5, selection="random", clip=1.0, epsilon=100.0, threshold=0.0)
     passed = []
     for seed in range(200):
-        _, which = algorithm._select(jnp.zeros(8), jax.random.key(seed))
+        _, which = algorithm.upload().of(jnp.zeros(8), jax.random.key(seed))
         passed.append(int(which.sum()))
     assert max(passed) == 4 and len(set(passed)) > 2
 

@@ -16,6 +16,8 @@ import pytest
 from remembering import Drifting, bits
 
 import fedsim
+from fedsim.data import FormatError
+from fedsim.data import _row_store as row_store
 from fedsim.experiment import Checkpoints, restore, run
 
 EXECUTIONS = {
@@ -128,6 +130,31 @@ def test_what_is_done_with_a_restored_state_leaves_the_run_alone(streamed, tmp_p
     assert file.read_bytes() == before and bits(state) == kept != bits(after)
     file.write_bytes(b"")
     assert bits(state) == kept
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_a_restored_row_is_read_once(streamed, which, tmp_path, monkeypatch):
+    """Of the checkpoint that is given back, and of no other; compared with its checksum on the way."""
+    run(**streamed, folder=tmp_path / "r", evaluate=lambda state: {"accuracy": 0.5}, evaluate_every=2)
+    file = tmp_path / "r/checkpoints/clients.rows"
+    calls, bytes_of = [], []
+
+    def counted(file, views, at, whole=row_store._preadv):
+        calls.append(at)
+        bytes_of.append(sum(view.nbytes for view in views))
+        return whole(file, views, at)
+
+    read = Checkpoints._read
+    monkeypatch.setattr("fedsim.data._row_store._preadv", counted)
+    monkeypatch.setattr(Checkpoints, "_read", lambda self, round: calls.append(f"round {round}") or read(self, round))
+    state, round = restore(tmp_path / "r", streamed["algorithm"], which)
+    rows = state.clients
+    assert calls[0] == f"round {round}" and len(set(calls)) == len(calls) == 1 + len(rows)
+    assert sum(bytes_of) == len(rows) * rows.store.row_bytes
+    (place, *_) = calls[1:]
+    damage(file, place)
+    with pytest.warns(UserWarning, match="damaged") if which == "last" else pytest.raises(FormatError, match="is not what was"):
+        restore(tmp_path / "r", streamed["algorithm"], which)
 
 
 def test_a_damaged_row_is_said_and_an_older_checkpoint_taken(streamed, tmp_path):

@@ -1,0 +1,62 @@
+"""Covariances of k Gaussians side by side: diagonal ones, which are kept as variances, and full ones."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+_einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+class Diagonal:
+    """Variances ``[k, features]``.
+
+    >>> Diagonal().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
+    [[4.5, 2.0]]
+    """
+
+    def unit(self, features: int) -> jax.Array:
+        """The identity: of one Gaussian, without the axis k."""
+        return jnp.ones(features, jnp.float32)
+
+    def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
+        """Sums over examples of shares ``[n, k]`` times squares of differences ``[n, k, features]``."""
+        return _einsum("nk,nki,nki->ki", shares, apart, apart)
+
+    def factors(self, covariances: jax.Array) -> jax.Array:
+        """What `white` multiplies with."""
+        return jax.lax.rsqrt(covariances)
+
+    def white(self, apart: jax.Array, factors: jax.Array) -> jax.Array:
+        """Differences ``[n, k, features]`` in units in which their covariance is the identity."""
+        return apart * factors[None]
+
+    def scales(self, factors: jax.Array) -> jax.Array:
+        """``[k, features]``, whose product is one over the root of the determinant."""
+        return factors
+
+
+class Full(Diagonal):
+    """Matrices ``[k, features, features]``.
+
+    >>> Full().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
+    [[[4.5, 3.0], [3.0, 2.0]]]
+    """
+
+    def unit(self, features: int) -> jax.Array:
+        return jnp.eye(features, dtype=jnp.float32)
+
+    def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
+        return _einsum("nk,nki,nkj->kij", shares, apart, apart)
+
+    def factors(self, covariances: jax.Array) -> jax.Array:
+        identity = jnp.broadcast_to(self.unit(covariances.shape[-1])[None], covariances.shape)
+        return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(covariances), identity, lower=True)
+
+    def white(self, apart: jax.Array, factors: jax.Array) -> jax.Array:
+        return _einsum("nki,kji->nkj", apart, factors)
+
+    def scales(self, factors: jax.Array) -> jax.Array:
+        return jnp.diagonal(factors, axis1=1, axis2=2)
