@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import jax
 
+from fedsim import checks
 from fedsim.aggregators import Aggregator, Mean
+from fedsim.compressors import Compressor
 from fedsim.data import Batch, Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, Turnout, remember, watch_dropped
 from fedsim.model import Model
@@ -105,12 +107,11 @@ class Algorithm:
         return (self,)
 
     def __post_init__(self) -> None:
-        if self.nonfinite not in ("drop", "raise"):
-            raise ValueError(f"Expected nonfinite to be 'drop' or 'raise', got nonfinite={self.nonfinite!r}.")
-        if self.averaging is not None and not 0 <= self.averaging < 1:
-            raise ValueError(f"Expected 0 <= averaging < 1, got averaging={self.averaging}, or None for no average.")
-        if not isinstance(self.execution, Execution):
-            raise ValueError(f"Expected execution to be one of fedsim's, such as fedsim.Jit(), got {self.execution!r}.")
+        checks.one_of("drop", "raise", nonfinite=self.nonfinite)
+        checks.number(least=0, below=1, or_none=True, averaging=self.averaging, remedy="None is no average")
+        checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
+        checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)
+        checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
 
     def init(self, key: jax.Array) -> State:
         """The state before the first round: a pytree of arrays holding exactly what the next round needs."""

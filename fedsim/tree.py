@@ -69,3 +69,26 @@ def num_bits(a: Tree) -> int:
         return words.size * words.dtype.itemsize * 8
 
     return sum(bits(leaf) for leaf in jax.tree.leaves(a))
+
+
+def bits_dtype(most: int) -> Any:
+    """What a number of up to ``most`` bits is kept in: ``uint32``, exact, if it is below 2**32, else ``float32``, rounded.
+
+    So a model of 134 million parameters or more is counted to seven digits, and its bits never overflow. The choice is static:
+    ``most`` is told from shapes, and all that counts bits (`add_bits`) goes by it.
+
+    >>> bits_dtype(2**32 - 1).__name__, bits_dtype(2**32).__name__
+    ('uint32', 'float32')
+    """
+    return jnp.uint32 if most < 2**32 else jnp.float32
+
+
+def add_bits(*counts: Any, most: int = 0) -> jax.Array:
+    """The sum of numbers of bits, each an ``int`` or an array: in the dtype for up to ``most``, and in ``float32`` if one is.
+
+    >>> add_bits(32, jnp.uint32(10), most=100), add_bits(2**32, jnp.uint32(10), most=2**32 + 100)
+    (Array(42, dtype=uint32), Array(4.2949673e+09, dtype=float32))
+    """
+    rounded = any(jnp.issubdtype(x.dtype, jnp.floating) for x in counts if not isinstance(x, int))
+    dtype = jnp.float32 if rounded else bits_dtype(most)
+    return sum((jnp.asarray(x).astype(dtype) if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in counts), dtype(0))

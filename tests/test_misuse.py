@@ -1,5 +1,9 @@
 """What users get wrong is named, and never computed on."""
 
+import dataclasses
+import re
+import typing
+
 import federation
 import jax
 import numpy as np
@@ -7,13 +11,23 @@ import optax
 import pytest
 
 import fedsim
+from fedsim import aggregators, attacks, checks
+from fedsim.experiment._build import _evaluated_type
 from fedsim.experiment._folder import lock
 
 X = np.zeros([3, 3], np.float32)
 
 
+IMAGES = {"x": np.zeros([3, 2, 2], np.uint8), "y": np.array([0, 1, 1])}
+
+
 def population(**columns):
     return fedsim.FederatedData.from_arrays(columns, sizes=[1, 2])
+
+
+def attacked(attack, **columns):
+    data = population(**columns) if columns else federation.data()
+    return fedsim.samplers.Attacked(fedsim.UniformSampler(data, clients=2, seed=0), attack, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -25,7 +39,29 @@ def population(**columns):
         (lambda: fedsim.FederatedData({"x": np.zeros(2)}, np.array([0, 1.5]), ["a"]), "Expected integer offsets"),
         (lambda: fedsim.FederatedData.from_partition({"y": [5, 6]}, [np.array([False, True])]), "integer indices for client 0"),
         (lambda: fedsim.Cohort.of(federation.data(), ["client0"], round=-1), "Expected 0 <= round"),
+        (lambda: fedsim.UniformSampler(federation.data(), clients=1.5, seed=0), "Expected clients >= 1, got clients=1.5"),
         (lambda: fedsim.Jit(lanes=2.5), "Expected lanes >= 1"),
+        (lambda: fedavg(aggregator="mean"), r"aggregator to be one of fedsim's, such as Mean\(\), got aggregator='mean'"),
+        (lambda: fedavg(downlink="eden"), "Expected downlink to be one of fedsim's"),
+        (lambda: aggregators.Clipped(1.0, inner="mean"), "Expected inner to be one of fedsim's"),
+        (lambda: fedsim.Batches(size="20"), "Expected size >= 1, got size='20'"),
+        (lambda: fedsim.Batches(size=2, shuffle="no"), "Expected shuffle to be True or False"),
+        (lambda: attacked(attacks.LabelFlip(3)), "Expected labels 'y' from 0 to 2, got 0 to 3: set num_classes"),
+        (
+            lambda: attacked(attacks.LabelFlip(4, label="z")),
+            "LabelFlip reads feature 'z', which .* by label",
+        ),
+        (lambda: attacked(attacks.PixelBackdoor(0)), r"of at least size=3 .* 'x' is \[3\] per example"),
+        (lambda: attacked(attacks.PixelBackdoor(0), **IMAGES), r"of at least size=3 .* 'x' is \[2, 2\] per example"),
+        (lambda: attacked(attacks.PixelBackdoor(9, size=2), **IMAGES), "Expected target <= 1, the largest label of 'y'"),
+        (lambda: attacked(attacks.PixelBackdoor(0, size=2, value=256), **IMAGES), "a value that uint8 holds, .*value=256"),
+        (lambda: train(attack=attacks.LabelFlip(3)), "Expected labels 'y' from 0 to 2"),
+        (lambda: fedsim.experiment.RunConfig(clients=2.5), "Expected clients >= 1, got clients=2.5"),
+        (lambda: fedsim.experiment.RunConfig(clip=float("inf")), "Expected clip > 0 and finite, or None, got clip=inf"),
+        (lambda: fedsim.experiment.RunConfig(attackers="all"), "Expected 0 <= attackers <= 1, got attackers='all'"),
+        (lambda: fedsim.experiment.RunConfig(shuffle="no"), "Expected shuffle to be True or False"),
+        (lambda: fedsim.experiment.RunConfig(nonfinite=1), "Expected nonfinite to be 'drop' or 'raise', got nonfinite=1"),
+        (lambda: fedsim.experiment.RunConfig(client_schedule_decay=float("nan")), "client_schedule_decay > 0 and finite"),
         (lambda: fedsim.Pmap(devices=[0]), "Expected devices >= 1"),
         (lambda: fedavg(execution="jit"), "Expected execution to be one of fedsim's"),
         (lambda: train(fedsim.Batches(size=2**20, epochs=2**29, max_steps=1)), "go beyond 2\\*\\*31 examples"),
@@ -55,9 +91,59 @@ def fedavg(**changes):
     return fedsim.algorithms.FedAvg(**(settings | changes))
 
 
-def train(batches=None, data=None, **changes):
+def train(batches=None, data=None, attack=None, **changes):
     algorithm = fedavg(batches=batches or fedsim.Batches(size=4), **changes)
-    return algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
+    cohort = federation.cohort(data)
+    if attack is not None:
+        cohort = dataclasses.replace(cohort, attack=attack, attackers=np.ones(len(cohort), bool))
+    return algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+
+
+EVERYTHING = {
+    **fedsim.algorithms.ALGORITHMS,
+    **aggregators.AGGREGATORS,
+    **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.Noised, aggregators.Grouped)},
+    **fedsim.compressors.COMPRESSORS,
+    **attacks.ATTACKS,
+}
+GIVEN = {"model": None, "batches": fedsim.Batches(size=2), "client_optimizer": optax.sgd(0.1), "num_classes": 3, "target": 1}
+WRONG = {float: [np.nan, np.inf, -1, "1", True], int: [np.nan, np.inf, -1, 1.5, "1", True], bool: ["no", 1, None]}
+OF_ANY_SIGN = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}
+
+
+def complaint(cls, fields):
+    try:
+        cls(**fields)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_every_number_is_checked_where_it_is_given(name):
+    cls, amiss = EVERYTHING[name], []
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    needed = {f.name: GIVEN.get(f.name, 2) for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    assert complaint(cls, needed) == "nothing"
+    for field in fields:
+        kind = _evaluated_type(cls, field)
+        kinds = {*typing.get_args(kind), kind}
+        wrong = next((values for kind, values in WRONG.items() if kind in kinds), [])
+        for value in [*wrong, *([None] if wrong and type(None) not in kinds else [])]:
+            if value != -1 or (cls.__name__, field.name) not in OF_ANY_SIGN:
+                said = complaint(cls, needed | {field.name: value})
+                if not re.search(rf"^Expected .*\b{field.name}\b.* got .*\b{field.name}={re.escape(repr(value))}", said):
+                    amiss.append((field.name, value, said))
+    assert amiss == []
+
+
+def test_numbers_of_numpy_and_jax_are_numbers():
+    checks.number(least=0, most=2, a=np.float32(0.5), b=np.int8(2), c=jax.numpy.float32(1), d=np.array(1.5), e=2)
+    checks.whole(1, a=np.int64(3), b=jax.numpy.int32(1), c=10**30)
+    checks.truth(a=np.True_)
+    for wrong in (np.array([1.0]), np.True_, 10**400, "1", [1]):
+        with pytest.raises(ValueError, match="Expected a >= 0 and finite, got a="):
+            checks.number(least=0, a=wrong)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +168,6 @@ def test_positions_out_of_range():
     for index in (-1, 8):
         with pytest.raises(IndexError, match=f"Expected 0 <= index < 8, got index={index}"):
             federation.data().client(index)
-    with pytest.raises(TypeError):
-        fedsim.UniformSampler(federation.data(), clients=1.5, seed=0)
 
 
 def test_more_lanes_than_clients_are_not_made():

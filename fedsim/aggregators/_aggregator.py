@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 
 Update = Any
 Accumulator = Any
@@ -21,7 +21,8 @@ class Sent(NamedTuple):
     Attributes:
       update: what the server sees of it, to be folded.
       memory: what the client keeps for its next round.
-      bits: exact size of the message, ``uint32 []``.
+      bits: size of the message: ``uint32 []``, exact, below 2**32 bits, and ``float32 []``, rounded, where it may be larger, as
+        that of 134 million floats is; `fedsim.tree.bits_dtype` chooses, by shapes.
       entropy_bits: an estimate of its size after entropy coding, ``float32 []``.
     """
 
@@ -69,7 +70,7 @@ class Aggregator:
           key: this client's key of the round, for the message.
         """
         bits = tree.num_bits(update)
-        return Sent(update, memory, jnp.uint32(bits), jnp.float32(bits))
+        return Sent(update, memory, tree.add_bits(bits, most=bits), jnp.float32(bits))
 
     def zero(self, update: Update, slots: int) -> Accumulator:
         """The fold of no updates; ``update`` gives structure, shapes and dtypes, ``slots`` the largest possible cohort."""
@@ -191,6 +192,9 @@ class Wrapper(Aggregator):
     """
 
     inner: Aggregator = dataclasses.field(default_factory=Mean, kw_only=True)
+
+    def __post_init__(self) -> None:
+        checks.instance(Aggregator, "Mean()", inner=self.inner)
 
     @property
     def plain(self) -> bool:

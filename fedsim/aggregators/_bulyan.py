@@ -8,11 +8,11 @@ n - f - 2 of them none or one: here it looks at two neighbours at least. No devi
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.aggregators._krum import neighbours
 from fedsim.aggregators._rows import check_attackers, in_order, middle, squared_distances, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
@@ -40,8 +40,7 @@ class Bulyan(SideBySide):
     attackers: int
 
     def __post_init__(self) -> None:
-        if operator.index(self.attackers) < 0:
-            raise ValueError(f"Expected attackers >= 0, got attackers={self.attackers}.")
+        checks.whole(0, attackers=self.attackers)
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 
+from fedsim import checks
 from fedsim.aggregators._aggregator import Accumulator, Mean, Memory, Sent, Update
 from fedsim.aggregators._clipped import check_floats, clip
 
@@ -44,10 +45,7 @@ class CentredClipping(Mean):
     radius: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.radius > 0:
-            raise ValueError(
-                f"Expected radius > 0, got radius={self.radius}: how far an update may be from the last aggregate."
-            )
+        checks.positive(radius=self.radius, remedy="how far an update may be from the last aggregate")
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)

@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
 
 
@@ -50,8 +50,8 @@ class Clipped(Wrapper):
     norm: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.norm < float("inf"):
-            raise ValueError(f"Expected norm > 0 and finite, got norm={self.norm}: the longest update to let through.")
+        super().__post_init__()
+        checks.positive(norm=self.norm, remedy="the longest update to let through")
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
 from fedsim.compressors import Compressor
 
@@ -24,7 +24,7 @@ class Compressed(Wrapper):
 
     Raises:
       ValueError: ``compressor`` is none of fedsim's; another `Compressed` is inside, and it is not clear which one's bits
-        are sent; in the first round, an update of 2**32 bits or more.
+        are sent.
 
     >>> import jax.numpy as jnp
     >>> from fedsim.compressors import TopK
@@ -36,8 +36,8 @@ class Compressed(Wrapper):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"Expected compressor to be one of fedsim's, such as Eden(bits=1), got {self.compressor!r}.")
+        super().__post_init__()
+        checks.instance(Compressor, "Eden(bits=1)", compressor=self.compressor)
         inner = self.inner
         while isinstance(inner, Wrapper):
             if isinstance(inner, Compressed):

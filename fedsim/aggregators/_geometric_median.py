@@ -8,12 +8,11 @@ its R. Deviation: it stops by itself when it moves no more, and so by default go
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators._rows import mean, squared_norms, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
 
@@ -47,12 +46,9 @@ class GeometricMedian(SideBySide):
     tolerance: float = 1e-6
 
     def __post_init__(self) -> None:
-        if operator.index(self.iterations) < 1:
-            raise ValueError(f"Expected iterations >= 1, got iterations={self.iterations}.")
-        if not 0 < self.smoothing < float("inf"):
-            raise ValueError(f"Expected smoothing > 0 and finite, got smoothing={self.smoothing}.")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"Expected 0 <= tolerance < 1, got tolerance={self.tolerance}.")
+        checks.whole(1, iterations=self.iterations)
+        checks.positive(smoothing=self.smoothing)
+        checks.number(least=0, below=1, tolerance=self.tolerance)
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         updates = jax.tree.map(wide, updates)

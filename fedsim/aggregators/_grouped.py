@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Accumulator, Memory, Sent, Update, Wrapper
 
 
@@ -49,8 +49,8 @@ class Grouped(Wrapper):
     groups: int = dataclasses.field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not self.groups >= 1:
-            raise ValueError(f"Expected groups >= 1, got groups={self.groups}.")
+        super().__post_init__()
+        checks.whole(1, groups=self.groups)
 
     def check(self, update: Member, slots: int) -> None:
         self.inner.check(update.update, slots)
@@ -64,9 +64,8 @@ class Grouped(Wrapper):
     def send(self, update: Member, common: Memory, memory: Memory, key: jax.Array) -> Sent:
         sent = self.inner.send(update.update, _of(common, update.group), memory, key)
         entropy_bits = sent.entropy_bits + jnp.float32(math.log2(self.groups))
-        return sent._replace(
-            update=Member(update.group, sent.update), bits=sent.bits + jnp.uint32(32), entropy_bits=entropy_bits
-        )
+        bits = tree.add_bits(sent.bits, 32, most=tree.num_bits(update))
+        return sent._replace(update=Member(update.group, sent.update), bits=bits, entropy_bits=entropy_bits)
 
     def zero(self, update: Member, slots: int) -> Accumulator:
         return Groups(self._for_each(self.inner.zero(update.update, slots)), jnp.zeros(self.groups, jnp.float32))

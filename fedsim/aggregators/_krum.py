@@ -8,11 +8,11 @@ Deviation: at least two neighbours are looked at, which differs for f = 0 and n 
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.aggregators._rows import check_attackers, mean, squared_distances, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
 
@@ -51,10 +51,8 @@ class Krum(SideBySide):
     selected: int = 1
 
     def __post_init__(self) -> None:
-        if operator.index(self.attackers) < 0:
-            raise ValueError(f"Expected attackers >= 0, got attackers={self.attackers}.")
-        if operator.index(self.selected) < 1:
-            raise ValueError(f"Expected selected >= 1, got selected={self.selected}: how many updates to average.")
+        checks.whole(0, attackers=self.attackers)
+        checks.whole(1, selected=self.selected, remedy="how many updates to average")
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)

@@ -15,6 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.aggregators._aggregator import Update
 from fedsim.aggregators._rows import squared_norms, total, wide
 from fedsim.aggregators._side_by_side import SideBySide
@@ -42,8 +43,7 @@ class MinNorm(SideBySide):
     epsilon: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"Expected 0 <= epsilon <= 1, got epsilon={self.epsilon}.")
+        checks.number(least=0, most=1, epsilon=self.epsilon)
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         norms = jnp.sqrt(squared_norms(updates))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Accumulator, Memory, Update, Wrapper
 
 
@@ -51,10 +51,9 @@ class Noised(Wrapper):
     norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.multiplier < float("inf"):
-            raise ValueError(f"Expected multiplier >= 0 and finite, got multiplier={self.multiplier}.")
-        if not 0 < self.norm < float("inf"):
-            raise ValueError(f"Expected norm > 0 and finite, got norm={self.norm}: the norm that updates are clipped to.")
+        super().__post_init__()
+        checks.number(least=0, multiplier=self.multiplier)
+        checks.positive(norm=self.norm, remedy="the norm that updates are clipped to")
 
     def zero(self, update: Update, slots: int) -> Counted:
         return Counted(super().zero(update, slots), jnp.float32(0))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import psutil
 
 from fedsim.aggregators._aggregator import SumAggregator, Update
 
@@ -24,7 +22,8 @@ class Gathered(NamedTuple):
 class SideBySide(SumAggregator):
     """Keeps the cohort's updates side by side; subclasses write `combine`.
 
-    Its memory grows with the cohort: slots times the size of an update, on every device.
+    Its memory grows with the cohort: slots times the size of an update, on every device and in each of its lanes. What cannot
+    fit is refused before the first round.
 
     >>> class Largest(SideBySide):
     ...     def combine(self, updates, weights):
@@ -36,19 +35,6 @@ class SideBySide(SumAggregator):
     >>> largest.finish(fold).tolist()
     [4.0, 5.0]
     """
-
-    def check(self, update: Update, slots: int) -> None:
-        size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(update))
-        device = jax.local_devices()[0]
-        free = psutil.virtual_memory().available
-        if device.platform != "cpu":
-            free = (device.memory_stats() or {}).get("bytes_limit", free)
-        if slots * size > free:
-            raise ValueError(
-                f"{type(self).__name__} keeps all updates of a cohort side by side: {slots} clients of {size / 1e6:,.1f} MB "
-                f"are {slots * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free. Take a smaller cohort or model, or an "
-                "aggregator that folds, such as Mean."
-            )
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         """The aggregate of updates ``[slots, ...]`` with weights ``float32 [slots]``; a row of weight 0 does not exist."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim.aggregators._rows import in_order, wide
 from fedsim.aggregators._side_by_side import SideBySide, Update
 
@@ -60,8 +61,7 @@ class TrimmedMean(SideBySide):
     trim: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.trim < 0.5:
-            raise ValueError(f"Expected 0 <= trim < 0.5, got trim={self.trim}: the part to leave out at either end.")
+        checks.number(least=0, below=0.5, trim=self.trim, remedy="the part to leave out at either end")
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         exists = weights != 0

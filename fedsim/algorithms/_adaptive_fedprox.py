@@ -15,10 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.aggregators import Beside, Noted
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedprox import FedProx
-from fedsim.algorithms._gradient_server import ServerState, Shared, positive
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.algorithms._loss_before import LossBefore
 from fedsim.execution import Client, ClientUpdate
 
@@ -50,7 +51,7 @@ class AdaptiveFedProx(LossBefore, FedProx):
     >>> AdaptiveFedProx(model=None, client_optimizer=optax.sgd(0.1), batches=None, patience=0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected patience >= 1, got patience=0.
+    ValueError: Expected patience >= 1, got patience=0: give a positive whole number.
     """
 
     mu: float = 0.0
@@ -60,9 +61,8 @@ class AdaptiveFedProx(LossBefore, FedProx):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
-        positive(mu_step=self.mu_step)
-        if not self.patience >= 1:
-            raise ValueError(f"Expected patience >= 1, got patience={self.patience}.")
+        checks.positive(mu_step=self.mu_step)
+        checks.whole(1, patience=self.patience)
 
     def init(self, key: jax.Array) -> ServerState:
         return super().init(key)._replace(more=Trend(jnp.float32(self.mu), jnp.float32(jnp.nan), jnp.int32(0)))

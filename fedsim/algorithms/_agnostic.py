@@ -22,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import metrics, tree
+from fedsim import checks, metrics, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._domain_weights import exponentiated, projected
 from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import ServerState, Shared, one_of
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -85,12 +85,9 @@ class AgnosticFedAvg(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_domains", "window"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
-        if not 0 <= self.domain_learning_rate < float("inf"):
-            raise ValueError(f"Expected domain_learning_rate >= 0, got domain_learning_rate={self.domain_learning_rate}.")
-        one_of("exponentiated", "projected", domain_update=self.domain_update)
+        checks.whole(1, num_domains=self.num_domains, window=self.window)
+        checks.number(least=0, domain_learning_rate=self.domain_learning_rate)
+        checks.one_of("exponentiated", "projected", domain_update=self.domain_update)
         if self.weighting != "examples":
             raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
 

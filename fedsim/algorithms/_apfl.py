@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.algorithms._personal_model import PersonalModel
 from fedsim.data import Batch
@@ -63,8 +64,8 @@ class APFL(PersonalModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"Expected 0 <= alpha <= 1, got alpha={self.alpha}.")
+        checks.number(least=0, most=1, alpha=self.alpha)
+        checks.truth(adaptive=self.adaptive)
 
     def client_memory(self, shared: Shared) -> Mixture:
         return Mixture(shared.params, jnp.float32(self.alpha))

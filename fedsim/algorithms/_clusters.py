@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators import Aggregator
 from fedsim.algorithms._lots import NOBODY, Candidate, Found, SumAndHighest, higher
 from fedsim.algorithms._statistics import ClientState, Statistics
@@ -52,9 +52,7 @@ class Clusters(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_features", "num_clusters"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
+        checks.whole(1, num_features=self.num_features, num_clusters=self.num_clusters)
         if self.start is not None:
             shape = (self.num_clusters, self.num_features)
             if np.shape(self.start) != shape or not np.all(np.isfinite(self.start)):

@@ -12,7 +12,7 @@ import dataclasses
 
 import jax
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.algorithms._personal_model import PersonalModel
 from fedsim.data import Batch
@@ -44,8 +44,7 @@ class Ditto(PersonalModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lam >= 0:
-            raise ValueError(f"Expected lam >= 0, got lam={self.lam}.")
+        checks.number(least=0, lam=self.lam)
 
     def personal_loss(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> jax.Array:
         away = tree.squared_norm(tree.subtract(own, shared.params))

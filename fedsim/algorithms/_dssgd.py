@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from fedsim import rng
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState, one_of, positive
+from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -86,13 +86,10 @@ class DSSGD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("theta_u", "theta_d", "decay"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"Expected 0 < {name} <= 1, got {name}={getattr(self, name)}.")
-        one_of("largest", "random", selection=self.selection)
-        if not 0 <= self.threshold < float("inf"):
-            raise ValueError(f"Expected threshold >= 0, got threshold={self.threshold}.")
-        positive(**{name: value for name in ("clip", "epsilon") if (value := getattr(self, name)) is not None})
+        checks.number(above=0, most=1, theta_u=self.theta_u, theta_d=self.theta_d, decay=self.decay)
+        checks.one_of("largest", "random", selection=self.selection)
+        checks.number(least=0, threshold=self.threshold)
+        checks.positive(or_none=True, clip=self.clip, epsilon=self.epsilon)
         if self.epsilon is not None and (self.clip is None or self.selection != "random"):
             raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
 
@@ -121,7 +118,9 @@ class DSSGD(FedAvg):
         # Neither clipping nor selection may hide that a participant diverged.
         change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
-        bits = number * jnp.uint32(32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length()))
+        of_each = 32 + (0 if self.theta_u == 1 else int(change.size - 1).bit_length())
+        dtype = tree.bits_dtype(of_each * change.size)
+        bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
         update = (tree_of(change), chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)

@@ -10,8 +10,8 @@ import dataclasses
 
 import optax
 
+from fedsim import checks
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import positive
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -34,7 +34,6 @@ class FedAvgM(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(server_learning_rate=self.server_learning_rate)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"Expected 0 <= momentum < 1, got momentum={self.momentum}.")
+        checks.positive(server_learning_rate=self.server_learning_rate)
+        checks.number(least=0, below=1, momentum=self.momentum)
         object.__setattr__(self, "server_optimizer", optax.sgd(self.server_learning_rate, self.momentum))

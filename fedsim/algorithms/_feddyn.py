@@ -21,9 +21,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import ServerState, Shared, positive
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate, Turnout
 from fedsim.model import Params
@@ -55,7 +55,7 @@ class FedDyn(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(alpha=self.alpha)
+        checks.positive(alpha=self.alpha)
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fedsim import checks
 from fedsim.aggregators import Aggregator, MinNorm
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
@@ -38,6 +39,7 @@ class FedMGDA(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.number(least=0, most=1, or_none=True, epsilon=self.epsilon)
         if self.epsilon is not None:
             if type(self.aggregator) is not MinNorm:
                 raise ValueError(f"epsilon={self.epsilon} is that of MinNorm: give it to the MinNorm inside of the aggregator.")

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedsim import checks
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import positive
 from fedsim.model import Params
 
 
@@ -53,11 +53,8 @@ class AdaptiveFedAvg(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(server_learning_rate=self.server_learning_rate, tau=self.tau)
-        for name in ("b1", "b2"):  # FedAdagrad has no b2
-            value = getattr(self, name, 0.0)
-            if not 0 <= value < 1:
-                raise ValueError(f"Expected 0 <= {name} < 1, got {name}={value}.")
+        checks.positive(server_learning_rate=self.server_learning_rate, tau=self.tau)
+        checks.number(least=0, below=1, b1=self.b1, b2=getattr(self, "b2", 0.0))  # FedAdagrad has no b2
 
         def init(params: Params) -> Moments:
             return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params))

@@ -12,7 +12,7 @@ import dataclasses
 
 import jax
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
@@ -37,8 +37,7 @@ class FedProx(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.mu >= 0:
-            raise ValueError(f"Expected mu >= 0, got mu={self.mu}.")
+        checks.number(least=0, mu=self.mu)
 
     def proximity(self, shared: Shared) -> float | jax.Array:
         """The round's mu."""

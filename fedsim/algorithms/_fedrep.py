@@ -15,7 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedper import FedPer
 from fedsim.algorithms._gradient_server import Shared
@@ -52,8 +52,7 @@ class FedRep(FedPer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.head_fraction <= 1:
-            raise ValueError(f"Expected 0 <= head_fraction <= 1, got head_fraction={self.head_fraction}.")
+        checks.number(least=0, most=1, head_fraction=self.head_fraction)
 
     def client_init(self, shared: Shared, client: Client) -> Any:
         # 0.7 of 10 is 7, also where a float has it a little below.

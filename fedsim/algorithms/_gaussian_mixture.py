@@ -19,8 +19,8 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.algorithms._clusters import Clusters
-from fedsim.algorithms._gradient_server import one_of, positive
 
 _einsum = functools.partial(jnp.einsum, precision="highest")
 
@@ -79,10 +79,9 @@ class GaussianMixture(Clusters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("diagonal", "full", covariance=self.covariance)
-        if not 0 <= self.regularization < float("inf"):
-            raise ValueError(f"Expected regularization >= 0, got regularization={self.regularization}.")
-        positive(start_variance=self.start_variance)
+        checks.one_of("diagonal", "full", covariance=self.covariance)
+        checks.number(least=0, regularization=self.regularization)
+        checks.positive(start_variance=self.start_variance)
 
     def init(self, key: jax.Array) -> MixtureState:
         means, num_started = self.points()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from fedsim import checks
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.execution import Client, Turnout
@@ -57,7 +58,7 @@ class GradientServer(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("examples", "uniform", weighting=self.weighting)
+        checks.one_of("examples", "uniform", weighting=self.weighting)
 
     def init(self, key: jax.Array) -> ServerState:
         params = self.model.init(key)
@@ -118,29 +119,3 @@ class GradientServer(Algorithm):
         """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
         whole = turnout.examples if self.weighting == "examples" else turnout.population
         return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
-
-
-def one_of(*choices: str, **values: str) -> None:
-    """Raises ``ValueError`` naming the first argument that is none of the choices.
-
-    >>> one_of("I", "II", option="III")
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected option to be 'I' or 'II', got option='III'.
-    """
-    for name, value in values.items():
-        if value not in choices:
-            raise ValueError(f"Expected {name} to be {' or '.join(map(repr, choices))}, got {name}={value!r}.")
-
-
-def positive(**values: float) -> None:
-    """Raises ``ValueError`` naming the first argument that is not above 0 and finite.
-
-    >>> positive(tau=0.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected tau > 0 and finite, got tau=0.0.
-    """
-    for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"Expected {name} > 0 and finite, got {name}={value}.")

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
-from fedsim.algorithms._gradient_server import one_of
+from fedsim import checks, rng
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import split
@@ -69,11 +68,10 @@ class HeavyHitters(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_items", "depth", "top"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
-        one_of("count-min", "count-sketch", sketch=self.sketch)
-        if not 2 <= self.width <= 2**17 or self.width.bit_count() != 1:
+        checks.whole(1, num_items=self.num_items, depth=self.depth, top=self.top)
+        checks.one_of("count-min", "count-sketch", sketch=self.sketch)
+        checks.whole(2, 2**17, width=self.width, remedy="give a power of 2")
+        if int(self.width).bit_count() != 1:
             raise ValueError(f"Expected width to be a power of 2 from 2 to 131,072, got width={self.width}.")
         if self.sketch == "count-sketch" and self.depth % 2 == 0:
             raise ValueError(f"Expected an odd depth, for the median of the rows, got depth={self.depth}.")

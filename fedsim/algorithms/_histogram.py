@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import split
@@ -53,10 +54,9 @@ class Histogram(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not -float("inf") < self.low < self.high < float("inf"):
-            raise ValueError(f"Expected low < high, and both finite, got low={self.low} and high={self.high}.")
-        if not self.bins >= 1:
-            raise ValueError(f"Expected bins >= 1, got bins={self.bins}.")
+        checks.number(low=self.low)
+        checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
+        checks.whole(1, bins=self.bins)
 
     @property
     def edges(self) -> np.ndarray:

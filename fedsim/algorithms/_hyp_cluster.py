@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng, tree
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Grouped, Groups, Member
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import ClientState, FedAvg
@@ -65,8 +65,7 @@ class HypCluster(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.num_clusters >= 1:
-            raise ValueError(f"Expected num_clusters >= 1, got num_clusters={self.num_clusters}.")
+        checks.whole(1, num_clusters=self.num_clusters)
         of_one = self.aggregator.inner if isinstance(self.aggregator, Grouped) else self.aggregator
         object.__setattr__(self, "aggregator", Grouped(groups=self.num_clusters, inner=of_one))
 

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import Shared, one_of, positive
+from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
 
@@ -57,10 +57,9 @@ class PerFedAvg(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("first_order", "hessian_free", variant=self.variant)
-        positive(delta=self.delta)
-        if not self.alpha >= 0:
-            raise ValueError(f"Expected alpha >= 0, got alpha={self.alpha}.")
+        checks.one_of("first_order", "hessian_free", variant=self.variant)
+        checks.positive(delta=self.delta)
+        checks.number(least=0, alpha=self.alpha)
 
     @property
     def _parts(self) -> int:

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
-from fedsim import tree
-from fedsim.algorithms._gradient_server import Shared, positive
+from fedsim import checks, tree
+from fedsim.algorithms._gradient_server import Shared
 from fedsim.algorithms._personal_model import PersonalModel, TwoModels
 from fedsim.data import Batch
 from fedsim.execution import Client
@@ -50,9 +50,8 @@ class PFedMe(PersonalModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(lam=self.lam, personal_learning_rate=self.personal_learning_rate)
-        if not self.personal_steps >= 1:
-            raise ValueError(f"Expected personal_steps >= 1, got personal_steps={self.personal_steps}.")
+        checks.positive(lam=self.lam, personal_learning_rate=self.personal_learning_rate)
+        checks.whole(1, personal_steps=self.personal_steps)
 
     def personal_loss(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> jax.Array:
         return self.client_loss(shared, own, batch) + self.lam / 2 * tree.squared_norm(tree.subtract(own, copy))

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators import Beside, Noted
 from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedsgd import FedSGD
-from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared, positive
+from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared
 from fedsim.algorithms._loss_before import LossBefore
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -48,8 +48,7 @@ class FairServer(GradientServer):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
-        if not 0 <= self.q < float("inf"):
-            raise ValueError(f"Expected q >= 0 and finite, got q={self.q}.")
+        checks.number(least=0, q=self.q)
 
     def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Noted:
         """Δ_k = F_k^q ∇_k and, beside it, h_k = q F_k^(q-1) |∇_k|² + L F_k^q: for a gradient, or what stands for one."""
@@ -84,7 +83,7 @@ class QFedSGD(FedSGD, FairServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(lipschitz=self.lipschitz)
+        checks.positive(lipschitz=self.lipschitz)
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
@@ -118,8 +117,7 @@ class QFedAvg(LossBefore, FairServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lipschitz is not None:
-            positive(lipschitz=self.lipschitz)
+        checks.positive(or_none=True, lipschitz=self.lipschitz)
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)

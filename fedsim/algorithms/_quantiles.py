@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import split
@@ -75,12 +76,13 @@ class Quantiles(Statistics):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.fractions or not all(0 < fraction <= 1 for fraction in self.fractions):
-            raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions}.")
-        if not -float("inf") < self.low < self.high < float("inf"):
-            raise ValueError(f"Expected low < high, and both finite, got low={self.low} and high={self.high}.")
-        if not self.bins >= 2:
-            raise ValueError(f"Expected bins >= 2, got bins={self.bins}.")
+        if np.ndim(self.fractions) != 1 or not len(self.fractions):
+            raise ValueError(f"Expected fractions in (0, 1], got fractions={self.fractions!r}.")
+        for fraction in self.fractions:
+            checks.number(above=0, most=1, fractions=fraction)
+        checks.number(low=self.low)
+        checks.number(above=self.low, high=self.high, remedy=f"low={self.low} is to be below")
+        checks.whole(2, bins=self.bins)
 
     def init(self, key: jax.Array) -> QuantilesState:
         return self._cut(*(jnp.full((len(self.fractions), 1), edge, jnp.float32) for edge in (self.low, self.high)))

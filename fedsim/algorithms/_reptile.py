@@ -12,8 +12,8 @@ from typing import Literal
 
 import optax
 
+from fedsim import checks
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import positive
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,9 +40,8 @@ class Reptile(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive(server_learning_rate=self.server_learning_rate)
-        if self.decay_rounds is not None and self.decay_rounds < 1:
-            raise ValueError(f"Expected decay_rounds >= 1 or None, got decay_rounds={self.decay_rounds}.")
+        checks.positive(server_learning_rate=self.server_learning_rate)
+        checks.whole(1, or_none=True, decay_rounds=self.decay_rounds)
         rate: optax.ScalarOrSchedule = self.server_learning_rate
         if self.decay_rounds is not None:
             rate = optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds)

@@ -23,10 +23,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._fedsgd import FullGradient
-from fedsim.algorithms._gradient_server import ServerState, Shared, one_of
+from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.algorithms._reach import Reach, must_be_linear
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate, Turnout
@@ -69,7 +69,7 @@ class SCAFFOLD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("I", "II", option=self.option)
+        checks.one_of("I", "II", option=self.option)
 
     @property
     def preview(self) -> Batches | None:

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.attacks._attack import Update
 from fedsim.attacks._collusion import Collusion, Honest
 
@@ -40,8 +40,7 @@ class ALittleIsEnough(Collusion):
     z: float | None = None
 
     def __post_init__(self) -> None:
-        if self.z is not None and not 0 < self.z < float("inf"):
-            raise ValueError(f"Expected z > 0 and finite, got z={self.z}, or None to choose by the cohort.")
+        checks.positive(or_none=True, z=self.z, remedy="None chooses by the cohort")
 
     def collude(self, honest: Honest) -> Update:
         if self.z is None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.aggregators import Aggregator
-from fedsim.data import Batch
+from fedsim.data import Batch, FederatedData
 
 Update = Any
 
@@ -18,6 +18,15 @@ Update = Any
 def on_floats(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
     """``update`` with its floats changed: what else it holds, such as the number of a cluster, is no direction to push in."""
     return jax.tree.map(lambda leaf: change(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, update)
+
+
+def check_column(attack: Attack, data: FederatedData, feature: str, field: str) -> None:
+    """Raises ``ValueError`` unless the data has the feature that this field of the attack names."""
+    if feature not in data.columns:
+        raise ValueError(
+            f"{type(attack).__name__} reads feature {feature!r}, which the data lacks; it has {sorted(data.columns)}: name one "
+            f"of these by {field}."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +41,9 @@ class Attack:
     >>> Freeloading().corrupt(jax.numpy.ones(2), jax.random.key(0)).tolist()
     [0.0, 0.0]
     """
+
+    def check(self, data: FederatedData) -> None:
+        """Raises ``ValueError``, before the first round, if clients of this population cannot attack so."""
 
     def poison(self, batch: Batch) -> dict[str, jax.Array]:
         """The examples that an attacker trains on instead of ``batch.examples``, of the same shapes and dtypes."""

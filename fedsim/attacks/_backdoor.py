@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
-from fedsim.attacks._attack import Attack, Update, on_floats
+from fedsim import checks, rng
+from fedsim.attacks._attack import Attack, Update, check_column, on_floats
 from fedsim.data import Batch, FederatedData
 
 
@@ -35,7 +35,7 @@ class PixelBackdoor(Attack):
       label: the feature that holds the label.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a number out of its range; data without such images and labels.
 
     >>> import fedsim
     >>> data = FederatedData.from_arrays({"x": np.zeros([2, 4, 4, 1], np.uint8), "y": np.array([0, 1])}, sizes=[2])
@@ -53,22 +53,40 @@ class PixelBackdoor(Attack):
     label: str = "y"
 
     def __post_init__(self) -> None:
-        if self.target < 0:
-            raise ValueError(f"Expected target >= 0, got target={self.target}: a label.")
-        if self.size < 1:
-            raise ValueError(f"Expected size >= 1, got size={self.size}: the trigger's side in pixels.")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"Expected 0 < fraction <= 1, got fraction={self.fraction}.")
-        if not 1 <= self.boost < float("inf"):
-            raise ValueError(f"Expected boost >= 1 and finite, got boost={self.boost}.")
+        checks.whole(0, target=self.target, remedy="a label")
+        checks.whole(1, size=self.size, remedy="the trigger's side in pixels")
+        checks.number(value=self.value)
+        checks.number(above=0, most=1, fraction=self.fraction)
+        checks.number(least=1, boost=self.boost)
+
+    def check(self, data: FederatedData) -> None:
+        check_column(self, data, self.image, "image")
+        check_column(self, data, self.label, "label")
+        images, labels = data.columns[self.image], data.columns[self.label]
+        self._must_fit(images.shape[1:])
+        if images.dtype.kind in "iu" and not np.iinfo(images.dtype).min <= self.value <= np.iinfo(images.dtype).max:
+            raise ValueError(f"Expected a value that {images.dtype} holds, as {self.image!r} is, got value={self.value}.")
+        if labels.ndim != 1:
+            raise ValueError(
+                f"Expected one label per example, and {self.label!r} is {list(labels.shape[1:])}: name another one by label."
+            )
+        known = data.label_range(self.label)
+        if known and self.target > known[1]:
+            raise ValueError(f"Expected target <= {known[1]}, the largest label of {self.label!r}, got target={self.target}.")
+
+    def _must_fit(self, shape: tuple[int, ...]) -> None:
+        if len(shape) not in (2, 3) or self.size > min(shape[:2]):
+            raise ValueError(
+                f"Expected images [height, width] or [height, width, channels], of at least size={self.size} pixels each way, "
+                f"and {self.image!r} is {list(shape)} per example: take a smaller trigger, or name another feature by image."
+            )
 
     def stamp(self, examples: Mapping[str, Any]) -> dict[str, Any]:
         """These examples, of NumPy or JAX, with the trigger and the label ``target``."""
         images, labels = examples[self.image], examples[self.label]
         xp = np if isinstance(images, np.ndarray) else jnp
+        self._must_fit(images.shape[1:])
         height, width = images.shape[1:3]
-        if self.size > min(height, width):
-            raise ValueError(f"Expected size <= {min(height, width)}, the images' side, got size={self.size}.")
         row, column = np.ogrid[:height, :width]
         where = (row >= height - self.size) & (column >= width - self.size)
         trigger = np.where((row + column - height - width) % 2 == 0, self.value, 0).astype(images.dtype)

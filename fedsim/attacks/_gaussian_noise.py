@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -35,8 +36,8 @@ class GaussianNoise(Attack):
     added: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.deviation < float("inf"):
-            raise ValueError(f"Expected deviation > 0 and finite, got deviation={self.deviation}.")
+        checks.positive(deviation=self.deviation)
+        checks.truth(added=self.added)
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
         leaves, structure = jax.tree.flatten(update)

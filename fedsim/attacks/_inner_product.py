@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.attacks._attack import Update
 from fedsim.attacks._collusion import Collusion, Honest
 
@@ -34,8 +34,7 @@ class InnerProduct(Collusion):
     epsilon: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < float("inf"):
-            raise ValueError(f"Expected epsilon > 0 and finite, got epsilon={self.epsilon}.")
+        checks.positive(epsilon=self.epsilon)
 
     def collude(self, honest: Honest) -> Update:
         return tree.scale(honest.mean, -self.epsilon)

@@ -13,8 +13,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedsim.attacks._attack import Attack
-from fedsim.data import Batch
+from fedsim import checks
+from fedsim.attacks._attack import Attack, check_column
+from fedsim.data import Batch, FederatedData
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class LabelFlip(Attack):
       label: the feature that holds the label.
 
     Raises:
-      ValueError: fewer than two classes, a class out of range, ``source`` without ``target`` or the other way round.
+      ValueError: fewer than two classes, a class out of range, ``source`` without ``target`` or the other way round;
+        data whose labels are others.
 
     >>> batch = Batch({"y": jnp.array([0, 1, 9])}, jnp.ones(3, bool), jax.random.key(0), 0)
     >>> LabelFlip(10).poison(batch)["y"].tolist(), LabelFlip(10, source=1, target=7).poison(batch)["y"].tolist()
@@ -41,16 +43,22 @@ class LabelFlip(Attack):
     label: str = "y"
 
     def __post_init__(self) -> None:
-        if self.num_classes < 2:
-            raise ValueError(f"Expected num_classes >= 2, got num_classes={self.num_classes}.")
+        checks.whole(2, num_classes=self.num_classes)
         if (self.source is None) != (self.target is None):
             raise ValueError(
-                f"Expected source and target together, or neither, got source={self.source}, target={self.target}."
+                f"Expected source and target together, or neither, got source={self.source!r}, target={self.target!r}."
             )
-        for name in ("source", "target"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < self.num_classes:
-                raise ValueError(f"Expected 0 <= {name} < num_classes={self.num_classes}, got {name}={value}.")
+        classes = f"num_classes={self.num_classes} counts from 0"
+        checks.whole(0, self.num_classes - 1, or_none=True, source=self.source, target=self.target, remedy=classes)
+
+    def check(self, data: FederatedData) -> None:
+        check_column(self, data, self.label, "label")
+        known = data.label_range(self.label)
+        if known and not (known[0] >= 0 and known[1] < self.num_classes):
+            raise ValueError(
+                f"Expected labels {self.label!r} from 0 to {self.num_classes - 1}, got {known[0]} to {known[1]}: set "
+                f"num_classes, which is {self.num_classes}, or name another feature by label."
+            )
 
     def poison(self, batch: Batch) -> dict[str, jax.Array]:
         labels = batch.examples[self.label]

@@ -11,6 +11,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.attacks._attack import Attack, Update, on_floats
 
 
@@ -31,8 +32,7 @@ class SignFlip(Attack):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale < float("inf"):
-            raise ValueError(f"Expected scale > 0 and finite, got scale={self.scale}.")
+        checks.positive(scale=self.scale)
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
         return on_floats(update, lambda leaf: leaf * jnp.asarray(-self.scale, leaf.dtype))

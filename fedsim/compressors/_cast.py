@@ -8,6 +8,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.compressors._compressor import Compressor, Memory, Message, Size
 
 
@@ -29,8 +30,7 @@ class Cast(Compressor):
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("bfloat16", "float16"):
-            raise ValueError(f"Expected dtype to be 'bfloat16' or 'float16', got dtype={self.dtype!r}.")
+        checks.one_of("bfloat16", "float16", dtype=self.dtype)
 
     def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         largest = float(jnp.finfo(self.dtype).max)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks, tree
+
 Value = Any
 Message = Any
 Memory = Any
@@ -17,7 +19,12 @@ Part = jax.ShapeDtypeStruct
 
 
 class Size(NamedTuple):
-    """``bits: uint32 []``, those of the message; ``entropy_bits: float32 []``, an estimate for it after entropy coding."""
+    """How large a message is.
+
+    Attributes:
+      bits: those of the message; ``uint32 []``, exact, below 2**32, and ``float32 []``, rounded, from there on.
+      entropy_bits: ``float32 []``, an estimate for it after entropy coding.
+    """
 
     bits: Any
     entropy_bits: Any
@@ -44,7 +51,8 @@ class Compressor:
     Guarantees:
       - The same value, key and memory: the same transmission; parts draw from streams of their own.
       - What arrives has the structure, shapes and dtypes of what was sent.
-      - ``bits`` is the exact size of the message's content; what fills its last machine word is not counted.
+      - ``bits`` is the exact size of the message's content; what fills its last machine word is not counted. Where it may be
+        2**32 or more it is rounded, ``float32`` instead of ``uint32``; shapes alone decide this (`fedsim.tree.bits_dtype`).
       - ``entropy_bits <= bits``: symbols cost their empirical entropy, and the receiver is told their histogram
         (k log2(e (d + k) / k) bits for k symbols, theorem 4 of https://arxiv.org/abs/1611.00429); floats cost what they cost.
     """
@@ -77,18 +85,15 @@ class Compressor:
         return jax.tree.unflatten(structure, [next(floats).astype(x.dtype) if _is_float(x) else next(rest) for x in leaves])
 
     def size(self, message: Message, shapes: Value) -> Size:
-        """How large the message is.
-
-        Raises:
-          ValueError: 2**32 bits or more.
-        """
+        """How large the message is."""
         messages, others = message
         sizes = [self.size_part(m, part.shape) for m, part in zip(messages, self._parts(shapes), strict=True)]
         rest = sum(8 * x.size * x.dtype.itemsize for x in others)
         fixed = rest + sum(size.bits for size in sizes if isinstance(size.bits, int))
-        if fixed >= 2**32:
-            raise ValueError(f"Expected a message of less than 2**32 bits, got {fixed}: compress the value in pieces.")
-        bits = sum((size.bits for size in sizes if not isinstance(size.bits, int)), jnp.uint32(fixed))
+        varying = [(size.bits, m) for size, m in zip(sizes, messages, strict=True) if not isinstance(size.bits, int)]
+        # No content is longer than the arrays that hold it.
+        most = fixed + sum(tree.num_bits(m) for _, m in varying)
+        bits = tree.add_bits(fixed, *(bits for bits, _ in varying), most=most)
         entropy_bits = sum((size.entropy_bits for size in sizes), jnp.float32(rest))
         return Size(bits, jnp.minimum(entropy_bits, bits.astype(jnp.float32)))
 
@@ -136,6 +141,9 @@ class VectorCompressor(Compressor):
     """
 
     per_tensor: bool = True
+
+    def __post_init__(self) -> None:
+        checks.truth(per_tensor=self.per_tensor)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Message:
         """The message for a vector ``float32 [d]``, d >= 1."""

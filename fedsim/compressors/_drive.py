@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._norm import largest
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
@@ -54,6 +55,10 @@ class Drive(VectorCompressor):
 
     unbiased: bool = True
     per_tensor: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.truth(unbiased=self.unbiased)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
         unit = largest(x)

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._drive import BLOCK, ScaledCodes, matching_scale, size_of_scaled
 from fedsim.compressors._norm import largest
@@ -52,8 +53,9 @@ class Eden(VectorCompressor):
     per_tensor: bool = False
 
     def __post_init__(self) -> None:
-        if self.bits not in (1, 2, 3, 4):
-            raise ValueError(f"Expected bits to be 1, 2, 3 or 4, got bits={self.bits}.")
+        super().__post_init__()
+        checks.whole(1, 4, bits=self.bits)
+        checks.truth(unbiased=self.unbiased)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
         unit = largest(x)

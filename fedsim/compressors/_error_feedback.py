@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.compressors._compressor import Compressor, Memory, Message, Size, Transmission, Value, shaped
 
 
@@ -50,8 +50,7 @@ class ErrorFeedback(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.compressor, Compressor):
-            raise ValueError(f"Expected compressor to be one of fedsim's, such as TopK(), got {self.compressor!r}.")
+        checks.instance(Compressor, "TopK()", compressor=self.compressor)
 
     def init(self, value: Value) -> Feedback:
         residual = jax.tree.map(lambda x: jnp.zeros(shaped(x).shape, shaped(x).dtype), value)

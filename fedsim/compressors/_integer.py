@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.compressors._compressor import Compressor, Memory, Message, Size
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
 
@@ -49,8 +50,7 @@ class IntegerQuantizer(Compressor):
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 16:
-            raise ValueError(f"Expected 1 <= bits <= 16, got bits={self.bits}.")
+        checks.whole(1, 16, bits=self.bits)
 
     def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         if x.ndim < 2:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.compressors._compressor import Compressor, Memory, Message, Part, Size
 
 
@@ -51,8 +51,7 @@ class PowerSGD(Compressor):
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"Expected rank >= 1, got rank={self.rank!r}: give a positive whole number.")
+        checks.whole(1, rank=self.rank)
 
     def start(self, part: Part) -> Memory:
         if not self._is_factored(part.shape):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks, tree
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._norm import root_mean_square
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
@@ -49,8 +50,8 @@ class MagnitudePruning(VectorCompressor):
     threshold: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold < float("inf"):
-            raise ValueError(f"Expected threshold >= 0 and finite, got threshold={self.threshold}.")
+        super().__post_init__()
+        checks.number(least=0, threshold=self.threshold)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Masked:
         # Not "above": what is not a number must be sent.
@@ -61,6 +62,6 @@ class MagnitudePruning(VectorCompressor):
         return jnp.where(unpack(message.planes, d) == 1, message.values, 0.0)
 
     def size_vector(self, message: Masked, d: int) -> Size:
-        counts = histogram(message.planes, d)
-        sent = jnp.uint32(32) * counts[1].astype(jnp.uint32)
-        return Size(jnp.uint32(d) + sent, coded_bits(counts, d) + sent.astype(jnp.float32))
+        counts, wide = histogram(message.planes, d), tree.bits_dtype(33 * d)
+        sent = jnp.asarray(32, wide) * counts[1].astype(wide)
+        return Size(jnp.asarray(d, wide) + sent, coded_bits(counts, d) + sent.astype(jnp.float32))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._norm import root_mean_square
 from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, unpack
@@ -48,8 +48,8 @@ class QSGD(VectorCompressor):
     levels: int = 7
 
     def __post_init__(self) -> None:
-        if not 1 <= self.levels <= 2**15:
-            raise ValueError(f"Expected 1 <= levels <= 32768, got levels={self.levels}.")
+        super().__post_init__()
+        checks.whole(1, 2**15, levels=self.levels)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> SignedLevels:
         return to_signed_levels(x, math.sqrt(x.shape[0]) * root_mean_square(x), self.levels, key)

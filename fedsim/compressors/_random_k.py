@@ -13,9 +13,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.compressors._compressor import Size, VectorCompressor
-from fedsim.compressors._selection import check_fraction, count_of
+from fedsim.compressors._selection import count_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +41,9 @@ class RandomK(VectorCompressor):
     per_tensor: bool = False
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
+        super().__post_init__()
+        checks.number(above=0, most=1, fraction=self.fraction)
+        checks.truth(unbiased=self.unbiased)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> jax.Array:
         return x[self._places(key, x.shape[0])]

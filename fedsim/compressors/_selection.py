@@ -21,12 +21,6 @@ _SAMPLE = 17
 _LEFT = 1024
 
 
-def check_fraction(fraction: float) -> None:
-    """Raises ``ValueError`` unless 0 < fraction <= 1."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"Expected 0 < fraction <= 1, got fraction={fraction}.")
-
-
 def count_of(fraction: float, d: int) -> int:
     """The smallest whole number that is not below ``fraction`` of ``d``, by the decimals that one writes.
 

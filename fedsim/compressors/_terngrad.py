@@ -14,6 +14,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._norm import root_mean_square
 from fedsim.compressors._packing import coded_bits, histogram
@@ -40,8 +41,8 @@ class TernGrad(VectorCompressor):
     clip: float | None = None
 
     def __post_init__(self) -> None:
-        if self.clip is not None and not 0 < self.clip < float("inf"):
-            raise ValueError(f"Expected clip > 0 and finite, got clip={self.clip}: None does not clip.")
+        super().__post_init__()
+        checks.positive(or_none=True, clip=self.clip, remedy="None does not clip")
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> SignedLevels:
         if self.clip is not None:

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import check_fraction, count_of, largest, places
+from fedsim.compressors._selection import count_of, largest, places
 
 
 class Sparse(NamedTuple):
@@ -53,9 +54,9 @@ class TopK(VectorCompressor):
     per_tensor: bool = False
 
     def __post_init__(self) -> None:
-        check_fraction(self.fraction)
-        if self.layout not in ("shortest", "mask", "places"):
-            raise ValueError(f"Expected layout to be 'shortest', 'mask' or 'places', got layout={self.layout!r}.")
+        super().__post_init__()
+        checks.number(above=0, most=1, fraction=self.fraction)
+        checks.one_of("shortest", "mask", "places", layout=self.layout)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Sparse:
         k = count_of(self.fraction, x.shape[0])

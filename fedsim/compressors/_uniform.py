@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, unpack
 
@@ -46,8 +46,8 @@ class UniformQuantizer(VectorCompressor):
     levels: int = 256
 
     def __post_init__(self) -> None:
-        if not 2 <= self.levels <= 2**16:
-            raise ValueError(f"Expected 2 <= levels <= 65536, got levels={self.levels}.")
+        super().__post_init__()
+        checks.whole(2, 2**16, levels=self.levels)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Levels:
         return to_levels(x, self.levels, key)

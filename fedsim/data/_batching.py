@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 
 
 class Batch(NamedTuple):
@@ -66,16 +66,14 @@ class Batches:
         meanings = {
             "size": "the number of examples per batch",
             "epochs": "the number of passes over a client's examples",
-            "steps": "a number of batches, or None to go by epochs",
-            "max_steps": "a largest number of batches, or None for no limit",
+            "steps": "a number of batches; None goes by epochs",
+            "max_steps": "a largest number of batches; None sets no limit",
         }
         for name, meaning in meanings.items():
             value = getattr(self, name)
-            if value is None and name in ("steps", "max_steps"):
-                continue
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={value!r}: give {meaning}.")
-            object.__setattr__(self, name, int(value))
+            checks.whole(1, or_none=name in ("steps", "max_steps"), **{name: value}, remedy=f"give {meaning}")
+            object.__setattr__(self, name, value if value is None else int(value))
+        checks.truth(shuffle=self.shuffle, drop_remainder=self.drop_remainder)
 
     def num_steps(self, num_examples: Any) -> Any:
         """Steps of a client with ``num_examples`` (a Python int, or an integer array of NumPy or JAX, traced or not).

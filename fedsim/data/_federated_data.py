@@ -403,6 +403,11 @@ class FederatedData:
                 f"{num_classes - 1}. {remedy}"
             )
 
+    def label_range(self, feature: str) -> tuple[int, int] | None:
+        """The smallest and the largest of a feature's integers; None: there are none. The outcome is remembered."""
+        low, high = self._label_range(feature)
+        return None if low is None or high is None else (low[0], high[0])
+
     @functools.cached_property
     def _finite(self) -> bool:
         for name, column in self.columns.items():

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._cache import converted
 from fedsim.datasets._checks import no_folder
@@ -93,10 +94,8 @@ def splits(
 
 def check(*, clients: int, max_examples: int | None) -> None:
     """Raises ``ValueError`` unless both are positive (``max_examples`` may be None: no limit)."""
-    if not 1 <= clients <= 10_000_000:
-        raise ValueError(f"Expected 1 <= clients <= 10,000,000, got clients={clients}.")
-    if max_examples is not None and max_examples < 1:
-        raise ValueError(f"Expected max_examples >= 1, or None for the true sizes, got max_examples={max_examples}.")
+    checks.whole(1, 10_000_000, clients=clients)
+    checks.whole(1, or_none=True, max_examples=max_examples, remedy="None takes the true sizes")
 
 
 def dirichlet_mixes(seed: int, name: str, base: np.ndarray, concentration: float, mixes: int = 4096) -> np.ndarray:

@@ -17,6 +17,10 @@ from fedsim.execution._plan import RoundPlan
 
 Info = dict[str, jax.Array]
 
+# What `RoundInfo.clients` tells of every algorithm. Who sends updates as they are, and knows better, may count its bits itself.
+_NAMES_OF_SENDING = {"bits_up", "entropy_bits_up"}
+_NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "bits_down"} | _NAMES_OF_SENDING
+
 
 class Roster(NamedTuple):
     """The cohort as a device sees it: each field ``[slots]``, in cohort order."""
@@ -184,6 +188,12 @@ def deliver(
     finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
     update = tree.select(took_part & finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
+    taken = _NAMES - _NAMES_OF_SENDING if program.aggregator.plain and info.keys() >= _NAMES_OF_SENDING else _NAMES
+    if collisions := sorted(taken & info.keys()):
+        raise ValueError(
+            f"client_final's info has {', '.join(collisions)}, and so has every round's own info: give it another name than "
+            f"{', '.join(sorted(_NAMES))}."
+        )
     of_aggregator = old[1]
     if not program.aggregator.plain:
         sent = program.aggregator.send(update, common, old[1], rng.stream(client.key, "send"))
@@ -191,7 +201,7 @@ def deliver(
         finite &= jnp.isfinite(tree.squared_norm((sent.update, sent.memory)))
         update = tree.select(took_part & finite, sent.update, jax.tree.map(jnp.zeros_like, sent.update))
         info |= {
-            "bits_up": jnp.where(took_part, sent.bits, jnp.uint32(0)),
+            "bits_up": jnp.where(took_part, sent.bits, jnp.zeros_like(sent.bits)),
             "entropy_bits_up": jnp.where(took_part, sent.entropy_bits, 0.0),
         }
         of_aggregator = sent.memory
@@ -201,7 +211,9 @@ def deliver(
     return update, info, tree.select(counts & (weight != 0), (result.memory, of_aggregator), old)
 
 
-def round_info(lines: Info, plan: RoundPlan, num_clients: jax.Array, bits_down: jax.Array, update: Any) -> RoundInfo:
+def round_info(
+    lines: Info, plan: RoundPlan, num_clients: jax.Array, bits_down: jax.Array, update: Any, phases: int = 1
+) -> RoundInfo:
     """The round's info from the lines ``[slots, ...]`` that `deliver` wrote; what the plan knows is not communicated.
 
     Args:
@@ -210,16 +222,21 @@ def round_info(lines: Info, plan: RoundPlan, num_clients: jax.Array, bits_down: 
       num_clients: ``int32 []``.
       bits_down: what the server sent to one client.
       update: shapes of an update that is sent as it is.
+      phases: how many messages of about this size make a round.
     """
     dropped = lines["dropped"] > 0
     took_part = plan.steps > 0
+    bits = tree.num_bits(update)
     if "bits_up" not in lines:
-        bits = tree.num_bits(update)
+        sent = tree.add_bits(bits, most=bits)
         lines |= {
-            "bits_up": jnp.where(took_part, jnp.uint32(bits), jnp.uint32(0)),
+            "bits_up": jnp.where(took_part, sent, jnp.zeros_like(sent)),
             "entropy_bits_up": jnp.where(took_part, jnp.float32(bits), 0.0),
         }
-    lines |= {"bits_down": jnp.where(took_part, bits_down, jnp.uint32(0))}
+    lines |= {
+        "bits_up": tree.add_bits(lines["bits_up"], most=phases * bits),
+        "bits_down": jnp.where(took_part, bits_down, jnp.zeros_like(bits_down)),
+    }
     return RoundInfo(
         clients=lines | {"num_examples": plan.size, "num_steps": plan.steps, "dropped": dropped},
         num_dropped=jnp.sum(dropped, dtype=jnp.int32),

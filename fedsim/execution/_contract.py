@@ -42,7 +42,8 @@ class ClientUpdate(NamedTuple):
     Attributes:
       update: a pytree of arrays, folded by the aggregator.
       weight: ``float32 []``, its share in the aggregate. 0: as if it had not taken part.
-      info: name to scalar or small array, reported per client in the round's info.
+      info: name to scalar or small array, reported per client in the round's info, whose own names (see `RoundInfo`) it leaves
+        alone. Where the aggregator sends updates as they are, it may hold ``bits_up`` and ``entropy_bits_up``, both or neither.
       memory: what the client keeps for its next round, in the shape of ``client_memory``. If the update does not count (no
         step, not finite, weight 0), it keeps what it had.
     """
@@ -112,8 +113,9 @@ class RoundInfo(NamedTuple):
     Attributes:
       clients: per client, in cohort order ``[slots]``: ``num_examples int32``, ``num_steps int32``, ``weight float32`` (0 if it
         did not count), ``dropped bool`` (its update was not finite), ``bits_up uint32`` and ``bits_down uint32`` (exact sizes
-        of what it sent and got), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and all
-        that the algorithm's `ClientUpdate.info` holds. In a cohort under attack also ``attacker bool``.
+        of what it sent and got; ``float32``, rounded, where that is 2**32 bits or more before compression, as the 134 million
+        floats of a large model are), ``entropy_bits_up float32`` (an estimate for what it sent, had it been entropy coded), and
+        all that the algorithm's `ClientUpdate.info` holds. In a cohort under attack also ``attacker bool``.
         The rows of a cohort that has fewer clients than slots come first, ``[:num_clients]``; the others are 0.
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
       num_aggregated: ``int32 []``, clients whose update counts; when it is 0 the state stays as it was.

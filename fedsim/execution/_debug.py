@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from fedsim import rng
 from fedsim.data import Batch, ClientDataset, Cohort
-from fedsim.execution import _memory
+from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
-from fedsim.execution._execution import Execution, check_cohorts, finish_round, whole_round
+from fedsim.execution._execution import Execution, Jit, check_cohorts, finish_round, whole_round
 from fedsim.execution._memory import remember, split
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
 
@@ -55,9 +55,8 @@ class Debug(Execution):
             state = state._replace(clients=jax.tree.map(jnp.asarray, table))
         infos = []
         for phase in program.phases:
-            last = phase is program
-            own = jax.tree.map(jnp.asarray, of_phase(plan, phase.batches, last))
-            state, info = self._phase(phase, last, state, cohort, own)
+            own = jax.tree.map(jnp.asarray, of_phase(plan, phase.batches, phase is program))
+            state, info = self._phase(phase, program, state, cohort, own)
             infos.append(info)
         if jax.tree.leaves(before):
             after = _memory.from_device(before, state.clients, who, isinstance(before, ClientTable))
@@ -65,13 +64,13 @@ class Debug(Execution):
         return state, whole_round(infos)
 
     def _phase(
-        self, phase: FederatedProgram, last: bool, state: State, cohort: Cohort, plan: RoundPlan
+        self, phase: FederatedProgram, program: FederatedProgram, state: State, cohort: Cohort, plan: RoundPlan
     ) -> tuple[State, RoundInfo]:
         parts = split(state)
         down_key = rng.round_key(cohort.key, cohort.round, "downlink")
         shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
         shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        table, common = (parts.clients or None, parts.aggregator) if last else (None, ())
+        table, common = (parts.clients or None, parts.aggregator) if phase is program else (None, ())
         lane = Lane(phase, {}, shared, roster(plan, cohort.key), table, common, cohort.attack)
         carry = None
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
@@ -93,6 +92,8 @@ class Debug(Execution):
             left = (line, kept if lane.table else ())
             if carry is None:
                 _stage("aggregator.check", "the server", lane.aggregator.check, update, cohort.slots)
+                folds = jax.eval_shape(lambda update=update: lane.aggregator.zero(update, cohort.slots))
+                _placement.must_fit(lane.aggregator, folds, cohort.slots, 1, Jit().mesh())
                 room = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), left)
                 carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), *room)
             accumulate = lane.aggregator.accumulate
@@ -104,7 +105,7 @@ class Debug(Execution):
             "the server",
             finish_round,
             phase,
-            last,
+            program,
             state,
             cohort.key,
             plan,

@@ -7,6 +7,8 @@ import warnings
 
 import jax
 
+from fedsim import checks
+
 
 def use_all_cores(devices: int | None = None) -> None:
     """Makes every CPU core a JAX device, so that `Pmap` trains one client per core. Call it before JAX is first used.
@@ -22,12 +24,11 @@ def use_all_cores(devices: int | None = None) -> None:
     >>> use_all_cores(0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected devices >= 1, got devices=0.
+    ValueError: Expected devices >= 1, got devices=0: give a positive whole number.
     """
     if devices is None:
         devices = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if devices < 1:
-        raise ValueError(f"Expected devices >= 1, got devices={devices}.")
+    checks.whole(1, devices=devices)
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

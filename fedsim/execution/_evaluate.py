@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from fedsim import checks
 from fedsim.data import FederatedData
 from fedsim.execution import _placement
 from fedsim.execution._execution import Auto, Execution, Jit
@@ -74,8 +75,7 @@ def evaluate(
     >>> evaluation.clients["accuracy"].weight.tolist()
     [4.0, 1.0]
     """
-    if batch_size < 1:
-        raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    checks.whole(1, batch_size=batch_size)
     batch_size = min(batch_size, max(1, data.num_examples))
     data.check_dtypes()
     model.check(data)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng, tree
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
@@ -82,8 +82,7 @@ def evaluate_personalized(
     >>> fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=algorithm).overall["accuracy"]
     1.0
     """
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"Expected batch_size >= 1, got batch_size={batch_size}.")
+    checks.whole(1, or_none=True, batch_size=batch_size)
     fine_tune = fine_tune or getattr(algorithm, "fine_tune", None)
     if fine_tune is None and not hasattr(algorithm, "personal_params"):
         raise ValueError(

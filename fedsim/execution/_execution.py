@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from fedsim import rng, tree
+from fedsim import checks, rng, tree
 from fedsim.attacks import Attack
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
@@ -76,10 +76,8 @@ class Jit(Execution):
     memory: Memory = "auto"
 
     def __post_init__(self) -> None:
-        if self.lanes is not None and not (isinstance(self.lanes, int) and self.lanes >= 1):
-            raise ValueError(f"Expected lanes >= 1, got lanes={self.lanes}, or None to choose by the device.")
-        if self.memory not in ("auto", "resident", "stream"):
-            raise ValueError(f"Expected memory to be 'auto', 'resident' or 'stream', got memory={self.memory!r}.")
+        checks.whole(1, or_none=True, lanes=self.lanes, remedy="None chooses by the device")
+        checks.one_of("auto", "resident", "stream", memory=self.memory)
 
     def mesh(self) -> Mesh:
         """The devices in use."""
@@ -184,8 +182,7 @@ class Pmap(Jit):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.devices is not None and not (isinstance(self.devices, int) and self.devices >= 1):
-            raise ValueError(f"Expected devices >= 1, got devices={self.devices}, or None for all.")
+        checks.whole(1, or_none=True, devices=self.devices, remedy="None takes all")
 
     def mesh(self) -> Mesh:
         there = jax.local_device_count()
@@ -226,6 +223,10 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
         first.data.check_dtypes()
         program.check(first.data)
         checked.add(first.data)
+    attacked = vars(first.data).setdefault("_attacked", set())
+    if first.attack is not None and first.attack not in attacked:
+        first.attack.check(first.data)
+        attacked.add(first.attack)
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
@@ -277,6 +278,11 @@ def _compile(
         table, common = (parts.clients or None, parts.aggregator) if phase is program else (None, ())
         return plan, Lane(phase, columns, shared, roster(plan, key), table, common, attack)
 
+    def empty(lane: Lane) -> Carry:
+        carry = lane.zeros()
+        _placement.must_fit(lane.aggregator, carry.accumulator, layout.slots, layout.lanes, mesh)
+        return carry
+
     def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
         device = jax.lax.axis_index(AXIS)
         if layout.lanes == 1:
@@ -288,14 +294,14 @@ def _compile(
         # Every client's line was written by one device only; elsewhere it is 0.
         lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
         came = jnp.sum(plan.length, dtype=jnp.int32)
-        return finish_round(phase, phase is program, state, key, plan, accumulator, lines, kept, came, attack)
+        return finish_round(phase, program, state, key, plan, accumulator, lines, kept, came, attack)
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
         for phase in program.phases:
             plan, lane = enter(phase, columns, state, key, packed)
             windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-            state, info = gather(phase, state, key, plan, train(lane, plan, windows, lane.zeros()))
+            state, info = gather(phase, state, key, plan, train(lane, plan, windows, empty(lane)))
             infos.append(info)
         return state, whole_round(infos)
 
@@ -315,7 +321,7 @@ def _compile(
     def in_parts(phase: FederatedProgram) -> _Phase:
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
         def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x[None], enter(phase, columns, state, key, plan[0])[1].zeros())
+            return jax.tree.map(lambda x: x[None], empty(enter(phase, columns, state, key, plan[0])[1]))
 
         def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
             plan, lane = enter(phase, columns, state, key, packed[0])
@@ -346,7 +352,7 @@ def _compile(
 
 def finish_round(
     phase: FederatedProgram,
-    last: bool,
+    program: FederatedProgram,
     state: State,
     key: jax.Array,
     plan: RoundPlan,
@@ -361,7 +367,7 @@ def finish_round(
 
     Args:
       phase: the algorithm, or a phase of it.
-      last: whether it is the algorithm itself, to whom belongs what lives beside the server's state.
+      program: the algorithm, to whom belongs what lives beside the server's state.
       state: before it.
       key: the run's root key.
       plan: of the round.
@@ -372,15 +378,16 @@ def finish_round(
       attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
     """
-    parts = split(state)
+    parts, last, phases = split(state), phase is program, len(program.phases)
     round_key = rng.round_key(key, plan.round, "downlink")
-    _, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
+    shared, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
+    bits_down = tree.add_bits(bits_down, most=phases * tree.num_bits(shared))
     update = update_shape(phase, parts.server) if update is None else update
     aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
         accumulator, parts.aggregator if last else (), rng.round_key(key, plan.round, "aggregator")
     )
     attackers = {} if attack is None else {"attacker": plan.attacker > 0}
-    info = round_info(lines | attackers, plan, num_clients, bits_down, update)
+    info = round_info(lines | attackers, plan, num_clients, bits_down, update, phases)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
     average = averaged(phase.averaging if last else None, parts.average, getattr(server, "params", ()))
@@ -398,7 +405,8 @@ def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:
     """A round's info from those of its phases: that of the last, with all that was sent and dropped on the way."""
     last, clients = infos[-1], dict(infos[-1].clients)
     for info in infos[:-1]:
-        clients |= {name: clients[name] + info.clients[name] for name in ("bits_up", "bits_down", "entropy_bits_up")}
+        sent = ("bits_up", "bits_down", "entropy_bits_up")
+        clients |= {name: tree.add_bits(clients[name], info.clients[name]) for name in sent}
         clients["dropped"] |= info.clients["dropped"]
     dropped = jnp.sum(clients["dropped"], axis=-1, dtype=jnp.int32) if len(infos) > 1 else last.num_dropped
     return last._replace(clients=clients, num_dropped=dropped)

@@ -16,7 +16,10 @@ from fedsim.execution._contract import Average, Client, ClientTable, FederatedPr
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
-_RESIDENT_SHARE = 0.25
+# Of a GPU's memory. There are three tables while a run goes on: of the round under way, the one it started from, and the one
+# before, whose metrics are being written. So all take 3/8 at most; the data take up to 2/8 (`_placement`), and 3/8 are left for
+# the model, the clients' work, the folds and the programs.
+_RESIDENT_SHARE = 1 / 8
 _TABLE_BYTES = 2**27
 
 
@@ -45,11 +48,29 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
                 "from init."
             )
+        _must_be_own(program, state)
         return state
     if vars(program).get("_forgets"):  # nothing to keep: known since its first round
         return state
+    rows, aggregator, downlink = _beside(program, state)
+    average: Any = ()
+    if program.averaging is not None:
+        if not hasattr(state, "params"):
+            raise ValueError(
+                f"averaging={program.averaging} is of state.params, which {type(program).__name__} has not: leave it out."
+            )
+        average = Average(state.params, jnp.float32(0))
+    elif not jax.tree.leaves((rows, aggregator, downlink)):
+        vars(program)["_forgets"] = True
+        return state
+    clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
+    return Remembered(state, clients, aggregator, downlink, average)
+
+
+def _beside(program: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
+    """What lives beside a server's state at first: a client's row (shapes), the aggregator's memory, and the downlink's."""
     kept = vars(program).setdefault("_remembers", {})
-    like = str(jax.tree.map(lambda x: (np.shape(x), jnp.result_type(x)), state))
+    like = str(_layout(state))
     if like not in kept:
         row = jax.eval_shape(lambda server: program.client_memory(program.broadcast(server)), state)
         of_aggregator: Any = ()
@@ -64,19 +85,41 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
             sent = jax.eval_shape(program.broadcast, state)
             downlink = program.downlink.init(_zeros(_floats(sent)))
         kept[like] = (row, of_aggregator), aggregator, downlink
-    average: Any = ()
-    if program.averaging is not None:
-        if not hasattr(state, "params"):
-            raise ValueError(
-                f"averaging={program.averaging} is of state.params, which {type(program).__name__} has not: leave it out."
-            )
-        average = Average(state.params, jnp.float32(0))
-    elif not jax.tree.leaves(kept[like]):
-        vars(program)["_forgets"] = True
-        return state
-    rows, aggregator, downlink = kept[like]
-    clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
-    return Remembered(state, clients, aggregator, downlink, average)
+    return kept[like]
+
+
+def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
+    """Raises ``ValueError`` if ``state`` has other parts than this program's: another algorithm's, or another model's."""
+    row: Any = ()
+    if isinstance(state.clients, ClientRows):
+        row = state.clients.store.like
+    elif isinstance(state.clients, ClientTable):
+        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients.rows)
+    there = state._replace(clients=row)
+    leaves, structure = jax.tree.flatten(there)
+    layout = structure, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+    known = vars(program).setdefault("_own", set())
+    if layout in known:
+        return
+    server = jax.eval_shape(program.init, jax.random.key(0))
+    row, aggregator, downlink = _beside(program, server)
+    average = Average(server.params, jnp.float32(0)) if program.averaging is not None and hasattr(server, "params") else ()
+    here = Remembered(server, row if jax.tree.leaves(row) else (), aggregator, downlink, average)
+    theirs, ours = _layout(there), _layout(here)
+    if theirs != ours:
+        name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
+        raise ValueError(
+            f"The state is not one of this {type(program).__name__}, but of another algorithm or model: it has "
+            f"{theirs.get(name, 'nothing')} for {name}, and here that is {ours.get(name, 'nothing')}. Start with a state from "
+            "init, or go on with what it was made by."
+        )
+    known.add(layout)
+
+
+def _layout(state: Any) -> dict[str, str]:
+    """Name, dtype and shape of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves}
 
 
 def averaged(decay: float | None, average: Any, params: Any) -> Any:
@@ -103,15 +146,15 @@ def join(parts: Remembered, like: State) -> State:
 
 
 def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
-    """What clients receive of ``shared``, the sender's memory, and the exact size of the message, ``uint32 []``."""
+    """What clients receive of ``shared``, the sender's memory, and the size of the message (see `fedsim.tree.bits_dtype`)."""
     plain = tree.num_bits(shared)
     if program.downlink is None:
-        return shared, memory, jnp.uint32(plain)
+        return shared, memory, tree.add_bits(plain, most=plain)
     floats = _floats(shared)
     sent = program.downlink.transmit(floats, key, memory)
     received = iter(sent.value)
     shared = jax.tree.map(lambda x: next(received) if _is_float(x) else x, shared)
-    return shared, sent.memory, sent.bits + jnp.uint32(plain - tree.num_bits(floats))
+    return shared, sent.memory, tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
 
 
 def _zeros(shapes: Any) -> Any:
@@ -129,8 +172,8 @@ def _floats(shared: Shared) -> list[Any]:
 def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh, memory: str) -> bool:
     """Whether every client's row is kept on every device, rather than those of a dispatch's cohorts.
 
-    On a device of its own a table is copied once a dispatch, at that memory's speed. On a CPU a copy of all costs more than
-    moving the cohorts' rows, unless it is small.
+    On a device of its own a table is copied once a dispatch, at that memory's speed, and may take an eighth of it. On a CPU a
+    copy of all costs more than moving the cohorts' rows, unless it is small.
     """
     if memory != "auto":
         return memory == "resident"

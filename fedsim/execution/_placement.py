@@ -11,6 +11,8 @@ import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedsim import tree
+from fedsim.aggregators import Aggregator, Wrapper
 from fedsim.data import FederatedData
 from fedsim.execution._plan import RoundPlan
 
@@ -97,6 +99,39 @@ def _capacity(data: FederatedData, needed: int, clients: int, max_rounds: int, d
 
 def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, lanes: int, mesh: Mesh) -> None:
+    """Raises ``ValueError``, before anything is compiled, if what a round folds its updates into cannot fit.
+
+    Every lane of every device has an accumulator, of which XLA keeps two: the one that is read, and the one that is written (or
+    into which they are merged). The devices of one CPU share its memory. What an aggregator needs beside, to sort, say, is not
+    counted: nothing is refused that fits.
+
+    Args:
+      aggregator: who folds.
+      accumulator: of the shapes that it asks for.
+      slots: clients of a cohort, at most.
+      lanes: of each device.
+      mesh: the devices.
+    """
+    device = mesh.devices.flat[0]
+    copies = 2 * lanes
+    if device.platform == "cpu":
+        copies, free = copies * mesh.size, psutil.virtual_memory().available
+    else:
+        stats = device.memory_stats() or {}
+        free = stats.get("bytes_limit", 8 * 2**30) - stats.get("bytes_in_use", 0)
+    size = tree.num_bits(accumulator) // 8
+    if copies * size > free:
+        while isinstance(aggregator, Wrapper):
+            aggregator = aggregator.inner
+        raise ValueError(
+            f"{type(aggregator).__name__} folds {slots} clients into {size / 1e6:,.1f} MB, and with lanes={lanes} and "
+            f"devices={mesh.size} that is there {copies} times: {copies * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+            "are free. Take a smaller cohort or model, fewer lanes or devices, or an aggregator that keeps no updates side by "
+            "side."
+        )
 
 
 def must_wait(mesh: Mesh) -> bool:

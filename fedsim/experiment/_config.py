@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from fedsim import checks
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
 from fedsim.names import look_up
 
@@ -83,35 +84,20 @@ class RunConfig:
     client_schedule_staircase: bool = _option(False, "client optimizer (SGD)", "exponential: in steps, not smoothly.")
 
     def __post_init__(self) -> None:
-        for name in (
-            "rounds",
-            "clients",
-            "batch_size",
-            "epochs",
-            "steps",
-            "max_steps",
-            "evaluate_every",
-            "client_schedule_every",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={value}: give a positive whole number.")
-        rates = {name: value for name, value in self.hyperparameters.items() if name.endswith("learning_rate")}
-        for name, value in {"client_learning_rate": self.client_learning_rate, **rates}.items():
-            if not isinstance(value, float | int) or not 0 < value < float("inf"):
-                raise ValueError(f"Expected {name} > 0, got {name}={value}: give a positive step size, e.g. 0.1.")
+        counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
+        checks.whole(1, **{name: getattr(self, name) for name in counts})
+        checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
+        checks.whole(0, seed=self.seed)
+        rates = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
+        checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         check_choices(self)
-        for name in ("attackers", "stragglers"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Expected 0 <= {name} <= 1, got {name}={getattr(self, name)}: give a fraction.")
+        checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
+        checks.positive(or_none=True, clip=self.clip, remedy="None does not clip")
         if self.error_feedback and not self.compressor:
             raise ValueError("Expected a compressor with error_feedback=True, got none: name one, e.g. compressor='top_k'.")
-        if not 0 <= self.client_momentum < 1:
-            raise ValueError(f"Expected 0 <= client_momentum < 1, got client_momentum={self.client_momentum}: 0 is plain SGD.")
-        if not 0 <= self.client_schedule_end <= 1:
-            raise ValueError(f"Expected 0 <= client_schedule_end <= 1, got client_schedule_end={self.client_schedule_end}.")
-        if not self.client_schedule_decay > 0:
-            raise ValueError(f"Expected client_schedule_decay > 0, got client_schedule_decay={self.client_schedule_decay}.")
+        checks.number(least=0, below=1, client_momentum=self.client_momentum, remedy="0 is plain SGD")
+        checks.number(least=0, most=1, client_schedule_end=self.client_schedule_end)
+        checks.positive(client_schedule_decay=self.client_schedule_decay)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -149,10 +135,9 @@ class Settings:
         check_choices(self)
         if self.folder == "":
             raise ValueError("Expected a name of a folder, got folder=''.")
-        for name in ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={value}: give a positive whole number, or leave it out.")
+        counts = ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch")
+        given = {name: getattr(self, name) for name in counts}
+        checks.whole(1, or_none=True, **given, remedy="give a positive whole number, or leave it out")
 
     def executor(self) -> Execution:
         """The execution that these settings name.
@@ -173,7 +158,13 @@ class Settings:
 
 
 def check_choices(config: RunConfig | Settings) -> None:
-    """Raises ``ValueError`` for a field that is none of the ``Literal`` choices of its type, naming the nearest."""
+    """Raises ``ValueError`` for a field that is none of the ``Literal`` choices of its type, naming the nearest; or that is no
+    truth value where it has to be one."""
     for name, kind in get_type_hints(type(config)).items():
-        if get_origin(kind) is Literal:
-            look_up(f"choice of {name}", getattr(config, name), dict.fromkeys(get_args(kind)))
+        value = getattr(config, name)
+        if get_origin(kind) is Literal and isinstance(value, str):
+            look_up(f"choice of {name}", value, dict.fromkeys(get_args(kind)))
+        elif get_origin(kind) is Literal:
+            checks.one_of(*get_args(kind), **{name: value})
+        elif kind is bool:
+            checks.truth(**{name: value})

@@ -14,6 +14,7 @@ from fedsim.execution import Evaluation, RoundInfo
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
+_COSTS = ("loss", "error", "cost", "perplexity", "distortion", "deviance", "regret", "nll", "mse", "mae")
 _BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 
@@ -45,7 +46,9 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
             if name not in _BOOKKEEPING and np.shape(values) == weight.shape:
                 weighted = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
                 columns[name] = np.where(total > 0, weighted / np.maximum(total, 1), np.nan)
-        sums = {name: np.asarray(clients[name]).sum(1, np.float64 if "entropy" in name else np.int64) for name in _SUMMED}
+        # In 64 bits, which no round of these fills: what clients count in float32, too, has whole numbers.
+        wide = {name: np.float64 if "entropy" in name else np.int64 for name in _SUMMED}
+        sums = {name: np.asarray(clients[name]).astype(dtype).sum(1) for name, dtype in wide.items()}
         if np.array_equal(sums["entropy_bits_up"], sums["bits_up"]):
             del sums["entropy_bits_up"]  # nothing was compressed
         columns |= sums
@@ -66,10 +69,9 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
         return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
     line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
     for name in evaluation.clients:
-        over = evaluation.over_clients(name)
-        line |= {f"test_{name}_clients_{key}": plain(over[key]) for key in ("mean", "std")}
-        if not lower_is_better(name):
-            line[f"test_{name}_clients_worst10"] = plain(over["worst 10%"])
+        over = evaluation.over_clients(name, lower_is_better=lower_is_better(name))
+        names = {"mean": "mean", "std": "std", "worst10": "worst 10%"}
+        line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
     return line
 
 
@@ -84,8 +86,12 @@ def score(line: Line) -> float | None:
 
 
 def lower_is_better(metric: str) -> bool:
-    """By its name, for want of anything better."""
-    return "loss" in metric or "error" in metric
+    """Whether a metric is a cost: by its name, for want of anything better.
+
+    >>> [name for name in ("accuracy", "personal_loss", "perplexity", "mean_squared_error") if lower_is_better(name)]
+    ['personal_loss', 'perplexity', 'mean_squared_error']
+    """
+    return any(cost in metric.lower() for cost in _COSTS)
 
 
 def plain(value: Any) -> float | int | None:

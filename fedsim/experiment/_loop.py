@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import Evaluation, Jit, RoundInfo, evaluate_personalized, report_dropped
@@ -117,11 +117,9 @@ def run(
     (3, ['accuracy', 'loss'], 4)
     """
     began = time.perf_counter()
-    limits = {"rounds": rounds, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    limits["rounds_per_dispatch"] = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ValueError(f"Expected {name} >= 1, got {name}={value}.")
+    checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
+    most = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
+    checks.whole(1, or_none=True, checkpoint_every=checkpoint_every, rounds_per_dispatch=most)
     first = sampler.cohort(0)
     sampler.cohort(rounds - 1)  # A schedule that ends too early says so now, and not after its last round.
     algorithm.check(first.data)
@@ -146,7 +144,7 @@ def run(
     journal = Journal(paths, start, checkpoints, callbacks)
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
-    pace = Pace(limits["rounds_per_dispatch"], boundaries)
+    pace = Pace(most, boundaries)
     evaluation = None
     last: _Dispatch | None = None
     compiled, mark = None, time.perf_counter()

@@ -14,13 +14,13 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.model import Examples, Model
 from fedsim.models._augmentation import center_crop, random_crop_and_flip, standardize
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import image_features
 from fedsim.models._group_norm import GroupNorm
 from fedsim.models._pooling import max_pool
-from fedsim.models._positive import check_positive
 
 _SHAPE, _CROP = (32, 32, 3), 24
 
@@ -118,7 +118,7 @@ def _classifier(
     body: Callable[[jax.Array], jax.Array], num_classes: int, *, w_init: hk.initializers.Initializer | None = None
 ) -> Model:
     """Logits from what ``body`` makes of standardized crops ``float32 [n, 24, 24, 3]``: ``float32 [n, features]``."""
-    check_positive(num_classes=num_classes)
+    checks.whole(1, num_classes=num_classes)
 
     def logits(examples: Examples, training: bool) -> jax.Array:
         x = examples["x"].astype(jnp.float32)

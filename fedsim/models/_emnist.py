@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import haiku as hk
 import jax
 
+from fedsim import checks
 from fedsim.model import Examples, Model
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import dense, image_features, logistic, unit_scale
 from fedsim.models._dropout import dropout
 from fedsim.models._pooling import max_pool
-from fedsim.models._positive import check_positive
 
 _SHAPE = (28, 28, 1)
 
@@ -52,7 +52,7 @@ def emnist_cnn(num_classes: int = 62) -> Model:
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     1206590
     """
-    check_positive(num_classes=num_classes)
+    checks.whole(1, num_classes=num_classes)
 
     def logits(examples: Examples, training: bool) -> jax.Array:
         x = unit_scale(examples["x"], 255)

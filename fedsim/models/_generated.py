@@ -6,10 +6,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from fedsim import metrics
+from fedsim import checks, metrics
 from fedsim.model import Examples, Model
 from fedsim.models._dense import logistic
-from fedsim.models._positive import check_positive
 
 
 def synthetic_logistic() -> Model:
@@ -36,7 +35,7 @@ def toy_regression(dimension: int = 2) -> Model:
     >>> outputs.tolist(), model.loss({"y": jnp.array([10.0])}, outputs).tolist()
     ([11.0], [1.0])
     """
-    check_positive(dimension=dimension)
+    checks.whole(1, dimension=dimension)
 
     def outputs(examples: Examples) -> jax.Array:
         return hk.Linear(1, with_bias=False)(examples["x"])[:, 0]

@@ -12,11 +12,11 @@ from __future__ import annotations
 import haiku as hk
 import jax
 
+from fedsim import checks
 from fedsim.model import Examples, Model
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import dense, image_features, unit_scale
 from fedsim.models._pooling import max_pool
-from fedsim.models._positive import check_positive
 
 _SHAPE = (28, 28, 1)
 
@@ -44,7 +44,7 @@ def mnist_cnn(num_classes: int = 10) -> Model:
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     1663370
     """
-    check_positive(num_classes=num_classes)
+    checks.whole(1, num_classes=num_classes)
 
     def logits(examples: Examples) -> jax.Array:
         x = unit_scale(examples["x"], 255)

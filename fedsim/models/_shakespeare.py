@@ -8,8 +8,8 @@ from __future__ import annotations
 import haiku as hk
 import jax
 
+from fedsim import checks
 from fedsim.model import Model
-from fedsim.models._positive import check_positive
 from fedsim.models._recurrent import LSTM
 from fedsim.models._tokens import language_model
 
@@ -42,7 +42,7 @@ def shakespeare_lstm(
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     820522
     """
-    check_positive(num_characters=num_characters, length=length, embedding=embedding, hidden=hidden, layers=layers)
+    checks.whole(1, num_characters=num_characters, length=length, embedding=embedding, hidden=hidden, layers=layers)
     num_ids = num_characters + 4
 
     def logits(tokens: jax.Array, training: bool) -> jax.Array:

@@ -16,9 +16,9 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.metrics import Examples, Mean, per_example
 from fedsim.model import Feature, Model
-from fedsim.models._positive import check_positive
 from fedsim.models._recurrent import LSTM
 from fedsim.models._tokens import language_model
 from fedsim.models._transformer import encode
@@ -56,8 +56,8 @@ def stackoverflow_lstm(
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     4050748
     """
-    check_positive(vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, hidden=hidden)
-    check_positive(layers=layers)
+    checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, hidden=hidden)
+    checks.whole(1, layers=layers)
     num_ids = vocabulary + 3 + oov_buckets
 
     def logits(tokens: jax.Array, training: bool) -> jax.Array:
@@ -106,8 +106,8 @@ def stackoverflow_transformer(
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     1962912
     """
-    check_positive(vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
-    check_positive(feedforward=feedforward, layers=layers)
+    checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
+    checks.whole(1, feedforward=feedforward, layers=layers)
     if embedding % heads or embedding % 2:
         raise ValueError(f"Expected an even embedding={embedding} that heads={heads} divides. Take 96 and 8.")
     num_ids = vocabulary + 3 + oov_buckets
@@ -137,7 +137,7 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     5000500
     """
-    check_positive(vocabulary=vocabulary, tags=tags, length=1 if length is None else length)
+    checks.whole(1, vocabulary=vocabulary, tags=tags, length=1 if length is None else length)
     x: Feature = jax.ShapeDtypeStruct((vocabulary,), jnp.float32)
     if length is not None:
         x = jax.ShapeDtypeStruct((length,), jnp.int32)

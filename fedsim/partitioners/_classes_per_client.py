@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import check_clients, check_labels, generator
 
 
@@ -45,8 +46,7 @@ def classes_per_client(labels: Any, *, clients: int, classes: int, seed: int) ->
     labels = check_labels(labels)
     check_clients(clients, len(labels))
     names, codes = np.unique(labels, return_inverse=True)
-    if not 1 <= classes <= len(names):
-        raise ValueError(f"Expected 1 <= classes <= {len(names)} (those that occur), got classes={classes}.")
+    checks.whole(1, len(names), classes=classes, remedy="as many as occur, at most")
     if clients * classes < len(names):
         raise ValueError(
             f"clients={clients} with classes={classes} each cannot hold {len(names)} classes, and no example may be lost: "

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import check_clients, check_labels, generator
 
 
@@ -42,8 +43,7 @@ def dirichlet(labels: Any, *, clients: int, alpha: float, seed: int, min_size: i
     True
     """
     labels = check_labels(labels)
-    if not 0 < alpha < float("inf"):
-        raise ValueError(f"Expected alpha > 0 and finite, got alpha={alpha}: small is skewed, large is alike.")
+    checks.positive(alpha=alpha, remedy="small is skewed, large is alike")
     check_clients(clients, len(labels), min_size)
     draw = generator(seed)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]

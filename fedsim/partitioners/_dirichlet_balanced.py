@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.partitioners._draw import check_clients, check_labels, check_positive, deal, even_sizes, generator
+from fedsim import checks
+from fedsim.partitioners._draw import check_clients, check_labels, deal, even_sizes, generator
 
 
 def dirichlet_balanced(labels: Any, *, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
@@ -43,7 +44,7 @@ def dirichlet_balanced(labels: Any, *, clients: int, alpha: float, seed: int) ->
     [34, 33, 33]
     """
     labels = check_labels(labels)
-    check_positive(alpha=alpha)
+    checks.positive(alpha=alpha)
     check_clients(clients, len(labels), 1)
     draw = generator(seed, "dirichlet_balanced")
     classes, codes = np.unique(labels, return_inverse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 
 _CHUNK = 1 << 12
 
@@ -29,10 +29,8 @@ def count_examples(examples: Any) -> int:
 
 def check_clients(clients: int, examples: int, min_size: int = 0) -> None:
     """Raises ``ValueError`` unless so many clients can have ``min_size`` examples each."""
-    if operator.index(clients) < 1:
-        raise ValueError(f"Expected clients >= 1, got clients={clients}.")
-    if operator.index(min_size) < 0:
-        raise ValueError(f"Expected min_size >= 0, got min_size={min_size}.")
+    checks.whole(1, clients=clients)
+    checks.whole(0, min_size=min_size)
     if examples < clients * min_size:
         raise ValueError(f"{examples} examples are too few for clients={clients} with min_size={min_size} each.")
 
@@ -51,13 +49,6 @@ def check_labels(labels: Any) -> np.ndarray:
             f"Expected one label per example, whole numbers or names [n], got {labels.dtype} {list(labels.shape)}."
         )
     return labels
-
-
-def check_positive(**values: float) -> None:
-    """Raises ``ValueError`` naming the first argument that is not above 0 and finite."""
-    for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise ValueError(f"Expected {name} > 0 and finite, got {name}={value}.")
 
 
 def even_sizes(examples: int, clients: int) -> np.ndarray:

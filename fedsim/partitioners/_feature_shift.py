@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data import FederatedData, TextColumn
 
 
@@ -77,8 +77,7 @@ def noise(data: FederatedData, *, sigma: float, seed: int, feature: str = "x") -
     [0.5, 1.0]
     """
     column = _column(data, feature)
-    if not 0 <= sigma < float("inf"):
-        raise ValueError(f"Expected sigma >= 0 and finite, got sigma={sigma}.")
+    checks.number(least=0, sigma=sigma)
     if column.dtype.kind not in "iuf":
         raise ValueError(f"Feature {feature!r} has dtype {column.dtype}: noise is added to numbers.")
     words = np.asarray(rng.words(rng.stream(rng.root(seed), "noise"))).astype(np.uint64)

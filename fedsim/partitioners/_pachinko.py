@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.partitioners._draw import check_clients, check_labels, check_positive, deal, even_sizes, generator
+from fedsim import checks
+from fedsim.partitioners._draw import check_clients, check_labels, deal, even_sizes, generator
 
 
 def pachinko(
@@ -60,12 +61,13 @@ def pachinko(
     ({60}, 600)
     """
     fine, coarse = check_labels(fine), check_labels(coarse)
-    check_positive(alpha=alpha, beta=beta)
+    checks.positive(alpha=alpha, beta=beta)
     if len(fine) != len(coarse):
         raise ValueError(f"There are {len(fine)} fine and {len(coarse)} coarse labels: expected both of every example.")
     check_clients(clients, len(fine), 1 if examples is None else 0)
-    if examples is not None and (examples < 1 or not len(fine)):
-        raise ValueError(f"Expected examples >= 1 for each client, and any at all, got examples={examples} of {len(fine)}.")
+    checks.whole(1, or_none=True, examples=examples, remedy="give each client's number, or None for equal shares")
+    if examples is not None and not len(fine):
+        raise ValueError(f"Expected any examples at all, to give examples={examples} of them to each client.")
     if examples is not None and clients * examples > len(fine) and not replace:
         raise ValueError(
             f"{len(fine)} examples are too few for clients={clients} with examples={examples} each: ask for fewer, or give "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import check_clients, count_examples, cut, generator
 
 
@@ -54,8 +55,7 @@ def quantity_skew(
     if (sigma is None) == (exponent is None):
         raise ValueError(f"Give either sigma (log-normal) or exponent (power law), got sigma={sigma}, exponent={exponent}.")
     name, value = ("sigma", sigma) if sigma is not None else ("exponent", exponent)
-    if value is None or not 0 <= value < float("inf"):
-        raise ValueError(f"Expected {name} >= 0 and finite, got {name}={value}: 0 is no skew.")
+    checks.number(least=0, **{name: value}, remedy="0 is no skew")
     draw = generator(seed, "quantity_skew")
     if sigma is not None:
         logarithms = sigma * draw.standard_normal(clients)

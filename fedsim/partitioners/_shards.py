@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import check_clients, check_labels, generator
 
 
@@ -41,8 +42,7 @@ def shards(labels: Any, *, clients: int, shards_per_client: int = 2, seed: int) 
     """
     labels = check_labels(labels)
     check_clients(clients, len(labels))
-    if shards_per_client < 1:
-        raise ValueError(f"Expected shards_per_client >= 1, got shards_per_client={shards_per_client}.")
+    checks.whole(1, shards_per_client=shards_per_client)
     if clients * shards_per_client > len(labels):
         raise ValueError(
             f"{len(labels)} examples are too few for clients={clients} with shards_per_client={shards_per_client}: "

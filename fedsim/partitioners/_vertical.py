@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import cut, even_sizes, generator
 
 
@@ -51,8 +52,7 @@ def vertical(
     number = operator.index(features) if dimensions == 0 else np.shape(features)[-1]
     if dimensions > 2:
         raise ValueError(f"Expected examples [n, features], got shape {list(np.shape(features))}: flatten them first.")
-    if not 1 <= operator.index(parties) <= number:
-        raise ValueError(f"Expected 1 <= parties <= {number} (the features), got parties={parties}.")
+    checks.whole(1, number, parties=parties, remedy="as many as there are features, at most")
     if order not in ("contiguous", "random"):
         raise ValueError(f"Expected order to be 'contiguous' or 'random', got order={order!r}.")
     blocks = even_sizes(number, parties) if sizes is None else np.array([operator.index(size) for size in sizes])

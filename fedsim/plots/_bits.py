@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedsim import checks
 from fedsim.plots._canvas import new_figure
 
 
@@ -28,8 +29,7 @@ def plot_bits(
     >>> figure.axes[0].lines[0].get_xdata().tolist()
     [1.0, 2.0]
     """
-    if direction not in ("up", "down"):
-        raise ValueError(f"Expected direction to be 'up' or 'down', got direction={direction!r}.")
+    checks.one_of("up", "down", direction=direction)
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
     for (name, history), marker in zip(histories.items(), itertools.cycle("os^vDPX*")):

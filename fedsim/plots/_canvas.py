@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
 
 # M. Okabe, K. Ito, "Color universal design", 2002.
@@ -51,8 +52,7 @@ def pick_clients(data: FederatedData, clients: int | Sequence[str]) -> list[int]
         if not data.sizes[positions].any():
             raise ValueError("There is nothing to draw: no client of these holds an example.")
         return positions
-    if clients < 1:
-        raise ValueError(f"Expected clients >= 1, got clients={clients}: how many to show.")
+    checks.whole(1, clients=clients, remedy="how many to show")
     holding = np.flatnonzero(data.sizes)
     if not len(holding):
         raise ValueError("There is nothing to draw: no client holds an example.")

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import ClientDataset, FederatedData
 from fedsim.plots._canvas import GREY, check_feature, label_name, new_figure, pick_clients, shorten
 
@@ -45,8 +46,7 @@ def plot_examples(
     4
     """
     check_feature(data, feature)
-    if examples < 1:
-        raise ValueError(f"Expected examples >= 1, got examples={examples}: how many of each client.")
+    checks.whole(1, examples=examples, remedy="how many of each client")
     people = [data.client(i) for i in pick_clients(data, clients)]
     kind = kind_of(data, feature, decode)
     columns = min(examples, max(len(person) for person in people))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data import Cohort
 from fedsim.samplers._sampler import ChangedSampler, Sampler
 
@@ -38,7 +38,7 @@ class Attacked(ChangedSampler):
       - Who attacks is a function of the seed, and of the round with ``every_round``.
 
     Raises:
-      ValueError: ``fraction`` out of [0, 1]; ``attackers`` with ``every_round``.
+      ValueError: ``fraction`` out of [0, 1]; ``attackers`` with ``every_round``; data that this attack cannot do anything with.
       KeyError: a name that the population lacks.
 
     >>> import fedsim
@@ -59,13 +59,14 @@ class Attacked(ChangedSampler):
         every_round: bool = False,
         attackers: Sequence[str] | None = None,
     ) -> None:
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Expected 0 <= fraction <= 1, got fraction={fraction}: the part of the clients that attack.")
+        checks.number(least=0, most=1, fraction=fraction, remedy="the part of the clients that attack")
+        checks.truth(every_round=every_round)
         if attackers is not None and every_round:
             raise ValueError(
                 "Expected attackers or every_round, not both: attackers that have names are the same in every round."
             )
         super().__init__(sampler)
+        attack.check(self.data)
         self.attack, self.fraction, self.every_round = attack, fraction, every_round
         self._named = None if attackers is None else np.array([self.data.index(name) for name in attackers], np.int32)
         self._words = np.asarray(rng.words(rng.stream(rng.root(seed), "attackers")))

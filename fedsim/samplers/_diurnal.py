@@ -8,13 +8,12 @@ periodically shifting distributions", ICLR 2022, mix two populations; here every
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data import FederatedData
 from fedsim.samplers._sampler import SeededSampler
 
@@ -61,11 +60,9 @@ class DiurnalSampler(SeededSampler):
         phases: Any = None,
     ) -> None:
         super().__init__(data, clients=clients, seed=seed)
-        self.period, self.blocks = operator.index(period), None if blocks is None else operator.index(blocks)
-        if self.period < 1:
-            raise ValueError(f"Expected period >= 1, got period={period}: the number of rounds in a day.")
-        if self.blocks is not None and not 1 <= self.blocks <= self.period:
-            raise ValueError(f"Expected 1 <= blocks <= period={period}, got blocks={blocks}, or None for a cosine.")
+        checks.whole(1, period=period, remedy="the number of rounds in a day")
+        checks.whole(1, period, or_none=True, blocks=blocks, remedy=f"of a day of period={period}, or None for a cosine")
+        self.period, self.blocks = int(period), None if blocks is None else int(blocks)
         if phases is None:
             words = np.asarray(rng.words(rng.stream(self.key, "phases")))
             phases = np.random.Generator(np.random.Philox(key=words.astype(np.uint64))).random(data.num_clients)

@@ -12,6 +12,7 @@ import math
 import jax
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
 from fedsim.samplers._sampler import SeededSampler
 
@@ -47,8 +48,7 @@ class PoissonSampler(SeededSampler):
     """
 
     def __init__(self, data: FederatedData, *, probability: float, seed: int | jax.Array) -> None:
-        if not 0 < probability <= 1:
-            raise ValueError(f"Expected 0 < probability <= 1, got probability={probability}: the chance of each client.")
+        checks.number(above=0, most=1, probability=probability, remedy="the chance of each client")
         mean, log = probability * data.num_clients, -math.log(_OVERFLOW)
         spread = log / 3 + math.sqrt(log**2 / 9 + 2 * log * mean * (1 - probability))
         super().__init__(data, clients=min(data.num_clients, math.ceil(mean + spread)), seed=seed)

@@ -9,7 +9,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data import Cohort, FederatedData
 
 
@@ -36,15 +36,13 @@ class SeededSampler:
     """
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array) -> None:
-        clients = operator.index(clients)
-        if clients < 1:
-            raise ValueError(f"Expected clients >= 1, got clients={clients}: give the number of clients per round.")
+        checks.whole(1, clients=clients, remedy="give the number of clients per round")
         if clients > data.num_clients:
             raise ValueError(
                 f"A cohort of clients={clients} is larger than the population of {data.num_clients}. "
                 f"Ask for at most {data.num_clients}."
             )
-        self.data, self.clients, self.key = data, clients, rng.root(seed)
+        self.data, self.clients, self.key = data, int(clients), rng.root(seed)
         self._words = np.asarray(rng.words(rng.stream(self.key, "sampling")))
 
     def cohort(self, round: int) -> Cohort:

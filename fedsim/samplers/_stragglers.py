@@ -8,11 +8,10 @@ manages only x of them, x uniform in [1, E). FedProx takes what they have; FedAv
 from __future__ import annotations
 
 import dataclasses
-import operator
 
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data import Cohort
 from fedsim.samplers._sampler import ChangedSampler, Sampler
 
@@ -49,11 +48,9 @@ class Stragglers(ChangedSampler):
     """
 
     def __init__(self, sampler: Sampler, *, fraction: float = 0.5, epochs: int, drop: bool = False) -> None:
-        epochs = operator.index(epochs)
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"Expected 0 <= fraction <= 1, got fraction={fraction}: the part of a cohort that straggles.")
-        if epochs < 2:
-            raise ValueError(f"Expected epochs >= 2, got epochs={epochs}: of a single epoch nobody can do less.")
+        checks.number(least=0, most=1, fraction=fraction, remedy="the part of a cohort that straggles")
+        checks.whole(2, epochs=epochs, remedy="of a single epoch nobody can do less")
+        checks.truth(drop=drop)
         super().__init__(sampler)
         self.fraction, self.epochs, self.drop = float(fraction), epochs, drop
         self._words = np.asarray(rng.words(rng.stream(self.key, "stragglers")))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FormatError
 from fedsim.text._vocabulary import Texts, as_bytes, ids_dtype
 from fedsim.text._words import BOS, EOS, FIRST, PAD
@@ -48,8 +49,7 @@ class CharacterTokenizer:
             raise ValueError("Expected characters to be bytes, each one a character. Write them as b'...'.")
         if not self.characters or len(set(self.characters)) < len(self.characters):
             raise ValueError(f"Expected characters that differ, and some, got characters={self.characters!r}.")
-        if self.length < 1:
-            raise ValueError(f"Expected length >= 1, got length={self.length}.")
+        checks.whole(1, length=self.length)
         dtype = ids_dtype(self.size, self.dtype)
         table = np.full(256, self.size - 1, dtype)
         table[list(self.characters)] = np.arange(FIRST, self.size - 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FormatError
 from fedsim.text._vocabulary import Texts, as_bytes, check_vocabulary, ids_dtype
 
@@ -44,8 +45,7 @@ class TagTokenizer:
         for name, values in (("words", self.words), ("tags", self.tags)):
             check_vocabulary(name, values)
             object.__setattr__(self, f"_{name}", {value.encode(): index for index, value in enumerate(values)})
-        if self.length is not None and self.length < 1:
-            raise ValueError(f"Expected length >= 1 or None, got length={self.length}.")
+        checks.whole(1, or_none=True, length=self.length)
 
     def __call__(self, tokens: Texts, *, titles: Texts, tags: Texts) -> tuple[np.ndarray, np.ndarray]:
         """``x float32 [posts, words]`` (or ids ``[posts, length]``) and ``y uint8 [posts, tags]``.

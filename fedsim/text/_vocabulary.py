@@ -11,6 +11,7 @@ from typing import IO
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FormatError
 
 Texts = Sequence[bytes | str] | np.ndarray
@@ -147,8 +148,7 @@ def _lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[str]:
 
 
 def _check_size(size: int) -> None:
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"Expected size >= 1, got size={size!r}: give the number of words.")
+    checks.whole(1, size=size, remedy="give the number of words")
 
 
 def _repeated(words: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FormatError
 from fedsim.text._farmhash import fingerprint64
 from fedsim.text._vocabulary import Texts, as_bytes, check_utf8, check_vocabulary, ids_dtype
@@ -50,9 +51,7 @@ class WordTokenizer:
 
     def __post_init__(self) -> None:
         check_vocabulary("vocabulary", self.vocabulary)
-        for name in ("length", "oov_buckets"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={getattr(self, name)}.")
+        checks.whole(1, length=self.length, oov_buckets=self.oov_buckets)
         object.__setattr__(self, "dtype", ids_dtype(self.size, self.dtype))
         object.__setattr__(self, "_ids", {word.encode(): id for id, word in enumerate(self.vocabulary, FIRST)})
 

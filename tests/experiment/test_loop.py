@@ -20,7 +20,9 @@ import pytest
 
 import fedsim
 from fedsim import rng
+from fedsim.execution import RoundInfo
 from fedsim.experiment import read_metrics, run
+from fedsim.experiment._lines import round_lines
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
@@ -79,8 +81,23 @@ def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
     over = result.evaluation.over_clients("accuracy")
     assert test[-1]["test_accuracy_clients_worst10"] == pytest.approx(over["worst 10%"])
     assert test[-1]["test_accuracy_clients_std"] == pytest.approx(over["std"])
+    worst = result.evaluation.over_clients("loss", lower_is_better=True)["worst 10%"]
+    assert test[-1]["test_loss_clients_worst10"] == pytest.approx(worst) and worst > result.evaluation.overall["loss"]
     assert (tmp_path / "r/learning_curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((tmp_path / "r/tensorboard").iterdir())
+
+
+def test_the_bits_of_a_round_do_not_overflow():
+    zeros, count = np.zeros((1, 1000), np.float32), np.zeros((1, 1000), np.int32)
+    clients = dict.fromkeys(("num_examples", "num_steps"), count) | {"weight": zeros, "dropped": zeros > 0}
+    clients |= {
+        "bits_up": zeros + 2**40,
+        "entropy_bits_up": zeros + 2**39,
+        "bits_down": np.full((1, 1000), 2**32 - 1, np.uint32),
+    }
+    (line,) = round_lines(RoundInfo(clients, np.zeros(1), np.zeros(1), np.zeros(1)), first_round=0, rounds=1, seconds=1.0)
+    assert line["bits_up"] == 1000 * 2**40 and line["bits_down"] == 1000 * (2**32 - 1)
+    assert line["entropy_bits_up"] == 1000 * 2**39
 
 
 def test_loss_is_the_example_weighted_mean_over_clients(algorithm, sampler):

@@ -1,0 +1,149 @@
+"""What users give, checked at the door: of the right kind and in its range, or an error that names it, its value and a remedy.
+
+Every function takes arguments by name, raises ``ValueError`` for the first that is not what it has to be, and gives nothing
+back. With ``or_none`` an argument may be None; ``remedy`` ends the message in the place of what is said by default.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any
+
+import numpy as np
+
+
+def number(
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    or_none: bool = False,
+    remedy: str = "",
+    **values: Any,
+) -> None:
+    """Finite numbers within these bounds, of which ``above`` and ``below`` are not themselves allowed.
+
+    >>> number(least=0, below=1, momentum=0.9, b1=1.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected 0 <= b1 < 1, got b1=1.0.
+    >>> number(least=0, mu=float("inf"))
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected mu >= 0 and finite, got mu=inf.
+    """
+    for name, value in values.items():
+        if (value is None and or_none) or _lies(_as_number(value), above, least, below, most):
+            continue
+        left = f"{above} < " if above is not None else f"{least} <= " if least is not None else ""
+        right = f" < {below}" if below is not None else f" <= {most}" if most is not None else ""
+        if left and not right:
+            wanted = f"{name} > {above} and finite" if above is not None else f"{name} >= {least} and finite"
+        else:
+            wanted = f"{left}{name}{right}" if right else f"{name} to be finite"
+        _refuse(name, value, wanted, or_none, remedy or ("" if _as_number(value) is not None else "give a number"))
+
+
+def positive(*, or_none: bool = False, remedy: str = "", **values: Any) -> None:
+    """Finite numbers above 0.
+
+    >>> positive(tau=0.0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected tau > 0 and finite, got tau=0.0.
+    """
+    number(above=0, or_none=or_none, remedy=remedy, **values)
+
+
+def whole(least: int, most: int | None = None, /, *, or_none: bool = False, remedy: str = "", **values: Any) -> None:
+    """Whole numbers from ``least`` on, up to ``most``.
+
+    >>> whole(1, hidden=3, layers=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected layers >= 1, got layers=0: give a positive whole number.
+    >>> whole(1, 16, bits=2.5)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected 1 <= bits <= 16, got bits=2.5: give a whole number.
+    """
+    for name, value in values.items():
+        if (value is None and or_none) or _lies(_as_whole(value), None, least, None, most):
+            continue
+        wanted = f"{name} >= {least}" if most is None else f"{least} <= {name} <= {most}"
+        kind = "a positive whole number" if least == 1 and most is None else "a whole number"
+        _refuse(name, value, wanted, or_none, remedy or f"give {kind}")
+
+
+def one_of(*choices: Any, remedy: str = "", **values: Any) -> None:
+    """Values that are among the choices.
+
+    >>> one_of("I", "II", option="III")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected option to be 'I' or 'II', got option='III'.
+    """
+    for name, value in values.items():
+        if not (isinstance(value, type(choices[0])) and value in choices):
+            *first, last = map(repr, choices)
+            _refuse(name, value, f"{name} to be {', '.join(first)} or {last}", False, remedy)
+
+
+def truth(**values: Any) -> None:
+    """True or False, and nothing that only counts as one of them.
+
+    >>> truth(unbiased="no")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected unbiased to be True or False, got unbiased='no'.
+    """
+    for name, value in values.items():
+        if not isinstance(value, bool | np.bool_):
+            _refuse(name, value, f"{name} to be True or False", False, "")
+
+
+def instance(kind: type, example: str, *, or_none: bool = False, **values: Any) -> None:
+    """Objects of a class of fedsim's; the message has an example of one.
+
+    >>> instance(Exception, "ValueError()", cause="bad luck")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected cause to be one of fedsim's, such as ValueError(), got cause='bad luck'.
+    """
+    for name, value in values.items():
+        if not isinstance(value, kind) and not (value is None and or_none):
+            _refuse(name, value, f"{name} to be one of fedsim's, such as {example}", or_none, "")
+
+
+def _refuse(name: str, value: Any, wanted: str, or_none: bool, remedy: str) -> None:
+    shown = f"{value}" if isinstance(value, numbers.Number) else f"{value!r}"
+    raise ValueError(f"Expected {wanted}{', or None' if or_none else ''}, got {name}={shown}{': ' if remedy else ''}{remedy}.")
+
+
+def _lies(value: float | None, above: float | None, least: float | None, below: float | None, most: float | None) -> bool:
+    if value is None or value != value or abs(value) == math.inf:
+        return False
+    if (above is not None and value <= above) or (least is not None and value < least):
+        return False
+    return not ((below is not None and value >= below) or (most is not None and value > most))
+
+
+def _as_number(value: Any) -> float | None:
+    """A number, also one of NumPy or JAX; None for anything else: truth values and texts are none."""
+    scalar = getattr(getattr(value, "dtype", None), "kind", "") in "iuf" and getattr(value, "shape", None) == ()
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or scalar):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _as_whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return None
