@@ -66,7 +66,7 @@ class Beside(Wrapper):
         sent, bits = self.inner.send(update.update, common, memory, key), tree.num_bits(update.notes)
         return sent._replace(
             update=Noted(sent.update, update.notes),
-            bits=sent.bits + jnp.uint32(bits),
+            bits=tree.add_bits(sent.bits, bits, most=tree.num_bits(update)),
             entropy_bits=sent.entropy_bits + jnp.float32(bits),
         )
 

@@ -62,7 +62,8 @@ class PixelBackdoor(Attack):
     def check(self, data: FederatedData) -> None:
         check_column(self, data, self.image, "image")
         check_column(self, data, self.label, "label")
-        images, labels = data.columns[self.image], data.columns[self.label]
+        images: Any = data.columns[self.image]
+        labels: Any = data.columns[self.label]
         self._must_fit(images.shape[1:])
         if images.dtype.kind in "iu" and not np.iinfo(images.dtype).min <= self.value <= np.iinfo(images.dtype).max:
             raise ValueError(f"Expected a value that {images.dtype} holds, as {self.image!r} is, got value={self.value}.")

@@ -123,9 +123,10 @@ def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
     leaves, structure = jax.tree.flatten(there)
     layout = structure, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
     known = vars(program).setdefault("_own", set())
-    if layout in known:
+    init = getattr(program, "init", None)  # Who only runs has none.
+    if layout in known or init is None:
         return
-    server = jax.eval_shape(program.init, jax.random.key(0))
+    server = jax.eval_shape(init, jax.random.key(0))
     row, aggregator, downlink = _beside(program, server)
     average = Average(server.params, jnp.float32(0)) if program.averaging is not None and hasattr(server, "params") else ()
     here = Remembered(server, row if jax.tree.leaves(row) else (), aggregator, downlink, average)

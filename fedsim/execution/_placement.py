@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
-from fedsim.aggregators import Aggregator
+from fedsim.aggregators import Aggregator, Wrapper
 from fedsim.data import FederatedData
 from fedsim.execution._plan import RoundPlan
 
@@ -124,6 +124,8 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, lanes: int, m
         free = stats.get("bytes_limit", 8 * 2**30) - stats.get("bytes_in_use", 0)
     size = tree.num_bits(accumulator) // 8
     if copies * size > free:
+        while isinstance(aggregator, Wrapper):
+            aggregator = aggregator.inner
         raise ValueError(
             f"{type(aggregator).__name__} folds {slots} clients into {size / 1e6:,.1f} MB, and with lanes={lanes} and "
             f"devices={mesh.size} that is there {copies} times: {copies * size / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "

@@ -88,7 +88,7 @@ class RunConfig:
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
         checks.whole(0, seed=self.seed)
-        rates = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
+        rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         check_choices(self)
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")

@@ -54,13 +54,12 @@ def quantity_skew(
     check_clients(clients, number, min_size)
     if (sigma is None) == (exponent is None):
         raise ValueError(f"Give either sigma (log-normal) or exponent (power law), got sigma={sigma}, exponent={exponent}.")
-    name, value = ("sigma", sigma) if sigma is not None else ("exponent", exponent)
-    checks.number(least=0, **{name: value}, remedy="0 is no skew")
+    checks.number(least=0, or_none=True, sigma=sigma, exponent=exponent, remedy="0 is no skew")
     draw = generator(seed, "quantity_skew")
-    if sigma is not None:
-        logarithms = sigma * draw.standard_normal(clients)
+    if exponent is None:
+        logarithms = np.float64(sigma) * draw.standard_normal(clients)
     else:
-        logarithms = -value * np.log(draw.permutation(clients) + 1.0)
+        logarithms = -exponent * np.log(draw.permutation(clients) + 1.0)
     shares = np.exp(logarithms - logarithms.max())
     sizes = min_size + _apportion(shares / shares.sum(), number - clients * min_size)
     return cut(draw.permutation(number), sizes)

@@ -240,7 +240,7 @@ def test_distances_survive_what_all_have_in_common_and_what_nobody_has():
         (lambda: aggregators.GeometricMedian(tolerance=1.0), r"Expected 0 <= tolerance < 1"),
         (lambda: aggregators.Clipped(0.0), r"Expected norm > 0 and finite, got norm=0.0"),
         (lambda: aggregators.Clipped(float("nan")), r"Expected norm > 0 and finite"),
-        (lambda: aggregators.CentredClipping(0.0), r"Expected radius > 0, got radius=0.0"),
+        (lambda: aggregators.CentredClipping(0.0), r"Expected radius > 0 and finite, got radius=0.0"),
         (lambda: aggregators.Noised(-1.0), r"Expected multiplier >= 0 and finite, got multiplier=-1.0"),
         (lambda: aggregators.Noised(1.0, norm=0.0), r"Expected norm > 0 and finite"),
     ],

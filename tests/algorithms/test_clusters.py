@@ -186,7 +186,7 @@ def test_a_component_that_gets_nothing_stays_as_it_is():
         ({"num_features": 0}, "Expected num_features >= 1, got num_features=0"),
         ({"start": np.zeros((2, 3))}, r"Expected finite starting points \[3, 3\], got \[2, 3\]"),
         ({"covariance": "tied"}, "got covariance='tied'"),
-        ({"regularization": -1.0}, "Expected regularization >= 0, got regularization=-1.0"),
+        ({"regularization": -1.0}, "Expected regularization >= 0 and finite, got regularization=-1.0"),
         ({"start_variance": 0.0}, "Expected start_variance > 0"),
     ],
 )

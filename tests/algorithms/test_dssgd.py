@@ -199,7 +199,7 @@ def test_thresholds_are_drawn_anew_after_every_upload():
         ({"theta_d": 1.1}, "Expected 0 < theta_d <= 1, got theta_d=1.1"),
         ({"decay": 0.0}, "Expected 0 < decay <= 1"),
         ({"selection": "smallest"}, "got selection='smallest'"),
-        ({"threshold": -1.0}, "Expected threshold >= 0, got threshold=-1.0"),
+        ({"threshold": -1.0}, "Expected threshold >= 0 and finite, got threshold=-1.0"),
         ({"clip": 0.0}, "Expected clip > 0 and finite, got clip=0.0"),
         ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs a clip"),
         ({"epsilon": 1.0, "clip": 1.0}, "and selection='random'"),

@@ -231,7 +231,7 @@ def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
     [
         ({"num_domains": 0}, "Expected num_domains >= 1, got num_domains=0"),
         ({"window": 0}, "Expected window >= 1, got window=0"),
-        ({"domain_learning_rate": -1.0}, "Expected domain_learning_rate >= 0, got domain_learning_rate=-1.0"),
+        ({"domain_learning_rate": -1.0}, "Expected domain_learning_rate >= 0 and finite, got domain_learning_rate=-1.0"),
         ({"domain_update": "none"}, "got domain_update='none'"),
         ({"weighting": "uniform"}, "leave out weighting='uniform'"),
     ],

@@ -63,7 +63,7 @@ def test_a_round_in_which_nothing_arrives_leaves_the_average():
 
 @pytest.mark.parametrize("averaging", [1.0, -0.1, float("nan")])
 def test_a_decay_out_of_range_is_refused(averaging):
-    with pytest.raises(ValueError, match="Expected 0 <= averaging < 1, got averaging="):
+    with pytest.raises(ValueError, match="Expected 0 <= averaging < 1, or None, got averaging="):
         make(averaging=averaging)
 
 

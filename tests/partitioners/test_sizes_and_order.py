@@ -69,8 +69,8 @@ def test_without_skew_sizes_are_equal():
     [
         ({}, "Give either sigma"),
         ({"sigma": 1.0, "exponent": 1.0}, "Give either sigma"),
-        ({"sigma": -1.0}, "Expected sigma >= 0 and finite, got sigma=-1.0"),
-        ({"exponent": float("nan")}, "Expected exponent >= 0 and finite, got exponent=nan"),
+        ({"sigma": -1.0}, "Expected sigma >= 0 and finite, or None, got sigma=-1.0"),
+        ({"exponent": float("nan")}, "Expected exponent >= 0 and finite, or None, got exponent=nan"),
         ({"sigma": 1.0, "min_size": 11}, "100 examples are too few for clients=10 with min_size=11"),
         ({"sigma": 1.0, "min_size": -1}, "got min_size=-1"),
     ],

@@ -88,7 +88,7 @@ def test_phases_are_drawn_from_the_seed():
     ("change", "message"),
     [
         ({"period": 0}, "Expected period >= 1, got period=0"),
-        ({"blocks": 0}, "Expected 1 <= blocks <= period=24, got blocks=0"),
+        ({"blocks": 0}, "Expected 1 <= blocks <= 24, or None, got blocks=0: of a day of period=24"),
         ({"blocks": 25}, "got blocks=25"),
         ({"phases": [0.1] * 4}, r"one phase for each of 5 clients, got shape \[4\]"),
         ({"phases": [0.1, 0.2, 0.3, 0.4, 1.0]}, r"Expected phases in \[0, 1\)"),
