@@ -32,7 +32,7 @@ class Clusters(Seeding):
     >>> Clusters(num_features=2, num_clusters=0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected num_clusters >= 1, got num_clusters=0.
+    ValueError: Expected num_clusters >= 1, got num_clusters=0: give a positive whole number.
     """
 
     def scores(self, shared: Any, x: jax.Array) -> dict[str, jax.Array]:

@@ -30,7 +30,7 @@ class FedProx(FedAvg):
     >>> FedProx(model=None, client_optimizer=optax.sgd(0.1), batches=None, mu=-1.0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected mu >= 0, got mu=-1.0.
+    ValueError: Expected mu >= 0 and finite, got mu=-1.0.
     """
 
     mu: float = 0.1

@@ -48,7 +48,7 @@ class PerFedAvg(FedAvg):
     >>> PerFedAvg(model=None, client_optimizer=optax.sgd(0.1), batches=None, alpha=-1.0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected alpha >= 0, got alpha=-1.0.
+    ValueError: Expected alpha >= 0 and finite, got alpha=-1.0.
     """
 
     alpha: float = 0.01

@@ -61,7 +61,7 @@ class DiurnalSampler(SeededSampler):
     ) -> None:
         super().__init__(data, clients=clients, seed=seed)
         checks.whole(1, period=period, remedy="the number of rounds in a day")
-        checks.whole(1, period, or_none=True, blocks=blocks, remedy=f"of a day of period={period}, or None for a cosine")
+        checks.whole(1, period, or_none=True, blocks=blocks, remedy=f"of a day of period={period}; None is a cosine")
         self.period, self.blocks = int(period), None if blocks is None else int(blocks)
         if phases is None:
             words = np.asarray(rng.words(rng.stream(self.key, "phases")))

@@ -261,7 +261,7 @@ def test_a_message_whose_length_varies_is_counted_in_the_dtype_of_its_longest():
         (lambda: IntegerQuantizer(bits=0), "1 <= bits <= 16, got bits=0"),
         (lambda: IntegerQuantizer(bits=17), "bits=17"),
         (lambda: QSGD(levels=0), "1 <= levels <= 32768, got levels=0"),
-        (lambda: TernGrad(clip=0.0), "clip > 0 and finite, got clip=0.0"),
+        (lambda: TernGrad(clip=0.0), "clip > 0 and finite, or None, got clip=0.0"),
         (lambda: TernGrad(clip=float("nan")), "clip=nan"),
         (lambda: Eden(bits=0), "1 <= bits <= 4, got bits=0"),
         (lambda: Eden(bits=5), "bits=5"),

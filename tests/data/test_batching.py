@@ -132,5 +132,5 @@ def test_indices_are_the_same_numbers_in_numpy_and_jax(batches):
 @pytest.mark.parametrize("field", ["size", "epochs", "steps", "max_steps"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
 def test_numbers_that_are_not_positive_integers_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} >= 1, got {field}={value!r}: give"):
+    with pytest.raises(ValueError, match=f"{field} >= 1.*, got {field}={value!r}: give"):
         Batches(**{"size": 1, field: value})

@@ -87,7 +87,7 @@ def test_which_classes_come_together_is_drawn():
         (lambda: partitioners.shards(LABELS, clients=5, shards_per_client=0, seed=0), "got shards_per_client=0"),
         (lambda: partitioners.shards(LABELS, clients=5000, seed=0), "5000 with shards_per_client=2: 10000 shards"),
         (lambda: partitioners.classes_per_client(LABELS, clients=5, classes=0, seed=0), "got classes=0"),
-        (lambda: partitioners.classes_per_client(LABELS, clients=5, classes=11, seed=0), "<= 10 .*got classes=11"),
+        (lambda: partitioners.classes_per_client(LABELS, clients=5, classes=11, seed=0), "<= 10, got classes=11"),
         (lambda: partitioners.classes_per_client(LABELS, clients=3, classes=2, seed=0), "give at least 5 clients"),
         (
             lambda: partitioners.classes_per_client([0, 0, 1], clients=2, classes=2, seed=0),

@@ -95,7 +95,7 @@ class Request:
     >>> Request(seeds=0)
     Traceback (most recent call last):
     ...
-    ValueError: Expected seeds >= 1, got seeds=0: give a positive whole number.
+    ValueError: Expected seeds >= 1, or None, got seeds=0: give a positive whole number.
     """
 
     data: Path | None = None
@@ -105,10 +105,7 @@ class Request:
     say: Callable[[str], None] = _nothing
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "rounds"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Expected {name} >= 1, got {name}={value}: give a positive whole number.")
+        checks.whole(1, or_none=True, seeds=self.seeds, rounds=self.rounds)
         if self.data is not None and not self.data.is_dir():
             raise FileNotFoundError(f"No folder {self.data}: give --data the folder that the datasets' folders are in.")
 
