@@ -23,7 +23,6 @@ from fedsim.experiment._checkpoint import Checkpoints
 EXECUTIONS = {
     "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
     "pmap, 8 devices, streamed": fedsim.Pmap(devices=8, memory="stream"),
-    "debug": fedsim.Debug(),
 }
 BATCHES = fedsim.Batches(size=4, epochs=2)
 
@@ -137,6 +136,16 @@ def test_execution_never_changes_the_answer(name, how):
     state, infos = run(make(name, execution=EXECUTIONS[how]), rounds(federation.data()))
     federation.assert_trees_close(state, reference(name)[0])
     federation.assert_trees_close(infos, reference(name)[1])
+
+
+def test_step_by_step_it_is_the_same_as_compiled(name):
+    """`Debug` runs every operation by itself, which takes its time: of eight clients come one without examples and two with."""
+    population = federation.data()
+    few = [fedsim.Cohort(population, np.array([1, 2, 6]), r, fedsim.rng.root(0), slots=8) for r in range(2)]
+    state, infos = run(make(name, execution=fedsim.Debug()), few)
+    expected_state, expected_infos = run(compiled(name), few)
+    federation.assert_trees_close(state, expected_state)
+    federation.assert_trees_close(infos, expected_infos)
 
 
 def test_several_rounds_in_one_dispatch_give_the_same_answer(name):
