@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import hardware
-from benchmarks.tables import PEERS, TABLES
+from benchmarks import catalogue, hardware, tables
+from benchmarks.tables import MODELS, PEERS
 from benchmarks.worker import ContenderError
 
-MODELS = ("logistic", "dense", "cnn")
+TABLES = tables.TABLES | catalogue.TABLES
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables to make; all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="of rounds and scale; all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="of the tables that train; see each")
     parser.add_argument("--contenders", nargs="+", choices=("fedsim", "floor", *PEERS), help="of rounds; all")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=(), help="peers to leave out of rounds")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each contender")

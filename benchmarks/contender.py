@@ -11,6 +11,8 @@ returns only when the last result is there. A module that has to own the main th
     save(path)                    the parameters, as the list of leaves of `workload.initial_leaves`
     evaluate() -> dict            accuracy over the evaluation population, computed per client
     reset(seed)                   back to fresh parameters of another seed, keeping what is compiled
+
+Contenders that hold many algorithms at once (``..._catalogue``) are told which: ``run(name, rounds)``, ``save(name, path)``.
 """
 
 from __future__ import annotations
@@ -40,15 +42,15 @@ def serve(contender: Any, replies: IO[str]) -> None:
         command = json.loads(line)
         method: Callable[..., Any] = getattr(contender, command.pop("do"))
         try:
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             result = method(**command)
-            seconds = time.perf_counter() - start
+            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
         except Exception as error:
             traceback.print_exc()
             reply(error=f"{type(error).__name__}: {error}")
             continue
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        reply(result=result, seconds=seconds, peak_mib=peak)
+        reply(result=result, seconds=seconds, cpu_seconds=cpu_seconds, peak_mib=peak)
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -17,6 +17,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {  # each group is one pip ca
     "pfl": ((TORCH, "numpy==2.4.6"), ("pfl==0.6.0",)),  # PyTorch first: pfl alone would choose an older one
     "flower": (("flwr[simulation]==1.41.0", TORCH, "numpy==2.4.6"),),
 }
+SHARED = {"fedjax_catalogue": "fedjax"}  # contenders that live with another
 
 
 def python(name: str, device: str) -> str:
@@ -24,6 +25,7 @@ def python(name: str, device: str) -> str:
 
     pip takes its index and options from the user's own configuration. A venv that fails to install is not kept.
     """
+    name = SHARED.get(name, name)
     if name not in PACKAGES:
         return sys.executable
     folder = FOLDER / (name if device == "cpu" else f"{name}-{device}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -71,9 +72,37 @@ def _others(tables: dict[str, Any]) -> str:
             f"{ours['accuracy']:.3f} in {ours['seconds']:.1f} s; FedJAX {theirs['accuracy']:.3f} in {theirs['seconds']:.1f} s.",
             f"- Evaluation of 77,483 examples of 3,400 clients, dense: {evaluation['fedsim']['seconds']:.2f} s; FedJAX "
             f"{evaluation['fedjax']['seconds']:.2f} s ({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
+            *_catalogues(tables),
             *_large(tables),
         ]
     )
+
+
+def _catalogues(tables: dict[str, Any]) -> list[str]:
+    """The tables over whole registries, of those that have been measured: the rows that have a bound."""
+    heads = {
+        "algorithms": ("per_gradient", "Every algorithm that trains, dense: time of a round per gradient, of FedAvg's"),
+        "aggregators": (
+            "to_mean",
+            "Every streaming aggregator and compressor, CNN: time of a round, of the plain mean's",
+        ),
+        "fedjax-algorithms": (
+            "times_as_fast",
+            "FedJAX's own algorithms and quantizers, dense: time of a step, of fedsim's",
+        ),
+    }
+    lines = []
+    for table, (figure, what) in heads.items():
+        measured = [row for part in tables.get(table, {"parts": []})["parts"] for row in part["rows"]]
+        rows = sorted((row for row in measured if "holds" in row), key=lambda row: row[figure])
+        named = [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
+        if table == "fedjax-algorithms":
+            lines += [f"- {what}: {', '.join(named)}."] if rows else []
+        elif rows:
+            lines.append(
+                f"- {what}: {median(row[figure] for row in rows):.2f}× in the middle, most: {', '.join(named[:-4:-1])}."
+            )
+    return lines
 
 
 def _large(tables: dict[str, Any]) -> list[str]:

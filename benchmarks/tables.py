@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks import populations, workload
 from benchmarks.worker import ROOT, ContenderError, Entrant, Worker
 
+MODELS = ("logistic", "dense", "cnn")
 PEERS = ("fedjax", "pfl", "drjax", "flower")
 CHECKED_ROUNDS = 3
 TOLERANCE = 1e-3  # of the largest change of any parameter over the checked rounds
@@ -47,7 +48,7 @@ def ratio(ours: Entrant, theirs: Entrant) -> float | None:
 def rounds(args: argparse.Namespace) -> Iterator[Part]:
     """Time of whole rounds at 10 clients, all contenders in rotation, and relative to fedsim's."""
     names = [name for name in args.contenders or ("fedsim", "floor", *PEERS) if name not in args.without]
-    for model in args.models:
+    for model in args.models or MODELS:
         yield compare(workload.Task(model=model, device=args.device), 1 if model == "cnn" else 20, names, args)
 
 
@@ -116,7 +117,7 @@ def check(one: workload.Task, names: list[str]) -> dict[str, Part]:
 
 def scale(args: argparse.Namespace) -> Iterator[Part]:
     """fedsim's time a client step and peak memory with 1,000 clients a round against 10, of one population of 1,000."""
-    for model in args.models:
+    for model in args.models or MODELS:
         entrants = {}
         for clients in (10, 1000):
             several = 20 if clients == 10 and model != "cnn" else 1

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+EVEN = 40  # examples of every client of "even"
+
 Layer = tuple[np.ndarray, np.ndarray]  # (bias, weight): the order in which JAX flattens Haiku's {"b": ..., "w": ...}.
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {  # weights in Haiku's layout: [in, out], [height, width, in, out]
@@ -28,12 +30,13 @@ class Task:
     """One federated training: model, data and hyperparameters. Defaults: Reddi et al. 2021's server Adam on EMNIST-62.
 
     Attributes:
-      data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" (for the equality check, see `population`),
-        "sentences" (for the lstm: 8 to 128 a client), "mnist" (69 examples each), "evaluation" (3,400 clients, 77,483
-        examples) or "femnist" (TFF's HDF5 files).
+      data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" and "even" (for the equality checks, see
+        `population`), "sentences" (for the lstm: 8 to 128 a client), "mnist" (69 examples each), "evaluation" (3,400 clients,
+        77,483 examples) or "femnist" (TFF's HDF5 files).
       server: "adam", or "average": the clients' weighted mean becomes the model.
       per_dispatch: rounds that a contender which can do so may hand to its devices at once.
       source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").
+      catalogue: of the contenders that hold many algorithms, which ones: "algorithms", "aggregators" or "fedjax".
     """
 
     model: str
@@ -51,6 +54,7 @@ class Task:
     seed: int = 0
     device: str = "cpu"
     source: str | None = None
+    catalogue: str | None = None
 
     def steps(self, size: int) -> int:
         """Client steps of one epoch; the last batch may be partial."""
@@ -93,13 +97,14 @@ def population(task: Task, split: str = "train") -> Population:
 
     In "repeated", for the equality check, a client holds one image many times. Every batch of it is then the same,
     whatever the order and however a library completes the last batch (mask, wrap around, leave short), so libraries
-    that shuffle by different generators must still agree: on batches, steps, weights, averaging and server step.
+    that shuffle by different generators must still agree: on batches, steps, weights, averaging and server step. In "even",
+    clients are of one size besides.
     """
     rng = np.random.default_rng(0)
     if task.data == "femnist":
         return _femnist(Path(task.source or "."), split)
-    if task.data == "repeated":
-        sizes = np.array([7, 20, 33, 60, 45, 19, 21, 40, 3, 52])
+    if task.data in ("repeated", "even"):
+        sizes = np.array([7, 20, 33, 60, 45, 19, 21, 40, 3, 52]) if task.data == "repeated" else np.full(10, EVEN)
         examples = _sentences(rng, len(sizes)) if task.model == "lstm" else _examples(rng, len(sizes))
         return Population(*(np.repeat(a, sizes, axis=0) for a in examples), sizes)
     if task.data == "sentences":
@@ -112,6 +117,11 @@ def population(task: Task, split: str = "train") -> Population:
     else:
         sizes = np.clip(rng.normal(198, 77, task.population), 19, 420).astype(np.int64)
     return Population(*_examples(rng, int(sizes.sum()), classes=10 if task.data == "mnist" else 62), sizes)
+
+
+def domains(data: Population) -> np.ndarray:
+    """Two domains, for agnostic learning: even labels and odd ones."""
+    return (data.y % 2).astype(np.int32)
 
 
 def repeat_sqlite(source: Path, target: str, clients: int) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-jax.tree_map = jax.tree.map  # FedJAX 0.0.17 uses these names, which JAX has since removed.
+# FedJAX 0.0.17 uses these names, which JAX has since removed.
+jax.tree_map = jax.tree.map
 jax.numpy.NINF = -jax.numpy.inf
+_clip = jax.numpy.clip
+jax.numpy.clip = lambda x, *bounds, a_min=None, a_max=None: _clip(x, *(bounds or (a_min, a_max)))
 
 import fedjax  # noqa: E402
 from fedjax.algorithms import fed_avg  # noqa: E402
@@ -73,7 +76,9 @@ class Contender:
         return [len(sizes), sum(sizes)]
 
 
-def federated(data: workload.Population) -> fedjax.InMemoryFederatedData:
-    x, offsets = data.x if data.x.dtype == np.int32 else data.floats(), data.offsets
-    rows = [slice(*offsets[i : i + 2]) for i in range(len(data.sizes))]
-    return fedjax.InMemoryFederatedData({b"%06d" % i: {"x": x[r], "y": data.y[r]} for i, r in enumerate(rows)})
+def federated(data: workload.Population, **more: np.ndarray) -> fedjax.InMemoryFederatedData:
+    columns = {"x": data.x if data.x.dtype == np.int32 else data.floats(), "y": data.y, **more}
+    rows = [slice(*data.offsets[i : i + 2]) for i in range(len(data.sizes))]
+    return fedjax.InMemoryFederatedData(
+        {b"%06d" % i: {name: column[r] for name, column in columns.items()} for i, r in enumerate(rows)}
+    )

@@ -32,12 +32,9 @@ class Contender:
         self.clients = federated(self.data)
         self.test = federated(workload.population(task, "test")) if task.data == "femnist" else self.clients
         self.model = MODELS[task.model]()
-        trained, evaluated = self.model, self.model.apply_for_eval
-        if not task.dropout:
-            trained = dataclasses.replace(self.model, apply_for_train=lambda params, batch, _: evaluated(params, batch))
         adam = optax.adam(task.server_lr, b2=task.b2, eps=task.eps)
         self.algorithm = fedsim.algorithms.FedAvg(
-            model=trained,
+            model=self.model if task.dropout else without_dropout(self.model),
             client_optimizer=optax.sgd(task.client_lr),
             server_optimizer=adam if task.server == "adam" else optax.sgd(1.0),
             batches=fedsim.Batches(size=task.batch, epochs=1),
@@ -76,5 +73,9 @@ class Contender:
         return [data.num_clients, data.num_examples]
 
 
-def federated(data: workload.Population) -> fedsim.FederatedData:
-    return fedsim.FederatedData.from_arrays({"x": data.x, "y": data.y}, sizes=data.sizes)
+def federated(data: workload.Population, **more: np.ndarray) -> fedsim.FederatedData:
+    return fedsim.FederatedData.from_arrays({"x": data.x, "y": data.y, **more}, sizes=data.sizes)
+
+
+def without_dropout(model: fedsim.Model) -> fedsim.Model:
+    return dataclasses.replace(model, apply_for_train=lambda params, batch, _: model.apply_for_eval(params, batch))

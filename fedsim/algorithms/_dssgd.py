@@ -30,6 +30,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
+from fedsim.compressors._selection import largest, places
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -102,9 +103,11 @@ class DSSGD(FedAvg):
         values, seed = ravel_pytree(state.params)[0], state.more.seed
         if self.theta_d == 1:
             return Download(Part.of(values), state.round, seed[:0])
-        ties = jax.random.uniform(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.shape)
-        places = jax.lax.top_k(state.more.updates + ties, share_of(self.theta_d, values.size))[1]
-        return Download(Part.of(values, places), state.round, seed)
+        updates, count = state.more.updates, share_of(self.theta_d, values.size)
+        last = jnp.min(updates[places(largest(updates, count), count)])
+        lots = 1 + rng.noise(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.size)
+        rank = jnp.where(updates > last, 3.0, jnp.where(updates == last, lots, 0.0))
+        return Download(Part.of(values, places(largest(rank, count), count)), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))

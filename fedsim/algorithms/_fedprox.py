@@ -44,5 +44,7 @@ class FedProx(FedAvg):
         return self.mu
 
     def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        away = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().client_loss(shared, params, batch) + self.proximity(shared) / 2 * away
+        loss, mu = super().client_loss(shared, params, batch), self.proximity(shared)
+        if isinstance(mu, float | int) and mu == 0:  # FedNova's: the distance would be computed all the same
+            return loss
+        return loss + mu / 2 * tree.squared_norm(tree.subtract(params, shared.params))

@@ -11,9 +11,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
+from fedsim.compressors._packing import unpack
+from fedsim.compressors._selection import largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Upload:
             if self.epsilon is not None:
                 return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
         rank = jnp.abs(change)
-        if self.selection == "random":
-            rank = jnp.where(rank >= self.threshold, jax.random.uniform(key, change.shape), -1.0)
-        ranks, places = jax.lax.top_k(rank, count)
-        return change, jnp.zeros(change.size, bool).at[places].set(ranks >= 0)
+        if self.selection == "random":  # Lots above 0, which those below the threshold have.
+            rank = jnp.where(rank >= self.threshold, 1 - rng.noise(key, change.size), 0.0)
+        chosen = unpack(largest(rank, count)[None], change.size) == 1
+        return change, chosen & (rank > 0) if self.selection == "random" else chosen

@@ -20,7 +20,8 @@ _RESIDENT_BYTES_ON_CPU = 2**22
 # before, whose metrics are being written. So all take 3/8 at most; the data take up to 2/8 (`_placement`), and 3/8 are left for
 # the model, the clients' work, the folds and the programs.
 _RESIDENT_SHARE = 1 / 8
-_TABLE_BYTES = 2**27
+# Of what a dispatch moves: a C library keeps blocks of up to 32 MiB for the next one, and larger ones are new pages each time.
+_TABLE_BYTES = 2**25
 
 
 class Turn(NamedTuple):

@@ -1,0 +1,225 @@
+"""fedsim's registries: every algorithm that trains a model, every aggregator and compressor, and what FedJAX has of them.
+
+One process holds all of them, compiled, so that turns can be short. All run the same cohorts in every turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fedsim
+from benchmarks import workload
+from benchmarks.peers.fedsim import MODELS, federated, without_dropout
+from fedsim import aggregators, compressors
+from fedsim.algorithms import GradientServer
+
+FORWARD = 1 / 3  # of a gradient: what a pass through the network is counted for that nothing is propagated back from
+CLUSTERS = 2
+LEVELS = 16  # of quantizers
+
+
+class Entry(NamedTuple):
+    """An algorithm, and the gradients that it needs, of a batch of the task's size, by definition and not by measurement.
+
+    Attributes:
+      step: in a step of its own ``batches``.
+      look: for a batch of the pass before training, if it takes one.
+    """
+
+    algorithm: fedsim.Algorithm
+    step: float = 1
+    look: float = 0
+
+
+def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
+    """Every algorithm of the registry that trains a model; servers average where they do not say otherwise."""
+    of, batches = fedsim.algorithms, fedsim.Batches(size=task.batch)
+    sgd = optax.sgd(task.client_lr)
+    common: dict[str, Any] = {"model": model, "batches": batches, "client_optimizer": sgd}
+    mimicked = common | {"client_optimizer": optax.sgd(task.client_lr, momentum=0.9)}
+
+    def dealt(parts: int) -> dict[str, Any]:  # batches of which each part is as large as the others' batches
+        return common | {"batches": fedsim.Batches(size=parts * task.batch)}
+
+    server_sgd = {"model": model, "batches": batches.one_pass()}
+    entries = {
+        "FedAvg": Entry(of.FedAvg(**common)),
+        "FedSGD": Entry(of.FedSGD(**server_sgd, server_optimizer=sgd)),
+        "FedAvgM": Entry(of.FedAvgM(**common)),
+        "FedAdam": Entry(of.FedAdam(**common)),
+        "FedYogi": Entry(of.FedYogi(**common)),
+        "FedAdagrad": Entry(of.FedAdagrad(**common)),
+        "FedNova": Entry(of.FedNova(**common)),
+        "FedProx": Entry(of.FedProx(**common)),
+        "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), look=FORWARD),
+        "SCAFFOLD": Entry(of.SCAFFOLD(**common)),
+        "SCAFFOLD, option I": Entry(of.SCAFFOLD(**common, option="I"), look=1),
+        "Mime": Entry(of.Mime(**mimicked), step=2, look=1),  # a batch's gradients at y and at x; the cohort's
+        "MimeLite": Entry(of.MimeLite(**mimicked), look=1),
+        "FedDyn": Entry(of.FedDyn(**common)),
+        "QFedAvg": Entry(of.QFedAvg(**common), look=FORWARD),
+        "QFedSGD": Entry(of.QFedSGD(**server_sgd)),
+        "AgnosticFedAvg": Entry(of.AgnosticFedAvg(**common, num_domains=2), look=FORWARD),
+        "FedMGDA": Entry(of.FedMGDA(**common)),
+        "APFL": Entry(of.APFL(**common), step=2),
+        "APFL, adaptive": Entry(of.APFL(**common, adaptive=True), step=2),
+        "Ditto": Entry(of.Ditto(**common), step=2),
+        "FedPer": Entry(of.FedPer(**common)),
+        "FedRep": Entry(of.FedRep(**common)),  # body and head from one pass
+        "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), look=CLUSTERS * FORWARD),
+        "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), look=CLUSTERS * FORWARD),
+        "PerFedAvg": Entry(of.PerFedAvg(**dealt(2)), step=2),
+        "PerFedAvg, Hessian-free": Entry(of.PerFedAvg(**dealt(3), variant="hessian_free"), step=4),
+        "PFedMe": Entry(of.PFedMe(**common), step=5 + FORWARD),  # five for theta, and the loss there
+        "Reptile": Entry(of.Reptile(**common)),
+        "DSSGD": Entry(of.DSSGD(**common)),
+        "DSSGD, random, half downloaded": Entry(of.DSSGD(**common, selection="random", theta_d=0.5)),
+    }
+    trained = {cls for cls in of.ALGORITHMS.values() if issubclass(cls, GradientServer)}
+    _complete(trained, {type(entry.algorithm) for entry in entries.values()})
+    return entries
+
+
+def folds(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
+    """FedAvg with every aggregator, and with the mean of what every compressor sends."""
+    examples = task.clients * 198  # of a cohort, about
+
+    def fedavg(aggregator: fedsim.aggregators.Aggregator, **options: Any) -> Entry:
+        sgd = optax.sgd(task.client_lr)
+        batches = fedsim.Batches(size=task.batch)
+        algorithm = fedsim.algorithms.FedAvg(
+            model=model, batches=batches, client_optimizer=sgd, aggregator=aggregator, **options
+        )
+        return Entry(algorithm)
+
+    clipped = aggregators.Clipped(1.0)
+    kinds: dict[str, aggregators.Aggregator] = {
+        "Clipped": clipped,
+        "Noised(Clipped)": aggregators.Noised(1e-3, norm=1.0, inner=clipped),
+        "CentredClipping": aggregators.CentredClipping(1.0),
+        "CoordinateMedian": aggregators.CoordinateMedian(),
+        "TrimmedMean": aggregators.TrimmedMean(0.2),
+        "GeometricMedian": aggregators.GeometricMedian(),
+        "Krum": aggregators.Krum(attackers=1),
+        "Bulyan": aggregators.Bulyan(attackers=1),
+        "MinNorm": aggregators.MinNorm(),
+    }
+    senders: dict[str, compressors.Compressor] = {cls.__name__: cls() for cls in compressors.COMPRESSORS.values()}
+    senders["Eden, 4 bits"] = compressors.Eden(bits=4)
+    for inner in (compressors.TopK(), compressors.ScaledSign(), compressors.PowerSGD()):
+        senders[f"ErrorFeedback({type(inner).__name__})"] = compressors.ErrorFeedback(inner)
+    of_all = optax.sgd(1 / examples)  # a sum is so many times a mean
+    entries = {"Mean": fedavg(aggregators.Mean()), "Sum": fedavg(aggregators.Sum(), server_optimizer=of_all)}
+    entries["Mean, averaging=0.9"] = fedavg(aggregators.Mean(), averaging=0.9)
+    entries |= {name: fedavg(aggregator) for name, aggregator in kinds.items()}
+    entries |= {f"Compressed({name})": fedavg(aggregators.Compressed(sender)) for name, sender in senders.items()}
+    both = aggregators.Clipped(1.0, inner=aggregators.Compressed(compressors.Eden(bits=1)))
+    entries["Clipped(Compressed(Eden))"] = fedavg(both)
+    there = {type(entry.algorithm.aggregator) for entry in entries.values()}
+    _complete(set(aggregators.AGGREGATORS.values()), there)
+    return entries
+
+
+def of_fedjax(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
+    """What FedJAX has, too, with the hyperparameters of `benchmarks.peers.fedjax_catalogue`."""
+    of, adam = fedsim.algorithms, optax.adam(task.server_lr, b2=task.b2, eps=task.eps)
+    server = adam if task.server == "adam" else optax.sgd(1.0)
+    common: dict[str, Any] = {"model": model, "batches": fedsim.Batches(size=task.batch)}
+    momentum = optax.sgd(task.client_lr, momentum=0.9)
+    fedavg = common | {"client_optimizer": optax.sgd(task.client_lr), "server_optimizer": server}
+    # FedJAX divides the sum over a batch by the client's weight, and so steps shrink as clients grow. In the check all are
+    # of one size, so that this is a matter of the rate.
+    shrunk = task.client_lr * task.batch / workload.EVEN if task.data == "even" else task.client_lr
+    senders = {
+        "UniformQuantizer": compressors.UniformQuantizer(levels=LEVELS),
+        "UniformQuantizer, entropy": compressors.UniformQuantizer(levels=LEVELS),
+        "RotatedUniformQuantizer": compressors.RotatedUniformQuantizer(levels=LEVELS),
+        "Drive": compressors.Drive(unbiased=True),
+        "TernGrad": compressors.TernGrad(clip=2.5),
+    }
+    return {
+        "FedAvg": Entry(of.FedAvg(**fedavg)),
+        "FedProx": Entry(of.FedProx(**fedavg, mu=0.1)),
+        "Mime": Entry(of.Mime(**common, client_optimizer=momentum)),
+        "MimeLite": Entry(of.MimeLite(**common, client_optimizer=momentum)),
+        "AgnosticFedAvg": Entry(of.AgnosticFedAvg(**fedavg | {"client_optimizer": optax.sgd(shrunk)}, num_domains=2)),
+        "HypCluster": Entry(of.HypCluster(**fedavg, num_clusters=CLUSTERS)),
+        "APFL": Entry(of.APFL(**fedavg, adaptive=True)),
+        **{name: Entry(of.FedAvg(**fedavg, aggregator=aggregators.Compressed(sender))) for name, sender in senders.items()},
+    }
+
+
+CATALOGUES = {"algorithms": algorithms, "aggregators": folds, "fedjax": of_fedjax}
+
+
+class Contender:
+    packages = ("jax", "dm-haiku", "optax", "numpy")
+
+    def __init__(self, task: workload.Task) -> None:
+        fedsim.use_all_cores()
+        self.task, self.data = task, workload.population(task)
+        self.clients = federated(self.data, domain=workload.domains(self.data))
+        self.sampler = fedsim.UniformSampler(self.clients, clients=task.clients, seed=task.seed)
+        model = MODELS[task.model]()
+        assert task.catalogue is not None
+        self.entries = CATALOGUES[task.catalogue](model if task.dropout else without_dropout(model), task)
+        self.states: dict[str, Any] = {}
+        self.about = {
+            "devices": str(jax.devices()),
+            "fedsim": fedsim.__version__,
+            "names": list(self.entries),
+            "side_by_side": [name for name, entry in self.entries.items() if _side_by_side(entry.algorithm.aggregator)],
+        }
+
+    def run(self, name: str, rounds: int) -> dict[str, float]:
+        """The first so many cohorts of the sampler, from where this one was: client steps, and gradients by definition."""
+        algorithm, step, look = self.entries[name]
+        state = self.states[name] if name in self.states else self._start(algorithm)
+        sizes: list[int] = []
+        numbers = iter(range(rounds))
+        while cohorts := [self.sampler.cohort(n) for n in itertools.islice(numbers, self.task.per_dispatch)]:
+            if self.task.per_dispatch == 1:
+                state, _ = algorithm.apply(state, cohorts[0])
+            else:
+                state, _ = algorithm.apply_rounds(state, cohorts)
+            sizes += [int(size) for cohort in cohorts for size in cohort.sizes]
+        self.states[name] = jax.block_until_ready(state)
+        steps = sum(map(self.task.steps, sizes))
+        return {"steps": steps, "gradients": step * sum(map(algorithm.batches.num_steps, sizes)) + look * steps}
+
+    def save(self, name: str, path: str) -> None:
+        np.savez(path, *jax.tree.leaves(self.states[name].params))
+
+    def _start(self, algorithm: fedsim.Algorithm) -> Any:
+        """The state before the first round; against FedJAX, from the parameters that are given."""
+        state = algorithm.init(jax.random.key(self.task.seed))
+        if self.task.catalogue != "fedjax":
+            return state
+        leaves = workload.initial_leaves(self.task.model, self.task.seed)
+        if isinstance(algorithm, fedsim.algorithms.HypCluster):
+            each = [workload.initial_leaves(self.task.model, self.task.seed + i) for i in range(algorithm.num_clusters)]
+            leaves = [np.stack(of_each) for of_each in zip(*each, strict=True)]
+        return state._replace(params=jax.tree.unflatten(jax.tree.structure(state.params), map(jnp.asarray, leaves)))
+
+
+def _side_by_side(aggregator: aggregators.Aggregator) -> bool:
+    return any(isinstance(one, aggregators.SideBySide) for one in _nested(aggregator))
+
+
+def _nested(aggregator: aggregators.Aggregator) -> Iterator[aggregators.Aggregator]:
+    yield aggregator
+    if isinstance(aggregator, aggregators.Wrapper):
+        yield from _nested(aggregator.inner)
+
+
+def _complete(registered: set[type], there: set[type]) -> None:
+    """Raises ``ValueError`` if something of a registry is in no row."""
+    if missing := sorted(cls.__name__ for cls in registered - there):
+        raise ValueError(f"Add to benchmarks/peers/fedsim_catalogue.py what is registered: {', '.join(missing)}.")
