@@ -120,7 +120,9 @@ def run(
     began = time.perf_counter()
     checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
     most = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
-    checks.whole(1, or_none=True, checkpoint_every=checkpoint_every, rounds_per_dispatch=most)
+    checks.whole(1, or_none=True, checkpoint_every=checkpoint_every)
+    if most is not None:
+        checks.whole(1, rounds_per_dispatch=most, remedy="give a positive whole number, or 'auto'")
     first = sampler.cohort(0)
     sampler.cohort(rounds - 1)  # A schedule that ends too early says so now, and not after its last round.
     algorithm.check(first.data)

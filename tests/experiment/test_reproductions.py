@@ -70,8 +70,8 @@ def test_cases_are_listed_without_data(name, capsys):
     ("arguments", "expected"),
     [
         (["fedavgg"], "There is no reproduction 'fedavgg'. Did you mean 'fedavg'?"),
-        (["fedavg", "--seeds", "0"], "Expected seeds >= 1, got seeds=0: give a positive whole number."),
-        (["fedavg", "--rounds", "-3"], "Expected rounds >= 1, got rounds=-3: give a positive whole number."),
+        (["fedavg", "--seeds", "0"], "Expected seeds >= 1, or None, got seeds=0: give a positive whole number."),
+        (["fedavg", "--rounds", "-3"], "Expected rounds >= 1, or None, got rounds=-3: give a positive whole number."),
         (["fedavg", "--data", "/nowhere"], "No folder /nowhere: give --data the folder that the datasets' folders are in."),
         (["fedavg", "--only", "cnn-idd-b10"], "fedavg has no case 'cnn-idd-b10'. Did you mean 'cnn-iid-b10'"),
     ],
