@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
