@@ -200,7 +200,7 @@ def test_thresholds_are_drawn_anew_after_every_upload():
         ({"decay": 0.0}, "Expected 0 < decay <= 1"),
         ({"selection": "smallest"}, "got selection='smallest'"),
         ({"threshold": -1.0}, "Expected threshold >= 0 and finite, got threshold=-1.0"),
-        ({"clip": 0.0}, "Expected clip > 0 and finite, got clip=0.0"),
+        ({"clip": 0.0}, "Expected clip > 0 and finite, or None, got clip=0.0"),
         ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs a clip"),
         ({"epsilon": 1.0, "clip": 1.0}, "and selection='random'"),
     ],
