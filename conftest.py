@@ -5,9 +5,6 @@ import tempfile
 
 import jax
 
-if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
-    # Most of the time of the tests is XLA's: the oldest JAX compiles for them without optimizing. The newest does as users do.
-    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # JAX starts here: no later call of fedsim.use_all_cores in this process changes the number of devices
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,5 +1,6 @@
 """What every test runs under."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,23 @@ import pytest
 
 _MAPPINGS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
+# Their many programs are compiled in half of the time, and round otherwise: where bits are compared, it is as users compile.
+_QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+_QUICK = {"aggregators", "algorithms", "attacks", "compressors"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Only on the oldest JAX: the newest is tested as users run it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name in _QUICK and jax.__version_info__ < (0, 11):
+            patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_QUICKLY))
+        yield
 
 
 @pytest.fixture(autouse=True)
 def forget_programs() -> Iterator[None]:
-    """A compiled program holds mappings of memory, of which Linux gives a process 65,530: XLA crashes at the last."""
+    """A compiled program holds memory and mappings, of which Linux gives a process 65,530: XLA crashes at the last."""
     yield
-    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 30_000:
+    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 6_000:
         jax.clear_caches()
