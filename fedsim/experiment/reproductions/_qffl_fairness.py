@@ -131,6 +131,17 @@ def hybrid(seed: int, *, clients: int = 100) -> tuple[FederatedData, FederatedDa
     return FederatedData.from_clients(parts[0]), FederatedData.from_clients(parts[1])
 
 
+def algorithm_for(q: int, model: Model, *, rate: float, size: int) -> FedAvg:
+    """q-FedAvg, and FedAvg for q = 0, whose clients count alike: they are drawn by their examples.
+
+    >>> [algorithm_for(q, svm(2, 0.0), rate=0.1, size=10).weighting for q in (0, 1)]
+    ['uniform', 'uniform']
+    """
+    settings: dict[str, Any] = {"model": model, "client_optimizer": optax.sgd(rate), "batches": Batches(size=size)}
+    settings["weighting"] = "uniform"
+    return QFedAvg(q=q, lipschitz=1 / rate, **settings) if q else FedAvg(**settings)
+
+
 def _cases(request: Request) -> Mapping[str, Case]:
     def synthetic(seed: int) -> tuple[FederatedData, FederatedData]:
         splits = datasets.load("synthetic", alpha=1.0, beta=1.0, clients=100, seed=seed)
@@ -166,10 +177,7 @@ def _run(
         seconds = 0.0
         for seed in plan.seeds:
             train_data, test_data = load(seed)
-            optimizer, batches = optax.sgd(rate), Batches(size=size)
-            algorithm: FedAvg = FedAvg(model=model, client_optimizer=optimizer, batches=batches, weighting="uniform")
-            if each:
-                algorithm = QFedAvg(model=model, client_optimizer=optimizer, batches=batches, q=each, lipschitz=1 / rate)
+            algorithm = algorithm_for(each, model, rate=rate, size=size)
             sampler = WeightedSampler(train_data, clients=_COHORT, seed=seed)
             curve = train(algorithm, sampler, rounds=plan.rounds, score=lambda state: 0.0, every=plan.rounds)
             for split, data in zip(splits, (test_data, train_data), strict=False):

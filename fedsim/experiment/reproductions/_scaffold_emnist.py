@@ -8,12 +8,15 @@ entry. At s % similarity each client has s % of its examples from a shuffled dec
 Deviations: the official test split of EMNIST "by class" stands for all of it, a fifth of it held out for test (the paper
 does not say which images it takes); FedProx and SGD are left out; the rate is searched on a grid, a factor of 10^(1/3)
 apart. The paper's absolute numbers are thus not to be expected, but its shape is: rows that say "yes" or "no" state it.
+Rates found so need far fewer rounds than the paper, which does not state its own: where all clients are alike, every entry
+is run at 0.0215, too, at which its rounds are about the paper's.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import optax
@@ -23,11 +26,12 @@ from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
 from fedsim.execution import evaluate
 from fedsim.experiment.reproductions._curve import Curve, fastest, train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, holds, spread
+from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, _COHORT, _TARGET, _STEPS = 100, 20, 0.5, 5
 _EPOCHS = (1, 5, 10)
+_SMALL = 10 ** (-5 / 3)
 _ALGORITHMS: dict[str, type[FedAvg]] = {"FedAvg": FedAvg, "SCAFFOLD": SCAFFOLD}
 _PAPER = {
     ("SCAFFOLD", 0): ("77", "152", "286"),
@@ -100,43 +104,71 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
             curves = [choice.curve, *(of_seed(seed, choice.rate, plan.rounds) for seed in plan.seeds[1:])]
             values[name, epochs] = [found.to_target(_TARGET) for found in curves]
             reached = all(values[name, epochs])
+            case = f"{place}, {epochs} epoch{'s' if epochs > 1 else ''}: {name}"
+            measure = f"rounds to {_TARGET} accuracy"
+            settings = {"epochs": epochs, "similarity": percent, "cohort": _COHORT}
             yield Row(
-                case=f"{place}, {epochs} epoch{'s' if epochs > 1 else ''}: {name}",
-                measure=f"rounds to {_TARGET} accuracy",
+                case=case,
+                measure=measure,
                 paper=_PAPER[name, percent][_EPOCHS.index(epochs)],
-                ours=spread(values[name, epochs], 0) if reached else f"> {plan.rounds} (best {max(choice.curve.scores):.3f})",
+                ours=spread(values[name, epochs], 0) if reached else _not_yet(choice.curve),
                 values=values[name, epochs],
                 seeds=len(curves),
                 seconds=choice.seconds + sum(found.seconds for found in curves[1:]),
-                settings={
-                    "rate": choice.rate,
-                    "rates": choice.tried,
-                    "epochs": epochs,
-                    "similarity": percent,
-                    "cohort": _COHORT,
-                },
+                settings={"rate": choice.rate, "rates": choice.tried} | settings,
                 reduced=plan.reduced(rounds=not reached),
                 note=f"rate {choice.rate:.3g}",
             )
-    yield from _shape(place, percent, values, plan.reduced())
+            if percent == 100:
+                yield _at_small_rate(case, measure, settings, plan, of_seed(0, _SMALL, plan.rounds))
+    yield from _shape(place, percent, values, plan)
 
 
-def _shape(place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], reduced: str) -> Iterator[Row]:
+def _not_yet(curve: Curve) -> str:
+    return f"> {curve.rounds[-1]} (best {max(curve.scores):.3f})"
+
+
+def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], plan: Plan, curve: Curve) -> Row:
+    reached = curve.to_target(_TARGET)
+    return Row(
+        case=case,
+        measure=f"{measure} at rate {_SMALL:.3g}",
+        paper="",
+        ours=spread([reached], 0) if reached else _not_yet(curve),
+        values=[reached],
+        seeds=1,
+        seconds=curve.seconds,
+        settings={"rate": _SMALL, **settings},
+        reduced="" if reached else plan.reduced(),
+    )
+
+
+def _shape(place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], plan: Plan) -> Iterator[Row]:
     def sooner(one: tuple[str, int], other: tuple[str, int]) -> list[bool]:
         pairs = zip(values[one], values[other], strict=True)
         return [(a or float("inf")) < (b or float("inf")) for a, b in pairs]
 
     last = _EPOCHS[-1]
-    comparisons = [(f"SCAFFOLD before FedAvg, {epochs} epochs", ("SCAFFOLD", epochs), ("FedAvg", epochs)) for epochs in _EPOCHS]
+    comparisons = [
+        (f"SCAFFOLD before FedAvg, {epochs} epoch{'s' if epochs > 1 else ''}", ("SCAFFOLD", epochs), ("FedAvg", epochs))
+        for epochs in _EPOCHS
+    ]
     comparisons = comparisons if percent < 100 else []  # Of clients alike, neither is to be expected first.
     more_is_worse = percent == 0
     one, other = (("FedAvg", 1), ("FedAvg", last)) if more_is_worse else (("FedAvg", last), ("FedAvg", 1))
     comparisons.append((f"FedAvg {'later' if more_is_worse else 'sooner'} with {last} epochs than with 1", one, other))
     for measure, first, second in comparisons:
         found = sooner(first, second)
-        decided = any(values[first]) or any(values[second])
-        ours = holds(found) if decided else "neither got there"
-        yield Row(case=place, measure=measure, paper="yes", ours=ours, seeds=len(found), seconds=0.0, reduced=reduced)
+        both = [*values[first], *values[second]]
+        yield Row(
+            case=place,
+            measure=measure,
+            paper="yes",
+            ours=holds(found) if any(both) else "neither got there",
+            seeds=len(found),
+            seconds=0.0,
+            reduced=plan.reduced(rounds=not all(both)),
+        )
 
 
 SCAFFOLD_EMNIST = Reproduction(
@@ -144,11 +176,12 @@ SCAFFOLD_EMNIST = Reproduction(
     title="SCAFFOLD against FedAvg on EMNIST, logistic regression: rounds to 0.5 accuracy by local epochs and similarity",
     paper="S. P. Karimireddy et al. SCAFFOLD: stochastic controlled averaging for federated learning. ICML, 2020, Table 3. "
     "https://arxiv.org/abs/1910.06378",
-    takes="similarity-0: 1 h; the others: 10 min each",
+    takes="similarity-0: 1 h; the others: 15 min each",
     needs="EMNIST by class: DIR/emnist_byclass/emnist_byclass*.npz with arrays x uint8 [n, 28, 28] and y [n]",
     cases=_cases,
     about="100 clients, 20 a round, batches of a fifth of a client's examples. The official test split of EMNIST by class "
     "stands for all of it: 93,000 images for training, 23,000 for test, so the shape is to be compared and not the "
-    "numbers. The rate of each entry is searched on a grid, a factor of 10^(1/3) apart; the paper's SGD, FedProx and 20 "
-    "epochs are left out.",
+    "numbers. The rate of each entry is searched on a grid, a factor of 10^(1/3) apart, and needs far fewer rounds than "
+    "the paper, which does not state its own rates: where all clients are alike, ours are about the paper's at 0.0215. Its "
+    "SGD, FedProx and 20 epochs are left out.",
 )
