@@ -28,5 +28,5 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 def forget_programs() -> Iterator[None]:
     """A compiled program holds memory and mappings, of which Linux gives a process 65,530: XLA crashes at the last."""
     yield
-    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 6_000:
+    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 16_000:
         jax.clear_caches()
