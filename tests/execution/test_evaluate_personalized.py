@@ -341,7 +341,7 @@ def test_what_cannot_be_evaluated_says_so():
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
     with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
-    with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
+    with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
     with pytest.raises(ValueError, match="remembers a population of 8 clients, and train has 2"):
         fedsim.evaluate_personalized(make(), trained(make()), federation.data(sizes=(1, 1)), data)

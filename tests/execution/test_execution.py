@@ -208,9 +208,9 @@ def test_dropout_is_keyed_by_the_step_and_the_same_in_every_executor():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fedsim.Jit(lanes=0), "Expected lanes >= 1, got lanes=0"),
+        (lambda: fedsim.Jit(lanes=0), "Expected lanes >= 1, or None, got lanes=0"),
         (lambda: fedsim.Jit(memory="disk"), "Expected memory to be 'auto', 'resident' or 'stream', got memory='disk'"),
-        (lambda: fedsim.Pmap(devices=0), "Expected devices >= 1, got devices=0"),
+        (lambda: fedsim.Pmap(devices=0), "Expected devices >= 1, or None, got devices=0"),
         (lambda: fedavg(nonfinite="ignore"), "Expected nonfinite to be 'drop' or 'raise'"),
         (
             lambda: fedavg(execution=fedsim.Pmap(devices=99)).apply(None, federation.cohort()),

@@ -47,7 +47,7 @@ def test_attackers_and_stragglers_are_the_cohorts():
         (dict(compressor="eden(bits=0)"), "bits=0"),
         (dict(compressor="eden(bit=1)"), "bit"),
         (dict(error_feedback=True), "Expected a compressor with error_feedback=True"),
-        (dict(clip=-1.0), "norm=-1.0"),
+        (dict(clip=-1.0), "clip=-1.0"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),
