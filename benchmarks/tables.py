@@ -28,14 +28,18 @@ TOLERANCE = 1e-3  # of the largest change of any parameter over the checked roun
 Part = dict[str, Any]
 
 
-def rotate(entrants: Collection[Entrant], args: argparse.Namespace) -> None:
-    """A B C A B C: every contender in turn, over and over, so that a machine that drifts drifts for all."""
+def rotate(entrants: Collection[Entrant], args: argparse.Namespace, turns: int = 1) -> None:
+    """A B C A B C: every contender in turn, over and over, so that a machine that drifts drifts for all.
+
+    A repeat may be cut into several short ``turns``: a rented core changes its speed for seconds at a time, by a third where
+    the caches are shared with others, and only short turns, many of them, meet the same speed for all.
+    """
     with ExitStack() as stack:
         for entrant in entrants:
             stack.callback(entrant.close)
-        for _ in range(args.repeats):
+        for _ in range(args.repeats * turns):
             for entrant in entrants:
-                entrant.turn(args.seconds)
+                entrant.turn(args.seconds / turns)
 
 
 def ratio(ours: Entrant, theirs: Entrant) -> float | None:
@@ -65,7 +69,7 @@ def compare(one: workload.Task, several: int, names: list[str], args: argparse.N
     entrants = {name: Entrant(name, many if name in ("fedsim", "floor") else one, visits=name == "flower") for name in names}
     if "fedsim" in names and many != one:  # what several rounds a dispatch are worth
         entrants["fedsim, one round a dispatch"] = Entrant("fedsim", one)
-    rotate(entrants.values(), args)
+    rotate(entrants.values(), args, turns=4)
     if len({entrant.about["digest"] for entrant in entrants.values() if entrant.about}) > 1:
         raise ContenderError("the contenders were given different data")
     rows = []
