@@ -33,7 +33,8 @@ def report_dropped(program: Any, info: RoundInfo, cohorts: Sequence[Cohort], non
     ...
     FloatingPointError: The update of client 'ann' in round 7 holds a NaN or an infinity. ...
     """
-    if not (count := int(np.sum(info.num_dropped))):
+    # asarray: a sum of JAX would wait behind the rounds that the devices are at.
+    if not (count := int(np.asarray(info.num_dropped).sum())):
         return
     dropped = np.asarray(info.clients["dropped"]).reshape(len(cohorts), -1)
     row, position = map(int, np.argwhere(dropped)[0])
