@@ -117,10 +117,11 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
     low_bits = bits >> u32(1)
     high_mask = (u32(1) << (bits - low_bits)) - u32(1)
     low_mask = (u32(1) << low_bits) - u32(1)
-    epoch_words = xp.zeros_like(index) + xp.asarray(epoch).astype(u32)
+    epoch_words = xp.atleast_1d(xp.asarray(epoch).astype(u32))  # one salt for all indices of a scalar epoch
     salt = _mix(epoch_words + xp.asarray(seed_words[..., 1]).astype(u32), xp)
     salt = _mix(salt ^ xp.asarray(seed_words[..., 0]).astype(u32), xp)
-    round_keys = [_mix(salt + u32(0x9E3779B9 * (j + 1) & 0xFFFFFFFF), xp) for j in range(_HALF_ROUNDS)]
+    steps = np.array([0x9E3779B9 * (j + 1) & 0xFFFFFFFF for j in range(_HALF_ROUNDS)], np.uint32)
+    round_keys = _mix(salt[None] + steps[:, None], xp)
 
     def encrypt(value: Any) -> Any:
         high, low = value >> low_bits, value & low_mask
