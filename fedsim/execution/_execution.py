@@ -397,9 +397,21 @@ def finish_round(
     after = tree.select(info.num_aggregated > 0, after, parts)
     if jax.tree.leaves(kept):
         to = jnp.where(lines["weight"] != 0, plan.keeps, len(clients.seen))
-        rows = jax.tree.map(lambda rows, row: rows.at[to].set(row, mode="drop"), clients.rows, kept)
-        clients = ClientTable(rows, clients.seen.at[to].set(True, mode="drop"))
+        clients = ClientTable(_written(clients.rows, kept, to), clients.seen.at[to].set(True, mode="drop"))
     return join(turn.leaves(whole, after._replace(clients=clients)), state), info
+
+
+def _written(table: Any, rows: Any, to: jax.Array) -> Any:
+    """``table`` with rows at the places ``to``, those beyond its end nowhere: one after another, for XLA's CPU scatters numbers."""
+
+    def write(slot: jax.Array, table: Any) -> Any:
+        def one(leaf: jax.Array, of: jax.Array) -> jax.Array:
+            at = jnp.minimum(to[slot], len(leaf) - 1)
+            return leaf.at[at].set(jnp.where(to[slot] < len(leaf), of[slot], leaf[at]))
+
+        return jax.tree.map(one, table, rows)
+
+    return jax.lax.fori_loop(0, len(to), write, table)
 
 
 def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:
