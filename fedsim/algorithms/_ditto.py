@@ -49,3 +49,7 @@ class Ditto(PersonalModel):
     def personal_loss(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> jax.Array:
         away = tree.squared_norm(tree.subtract(own, shared.params))
         return self.client_loss(shared, own, batch) + self.lam / 2 * away
+
+    def personal_gradient(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, own, batch)
+        return loss, tree.drawn(gradient, self.lam, own, shared.params)

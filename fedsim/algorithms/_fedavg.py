@@ -71,7 +71,7 @@ class FedAvg(GradientServer):
         return self.model.train_loss(params, batch)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        """The loss on a batch, and what the client's optimizer gets for a gradient: the hook of SCAFFOLD and its kin."""
+        """The loss to report of a batch, and the gradient for the client's optimizer: the hook of SCAFFOLD and its kin."""
         return jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
@@ -93,12 +93,13 @@ class FedAvg(GradientServer):
     def walk(
         self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
     ) -> ClientState:
-        """One step of the client optimizer along a gradient; ``slope`` is the loss and the gradient."""
+        """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient."""
         loss, gradient = slope
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
-        # value, grad and value_fn are for those that ask for them (Polyak steps, line searches).
+        # value, grad and value_fn are for those that ask for them (Polyak steps, line searches). The value is that of what is
+        # descended, the loss what is reported; what nobody asks for, and what is computed already, a compiler leaves out.
         updates, opt_state = optimizer.update(
-            gradient, state.opt_state, state.params, value=loss, grad=gradient, value_fn=loss_fn
+            gradient, state.opt_state, state.params, value=loss_fn(state.params), grad=gradient, value_fn=loss_fn
         )
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         params = optax.apply_updates(state.params, updates)

@@ -13,7 +13,7 @@ import dataclasses
 import jax
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
 from fedsim.model import Params
@@ -22,6 +22,8 @@ from fedsim.model import Params
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedProx(FedAvg):
     """FedAvg with a client loss that keeps close to the server's parameters x: F_i(w) + mu/2 ||w - x||².
+
+    The ``loss`` of its rounds' info is F_i alone, which is what other algorithms report, and costs no pass over the parameters.
 
     Attributes:
       mu: at least 0; with 0 this is FedAvg. The paper tries 0.001 to 1.
@@ -44,7 +46,9 @@ class FedProx(FedAvg):
         return self.mu
 
     def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        loss, mu = super().client_loss(shared, params, batch), self.proximity(shared)
-        if isinstance(mu, float | int) and mu == 0:  # FedNova's: the distance would be computed all the same
-            return loss
-        return loss + mu / 2 * tree.squared_norm(tree.subtract(params, shared.params))
+        apart = tree.squared_norm(tree.subtract(params, shared.params))
+        return super().client_loss(shared, params, batch) + self.proximity(shared) / 2 * apart
+
+    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient = jax.value_and_grad(super().client_loss, argnums=1)(shared, state.params, batch)
+        return loss, tree.drawn(gradient, self.proximity(shared), state.params, shared.params)

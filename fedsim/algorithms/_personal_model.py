@@ -40,6 +40,10 @@ class PersonalModel(FedAvg):
         """What ``own`` descends; ``copy`` is the client's copy of the global model before the step."""
         raise NotImplementedError(f"{type(self).__name__} must define personal_loss.")
 
+    def personal_gradient(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """The loss that is reported, and the gradient of `personal_loss` in ``own``."""
+        return jax.value_and_grad(self.personal_loss, argnums=2)(shared, copy, own, batch)
+
     def client_init(self, shared: Shared, client: Client) -> Any:
         return TwoModels(self.set_out(shared, shared.params), self.set_out(shared, client.memory))
 
@@ -47,7 +51,8 @@ class PersonalModel(FedAvg):
         def loss(own: Any) -> jax.Array:
             return self.personal_loss(shared, state.copy.params, own, batch)
 
-        return TwoModels(super().client_step(shared, state.copy, batch), self.descend(shared, state.own, batch, loss))
+        slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
+        return TwoModels(super().client_step(shared, state.copy, batch), self.walk(shared, state.own, batch, slope, loss))
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         sent = super().client_final(shared, state.copy, client)

@@ -61,11 +61,14 @@ class PFedMe(PersonalModel):
         return TwoModels(state, state._replace(opt_state=()))
 
     def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
+        w = state.copy.params
+
         def nearer(_: jax.Array, theta: Params) -> Params:
-            slope = jax.grad(self.personal_loss, argnums=2)(shared, state.copy.params, theta, batch)
+            slope = tree.drawn(jax.grad(self.client_loss, argnums=1)(shared, theta, batch), self.lam, theta, w)
             return tree.subtract(theta, tree.scale(slope, self.personal_learning_rate))
 
         theta = jax.lax.fori_loop(0, self.personal_steps, nearer, state.own.params)
         # Of the envelope f(theta) + lam/2 ||theta - w||², whose gradient in w is lam (w - theta).
-        copy = self.descend(shared, state.copy, batch, lambda w: self.personal_loss(shared, w, theta, batch))
+        slope = self.client_loss(shared, theta, batch), tree.scale(tree.subtract(w, theta), self.lam)
+        copy = self.walk(shared, state.copy, batch, slope, lambda w: self.personal_loss(shared, w, theta, batch))
         return TwoModels(copy, state.own._replace(params=theta, loss=copy.loss))

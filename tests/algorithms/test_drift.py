@@ -472,6 +472,25 @@ def test_fedprox_without_mu_is_fedavg_adaptive_or_not():
     assert_differ(run(FedProx(mu=0.5, **settings()), cohorts())[1], fedavg)
 
 
+def test_fedprox_reports_the_loss_of_the_data_and_descends_one_that_pulls():
+    """By Polyak steps, which see the value of what they descend: loss / |gradient|^2 along the gradient."""
+    population, mu = federation.data(sizes=(10,)), 5.0
+    batches = fedsim.Batches(size=10, epochs=2, shuffle=False)
+    algorithm = FedProx(model=federation.model(), client_optimizer=optax.polyak_sgd(1.0), batches=batches, mu=mu)
+    state = algorithm.init(jax.random.key(0))
+    after, info = algorithm.apply(state, federation.cohort(population))
+    x, y = with_ones(population.client(0)["x"]), population.client(0)["y"]
+    start = theta = np.concatenate([state.params["linear"]["w"], state.params["linear"]["b"][None]]).astype(np.float64)
+    losses = []
+    for _ in range(2):
+        logits = x @ theta
+        losses.append(np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]))
+        value, slope = losses[-1] + mu / 2 * np.sum((theta - start) ** 2), gradient(theta, x, y) + mu * (theta - start)
+        theta = theta - min(1.0, value / np.sum(slope**2)) * slope
+    np.testing.assert_allclose(after.params["linear"]["w"], theta[:-1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(info.clients["loss"][0], np.mean(losses), rtol=1e-5)
+
+
 def test_fedprox_takes_what_stragglers_have_and_fedavg_drops_them():
     """A straggler's update is FedProx's own after fewer steps; one that is dropped is not there."""
     population = federation.data(sizes=(8, 8, 8))
