@@ -12,14 +12,14 @@ _MAPPINGS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
 # Their many programs are compiled in half of the time, and round otherwise: where bits are compared, it is as users compile.
 _QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-_QUICK = {"aggregators", "algorithms", "attacks", "compressors"}
+_QUICK = {"aggregators", "algorithms", "attacks", "compressors", "execution", "models", "test_reproductions", "test_examples"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     """Only on the oldest JAX: the newest is tested as users run it."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name in _QUICK and jax.__version_info__ < (0, 11):
+        if _QUICK & {request.path.parent.name, request.path.stem} and jax.__version_info__ < (0, 11):
             patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_QUICKLY))
         yield
 
