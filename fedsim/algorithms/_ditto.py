@@ -23,7 +23,8 @@ from fedsim.model import Params
 class Ditto(PersonalModel):
     """FedAvg beside which every client k keeps a model of its own, held near the server's x: min F_k(v) + lam/2 ||v - x||².
 
-    The global model is FedAvg's. `fedsim.evaluate_personalized` evaluates the personal ones. A step takes two gradients.
+    The global model is FedAvg's. `fedsim.evaluate_personalized` evaluates the personal ones. A step takes two gradients. The
+    ``personal_loss`` of the rounds' info is F_k(v) alone.
 
     Attributes:
       lam: at least 0; with 0 clients train alone, and the larger, the nearer to the global model. The paper tries 0.05 to 2.
@@ -52,4 +53,4 @@ class Ditto(PersonalModel):
 
     def personal_gradient(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, own, batch)
-        return loss, tree.drawn(gradient, self.lam, own, shared.params)
+        return loss, tree.pulled(gradient, self.lam, own, shared.params)

@@ -67,8 +67,12 @@ class FedAvg(GradientServer):
         must_descend(self.model, client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
 
     def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        """The loss that a client's step descends: the hook that FedProx and its kin override."""
+        """The loss that a client's step descends, and that is reported: the hook for another one."""
         return self.model.train_loss(params, batch)
+
+    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+        """All that a step descends, for optimizers that ask for its value: of those whose `client_gradient` adds terms."""
+        return self.client_loss(shared, params, batch)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         """The loss to report of a batch, and the gradient for the client's optimizer: the hook of SCAFFOLD and its kin."""
@@ -84,7 +88,7 @@ class FedAvg(GradientServer):
 
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         slope = self.client_gradient(shared, state, batch)
-        return self.walk(shared, state, batch, slope, lambda params: self.client_loss(shared, params, batch))
+        return self.walk(shared, state, batch, slope, lambda params: self.objective(shared, params, batch))
 
     def descend(self, shared: Shared, state: ClientState, batch: Batch, loss_fn: Loss) -> ClientState:
         """One step of the client optimizer down a loss: for those who train several models, or parts of one."""

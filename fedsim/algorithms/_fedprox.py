@@ -45,10 +45,10 @@ class FedProx(FedAvg):
         """The round's mu."""
         return self.mu
 
-    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         apart = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().client_loss(shared, params, batch) + self.proximity(shared) / 2 * apart
+        return super().objective(shared, params, batch) + self.proximity(shared) / 2 * apart
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = jax.value_and_grad(super().client_loss, argnums=1)(shared, state.params, batch)
-        return loss, tree.drawn(gradient, self.proximity(shared), state.params, shared.params)
+        loss, gradient = super().client_gradient(shared, state, batch)
+        return loss, tree.pulled(gradient, self.proximity(shared), state.params, shared.params)

@@ -31,6 +31,7 @@ class PFedMe(PersonalModel):
     """Learns a point w near which every client has a good model of its own: min mean_i min_theta F_i + lam/2 ||theta - w||².
 
     `fedsim.evaluate_personalized` evaluates the last theta of each client. A step takes ``personal_steps`` gradients.
+    The ``loss`` of the rounds' info is F_i(theta) alone.
 
     Attributes:
       lam: above 0: the larger, the nearer the personal models to w. The paper takes 15.
@@ -64,7 +65,7 @@ class PFedMe(PersonalModel):
         w = state.copy.params
 
         def nearer(_: jax.Array, theta: Params) -> Params:
-            slope = tree.drawn(jax.grad(self.client_loss, argnums=1)(shared, theta, batch), self.lam, theta, w)
+            slope = tree.pulled(jax.grad(self.client_loss, argnums=1)(shared, theta, batch), self.lam, theta, w)
             return tree.subtract(theta, tree.scale(slope, self.personal_learning_rate))
 
         theta = jax.lax.fori_loop(0, self.personal_steps, nearer, state.own.params)

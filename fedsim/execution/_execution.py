@@ -402,7 +402,7 @@ def finish_round(
 
 
 def _written(table: Any, rows: Any, to: jax.Array) -> Any:
-    """``table`` with rows at the places ``to``, those beyond its end nowhere: one by one: a scatter is slow on a CPU."""
+    """``table`` with rows at the places ``to``, those beyond its end nowhere. One by one, for a scatter is slow on a CPU."""
 
     def write(slot: jax.Array, table: Any) -> Any:
         def one(leaf: jax.Array, of: jax.Array) -> jax.Array:

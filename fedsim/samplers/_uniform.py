@@ -23,7 +23,7 @@ class UniformSampler(SeededSampler):
 
     Guarantees:
       - Exactly ``clients`` different clients; every set of them is as likely as any other.
-      - Cost: O(clients), whatever the population.
+      - Cost: O(clients), whatever the population; small cohorts are drawn some hundred clients at a time.
 
     Raises:
       ValueError: ``clients`` is not positive, or larger than the population.
@@ -46,4 +46,4 @@ class UniformSampler(SeededSampler):
             epoch, index = np.divmod(np.arange(rounds * self.clients), self.clients)
             drawn = rng.permute(self._words, first + epoch, self.data.num_clients, index, np)
             self._drawn = first, drawn.reshape(rounds, self.clients)
-        return self._drawn[1][round - first]
+        return self._drawn[1][round - first].copy()
