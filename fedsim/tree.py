@@ -48,15 +48,23 @@ def pulled(slope: Tree, strength: jax.Array | float, a: Tree, b: Tree) -> Tree:
     return add(slope, scale(subtract(a, b), strength))
 
 
+def dot(a: Tree, b: Tree) -> jax.Array:
+    """Sum of products over all leaves, a ``float32`` scalar.
+
+    >>> float(dot({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([1.0, 2.0])}))
+    11.0
+    """
+    products = jax.tree.map(lambda x, y: jnp.vdot(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)), a, b)
+    return sum(jax.tree.leaves(products), jnp.zeros((), jnp.float32))
+
+
 def squared_norm(a: Tree) -> jax.Array:
     """Sum of squares over all leaves, a ``float32`` scalar.
 
     >>> float(squared_norm({"w": jnp.array([3.0, 4.0])}))
     25.0
     """
-    leaves = [jnp.asarray(x, jnp.float32) for x in jax.tree.leaves(a)]
-    # A dot product is the fastest way to read an array once.
-    return sum((jnp.vdot(x, x) for x in leaves), jnp.zeros((), jnp.float32))
+    return dot(a, a)  # A dot product is the fastest way to read an array once.
 
 
 def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
+from fedsim import checks, tree
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.algorithms._personal_model import PersonalModel
 from fedsim.data import Batch
@@ -75,6 +75,11 @@ class APFL(PersonalModel):
 
     def personal_loss(self, shared: Shared, copy: Params, own: Mixture, batch: Batch) -> jax.Array:
         return self.client_loss(shared, own.mixed(copy), batch)
+
+    def personal_gradient(self, shared: Shared, copy: Params, own: Mixture, batch: Batch) -> tuple[jax.Array, Mixture]:
+        loss, slope = jax.value_and_grad(self.client_loss, argnums=1)(shared, own.mixed(copy), batch)
+        along = tree.dot(tree.subtract(own.params, copy), slope)
+        return loss, Mixture(tree.scale(slope, own.alpha), along)
 
     def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
         after = super().client_step(shared, state, batch)
