@@ -21,7 +21,9 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if _QUICK & {request.path.parent.name, request.path.stem} and jax.__version_info__ < (0, 11):
             patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_QUICKLY))
+            jax.config.update("jax_disable_most_optimizations", True)  # of operations that run one by one
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ def _saved(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "kills"), [("fedavg", 20), ("remembering", 5)])
+@pytest.mark.parametrize(("algorithm", "kills"), [("fedavg", 20), ("remembering", 3)])
 def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, kills, tmp_path):
     cache = tmp_path / "cache"
     unbroken = _start(algorithm, tmp_path / "unbroken", cache, pause=0.0)
