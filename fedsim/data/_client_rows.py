@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -64,13 +65,23 @@ class ClientRows:
           Rows, leaves ``[slots, ...]``, and ``bool [slots]``.
         """
         slots = len(clients) if slots is None else slots
-        numbers = self.index[clients]
-        at = np.flatnonzero(numbers >= 0)
         seen = np.zeros(slots, bool)
-        seen[at] = True
         rows = [np.zeros((slots, *leaf.shape), leaf.dtype) for leaf in self.store.leaves]
-        self.store.read(numbers[at], rows, at)
+        seen[: len(clients)] = self.read(clients, rows, np.arange(len(clients)))
         return jax.tree.unflatten(self.store.structure, rows), seen
+
+    def read(self, clients: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> np.ndarray:
+        """Copies rows of the clients at these positions, of those who have one, and says who does, ``bool [n]``.
+
+        Args:
+          clients: ``int [n]``.
+          out: leaves ``[slots, ...]``, in the order of `jax.tree.leaves`.
+          at: ``int [n]``, rising, where they go.
+        """
+        numbers = self.index[clients]
+        seen = numbers >= 0
+        self.store.read(numbers[seen], out, at[seen])
+        return seen
 
     def written(self, clients: np.ndarray, rows: Rows, where: np.ndarray | None = None) -> ClientRows:
         """The same with new rows for some clients.
@@ -80,10 +91,21 @@ class ClientRows:
           rows: leaves ``[>= n, ...]``.
           where: ``bool [n]``, for whom of them; by default for all.
         """
-        at = np.arange(len(clients)) if where is None else np.flatnonzero(where)
+        return self.all_written([(clients, rows, where)])
+
+    def all_written(self, parts: Iterable[tuple[np.ndarray, Rows, np.ndarray | None]]) -> ClientRows:
+        """The same with new rows that come in several parts, each what `written` takes; no client is in two."""
+        chosen = [
+            (clients, rows, np.arange(len(clients)) if where is None else np.flatnonzero(where))
+            for clients, rows, where in parts
+        ]
+        # All at once: what is taken, and nobody refers to yet, would be found free by the next who asks.
+        taken = self.store.allocate(sum(len(at) for _, _, at in chosen))
         index = self.index.copy()
-        index[clients[at]] = numbers = self.store.allocate(len(at))
-        self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)], at)
+        for clients, rows, at in chosen:
+            numbers, taken = np.split(taken, [len(at)])
+            self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)], at)
+            index[clients[at]] = numbers
         return ClientRows(self.store, index)
 
     def copied(self, store: RowStore | None = None) -> ClientRows:

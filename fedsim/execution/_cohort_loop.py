@@ -37,11 +37,11 @@ class Roster(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a device's loop over clients carries: the fold, and room ``[slots, ...]`` for what each of them leaves behind."""
+    """What a device's loop over clients carries: the fold, room ``[slots, ...]`` for their lines, and what clients keep."""
 
     accumulator: Any
     lines: Info
-    kept: Any
+    table: ClientTable | tuple[()]
 
 
 def roster(plan: RoundPlan, root_key: jax.Array) -> Roster:
@@ -60,7 +60,6 @@ class Lane:
       columns: the examples that the device reads.
       shared: what the server sent.
       people: the cohort.
-      table: what clients keep; None: this program has nothing to keep.
       common: what the server keeps for the aggregator.
       attack: what the attackers among the cohort do; None: nobody attacks.
 
@@ -74,29 +73,29 @@ class Lane:
         columns: Mapping[str, jax.Array],
         shared: Shared,
         people: Roster,
-        table: ClientTable | None = None,
         common: Any = (),
         attack: Attack | None = None,
     ):
         self.program, self.columns, self.shared, self.people = program, columns, shared, people
-        self.table, self.common, self.attack = table, common, attack
+        self.common, self.attack = common, attack
         self.aggregator = folding(program, attack, people.attacker)
 
-    def client(self, position: jax.Array) -> Client:
-        people = self.people
-        memory = self._row(position)[0] if self.table else self.program.client_memory(self.shared)
-        return Client(people.client[position], people.size[position], people.steps[position], people.key[position], memory)
-
-    def _row(self, position: jax.Array) -> tuple[Any, Any]:
+    def row(self, position: jax.Array, table: ClientTable | tuple[()]) -> tuple[Any, Any]:
         """What this client kept, for the algorithm and for the aggregator; or what a client starts with."""
-        assert self.table
-        at = jnp.minimum(self.people.keeps[position], len(self.table.seen) - 1)
-        row = jax.tree.map(lambda rows: rows[at], self.table.rows)
         own = self.program.client_memory(self.shared)
+        if not isinstance(table, ClientTable):
+            return own, ()
+        at = jnp.minimum(self.people.keeps[position], len(table.seen) - 1)
+        row = jax.tree.map(lambda rows: rows[at], table.rows)
         of_aggregator = jax.tree.map(jnp.zeros_like, row[1])
         if jax.tree.leaves(of_aggregator):
             of_aggregator = self.program.aggregator.client_memory(update_shape(self.program, self.shared))
-        return tree.select(self.table.seen[at], row, (own, of_aggregator))
+        return tree.select(table.seen[at], row, (own, of_aggregator))
+
+    def client(self, position: jax.Array, row: tuple[Any, Any]) -> Client:
+        """The client of this `row`."""
+        people = self.people
+        return Client(people.client[position], people.size[position], people.steps[position], people.key[position], row[0])
 
     def batch(self, position: jax.Array, step: jax.Array) -> Batch:
         """What the client trains on in one step."""
@@ -129,9 +128,8 @@ class Lane:
         preview = self.program.preview
         return jnp.asarray(preview.num_steps(self.people.size[position]), jnp.int32) if preview else jnp.int32(0)
 
-    def deliver(self, position: jax.Array, result: ClientUpdate, client: Client) -> tuple[Any, Info, Any]:
-        """What arrives of an update, the client's line of the info, and what it keeps."""
-        old = self._row(position) if self.table else (client.memory, ())
+    def deliver(self, position: jax.Array, result: ClientUpdate, client: Client, old: tuple[Any, Any]) -> tuple[Any, Info, Any]:
+        """What arrives of an update, the client's line of the info, and what it keeps if it counts; ``old``: its `row`."""
         if self.attack is not None:
             corrupt = with_notes_of(result.update, self.attack.corrupt(result.update, rng.stream(client.key, "attack")))
             result = result._replace(update=tree.select(self.people.attacker[position], corrupt, result.update))
@@ -141,19 +139,41 @@ class Lane:
             kept = kept[0], tree.select(self.people.attacker[position], old[1], kept[1])
         return update, line, kept
 
-    def zeros(self) -> Carry:
-        """An empty fold, and room for what every client leaves behind."""
+    def keep(self, table: ClientTable | tuple[()], position: jax.Array, line: Info, kept: Any) -> ClientTable | tuple[()]:
+        """``table`` with what these clients keep, one or several side by side, of those whose update counts."""
+        if not jax.tree.leaves(kept) or not isinstance(table, ClientTable):
+            return table
+        keeps, beyond = self.people.keeps, len(table.seen)
+        at = jnp.where(line["weight"] != 0, keeps.at[position].get(mode="fill", fill_value=beyond), beyond)
+        return put(table, at, kept)
+
+    def empty(self, table: ClientTable | tuple[()]) -> Carry:
+        """An empty fold, room for every client's line, and what clients keep."""
 
         def report(position: jax.Array) -> tuple[Any, Info, Any]:
-            client = self.client(position)
+            row = self.row(position, table)
+            client = self.client(position, row)
             state = self.program.client_init(self.shared, client)
-            return self.deliver(position, self.program.client_final(self.shared, state, client), client)
+            return self.deliver(position, self.program.client_final(self.shared, state, client), client, row)
 
         slots = self.people.size.shape[0]
-        update, line, kept = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
+        update, line, _ = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
         self.aggregator.check(update, slots)
-        room = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), (line, kept if self.table else ()))
-        return Carry(self.aggregator.zero(update, slots), *room)
+        lines = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), line)
+        return Carry(self.aggregator.zero(update, slots), lines, table)
+
+
+def put(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
+    """``table`` with rows at a place, or at several; those beyond its end go nowhere."""
+    written = ClientTable(rows, jnp.ones(at.shape, bool))
+    if at.ndim:
+        return jax.tree.map(lambda leaf, row: leaf.at[at].set(row, mode="drop"), table, written)
+
+    def write(_: jax.Array, table: ClientTable) -> ClientTable:
+        return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row, at, 0), table, written)
+
+    # Once or not at all, in its place: a scatter takes its time on a CPU, and a choice between rows reads both.
+    return jax.lax.fori_loop(0, (at < len(table.seen)).astype(jnp.int32), write, table)
 
 
 def folding(program: FederatedProgram, attack: Attack | None, attackers: jax.Array) -> Aggregator:
@@ -164,7 +184,7 @@ def folding(program: FederatedProgram, attack: Attack | None, attackers: jax.Arr
 def deliver(
     program: FederatedProgram, result: ClientUpdate, client: Client, old: tuple[Any, Any], common: Any
 ) -> tuple[Any, Info, Any]:
-    """Sends an update: what arrives, the client's line of the info, and what the client keeps (algorithm, aggregator).
+    """Sends an update: what arrives, the client's line of the info, and what it keeps if it counts (algorithm, aggregator).
 
     Keeps out of the fold who took no step and whose update is not finite. An update counts as finite if its squared norm is:
     so no sum of weighted updates overflows either. One that is not is replaced by zeros and not only weighted by 0, since 0
@@ -200,7 +220,7 @@ def deliver(
     counts = took_part & finite
     # All of one dtype with the updates, so that one all-reduce brings everything together.
     info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
-    return update, info, tree.select(counts & (weight != 0), (result.memory, of_aggregator), old)
+    return update, info, (result.memory, of_aggregator)
 
 
 def round_info(
@@ -250,7 +270,8 @@ def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: Carry
 
     def run_client(i: jax.Array, carry: Carry) -> Carry:
         position = queue[i]
-        client = lane.client(position)
+        row = lane.row(position, carry.table)
+        client = lane.client(position, row)
         state = program.client_init(shared, client)
         if program.preview:
             state = jax.lax.fori_loop(
@@ -265,16 +286,16 @@ def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: Carry
             lambda step, state: program.client_step(shared, state, lane.batch(position, step)),
             program.client_begin(shared, state, client),
         )
-        update, *left = lane.deliver(position, program.client_final(shared, state, client), client)
-        accumulator = lane.aggregator.accumulate(carry.accumulator, update, left[0]["weight"], position)
-        return Carry(accumulator, *_write(carry[1:], position, (left[0], left[1] if lane.table else ())))
+        update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client, row)
+        accumulator = lane.aggregator.accumulate(carry.accumulator, update, line["weight"], position)
+        return Carry(accumulator, _write(carry.lines, position, line), lane.keep(carry.table, position, line, kept))
 
     return jax.lax.fori_loop(window[0], window[1], run_client, carry)
 
 
-def _write(room: Any, position: jax.Array, rows: Any) -> Any:
-    """Rows into the room, at one position or at several; a position beyond the end goes nowhere."""
-    return jax.tree.map(lambda room, row: room.at[position].set(row, mode="drop"), tuple(room), rows)
+def _write(room: Info, position: jax.Array, lines: Info) -> Info:
+    """Lines into the room, at one position or at several; a position beyond the end goes nowhere."""
+    return {name: rows.at[position].set(lines[name], mode="drop") for name, rows in room.items()}
 
 
 def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: Carry, steps_per_check: int) -> Carry:
@@ -293,10 +314,11 @@ def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: C
     program, shared = lane.program, lane.shared
     slots = lane.people.size.shape[0]
 
-    def tick(at: tuple[Any, ...], queue: jax.Array, window: jax.Array) -> tuple[tuple[Any, ...], jax.Array, Any]:
+    def tick(table: Any, at: tuple[Any, ...], queue: jax.Array, window: jax.Array) -> tuple[tuple[Any, ...], jax.Array, Any]:
         slot, step, state, accumulator = at
         position = queue[jnp.minimum(slot, queue.shape[0] - 1)]
-        client = lane.client(position)
+        row = lane.row(position, table)
+        client = lane.client(position, row)
         looks = lane.num_preview_steps(position)
         state = tree.select(step == 0, program.client_init(shared, client), state)
         if program.preview:
@@ -306,27 +328,33 @@ def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: C
         stepped = program.client_step(shared, state, lane.batch(position, jnp.maximum(train, 0)))
         state = tree.select((train >= 0) & (train < client.num_steps), stepped, state)
         ended = (slot < window[1]) & (train >= 0) & (train + 1 >= client.num_steps)
-        update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client)
+        update, line, kept = lane.deliver(position, program.client_final(shared, state, client), client, row)
         folded = lane.aggregator.accumulate(accumulator, update, line["weight"], position)
         # select and not a weight of 0: an idle lane must leave every kind of accumulator alone.
         accumulator = tree.select(ended, folded, accumulator)
         at = slot + ended.astype(jnp.int32), jnp.where(ended, 0, step + 1), state, accumulator
-        return at, jnp.where(ended, position, slots), (line, kept if lane.table else ())
+        return at, jnp.where(ended, position, slots), (line, kept)
 
-    def ticks(carry: tuple[Any, Any]) -> tuple[Any, Any]:
-        def body(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-            at, room = carry
-            at, positions, rows = jax.vmap(tick)(at, queues, windows)
-            return (at, _write(room, positions, rows)), None
+    def ticks(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def body(carry: tuple[Any, Any, Any], _: None) -> tuple[tuple[Any, Any, Any], None]:
+            at, lines, table = carry
+            at, positions, (line, kept) = jax.vmap(tick, in_axes=(None, 0, 0, 0))(table, at, queues, windows)
+            return (at, _write(lines, positions, line), lane.keep(table, positions, line, kept)), None
 
         return jax.lax.scan(body, carry, length=steps_per_check)[0]
 
+    def begin() -> Any:
+        position = jnp.int32(0)
+        return program.client_init(shared, lane.client(position, lane.row(position, carry.table)))
+
     lanes = windows.shape[0]
-    client_state = jax.eval_shape(lambda: program.client_init(shared, lane.client(jnp.int32(0))))
+    client_state = jax.eval_shape(begin)
     blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), client_state)
-    first = jax.tree.map(lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), (jnp.int32(0), blank, lane.zeros().accumulator))
-    at, room = jax.lax.while_loop(
-        lambda c: jnp.any(c[0][0] < windows[:, 1]), ticks, ((windows[:, 0], *first), tuple(carry[1:]))
+    first = jax.tree.map(
+        lambda x: jnp.broadcast_to(x, (lanes, *x.shape)), (jnp.int32(0), blank, lane.empty(carry.table).accumulator)
+    )
+    at, lines, table = jax.lax.while_loop(
+        lambda c: jnp.any(c[0][0] < windows[:, 1]), ticks, ((windows[:, 0], *first), carry.lines, carry.table)
     )
     aggregator = lane.aggregator
-    return Carry(aggregator.merge(carry.accumulator, aggregator.merge_stacked(at[-1])), *room)
+    return Carry(aggregator.merge(carry.accumulator, aggregator.merge_stacked(at[-1])), lines, table)

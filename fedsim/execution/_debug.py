@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import rng
-from fedsim.data import Batch, ClientDataset, Cohort
+from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
-from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
+from fedsim.execution._contract import FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, Jit, check_cohorts, finish_round, whole_round
 from fedsim.execution._memory import Turn, remember, split, turns
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
@@ -50,17 +51,17 @@ class Debug(Execution):
         state = remember(program, state, cohort.data)
         plan = plan_round(cohort, program.batches, 1, 1)
         before = split(state).clients
-        if jax.tree.leaves(before):
-            table, (plan,), who = _memory.to_device(before, [plan], isinstance(before, ClientTable), 1)
-            state = state._replace(clients=jax.tree.map(jnp.asarray, table))
+        if isinstance(before, ClientRows):
+            table, (plan,), who = _memory.to_devices(before, [plan], Jit().mesh(), 1)
+            # On no device in particular: the server's state may come from a run on several.
+            state = state._replace(clients=jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), table))
         infos = []
         for turn in turns(program):
             own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))
             state, info = self._phase(turn, state, cohort, own)
             infos.append(info)
-        if jax.tree.leaves(before):
-            after = _memory.from_device(before, state.clients, who, isinstance(before, ClientTable))
-            state = state._replace(clients=after)
+        if isinstance(before, ClientRows):
+            state = state._replace(clients=_memory.from_devices(before, state.clients, who))
         return state, whole_round(infos)
 
     def _phase(self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:
@@ -68,13 +69,14 @@ class Debug(Execution):
         down_key = rng.round_key(cohort.key, cohort.round, "downlink")
         shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
         shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        lane = Lane(phase, {}, shared, roster(plan, cohort.key), parts.clients or None, parts.aggregator, cohort.attack)
-        carry = None
+        lane = Lane(phase, {}, shared, roster(plan, cohort.key), parts.aggregator, cohort.attack)
+        carry, table = None, parts.clients
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
         clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]
         for slot, (client_id, dataset, key) in clients:
             who, position = f"client {client_id!r}", jnp.int32(slot)
-            client = lane.client(position)
+            row = lane.row(position, table)
+            client = lane.client(position, row)
             client_state = _stage("client_init", who, phase.client_init, shared, client)
             if phase.preview:
                 for batch in dataset.batches(phase.preview, rng.stream(key, "preview")):
@@ -85,17 +87,18 @@ class Debug(Execution):
                 batch = _poisoned(lane, position, who, batch)
                 client_state = _step("client_step", who, phase.client_step, shared, client_state, batch)
             result = _stage("client_final", who, phase.client_final, shared, client_state, client)
-            update, line, kept = _stage("client_final", who, lane.deliver, position, result, client)
-            left = (line, kept if lane.table else ())
+            update, line, kept = _stage("client_final", who, lane.deliver, position, result, client, row)
+            table = lane.keep(table, position, line, kept)
             if carry is None:
                 _stage("aggregator.check", "the server", lane.aggregator.check, update, cohort.slots)
                 folds = jax.eval_shape(lambda update=update: lane.aggregator.zero(update, cohort.slots))
                 _placement.must_fit(lane.aggregator, folds, cohort.slots, 1, Jit().mesh())
-                room = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), left)
-                carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), *room)
+                lines = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), line)
+                carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), lines, table)
             accumulate = lane.aggregator.accumulate
             folded = _stage("aggregator.accumulate", who, accumulate, carry.accumulator, update, line["weight"], position)
-            carry = Carry(folded, *jax.tree.map(lambda room, row, at=slot: room.at[at].set(row), tuple(carry[1:]), left))
+            lines = {name: rows.at[slot].set(line[name]) for name, rows in carry.lines.items()}
+            carry = Carry(folded, lines, table)
         assert carry is not None
         return _stage(
             "server_update",

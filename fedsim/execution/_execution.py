@@ -18,9 +18,9 @@ from fedsim import checks, rng, tree
 from fedsim.attacks import Attack
 from fedsim.data import Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, roster, round_info, run_sequential, run_side_by_side
+from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, put, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
-from fedsim.execution._memory import Turn, averaged, down, join, remember, split, turns
+from fedsim.execution._memory import Turn, averaged, down, join, joined, parted, remember, split, turns
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
 
@@ -91,37 +91,45 @@ class Jit(Execution):
         state = remember(program, state, first.data)
         rounds = max(max_rounds or 0, len(cohorts))
         rounds = min(rounds, _memory.most_rounds(state, first.data, first.slots, self.mesh(), self.memory))
-        infos = []
-        for start in range(0, len(cohorts), rounds):
-            together = cohorts[start : start + rounds]
-            state, info = self._dispatch(program, state, together, rounds, stacked=True)
-            count = len(together)
-            infos.append(jax.tree.map(lambda x, n=count: x[:n], info) if info.num_dropped.shape[0] > count else info)
-        return state, infos[0] if len(infos) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *infos)
+        infos, start = [], 0
+        while start < len(cohorts):
+            state, info, count = self._dispatch(program, state, cohorts[start : start + rounds], rounds, stacked=True)
+            infos.append((info, count))
+            start += count
+        if len(infos) == 1:
+            return state, jax.tree.map(lambda x: x[:count], info) if count < rounds else info
+        # They are there, for a dispatch waits for the rows that the one before it wrote; and a new length need not be compiled.
+        parts = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], info) for info, n in infos]
+        return state, jax.tree.map(lambda *rows: jnp.asarray(np.concatenate(rows)), *parts)
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        return self._dispatch(program, state, [cohort], 1, stacked=False)
+        return self._dispatch(program, state, [cohort], 1, stacked=False)[:2]
 
     def _dispatch(
         self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], rounds: int, stacked: bool
-    ) -> tuple[State, RoundInfo]:
+    ) -> tuple[State, RoundInfo, int]:
+        """Runs the first of these rounds, those that can go together; returns how many, too."""
         check_cohorts(program, cohorts)
         data, mesh = cohorts[0].data, self.mesh()
         slots = cohorts[0].slots
         layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
-        plans = [plan_round(cohort, program.batches, layout.devices, layout.lanes, program.preview) for cohort in cohorts]
         state = remember(program, state, data)
-        if isinstance(state, Remembered) and jax.tree.leaves(state.clients):
-            on_device = _memory.is_resident(state.clients, data, mesh, self.memory)
-            table, plans, who = _memory.to_device(state.clients, plans, on_device, rounds)
-            after, infos = self._run(program, state._replace(clients=table), cohorts, plans, layout, rounds, stacked)
-            return after._replace(clients=_memory.from_device(state.clients, after.clients, who, on_device)), infos
-        return self._run(program, state, cohorts, plans, layout, rounds, stacked)
+        clients = split(state).clients
+        moving = bool(jax.tree.leaves(clients)) and not _memory.is_resident(clients, data, mesh, self.memory)
+        most = _memory.most_rows(slots, mesh.size) if moving else None
+        plans = [plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, most) for cohort in cohorts]
+        if not moving:
+            table = _placement.replicate(_memory.whole(clients), mesh)
+            return *self._run(program, joined(state, table), moving, cohorts, plans, layout, rounds, stacked), len(plans)
+        table, plans, who = _memory.to_devices(clients, plans, mesh, rounds)
+        after, infos = self._run(program, joined(state, table), moving, cohorts, plans, layout, rounds, stacked)
+        return after._replace(clients=_memory.from_devices(clients, after.clients, who)), infos, len(plans)
 
     def _run(
         self,
         program: FederatedProgram,
         state: State,
+        moving: bool,
         cohorts: Sequence[Cohort],
         plans: Sequence[RoundPlan],
         layout: Layout,
@@ -134,27 +142,29 @@ class Jit(Execution):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
-        compiled = _compiled(program, mesh, layout, resident, stacked, cohorts[0].attack)
+        compiled = _compiled(program, mesh, layout, resident, moving, stacked, cohorts[0].attack)
+        state, table = parted(state)
         state, key = _placement.replicate((state, cohorts[0].key), mesh)
         packed = layout.pack(plans, rounds)
         if not resident or _placement.must_wait(mesh):
             # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
-            jax.block_until_ready(state)
+            jax.block_until_ready((state, table))
         windows_of = []
         if len(plans) == 1:
             own = [of_phase(plans[0], phase.batches, phase is program) for phase in program.phases]
             windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
         if all(len(parts) < 2 for parts in windows_of):
-            return compiled.rounds(columns, state, key, packed, np.int32(len(plans)))
+            state, table, infos = compiled.rounds(columns, table, state, key, packed, np.int32(len(plans)))
+            return joined(state, table), infos
         packed = packed[:1]
-        infos = []
+        of_phases = []
         for phase, parts in zip(compiled.phases, windows_of, strict=True):
-            carry = phase.begin(columns, state, key, packed)
+            carry = phase.begin(columns, table, state, key, packed)
             for part in parts:
                 carry = phase.fold(columns, state, key, packed, part, carry)
-            state, info = phase.finish(state, key, packed, carry)
-            infos.append(info)
-        return state, whole_round(infos)
+            state, table, info = phase.finish(table, state, key, packed, carry)
+            of_phases.append(info)
+        return joined(state, table), whole_round(of_phases)
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
@@ -267,18 +277,19 @@ def _compiled(program: FederatedProgram, *how: Any) -> _Compiled:
 
 
 def _compile(
-    program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, stacked: bool, attack: Attack | None
+    program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, moving: bool, stacked: bool, attack: Attack | None
 ) -> _Compiled:
+    """Compiles for columns that are ``resident`` or come with a dispatch, and for clients' rows that are ``moving`` or stay."""
     platform = mesh.devices.flat[0].platform
 
     def enter(turn: Turn, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
         phase, parts = turn.phase, turn.sees(split(state))
         plan = of_phase(layout.unpack(packed), phase.batches, turn.last)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
-        return plan, Lane(phase, columns, shared, roster(plan, key), parts.clients or None, parts.aggregator, attack)
+        return plan, Lane(phase, columns, shared, roster(plan, key), parts.aggregator, attack)
 
-    def empty(lane: Lane) -> Carry:
-        carry = lane.zeros()
+    def empty(lane: Lane, turn: Turn, state: State) -> Carry:
+        carry = lane.empty(turn.sees(split(state)).clients)
         _placement.must_fit(lane.aggregator, carry.accumulator, layout.slots, layout.lanes, mesh)
         return carry
 
@@ -290,23 +301,43 @@ def _compile(
 
     def gather(turn: Turn, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
         accumulator = folding(turn.phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
-        # Every client's line was written by one device only; elsewhere it is 0.
-        lines, kept = jax.lax.psum((carry.lines, carry.kept), AXIS)
+        lines, table = together(carry, plan.keeps)
         came = jnp.sum(plan.length, dtype=jnp.int32)
-        return finish_round(turn, state, key, plan, accumulator, lines, kept, came, attack)
+        return finish_round(turn, state, key, plan, accumulator, lines, table, came, attack)
+
+    def together(carry: Carry, keeps: jax.Array) -> tuple[Info, ClientTable | tuple[()]]:
+        # Every client's line was written by one device only; elsewhere it is 0.
+        table = carry.table
+        if moving or mesh.size == 1 or not isinstance(table, ClientTable):
+            return jax.lax.psum(carry.lines, AXIS), table
+        # Each device has everybody's row, and the others get from it those that it wrote.
+        at, wrote = jnp.minimum(keeps, len(table.seen) - 1), carry.lines["weight"] != 0
+        written = jax.vmap(lambda wrote, rows: tree.select(wrote, rows, jax.tree.map(jnp.zeros_like, rows)))
+        lines, rows = jax.lax.psum((carry.lines, written(wrote, jax.tree.map(lambda leaf: leaf[at], table.rows))), AXIS)
+        to = jnp.where(lines["weight"] != 0, keeps, len(table.seen))
+        rows = jax.tree.map(lambda row, leaf: row.astype(leaf.dtype), rows, table.rows)
+
+        def one(slot: jax.Array, table: ClientTable) -> ClientTable:
+            return put(table, to[slot], jax.tree.map(lambda rows: rows[slot], rows))
+
+        return lines, jax.lax.fori_loop(0, len(to), one, table)
 
     def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
         for turn in turns(program):
             plan, lane = enter(turn, columns, state, key, packed)
             windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-            state, info = gather(turn, state, key, plan, train(lane, plan, windows, empty(lane)))
+            state, info = gather(turn, state, key, plan, train(lane, plan, windows, empty(lane, turn, state)))
             infos.append(info)
         return state, whole_round(infos)
 
-    def rounds(columns: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array) -> tuple[State, RoundInfo]:
+    def rounds(
+        columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array
+    ) -> tuple[State, Any, RoundInfo]:
+        state = joined(state, table)
         if not stacked:
-            return one_round(columns, state, key, plan[0])
+            state, info = one_round(columns, state, key, plan[0])
+            return *parted(state), info
 
         def body(r: jax.Array, carry: tuple[State, RoundInfo]) -> tuple[State, RoundInfo]:
             state, infos = carry
@@ -315,37 +346,42 @@ def _compile(
 
         _, shapes = jax.eval_shape(lambda s: one_round(columns, s, key, plan[0]), state)
         room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
-        return jax.lax.fori_loop(0, num_rounds, body, (state, room))
+        state, infos = jax.lax.fori_loop(0, num_rounds, body, (state, room))
+        return *parted(state), infos
 
     def in_parts(turn: Turn) -> _Phase:
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
-        def begin(columns: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            return jax.tree.map(lambda x: x[None], empty(enter(turn, columns, state, key, plan[0])[1]))
+        def begin(columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
+            lane = enter(turn, columns, state, key, plan[0])[1]
+            return jax.tree.map(lambda x: x[None], empty(lane, turn, joined(state, table)))
 
         def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
             plan, lane = enter(turn, columns, state, key, packed[0])
             carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
             return jax.tree.map(lambda x: x[None], carry)
 
-        def finish(state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, RoundInfo]:
+        def finish(table: Any, state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, Any, RoundInfo]:
             carry = jax.tree.map(lambda x: x[0], carry)
             plan = of_phase(layout.unpack(packed[0]), turn.phase.batches, turn.last)
-            state, info = gather(turn, state, key, plan, carry)
-            return state, jax.tree.map(lambda x: x[None], info) if stacked else info
+            state, info = gather(turn, joined(state, table), key, plan, carry)
+            return *parted(state), jax.tree.map(lambda x: x[None], info) if stacked else info
 
         return _Phase(
-            begin=compiled(begin, data, P(), P(), P(), out=own),
-            fold=compiled(fold, data, P(), P(), P(), P(), own, out=own),
-            finish=compiled(finish, P(), P(), P(), own, out=P()),
+            begin=compiled(begin, data, kept, P(), P(), P(), out=own),
+            fold=compiled(fold, data, P(), P(), P(), P(), own, out=own, donated=5),
+            finish=compiled(finish, kept, P(), P(), P(), own, out=(P(), kept, P())),
         )
 
-    def compiled(function: Callable[..., Any], *specs: P, out: P) -> Callable[..., Any]:
+    def compiled(function: Callable[..., Any], *specs: P, out: Any, donated: int | None = None) -> Callable[..., Any]:
         # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))
+        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        return jax.jit(function, donate_argnums=donated)
 
-    data, own = P() if resident else P(AXIS), P(AXIS)
+    data, kept, own = P() if resident else P(AXIS), P(AXIS) if moving else P(), P(AXIS)
     return _Compiled(
-        rounds=compiled(rounds, data, P(), P(), P(), P(), out=P()), phases=tuple(in_parts(turn) for turn in turns(program))
+        # Rows that were brought for this dispatch are written in their place; a state's own table is its user's.
+        rounds=compiled(rounds, data, kept, P(), P(), P(), P(), out=(P(), kept, P()), donated=1 if moving else None),
+        phases=tuple(in_parts(turn) for turn in turns(program)),
     )
 
 
@@ -356,7 +392,7 @@ def finish_round(
     plan: RoundPlan,
     accumulator: Any,
     lines: Info,
-    kept: Any,
+    table: Any,
     num_clients: jax.Array,
     attack: Attack | None = None,
     update: Any = None,
@@ -370,7 +406,7 @@ def finish_round(
       plan: of the round.
       accumulator: everybody's fold.
       lines: what `deliver` wrote, ``[slots, ...]``.
-      kept: what clients keep from now on, ``[slots, ...]``; () if nothing.
+      table: what clients keep from now on; () if nothing.
       num_clients: of the cohort, ``int32 []``.
       attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
@@ -393,25 +429,8 @@ def finish_round(
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
     average = averaged(phase.averaging if turn.last else None, parts.average, getattr(server, "params", ()))
     after = Remembered(server, (), aggregator, downlink, average)
-    clients, parts = parts.clients, parts._replace(clients=())
-    after = tree.select(info.num_aggregated > 0, after, parts)
-    if jax.tree.leaves(kept):
-        to = jnp.where(lines["weight"] != 0, plan.keeps, len(clients.seen))
-        clients = ClientTable(_written(clients.rows, kept, to), clients.seen.at[to].set(True, mode="drop"))
-    return join(turn.leaves(whole, after._replace(clients=clients)), state), info
-
-
-def _written(table: Any, rows: Any, to: jax.Array) -> Any:
-    """``table`` with rows at the places ``to``, those beyond its end nowhere. One by one, for a scatter is slow on a CPU."""
-
-    def write(slot: jax.Array, table: Any) -> Any:
-        def one(leaf: jax.Array, of: jax.Array) -> jax.Array:
-            at = jnp.minimum(to[slot], len(leaf) - 1)
-            return leaf.at[at].set(jnp.where(to[slot] < len(leaf), of[slot], leaf[at]))
-
-        return jax.tree.map(one, table, rows)
-
-    return jax.lax.fori_loop(0, len(to), write, table)
+    after = tree.select(info.num_aggregated > 0, after, parts._replace(clients=()))
+    return join(turn.leaves(whole, after._replace(clients=table)), state), info
 
 
 def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
+from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
@@ -187,6 +189,17 @@ def join(parts: Remembered, like: State) -> State:
     return parts if isinstance(like, Remembered) else parts.server
 
 
+def parted(state: State) -> tuple[State, Any]:
+    """A state without what clients keep, and that; () if they keep nothing."""
+    clients = split(state).clients
+    return (state, ()) if clients == () else (state._replace(clients=()), clients)
+
+
+def joined(state: State, clients: Any) -> State:
+    """The inverse of `parted`."""
+    return state if clients == () else state._replace(clients=clients)
+
+
 def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
     """What clients receive of ``shared``, the sender's memory, and the size of the message (see `fedsim.tree.bits_dtype`)."""
     plain = tree.num_bits(shared)
@@ -225,43 +238,77 @@ def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh,
 
 
 def most_rounds(state: State, data: FederatedData, slots: int, mesh: Mesh, memory: str) -> int:
-    """How many rounds can go to the device at once: what their cohorts keep has to fit there, next to its copies."""
+    """How many rounds can go to the devices at once, so that the table of what their cohorts keep is no larger than it may."""
     clients = split(state).clients
     if not isinstance(clients, ClientRows) or is_resident(clients, data, mesh, memory):
         return 2**31
-    row_bytes = max(1, clients.store.row_bytes)
-    return 2**31 if data.num_clients * row_bytes <= _TABLE_BYTES else max(1, _TABLE_BYTES // (slots * row_bytes))
+    row_bytes, a_round = max(1, clients.store.row_bytes), mesh.size * most_rows(slots, mesh.size)
+    return 2**31 if mesh.size * data.num_clients * row_bytes <= _TABLE_BYTES else max(1, _TABLE_BYTES // (a_round * row_bytes))
 
 
-def to_device(
-    clients: ClientRows | ClientTable, plans: list[RoundPlan], resident: bool, max_rounds: int
-) -> tuple[ClientTable, list[RoundPlan], np.ndarray]:
-    """The table that a dispatch reads and writes, its plans pointing into it, and whose rows it holds, ``int [n]``."""
-    if resident:
-        if isinstance(clients, ClientTable):
-            return clients, plans, np.arange(len(clients.seen))
-        everyone = np.arange(len(clients.index))
-        return ClientTable(*clients.gather(everyone)), plans, everyone
-    together = [plan.client[: int(plan.length.sum())] for plan in plans]
-    who, where = np.unique(np.concatenate(together), return_inverse=True)
+def whole(clients: Any) -> Any:
+    """The table of everybody's row; () if nothing is kept."""
+    return ClientTable(*clients.gather(np.arange(len(clients.index)))) if isinstance(clients, ClientRows) else clients
+
+
+def most_rows(slots: int, devices: int) -> int:
+    """Clients of a round whose rows one of several devices has room for: a quarter more than its share."""
+    return min(slots, -(-5 * slots // (4 * devices)))
+
+
+def to_devices(
+    clients: ClientRows | ClientTable, plans: list[RoundPlan], mesh: Mesh, max_rounds: int
+) -> tuple[ClientTable, list[RoundPlan], list[np.ndarray]]:
+    """The rows of the clients of the first of these rounds, each on the device that trains its client.
+
+    A round has to wait for the next dispatch if a client comes to another device than in a round before it: who trains where is
+    a matter of its cohort alone, so that what is dispatched together changes no sum.
+
+    Returns:
+      The table, sharded over the devices; the plans of the rounds that can go together, pointing into it; and whose rows each
+      device has, ``int [n]``, in their order.
+    """
+    rows = _rows(clients)
     slots = len(plans[0].client)
-    capacity = min(slots * max_rounds, len(clients.index if isinstance(clients, ClientRows) else clients.seen))
-    parts = np.split(where, np.cumsum([len(clients) for clients in together])[:-1])
+    capacity = min(most_rows(slots, mesh.size) * max_rounds, len(rows.index))
+    homes: dict[int, tuple[int, int]] = {}
+    who: list[list[int]] = [[] for _ in range(mesh.size)]
     moved = []
-    for plan, part in zip(plans, parts, strict=True):
+    for plan in plans:
+        seats = [(at, int(plan.client[at]), device) for device in range(mesh.size) for at in _trained_by(plan, device)]
+        if any(homes.get(client, (device,))[0] != device for _, client, device in seats):
+            break
         keeps = np.full(slots, capacity, np.int32)
-        keeps[: len(part)] = part
+        for at, client, device in seats:
+            if client not in homes:
+                homes[client] = device, len(who[device])
+                who[device].append(client)
+            keeps[at] = homes[client][1]
         moved.append(plan._replace(keeps=keeps))
-    return ClientTable(*_rows(clients).gather(who, capacity)), moved, who
+    table = [np.empty((mesh.size * capacity, *leaf.shape), leaf.dtype) for leaf in rows.store.leaves]
+    seen = np.zeros(mesh.size * capacity, bool)
+    places = np.concatenate([device * capacity + np.arange(len(there)) for device, there in enumerate(who)])
+    seen[places] = rows.read(np.concatenate(who).astype(np.int64), table, places)
+    for leaf in table:
+        leaf[places[~seen[places]]] = 0  # A row's parts may say themselves whether they were ever written.
+    held = ClientTable(jax.tree.unflatten(rows.store.structure, table), seen)
+    return jax.device_put(held, NamedSharding(mesh, P(AXIS))), moved, [np.array(there, np.int64) for there in who]
 
 
-def from_device(
-    before: ClientRows | ClientTable, table: ClientTable, who: np.ndarray, resident: bool
-) -> ClientRows | ClientTable:
-    """What clients keep after a dispatch; waits for it unless it stays on the device."""
-    if resident:
-        return table
-    return _rows(before).written(who, table.rows, np.asarray(table.seen)[: len(who)])
+def _trained_by(plan: RoundPlan, device: int) -> list[int]:
+    """Positions in the cohort."""
+    lanes = zip(plan.queue[device], plan.length[device], strict=True)
+    return [at for queue, length in lanes for at in queue[:length].tolist()]
+
+
+def from_devices(before: ClientRows | ClientTable, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
+    """What clients keep after a dispatch, for which it waits."""
+    shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
+    parts = []
+    for there, leaves in zip(who, zip(*shards, strict=True), strict=True):
+        *rows, seen = map(np.asarray, leaves)
+        parts.append((there, rows, seen[: len(there)]))
+    return _rows(before).all_written(parts)
 
 
 def _rows(clients: ClientRows | ClientTable) -> ClientRows:

@@ -27,7 +27,7 @@ class RoundPlan(NamedTuple):
       start: ``[slots]``, first row in the columns that the device reads.
       size: ``[slots]``, number of rows.
       steps: ``[slots]``, batches to train on.
-      keeps: ``[slots]``, where in the table of what clients keep its row is; beyond the table for empty slots.
+      keeps: ``[slots]``, where its row is in the table of what clients keep that its device has; beyond it for empty slots.
       attacker: ``[slots]``, 1 for those who carry out the cohort's attack.
       queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
       length: ``[devices, lanes]``, how many entries of each queue count.
@@ -72,16 +72,31 @@ class Layout:
         return RoundPlan(*fields)
 
 
-def plan_round(cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None) -> RoundPlan:
-    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan)."""
+def plan_round(
+    cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None, most: int | None = None
+) -> RoundPlan:
+    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan).
+
+    Args:
+      cohort: who comes.
+      batches: of the algorithm.
+      devices: how many.
+      lanes: of each device.
+      preview: the algorithm's.
+      most: clients that a device takes, at most.
+    """
     sizes, slots, steps = cohort.sizes, cohort.slots, cohort.num_steps(batches)
     # Starting and folding a client takes about as long as half a step.
     work = 2 * steps + 1 + (2 * preview.num_steps(sizes) if preview else 0)
     queues: list[list[int]] = [[] for _ in range(devices * lanes)]
     # Lane-major order spreads a small cohort over the devices before it fills any device's lanes.
     load = [(0, lane, device) for lane in range(lanes) for device in range(devices)]
+    taken = [0] * devices
     for position in np.argsort(-work, kind="stable").tolist():
         busy, lane, device = heapq.heappop(load)
+        while taken[device] == most:
+            busy, lane, device = heapq.heappop(load)
+        taken[device] += 1
         queues[device * lanes + lane].append(position)
         heapq.heappush(load, (busy + int(work[position]), lane, device))
     queue = np.zeros((devices * lanes, slots), np.int32)

@@ -84,6 +84,18 @@ def test_a_client_twice_seen_reads_the_new_row_and_the_old_value_keeps_the_old(s
     assert again.gather(np.array([3]))[0]["w"].tolist() == draws(np.random.default_rng(2), 1)["w"].tolist()
 
 
+def test_rows_that_come_in_parts_lie_apart(store):
+    """Where no row is free any more, too: room for one part must not be found in another."""
+    store.rows_per_chunk = 4
+    draw, rows = np.random.default_rng(0), none_yet(store)
+    expected = {}
+    for _ in range(5):
+        parts = [(np.arange(at, at + 3), draws(draw, 4), np.array([True, False, True])) for at in (0, 9, 20)]
+        rows = rows.all_written(parts)
+        expected |= {c: {k: leaf[i] for k, leaf in new.items()} for who, new, _ in parts for i, c in enumerate(who) if i != 1}
+        assert_holds(rows, expected)
+
+
 def test_rows_of_an_index_that_went_to_a_device_are_kept(store):
     store.rows_per_chunk = 8
     draw, rows, values = np.random.default_rng(0), none_yet(store), draws(np.random.default_rng(3), 2)

@@ -121,9 +121,10 @@ def test_two_experiment_seeds_give_different_client_keys():
 
 
 @pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 1), (3, 2), (8, 4)])
-def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes):
+@pytest.mark.parametrize("most", [None, 40])
+def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes, most):
     population = federation.data(sizes=list(range(1, 41)))
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes)
+    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes, most=most)
     given = [plan.queue[d, l, :n] for (d, l), n in np.ndenumerate(plan.length)]
     assert sorted(np.concatenate(given).tolist()) == list(range(40))
     steps = -(-plan.size // 3)
@@ -134,6 +135,17 @@ def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes):
     layout = Layout(40, devices, lanes)
     for field, unpacked in zip(plan, layout.unpack(layout.pack([plan], 2)[0]), strict=True):
         np.testing.assert_array_equal(field, unpacked)
+
+
+@pytest.mark.parametrize(("devices", "lanes", "most"), [(1, 1, 9), (2, 1, 5), (2, 2, 6), (8, 1, 2)])
+def test_a_device_takes_no_more_clients_than_it_may(devices, lanes, most):
+    """One client has as much to do as all others, who would go to the other devices."""
+    population = federation.data(sizes=[80, *[10] * 8])
+    plan = plan_round(federation.cohort(population), fedsim.Batches(size=5), devices, lanes, most=most)
+    given = [[at for lane in range(lanes) for at in plan.queue[d, lane, : plan.length[d, lane]]] for d in range(devices)]
+    assert sorted(at for some in given for at in some) == list(range(9)) and max(map(len, given)) <= most
+    if (devices, lanes) == (2, 1):  # As few go to the long one as have to.
+        assert min(map(len, given)) == 9 - most
 
 
 def test_a_custom_aggregator_is_folded_like_the_mean():
@@ -171,7 +183,7 @@ def test_one_all_reduce_a_round():
     key = _placement.replicate(cohort.key, mesh)
     plan = layout.pack([plan_round(cohort, algorithm.batches, 2, 1)], 1)
     (compiled,) = algorithm._compiled.values()
-    text = compiled.rounds.lower(columns, state, key, plan, np.int32(1)).compile().as_text()
+    text = compiled.rounds.lower(columns, (), state, key, plan, np.int32(1)).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 

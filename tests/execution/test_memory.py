@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from typing import NamedTuple
 
 import federation
@@ -267,25 +268,71 @@ def test_phases_keep_what_is_theirs(how):
     assert np.all(of_second.total[some, 0] > 100 + 3 * 1000)
 
 
-def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch):
-    population = federation.data()
-    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
-    start, tables, to_device = algorithm.init(jax.random.key(0)), [], execution._memory.to_device
+@pytest.fixture
+def dispatches(monkeypatch):
+    """What went to devices: table, plans, and whose rows, of every dispatch."""
+    seen, to_devices = [], execution._memory.to_devices
 
     def spied(*args):
-        tables.append(to_device(*args))
-        return tables[-1]
+        seen.append(to_devices(*args))
+        return seen[-1]
 
-    monkeypatch.setattr("fedsim.execution._memory.to_device", spied)
+    monkeypatch.setattr("fedsim.execution._memory.to_devices", spied)
+    return seen
+
+
+def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    start = algorithm.init(jax.random.key(0))
     row_bytes = 12
     # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
     monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes)
     state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
-    assert [len(table.seen) for table, _, _ in tables] == [8]
+    assert [len(table.seen) for table, _, _ in dispatches] == [8]
     monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes - 1)
     parts, _ = algorithm.apply_rounds(start, list(cohorts(population)))
-    assert [len(table.seen) for table, _, _ in tables[1:]] == [4] * 5
+    assert [len(table.seen) for table, _, _ in dispatches[1:]] == [4] * 5
     federation.assert_trees_close(federation.plain(parts), federation.plain(state))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lanes, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=lanes, memory="stream"))
+    start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
+    together, _ = algorithm.apply_rounds(start, rounds)
+    for table, plans, who in dispatches:
+        capacity = len(table.seen) // 2
+        assert sum(len(there) for there in who) == len(set(np.concatenate(who).tolist())) <= 2 * capacity
+        for plan in plans:
+            for (device, lane), length in np.ndenumerate(plan.length):
+                at = plan.queue[device, lane, :length]
+                assert who[device][plan.keeps[at]].tolist() == plan.client[at].tolist()
+    # Of five rounds of half of the clients some cannot go with those before them: a client came to the other device.
+    assert 1 < len(dispatches) < 5 and sum(len(plans) for _, plans, _ in dispatches) == 5
+    alone = start
+    for cohort in rounds:
+        alone, _ = algorithm.apply(alone, cohort)
+    federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
+    """What `python -m benchmarks --only algorithms` is about: the table is never copied, and no all-reduce carries a row."""
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+    (((mesh, layout, *_), compiled),) = algorithm._compiled.items()
+    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), dispatches[0][0])
+    columns, plans = execution._placement.streamed_columns(population, dispatches[0][1], mesh, 1)
+    server, key = execution._placement.replicate((state._replace(clients=()), fedsim.rng.root(0)), mesh)
+    packed = layout.pack(plans, 1)
+    text = compiled.rounds.lower(columns, table, server, key, packed, np.int32(1)).compile().as_text()
+    rows = f"f32[{len(table.seen) // devices},2]"
+    assert f"{rows}{{1,0}} dynamic-update-slice(" in text and "input_output_alias" in text
+    assert not re.search(rf"{re.escape(rows)}\S* copy\(", text)
+    assert not any("f32[8,2]" in line for line in text.splitlines() if " all-reduce" in line)
 
 
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
