@@ -79,7 +79,8 @@ class APFL(PersonalModel):
     def personal_gradient(self, shared: Shared, copy: Params, own: Mixture, batch: Batch) -> tuple[jax.Array, Mixture]:
         loss, slope = jax.value_and_grad(self.client_loss, argnums=1)(shared, own.mixed(copy), batch)
         along = tree.dot(tree.subtract(own.params, copy), slope)
-        return loss, Mixture(tree.scale(slope, own.alpha), along)
+        # The mixture is in alpha's precision, what is trained in its own.
+        return loss, Mixture(jax.tree.map(lambda g, v: (own.alpha * g).astype(v.dtype), slope, own.params), along)
 
     def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
         after = super().client_step(shared, state, batch)

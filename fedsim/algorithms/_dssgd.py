@@ -10,8 +10,8 @@ robin. Uploads are added, not averaged, so that many together want a smaller rat
 and ties between them are broken at random. Participants start from common initial parameters, told as the seed that makes
 them. Noise is Laplace noise by the sparse vector technique, as in the paper, where each coordinate is looked at once a round at
 most; its budget is a participant's for one round, by the paper's analysis. Bits are those of the paper's messages, values of 32
-bits and their places of ceil(log2 d) each (none, if all are sent); down also those of the round and, where participants keep
-parameters, of the seed: 32 and 64.
+bits and their places of ceil(log2 d) each (none, if all are sent); down a mask of d bits instead, where that is shorter, and
+also those of the round and, where participants keep parameters, of the seed: 32 and 64.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class DSSGD(FedAvg):
         last = jnp.min(updates[places(largest(updates, count), count)])
         lots = 1 + rng.noise(rng.stream(jax.random.fold_in(rng.root(0), state.round), "ties"), values.size)
         rank = jnp.where(updates > last, 3.0, jnp.where(updates == last, lots, 0.0))
-        return Download(Part.of(values, places(largest(rank, count), count)), state.round, seed)
+        return Download(Part.of(values, largest(rank, count), count), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))

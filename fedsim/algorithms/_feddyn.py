@@ -65,13 +65,12 @@ class FedDyn(FedAvg):
         return jax.tree.map(jnp.zeros_like, shared.params)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
-        # h_k + α x, once: a step then reads one array beside its own, for α (θ - x) - h_k is α θ - (h_k + α x).
-        tilt = tree.add(client.memory, tree.scale(shared.params, self.alpha))
-        return super().client_init(shared, client)._replace(more=tilt)
+        return super().client_init(shared, client)._replace(more=client.memory)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = super().client_gradient(shared, state, batch)
-        return loss, tree.add(gradient, tree.subtract(tree.scale(state.params, self.alpha), state.more))
+        pull = tree.scale(tree.subtract(state.params, shared.params), self.alpha)
+        return loss, tree.add(tree.subtract(gradient, state.more), pull)
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)

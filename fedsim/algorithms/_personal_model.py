@@ -41,7 +41,8 @@ class PersonalModel(FedAvg):
         raise NotImplementedError(f"{type(self).__name__} must define personal_loss.")
 
     def personal_gradient(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        """The loss that is reported, and the gradient of `personal_loss` in ``own``."""
+        """The loss that is reported, and the gradient of `personal_loss` in ``own``: whoever overrides one, overrides both, or
+        inherits from this class."""
         return jax.value_and_grad(self.personal_loss, argnums=2)(shared, copy, own, batch)
 
     def client_init(self, shared: Shared, client: Client) -> Any:

@@ -8,40 +8,55 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim.compressors._selection import places, spread
+
 
 class Part(NamedTuple):
-    """Values of a vector, ``[k]``, and their places: ceil(log2 size) bits each, one after another, in whole bytes ``uint8``.
+    """Values of a vector, ``[k]``, and which they are: in the shorter of two forms, and in none if they are all.
 
-    A whole vector needs no places.
+    Either their places, ceil(log2 size) bits each, one after another, in whole bytes ``uint8``; or the mask of
+    `fedsim.compressors._selection`, a bit for every coordinate, in whole words ``uint32``.
 
+    >>> from fedsim.compressors._selection import largest
     >>> vector = jnp.arange(10, 20)
-    >>> part = Part.of(vector, jnp.array([7, 2, 0]))
-    >>> part.values.tolist(), part.places.size, part.put_into(jnp.zeros_like(vector)).tolist()
-    ([17, 12, 10], 2, [10, 0, 12, 0, 0, 0, 0, 17, 0, 0])
+    >>> part = Part.of(vector, largest(jnp.array([3.0, 0, 2, 0, 0, 0, 0, 1, 0, 0]), 3), 3)
+    >>> part.values.tolist(), part.which.size, part.put_into(jnp.zeros_like(vector)).tolist()
+    ([10, 12, 17], 2, [10, 0, 12, 0, 0, 0, 0, 17, 0, 0])
     """
 
     values: jax.Array
-    places: jax.Array
+    which: jax.Array
 
     @classmethod
-    def of(cls, vector: jax.Array, places: jax.Array | None = None) -> Part:
-        """The values at these places, ``int32 [k]``; None: all."""
-        if places is None:
+    def of(cls, vector: jax.Array, mask: jax.Array | None = None, count: int = 0) -> Part:
+        """The ``count`` values whose bits are set in ``mask``; None: all."""
+        if mask is None:
             return cls(vector, jnp.zeros(0, jnp.uint8))
-        bits = (places[:, None] >> jnp.arange(bits_of_place(vector.size))[None]) & 1
-        return cls(vector[places], jnp.packbits(bits.ravel().astype(jnp.uint8)))
+        there, width = places(mask, count), bits_of_place(vector.size)
+        if 8 * -(-count * width // 8) > 32 * len(mask):
+            return cls(vector[there], mask)
+        bits = (there[:, None] >> jnp.arange(width)[None]) & 1
+        return cls(vector[there], jnp.packbits(bits.ravel().astype(jnp.uint8)))
 
     def where(self, size: int) -> jax.Array:
         """The places in a vector of this size, ``int32 [k]``."""
+        if self._is_mask:
+            return places(self.which, len(self.values))
         width = bits_of_place(size)
-        if len(self.values) == size and not self.places.size:
+        if len(self.values) == size and not self.which.size:
             return jnp.arange(size)
-        bits = jnp.unpackbits(self.places, count=len(self.values) * width).reshape(-1, width).astype(jnp.int32)
+        bits = jnp.unpackbits(self.which, count=len(self.values) * width).reshape(-1, width).astype(jnp.int32)
         return jnp.sum(bits << jnp.arange(width)[None], axis=1, dtype=jnp.int32)
 
     def put_into(self, vector: jax.Array) -> jax.Array:
         """The vector with these values in their places."""
-        return vector.at[self.where(vector.size)].set(self.values) if self.places.size else self.values
+        if self._is_mask:
+            return spread(self.which, self.values, vector)
+        return vector.at[self.where(vector.size)].set(self.values) if self.which.size else self.values
+
+    @property
+    def _is_mask(self) -> bool:
+        return self.which.dtype == jnp.uint32
 
 
 def bits_of_place(size: int) -> int:

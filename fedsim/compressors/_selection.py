@@ -121,6 +121,20 @@ def places(mask: jax.Array, k: int) -> jax.Array:
     return bit * words + word
 
 
+@jax.jit
+def spread(mask: jax.Array, values: jax.Array, vector: jax.Array) -> jax.Array:
+    """``vector``, ``[d]``, with the k ``values`` where the k bits of ``mask`` are set, in the order of `places`.
+
+    Each coordinate looks up its value, if it has one: a scatter of the values takes them one by one on a CPU.
+    """
+    counts = jax.lax.population_count(mask).astype(jnp.int32)
+    bit = jnp.arange(32, dtype=jnp.uint32)[:, None]
+    before = jax.lax.population_count(mask[None] & ((jnp.uint32(1) << bit) - jnp.uint32(1))).astype(jnp.int32)
+    rank = (jnp.cumsum(counts) - counts)[None] + before
+    rank, chosen = (x.reshape(-1)[: vector.shape[0]] for x in (rank, (mask[None] >> bit) & jnp.uint32(1)))
+    return jnp.where(chosen == 1, values.at[rank].get(mode="clip"), vector)
+
+
 def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
     """``mask`` with only its first ``count`` bits left."""
     counts = jax.lax.population_count(mask).astype(jnp.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import count_of, largest, places
+from fedsim.compressors._selection import count_of, largest, places, spread
 
 
 class Sparse(NamedTuple):
@@ -67,8 +67,11 @@ class TopK(VectorCompressor):
 
     def decode_vector(self, message: Sparse, key: jax.Array, d: int) -> jax.Array:
         k = message.values.shape[0]
-        where = unpack(message.planes, k).astype(jnp.int32) if self._place_bits(d) else places(message.planes[0], k)
-        return jnp.zeros(d, jnp.float32).at[where].set(message.values, unique_indices=True, mode="promise_in_bounds")
+        zeros = jnp.zeros(d, jnp.float32)
+        if not self._place_bits(d):
+            return spread(message.planes[0], message.values, zeros)
+        where = unpack(message.planes, k).astype(jnp.int32)
+        return zeros.at[where].set(message.values, unique_indices=True, mode="promise_in_bounds")
 
     def size_vector(self, message: Sparse, d: int) -> Size:
         k = message.values.shape[0]

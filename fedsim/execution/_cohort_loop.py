@@ -166,7 +166,7 @@ class Lane:
 def put(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
     """``table`` with rows at a place, or at several; those beyond its end go nowhere."""
     written = ClientTable(rows, jnp.ones(at.shape, bool))
-    if at.ndim:
+    if at.ndim or not isinstance(at, jax.core.Tracer):  # Out of a program, a loop is compiled every time.
         return jax.tree.map(lambda leaf, row: leaf.at[at].set(row, mode="drop"), table, written)
 
     def write(_: jax.Array, table: ClientTable) -> ClientTable:
@@ -190,11 +190,7 @@ def deliver(
     so no sum of weighted updates overflows either. One that is not is replaced by zeros and not only weighted by 0, since 0
     times NaN is NaN.
     """
-    kept, known = map(jax.tree.structure, (result.memory, client.memory))
-    if str(kept) != str(known):
-        raise ValueError(
-            f"client_final keeps {kept}, and client_memory starts with {known}: give ClientUpdate a memory of that structure."
-        )
+    kept = _as_known("client_final", "ClientUpdate", result.memory, client.memory)
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
     finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
@@ -216,11 +212,22 @@ def deliver(
             "bits_up": jnp.where(took_part, sent.bits, jnp.zeros_like(sent.bits)),
             "entropy_bits_up": jnp.where(took_part, sent.entropy_bits, 0.0),
         }
-        of_aggregator = sent.memory
+        of_aggregator = _as_known(f"{type(program.aggregator).__name__}.send", "Sent", sent.memory, old[1])
     counts = took_part & finite
     # All of one dtype with the updates, so that one all-reduce brings everything together.
     info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
-    return update, info, (result.memory, of_aggregator)
+    return update, info, (kept, of_aggregator)
+
+
+def _as_known(hook: str, result: str, kept: Any, known: Any) -> Any:
+    """What a client keeps, in the dtypes of what it starts with; raises ``ValueError`` if it is of another form."""
+    forms = [(str(jax.tree.structure(x)), [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]) for x in (kept, known)]
+    for of_kept, of_known in zip(*forms, strict=True):
+        if of_kept != of_known:
+            raise ValueError(
+                f"{hook} keeps {of_kept}, and client_memory starts with {of_known}: give {result} a memory of that form."
+            )
+    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(jnp.result_type(old)), kept, known)
 
 
 def round_info(

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedsim import rng
 from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
@@ -52,16 +51,15 @@ class Debug(Execution):
         plan = plan_round(cohort, program.batches, 1, 1)
         before = split(state).clients
         if isinstance(before, ClientRows):
-            table, (plan,), who = _memory.to_devices(before, [plan], Jit().mesh(), 1)
-            # On no device in particular: the server's state may come from a run on several.
-            state = state._replace(clients=jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), table))
+            table, (plan,), who = _memory.brought(before, [plan], cohort.slots, 1, 1)
+            state = state._replace(clients=jax.tree.map(jnp.asarray, table))
         infos = []
         for turn in turns(program):
             own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))
             state, info = self._phase(turn, state, cohort, own)
             infos.append(info)
         if isinstance(before, ClientRows):
-            state = state._replace(clients=_memory.from_devices(before, state.clients, who))
+            state = state._replace(clients=_memory.taken_back(before, state.clients, who))
         return state, whole_round(infos)
 
     def _phase(self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import checks, rng, tree
 from fedsim.attacks import Attack
-from fedsim.data import Cohort
+from fedsim.data import ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, put, roster, round_info, run_sequential, run_side_by_side
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
-from fedsim.execution._memory import Turn, averaged, down, join, joined, parted, remember, split, turns
+from fedsim.execution._memory import Turn, averaged, down, join, joined, parted, placed, remember, split, turns
 from fedsim.execution._placement import AXIS, Memory
-from fedsim.execution._plan import Layout, RoundPlan, of_phase, plan_round, windows
+from fedsim.execution._plan import Layout, RoundPlan, is_long, of_phase, plan_round, windows
 
 
 class Execution:
@@ -87,10 +87,9 @@ class Jit(Execution):
         self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
         check_cohorts(program, cohorts)
-        first = cohorts[0]
-        state = remember(program, state, first.data)
-        rounds = max(max_rounds or 0, len(cohorts))
-        rounds = min(rounds, _memory.most_rounds(state, first.data, first.slots, self.mesh(), self.memory))
+        first, mesh = cohorts[0], self.mesh()
+        state = placed(remember(program, state, first.data), mesh, self.memory)
+        rounds = min(max(max_rounds or 0, len(cohorts)), _memory.most_rounds(state, first.slots, mesh.size))
         infos, start = [], 0
         while start < len(cohorts):
             state, info, count = self._dispatch(program, state, cohorts[start : start + rounds], rounds, stacked=True)
@@ -98,32 +97,36 @@ class Jit(Execution):
             start += count
         if len(infos) == 1:
             return state, jax.tree.map(lambda x: x[:count], info) if count < rounds else info
-        # They are there, for a dispatch waits for the rows that the one before it wrote; and a new length need not be compiled.
-        parts = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], info) for info, n in infos]
-        return state, jax.tree.map(lambda *rows: jnp.asarray(np.concatenate(rows)), *parts)
+        if isinstance(split(state).clients, ClientRows):
+            # They are there, for rows were waited for; and on the host no new length has to be compiled.
+            infos = [(jax.device_get(info), n) for info, n in infos]
+        parts = [jax.tree.map(lambda x, n=n: x[:n], info) for info, n in infos]
+        return state, jax.tree.map(lambda *rows: jnp.asarray(_concatenate(rows)), *parts)
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        check_cohorts(program, [cohort])
+        mesh = self.mesh()
+        state = placed(remember(program, state, cohort.data), mesh, self.memory)
         return self._dispatch(program, state, [cohort], 1, stacked=False)[:2]
 
     def _dispatch(
         self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], rounds: int, stacked: bool
     ) -> tuple[State, RoundInfo, int]:
         """Runs the first of these rounds, those that can go together; returns how many, too."""
-        check_cohorts(program, cohorts)
-        data, mesh = cohorts[0].data, self.mesh()
-        slots = cohorts[0].slots
+        mesh, slots = self.mesh(), cohorts[0].slots
         layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
-        state = remember(program, state, data)
         clients = split(state).clients
-        moving = bool(jax.tree.leaves(clients)) and not _memory.is_resident(clients, data, mesh, self.memory)
+        moving = isinstance(clients, ClientRows)
         most = _memory.most_rows(slots, mesh.size) if moving else None
-        plans = [plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, most) for cohort in cohorts]
-        if not moving:
-            table = _placement.replicate(_memory.whole(clients), mesh)
-            return *self._run(program, joined(state, table), moving, cohorts, plans, layout, rounds, stacked), len(plans)
-        table, plans, who = _memory.to_devices(clients, plans, mesh, rounds)
+        planned = (plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, most) for cohort in cohorts)
+        planned = _short_or_alone(program, planned)
+        if not isinstance(clients, ClientRows):
+            plans = list(planned)
+            return *self._run(program, state, moving, cohorts, plans, layout, rounds, stacked), len(plans)
+        table, plans, who = _memory.brought(clients, planned, slots, mesh.size, rounds)
+        table = jax.device_put(table, NamedSharding(mesh, P(AXIS)))
         after, infos = self._run(program, joined(state, table), moving, cohorts, plans, layout, rounds, stacked)
-        return after._replace(clients=_memory.from_devices(clients, after.clients, who)), infos, len(plans)
+        return after._replace(clients=_memory.taken_back(clients, after.clients, who)), infos, len(plans)
 
     def _run(
         self,
@@ -253,6 +256,24 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     return cohort.data is other.data and cohort.slots == other.slots and same_key and cohort.attack == other.attack
 
 
+def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Generator[RoundPlan, None, None]:
+    """The first of these rounds: a long one, which takes several programs, or those before the next long one.
+
+    In several programs lanes are merged several times: so that sums are the same whatever it is dispatched with, a long round
+    is always by itself.
+    """
+    for at, plan in enumerate(plans):
+        long = any(is_long(of_phase(plan, phase.batches, phase is program), phase.preview) for phase in program.phases)
+        if not long or at == 0:
+            yield plan
+        if long:
+            return
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else jnp.concatenate(parts)
+
+
 class _Phase(NamedTuple):
     """One phase of one round in three programs, for cohorts that are too long for one."""
 
@@ -308,7 +329,7 @@ def _compile(
     def together(carry: Carry, keeps: jax.Array) -> tuple[Info, ClientTable | tuple[()]]:
         # Every client's line was written by one device only; elsewhere it is 0.
         table = carry.table
-        if moving or mesh.size == 1 or not isinstance(table, ClientTable):
+        if moving or mesh.size == 1 or not isinstance(table, ClientTable) or not jax.tree.leaves(table.rows):
             return jax.lax.psum(carry.lines, AXIS), table
         # Each device has everybody's row, and the others get from it those that it wrote.
         at, wrote = jnp.minimum(keeps, len(table.seen) - 1), carry.lines["weight"] != 0
@@ -316,6 +337,8 @@ def _compile(
         lines, rows = jax.lax.psum((carry.lines, written(wrote, jax.tree.map(lambda leaf: leaf[at], table.rows))), AXIS)
         to = jnp.where(lines["weight"] != 0, keeps, len(table.seen))
         rows = jax.tree.map(lambda row, leaf: row.astype(leaf.dtype), rows, table.rows)
+        if platform != "cpu":
+            return lines, put(table, to, rows)
 
         def one(slot: jax.Array, table: ClientTable) -> ClientTable:
             return put(table, to[slot], jax.tree.map(lambda rows: rows[slot], rows))

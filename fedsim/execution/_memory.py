@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
-from fedsim.execution._placement import AXIS
+from fedsim.execution._placement import Memory, replicate
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
-# Of a GPU's memory. There are three tables while a run goes on: of the round under way, the one it started from, and the one
-# before, whose metrics are being written. So all take 3/8 at most; the data take up to 2/8 (`_placement`), and 3/8 are left for
-# the model, the clients' work, the folds and the programs.
+# Of a GPU's memory. There are up to four tables while a run goes on: of the round under way (two, between the programs of a
+# long one), the one it started from, and the one before, whose metrics are being written. So all take 4/8 at most; the data
+# take up to 2/8 (`_placement`), and 2/8 are left for the model, the clients' work, the folds and the programs.
 _RESIDENT_SHARE = 1 / 8
 # Of what a dispatch moves: a C library keeps blocks of up to 32 MiB for the next one, and larger ones are new pages each time.
 _TABLE_BYTES = 2**25
@@ -220,35 +220,46 @@ def _floats(shared: Shared) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(shared) if tree.is_float(leaf)]
 
 
-def is_resident(rows: ClientRows | ClientTable, data: FederatedData, mesh: Mesh, memory: str) -> bool:
-    """Whether every client's row is kept on every device, rather than those of a dispatch's cohorts.
+def placed(state: State, mesh: Mesh, memory: Memory) -> State:
+    """``state`` with what clients keep where it is to be: a `ClientTable` of everybody on every device, or `ClientRows`.
 
     On a device of its own a table is copied once a dispatch, at that memory's speed, and may take an eighth of it. On a CPU a
     copy of all costs more than moving the cohorts' rows, unless it is small.
     """
-    if memory != "auto":
-        return memory == "resident"
-    if isinstance(rows, ClientTable):
-        return True
-    table_bytes = rows.store.row_bytes * data.num_clients
-    device = mesh.devices.flat[0]
+    clients = split(state).clients
+    if clients == ():
+        return state
+    if memory == "stream" or (memory == "auto" and isinstance(clients, ClientRows) and not _is_small(clients, mesh)):
+        return state._replace(clients=_rows(clients))
+    if isinstance(clients, ClientRows):
+        clients = ClientTable(*clients.gather(np.arange(len(clients.index))))
+    return state._replace(clients=replicate(clients, mesh))
+
+
+def _is_small(clients: ClientRows, mesh: Mesh) -> bool:
+    table_bytes, device = clients.store.row_bytes * len(clients.index), mesh.devices.flat[0]
     if device.platform == "cpu":
         return table_bytes <= _RESIDENT_BYTES_ON_CPU
     return table_bytes <= _RESIDENT_SHARE * (device.memory_stats() or {}).get("bytes_limit", 8 * 2**30)
 
 
-def most_rounds(state: State, data: FederatedData, slots: int, mesh: Mesh, memory: str) -> int:
+def _rows(clients: ClientRows | ClientTable) -> ClientRows:
+    if isinstance(clients, ClientRows):
+        return clients
+    seen = np.asarray(clients.seen)
+    empty = ClientRows.empty(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows), len(seen))
+    return empty.written(np.arange(len(seen)), clients.rows, seen)
+
+
+def most_rounds(state: State, slots: int, devices: int) -> int:
     """How many rounds can go to the devices at once, so that the table of what their cohorts keep is no larger than it may."""
     clients = split(state).clients
-    if not isinstance(clients, ClientRows) or is_resident(clients, data, mesh, memory):
+    if not isinstance(clients, ClientRows):
         return 2**31
-    row_bytes, a_round = max(1, clients.store.row_bytes), mesh.size * most_rows(slots, mesh.size)
-    return 2**31 if mesh.size * data.num_clients * row_bytes <= _TABLE_BYTES else max(1, _TABLE_BYTES // (a_round * row_bytes))
-
-
-def whole(clients: Any) -> Any:
-    """The table of everybody's row; () if nothing is kept."""
-    return ClientTable(*clients.gather(np.arange(len(clients.index)))) if isinstance(clients, ClientRows) else clients
+    row_bytes = max(1, clients.store.row_bytes) * devices
+    if len(clients.index) * row_bytes <= _TABLE_BYTES:
+        return 2**31
+    return max(1, _TABLE_BYTES // (most_rows(slots, devices) * row_bytes))
 
 
 def most_rows(slots: int, devices: int) -> int:
@@ -256,26 +267,24 @@ def most_rows(slots: int, devices: int) -> int:
     return min(slots, -(-5 * slots // (4 * devices)))
 
 
-def to_devices(
-    clients: ClientRows | ClientTable, plans: list[RoundPlan], mesh: Mesh, max_rounds: int
+def brought(
+    clients: ClientRows, plans: Iterable[RoundPlan], slots: int, devices: int, max_rounds: int
 ) -> tuple[ClientTable, list[RoundPlan], list[np.ndarray]]:
-    """The rows of the clients of the first of these rounds, each on the device that trains its client.
+    """The rows of the clients of the first of these rounds, each for the device that trains its client.
 
     A round has to wait for the next dispatch if a client comes to another device than in a round before it: who trains where is
     a matter of its cohort alone, so that what is dispatched together changes no sum.
 
     Returns:
-      The table, sharded over the devices; the plans of the rounds that can go together, pointing into it; and whose rows each
-      device has, ``int [n]``, in their order.
+      The table, of one device's rows after another's; the plans of the rounds that can go together, pointing into their
+      device's; and whose rows each device has, ``int [n]``, in their order.
     """
-    rows = _rows(clients)
-    slots = len(plans[0].client)
-    capacity = min(most_rows(slots, mesh.size) * max_rounds, len(rows.index))
+    capacity = min(most_rows(slots, devices) * max_rounds, len(clients.index))
     homes: dict[int, tuple[int, int]] = {}
-    who: list[list[int]] = [[] for _ in range(mesh.size)]
+    who: list[list[int]] = [[] for _ in range(devices)]
     moved = []
     for plan in plans:
-        seats = [(at, int(plan.client[at]), device) for device in range(mesh.size) for at in _trained_by(plan, device)]
+        seats = [(at, int(plan.client[at]), device) for device in range(devices) for at in _trained_by(plan, device)]
         if any(homes.get(client, (device,))[0] != device for _, client, device in seats):
             break
         keeps = np.full(slots, capacity, np.int32)
@@ -285,14 +294,14 @@ def to_devices(
                 who[device].append(client)
             keeps[at] = homes[client][1]
         moved.append(plan._replace(keeps=keeps))
-    table = [np.empty((mesh.size * capacity, *leaf.shape), leaf.dtype) for leaf in rows.store.leaves]
-    seen = np.zeros(mesh.size * capacity, bool)
+    rows = [np.empty((devices * capacity, *leaf.shape), leaf.dtype) for leaf in clients.store.leaves]
+    seen = np.zeros(devices * capacity, bool)
     places = np.concatenate([device * capacity + np.arange(len(there)) for device, there in enumerate(who)])
-    seen[places] = rows.read(np.concatenate(who).astype(np.int64), table, places)
-    for leaf in table:
-        leaf[places[~seen[places]]] = 0  # A row's parts may say themselves whether they were ever written.
-    held = ClientTable(jax.tree.unflatten(rows.store.structure, table), seen)
-    return jax.device_put(held, NamedSharding(mesh, P(AXIS))), moved, [np.array(there, np.int64) for there in who]
+    seen[places] = clients.read(np.concatenate(who).astype(np.int64), rows, places)
+    for leaf in rows:
+        leaf[~seen] = 0  # A row's parts may say themselves whether they were ever written.
+    table = ClientTable(jax.tree.unflatten(clients.store.structure, rows), seen)
+    return table, moved, [np.array(there, np.int64) for there in who]
 
 
 def _trained_by(plan: RoundPlan, device: int) -> list[int]:
@@ -301,19 +310,12 @@ def _trained_by(plan: RoundPlan, device: int) -> list[int]:
     return [at for queue, length in lanes for at in queue[:length].tolist()]
 
 
-def from_devices(before: ClientRows | ClientTable, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
-    """What clients keep after a dispatch, for which it waits."""
+def taken_back(before: ClientRows, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
+    """What clients keep after a dispatch, for which it waits: ``who`` is what `brought` said, each entry a shard's."""
+    # Of what is on several devices alike, as after steps out of a program, one copy.
     shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
     parts = []
     for there, leaves in zip(who, zip(*shards, strict=True), strict=True):
         *rows, seen = map(np.asarray, leaves)
         parts.append((there, rows, seen[: len(there)]))
-    return _rows(before).all_written(parts)
-
-
-def _rows(clients: ClientRows | ClientTable) -> ClientRows:
-    if isinstance(clients, ClientRows):
-        return clients
-    seen = np.asarray(clients.seen)
-    empty = ClientRows.empty(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows), len(seen))
-    return empty.written(np.arange(len(seen)), clients.rows, seen)
+    return before.all_written(parts)

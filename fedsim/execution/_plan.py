@@ -75,7 +75,7 @@ class Layout:
 def plan_round(
     cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None, most: int | None = None
 ) -> RoundPlan:
-    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan).
+    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan, where ``most`` is None).
 
     Args:
       cohort: who comes.
@@ -133,14 +133,22 @@ def _fill(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
     return filled
 
 
+def is_long(plan: RoundPlan, preview: Batches | None = None) -> bool:
+    """Whether the round may be more than one program, by all steps of its cohort: it is then dispatched by itself."""
+    return int(_work(plan, preview).sum()) > _STEPS_PER_PROGRAM and len(windows(plan, preview)) > 1
+
+
+def _work(plan: RoundPlan, preview: Batches | None) -> np.ndarray:
+    return plan.steps + 1 + (preview.num_steps(plan.size) if preview else 0)
+
+
 def windows(plan: RoundPlan, preview: Batches | None = None) -> list[np.ndarray]:
     """Cuts a long round into parts of some hundred steps a lane: ``int32 [devices, lanes, 2]`` each, from and up to.
 
     A client is never cut. XLA's CPU runtime holds on to memory for every step of a program until the program ends (some 90
     kB a step of the EMNIST CNN on two devices, jax 0.10.2), so a round of a thousand clients is not one program.
     """
-    steps = plan.steps + 1 + (preview.num_steps(plan.size) if preview else 0)
-    steps = steps[plan.queue]
+    steps = _work(plan, preview)[plan.queue]
     steps[np.arange(plan.queue.shape[-1]) >= plan.length[..., None]] = 0
     done = np.cumsum(steps, axis=-1)
     parts = max(1, -(-int(done[..., -1].max()) // _STEPS_PER_PROGRAM))

@@ -11,6 +11,7 @@ import pytest
 import fedsim
 from fedsim import algorithms
 from fedsim.algorithms._vector_part import Part
+from fedsim.compressors._selection import largest
 
 RATE = 0.25
 SIZE = 5
@@ -129,16 +130,20 @@ def test_all_that_comes_down_needs_no_places_and_no_seed():
     assert info.clients["bits_down"].tolist() == [SIZE * 32 + 32 if size else 0 for size in (8, 0, 3, 5)]
 
 
-@pytest.mark.parametrize(("size", "count"), [(5, 3), (1, 1), (8, 8), (1000, 100), (1025, 7)])
-def test_places_take_as_many_bits_as_they_need(size, count):
+@pytest.mark.parametrize(
+    ("size", "count"), [(5, 3), (1, 1), (8, 8), (1000, 100), (1025, 7), (1000, 500), (1025, 1024), (70, 40)]
+)
+def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_shorter(size, count):
     draw = np.random.default_rng(size)
-    vector, places = draw.normal(size=size).astype(np.float32), draw.permutation(size)[:count]
-    part = Part.of(jnp.asarray(vector), jnp.asarray(places, jnp.int32))
-    assert fedsim.tree.num_bits(part) == 32 * count + 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
-    np.testing.assert_array_equal(part.where(size), places)
-    arrived = np.zeros(size, np.float32)
-    arrived[places] = vector[places]
-    np.testing.assert_array_equal(part.put_into(jnp.zeros(size)), arrived)
+    vector, chosen = draw.normal(size=size).astype(np.float32), np.sort(draw.permutation(size)[:count])
+    part = Part.of(jnp.asarray(vector), largest(jnp.zeros(size).at[chosen].set(1.0), count), count)
+    places = 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
+    assert fedsim.tree.num_bits(part) == 32 * count + min(places, 32 * int(np.ceil(size / 32)))
+    assert sorted(part.where(size).tolist()) == chosen.tolist()
+    before = draw.normal(size=size).astype(np.float32)
+    arrived = before.copy()
+    arrived[chosen] = vector[chosen]
+    np.testing.assert_array_equal(part.put_into(jnp.asarray(before)), arrived)
 
 
 def test_random_selection_takes_only_changes_above_the_threshold():

@@ -245,10 +245,15 @@ class Refusing(Counting):
         return self.first, self
 
 
-@pytest.mark.parametrize("how", ["jit, on the device", "jit, 3 lanes, streamed", "pmap, 2 devices, 2 lanes", "debug"])
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("how", [how for how in EXECUTIONS if how not in ("jit", "jit, streamed")])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_phases_keep_what_is_theirs(how):
+def test_phases_keep_what_is_theirs(how, long, monkeypatch):
     """Each phase has rows of its own, and a row that the other one wrote is none of its own."""
+    if long and how == "debug":
+        pytest.skip("one step after another")
+    if long:
+        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     population = federation.data()
     first = Counting(batches=BATCHES, refuse=3.0, aggregator=Damped())
     algorithm = Refusing(batches=BATCHES, first=first, execution=EXECUTIONS[how], aggregator=Damped())
@@ -271,13 +276,13 @@ def test_phases_keep_what_is_theirs(how):
 @pytest.fixture
 def dispatches(monkeypatch):
     """What went to devices: table, plans, and whose rows, of every dispatch."""
-    seen, to_devices = [], execution._memory.to_devices
+    seen, brought = [], execution._memory.brought
 
     def spied(*args):
-        seen.append(to_devices(*args))
+        seen.append(brought(*args))
         return seen[-1]
 
-    monkeypatch.setattr("fedsim.execution._memory.to_devices", spied)
+    monkeypatch.setattr("fedsim.execution._memory.brought", spied)
     return seen
 
 
@@ -317,6 +322,25 @@ def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_
     federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
 
 
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_a_long_round_is_by_itself_whatever_it_is_given_with(memory, monkeypatch):
+    """Its lanes are merged after every part, and a sum of floats is of its order."""
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population = federation.data(sizes=[30, *[2] * 7])
+    algorithm = Counting(
+        batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=2, memory=memory), aggregator=aggregators.Sum()
+    )
+    start = algorithm.init(jax.random.key(0))
+    short, long = np.array([1, 2, 3]), np.array([0, 4, 5])
+    rounds = [fedsim.Cohort(population, who, r, fedsim.rng.root(0)) for r, who in enumerate((short, short, long, long, short))]
+    together, infos = algorithm.apply_rounds(start, rounds, max_rounds=8)
+    alone = start
+    for r, cohort in enumerate(rounds):
+        alone, info = algorithm.apply(alone, cohort)
+        federation.assert_trees_equal(jax.tree.map(lambda x, r=r: np.asarray(x[r]), infos), jax.device_get(info))
+    federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
     """What `python -m benchmarks --only algorithms` is about: the table is never copied, and no all-reduce carries a row."""
@@ -324,7 +348,8 @@ def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
     (((mesh, layout, *_), compiled),) = algorithm._compiled.items()
-    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), dispatches[0][0])
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
+    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded), dispatches[0][0])
     columns, plans = execution._placement.streamed_columns(population, dispatches[0][1], mesh, 1)
     server, key = execution._placement.replicate((state._replace(clients=()), fedsim.rng.root(0)), mesh)
     packed = layout.pack(plans, 1)
@@ -426,6 +451,30 @@ def test_a_client_that_keeps_another_structure_is_refused():
     algorithm = Odd(batches=BATCHES, execution=fedsim.Jit())
     with pytest.raises(ValueError, match="client_final keeps .* client_memory starts with"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+WAYS = [fedsim.Jit(memory="stream"), fedsim.Jit(lanes=2), fedsim.Debug()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_client_that_keeps_another_shape_is_refused_and_another_dtype_becomes_its_own(way):
+    class Short(Counting):
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=result.memory._replace(total=result.memory.total[:1]))
+
+    class Half(Counting):
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=jax.tree.map(lambda x: x.astype(jnp.float16), result.memory))
+
+    algorithm = Short(batches=BATCHES, execution=way)
+    with pytest.raises((ValueError, execution.StageError), match=r"client_final keeps \[\(\), \(1,\)\], and client_memory"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    algorithm = Half(batches=BATCHES, execution=way)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    rows, seen = federation.plain(state).clients
+    assert rows[0].visits.dtype == np.int32 and rows[0].total.dtype == np.float32 and rows[0].visits[seen].tolist() == [1] * 7
 
 
 def test_another_algorithm_s_state_is_refused():
