@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, vector: jax.Array, mask: jax.Array | None = None, count: int = 0) -> Part:
-        """The ``count`` values whose bits are set in ``mask``; None: all."""
+        """The ``count`` values of a vector ``[size]`` whose bits are set in ``mask``, ``uint32 [words]``; None: all."""
         if mask is None:
             return cls(vector, jnp.zeros(0, jnp.uint8))
         there, width = places(mask, count), bits_of_place(vector.size)
@@ -49,7 +49,7 @@ class Part(NamedTuple):
         return jnp.sum(bits << jnp.arange(width)[None], axis=1, dtype=jnp.int32)
 
     def put_into(self, vector: jax.Array) -> jax.Array:
-        """The vector with these values in their places."""
+        """The vector, ``[size]``, with these values in their places."""
         if self._is_mask:
             return spread(self.which, self.values, vector)
         return vector.at[self.where(vector.size)].set(self.values) if self.which.size else self.values

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
-import functools
 import json
 import math
 import os
@@ -13,8 +11,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -103,18 +100,14 @@ class MemoryRows(RowStore):
         super()._grow(rows)
 
     def read(self, numbers: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> None:
-        _copy(
-            (rows, within, target, at[which])
-            for chunk, within, which in self._by_chunk(numbers)
-            for rows, target in zip(chunk, out, strict=True)
-        )
+        for chunk, within, which in self._by_chunk(numbers):
+            for rows, target in zip(chunk, out, strict=True):
+                _copy(rows, within, target, at[which])
 
     def write(self, numbers: np.ndarray, values: list[np.ndarray], at: np.ndarray) -> None:
-        _copy(
-            (value, at[which], rows, within)
-            for chunk, within, which in self._by_chunk(numbers)
-            for rows, value in zip(chunk, values, strict=True)
-        )
+        for chunk, within, which in self._by_chunk(numbers):
+            for rows, value in zip(chunk, values, strict=True):
+                _copy(value, at[which], rows, within)
 
     def _by_chunk(self, numbers: np.ndarray) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
         chunk_of = np.searchsorted(self._starts, numbers, side="right") - 1
@@ -123,21 +116,13 @@ class MemoryRows(RowStore):
             yield self._chunks[chunk], numbers[which] - self._starts[chunk], which
 
 
-def _copy(jobs: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]) -> None:
-    """``target[to] = source[places]`` of every (source, places, target, to)."""
-    large = []
-    for source, places, target, to in jobs:
-        if source[:1].nbytes < _PAGE:
-            target[to] = source[places]
-        else:  # Row by row: that is one copy, where an index of many makes two; and each core takes some.
-            large += [(source[one], target[other]) for one, other in zip(places.tolist(), to.tolist(), strict=True)]
-    if large:
-        collections.deque(_threads().map(lambda job: np.copyto(job[1], job[0]), large), maxlen=0)
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), "fedsim-rows")
+def _copy(source: np.ndarray, places: np.ndarray, target: np.ndarray, to: np.ndarray) -> None:
+    """``target[to] = source[places]``; large rows one by one: that is one copy, where an index of many makes two."""
+    if source[:1].nbytes < _PAGE:
+        target[to] = source[places]
+        return
+    for one, other in zip(places.tolist(), to.tolist(), strict=True):
+        target[other] = source[one]
 
 
 class RowFile(RowStore):

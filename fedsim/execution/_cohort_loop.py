@@ -145,7 +145,7 @@ class Lane:
             return table
         keeps, beyond = self.people.keeps, len(table.seen)
         at = jnp.where(line["weight"] != 0, keeps.at[position].get(mode="fill", fill_value=beyond), beyond)
-        return put(table, at, kept)
+        return put_rows(table, at, kept)
 
     def empty(self, table: ClientTable | tuple[()]) -> Carry:
         """An empty fold, room for every client's line, and what clients keep."""
@@ -163,7 +163,7 @@ class Lane:
         return Carry(self.aggregator.zero(update, slots), lines, table)
 
 
-def put(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
+def put_rows(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
     """``table`` with rows at a place, or at several; those beyond its end go nowhere."""
     written = ClientTable(rows, jnp.ones(at.shape, bool))
     if at.ndim or not isinstance(at, jax.core.Tracer):  # Out of a program, a loop is compiled every time.

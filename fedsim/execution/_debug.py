@@ -14,9 +14,10 @@ from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import FederatedProgram, RoundInfo, State
-from fedsim.execution._execution import Execution, Jit, check_cohorts, finish_round, whole_round
+from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._memory import Turn, remember, split, turns
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
+from fedsim.execution._round import finish_round, whole_round
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Debug(Execution):
         plan = plan_round(cohort, program.batches, 1, 1)
         before = split(state).clients
         if isinstance(before, ClientRows):
-            table, (plan,), who = _memory.brought(before, [plan], cohort.slots, 1, 1)
+            table, (plan,), who = _memory.rows_for(before, [plan], cohort.slots, 1, 1)
             state = state._replace(clients=jax.tree.map(jnp.asarray, table))
         infos = []
         for turn in turns(program):
@@ -59,7 +60,7 @@ class Debug(Execution):
             state, info = self._phase(turn, state, cohort, own)
             infos.append(info)
         if isinstance(before, ClientRows):
-            state = state._replace(clients=_memory.taken_back(before, state.clients, who))
+            state = state._replace(clients=_memory.rows_after(before, state.clients, who))
         return state, whole_round(infos)
 
     def _phase(self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedsim import checks, rng, tree
-from fedsim.attacks import Attack
+from fedsim import checks
 from fedsim.data import ClientRows, Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._cohort_loop import Carry, Info, Lane, folding, put, roster, round_info, run_sequential, run_side_by_side
-from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
-from fedsim.execution._memory import Turn, averaged, down, join, joined, parted, placed, remember, split, turns
+from fedsim.execution._contract import FederatedProgram, RoundInfo, State
+from fedsim.execution._memory import placed, remember, split, with_clients, without_clients
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, is_long, of_phase, plan_round, windows
+from fedsim.execution._round import compiled_rounds, whole_round
 
 
 class Execution:
@@ -105,7 +104,7 @@ class Jit(Execution):
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(program, [cohort])
-        mesh = self.mesh()
+        mesh = self.mesh()  # first, for it may not be there
         state = placed(remember(program, state, cohort.data), mesh, self.memory)
         return self._dispatch(program, state, [cohort], 1, stacked=False)[:2]
 
@@ -116,17 +115,16 @@ class Jit(Execution):
         mesh, slots = self.mesh(), cohorts[0].slots
         layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
         clients = split(state).clients
-        moving = isinstance(clients, ClientRows)
-        most = _memory.most_rows(slots, mesh.size) if moving else None
-        planned = (plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, most) for cohort in cohorts)
+        limit = _memory.most_rows(slots, mesh.size) if isinstance(clients, ClientRows) else None
+        planned = (plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, limit) for cohort in cohorts)
         planned = _short_or_alone(program, planned)
         if not isinstance(clients, ClientRows):
             plans = list(planned)
-            return *self._run(program, state, moving, cohorts, plans, layout, rounds, stacked), len(plans)
-        table, plans, who = _memory.brought(clients, planned, slots, mesh.size, rounds)
-        table = jax.device_put(table, NamedSharding(mesh, P(AXIS)))
-        after, infos = self._run(program, joined(state, table), moving, cohorts, plans, layout, rounds, stacked)
-        return after._replace(clients=_memory.taken_back(clients, after.clients, who)), infos, len(plans)
+            return *self._run(program, state, False, cohorts, plans, layout, rounds, stacked), len(plans)
+        table, plans, who = _memory.rows_for(clients, planned, slots, mesh.size, rounds)
+        state = with_clients(state, jax.device_put(table, NamedSharding(mesh, P(AXIS))))
+        after, infos = self._run(program, state, True, cohorts, plans, layout, rounds, stacked)
+        return after._replace(clients=_memory.rows_after(clients, after.clients, who)), infos, len(plans)
 
     def _run(
         self,
@@ -145,8 +143,8 @@ class Jit(Execution):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
-        compiled = _compiled(program, mesh, layout, resident, moving, stacked, cohorts[0].attack)
-        state, table = parted(state)
+        compiled = compiled_rounds(program, mesh, layout, resident, moving, stacked, cohorts[0].attack)
+        state, table = without_clients(state)
         state, key = _placement.replicate((state, cohorts[0].key), mesh)
         packed = layout.pack(plans, rounds)
         if not resident or _placement.must_wait(mesh):
@@ -158,7 +156,7 @@ class Jit(Execution):
             windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
         if all(len(parts) < 2 for parts in windows_of):
             state, table, infos = compiled.rounds(columns, table, state, key, packed, np.int32(len(plans)))
-            return joined(state, table), infos
+            return with_clients(state, table), infos
         packed = packed[:1]
         of_phases = []
         for phase, parts in zip(compiled.phases, windows_of, strict=True):
@@ -167,7 +165,7 @@ class Jit(Execution):
                 carry = phase.fold(columns, state, key, packed, part, carry)
             state, table, info = phase.finish(table, state, key, packed, carry)
             of_phases.append(info)
-        return joined(state, table), whole_round(of_phases)
+        return with_clients(state, table), whole_round(of_phases)
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
@@ -272,196 +270,3 @@ def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Ge
 
 def _concatenate(parts: Sequence[Any]) -> Any:
     return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else jnp.concatenate(parts)
-
-
-class _Phase(NamedTuple):
-    """One phase of one round in three programs, for cohorts that are too long for one."""
-
-    begin: Callable[..., Any]
-    fold: Callable[..., Any]
-    finish: Callable[..., Any]
-
-
-class _Compiled(NamedTuple):
-    """Whole rounds in one program; and the phases of one round."""
-
-    rounds: Callable[..., Any]
-    phases: tuple[_Phase, ...]
-
-
-def _compiled(program: FederatedProgram, *how: Any) -> _Compiled:
-    """The jitted functions of a program and a way of running it, kept with the program so that both go together."""
-    kept = vars(program).setdefault("_compiled", {})
-    if how not in kept:
-        kept[how] = _compile(program, *how)
-    return kept[how]
-
-
-def _compile(
-    program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, moving: bool, stacked: bool, attack: Attack | None
-) -> _Compiled:
-    """Compiles for columns that are ``resident`` or come with a dispatch, and for clients' rows that are ``moving`` or stay."""
-    platform = mesh.devices.flat[0].platform
-
-    def enter(turn: Turn, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        phase, parts = turn.phase, turn.sees(split(state))
-        plan = of_phase(layout.unpack(packed), phase.batches, turn.last)
-        shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
-        return plan, Lane(phase, columns, shared, roster(plan, key), parts.aggregator, attack)
-
-    def empty(lane: Lane, turn: Turn, state: State) -> Carry:
-        carry = lane.empty(turn.sees(split(state)).clients)
-        _placement.must_fit(lane.aggregator, carry.accumulator, layout.slots, layout.lanes, mesh)
-        return carry
-
-    def train(lane: Lane, plan: RoundPlan, windows: jax.Array, carry: Carry) -> Carry:
-        device = jax.lax.axis_index(AXIS)
-        if layout.lanes == 1:
-            return run_sequential(lane, plan.queue[device][0], windows[device][0], carry)
-        return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
-
-    def gather(turn: Turn, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
-        accumulator = folding(turn.phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
-        lines, table = together(carry, plan.keeps)
-        came = jnp.sum(plan.length, dtype=jnp.int32)
-        return finish_round(turn, state, key, plan, accumulator, lines, table, came, attack)
-
-    def together(carry: Carry, keeps: jax.Array) -> tuple[Info, ClientTable | tuple[()]]:
-        # Every client's line was written by one device only; elsewhere it is 0.
-        table = carry.table
-        if moving or mesh.size == 1 or not isinstance(table, ClientTable) or not jax.tree.leaves(table.rows):
-            return jax.lax.psum(carry.lines, AXIS), table
-        # Each device has everybody's row, and the others get from it those that it wrote.
-        at, wrote = jnp.minimum(keeps, len(table.seen) - 1), carry.lines["weight"] != 0
-        written = jax.vmap(lambda wrote, rows: tree.select(wrote, rows, jax.tree.map(jnp.zeros_like, rows)))
-        lines, rows = jax.lax.psum((carry.lines, written(wrote, jax.tree.map(lambda leaf: leaf[at], table.rows))), AXIS)
-        to = jnp.where(lines["weight"] != 0, keeps, len(table.seen))
-        rows = jax.tree.map(lambda row, leaf: row.astype(leaf.dtype), rows, table.rows)
-        if platform != "cpu":
-            return lines, put(table, to, rows)
-
-        def one(slot: jax.Array, table: ClientTable) -> ClientTable:
-            return put(table, to[slot], jax.tree.map(lambda rows: rows[slot], rows))
-
-        return lines, jax.lax.fori_loop(0, len(to), one, table)
-
-    def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
-        infos = []
-        for turn in turns(program):
-            plan, lane = enter(turn, columns, state, key, packed)
-            windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
-            state, info = gather(turn, state, key, plan, train(lane, plan, windows, empty(lane, turn, state)))
-            infos.append(info)
-        return state, whole_round(infos)
-
-    def rounds(
-        columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array
-    ) -> tuple[State, Any, RoundInfo]:
-        state = joined(state, table)
-        if not stacked:
-            state, info = one_round(columns, state, key, plan[0])
-            return *parted(state), info
-
-        def body(r: jax.Array, carry: tuple[State, RoundInfo]) -> tuple[State, RoundInfo]:
-            state, infos = carry
-            state, info = one_round(columns, state, key, plan[r])
-            return state, jax.tree.map(lambda rows, row: rows.at[r].set(row), infos, info)
-
-        _, shapes = jax.eval_shape(lambda s: one_round(columns, s, key, plan[0]), state)
-        room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
-        state, infos = jax.lax.fori_loop(0, num_rounds, body, (state, room))
-        return *parted(state), infos
-
-    def in_parts(turn: Turn) -> _Phase:
-        # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
-        def begin(columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            lane = enter(turn, columns, state, key, plan[0])[1]
-            return jax.tree.map(lambda x: x[None], empty(lane, turn, joined(state, table)))
-
-        def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
-            plan, lane = enter(turn, columns, state, key, packed[0])
-            carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
-            return jax.tree.map(lambda x: x[None], carry)
-
-        def finish(table: Any, state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, Any, RoundInfo]:
-            carry = jax.tree.map(lambda x: x[0], carry)
-            plan = of_phase(layout.unpack(packed[0]), turn.phase.batches, turn.last)
-            state, info = gather(turn, joined(state, table), key, plan, carry)
-            return *parted(state), jax.tree.map(lambda x: x[None], info) if stacked else info
-
-        return _Phase(
-            begin=compiled(begin, data, kept, P(), P(), P(), out=own),
-            fold=compiled(fold, data, P(), P(), P(), P(), own, out=own, donated=5),
-            finish=compiled(finish, kept, P(), P(), P(), own, out=(P(), kept, P())),
-        )
-
-    def compiled(function: Callable[..., Any], *specs: P, out: Any, donated: int | None = None) -> Callable[..., Any]:
-        # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-        return jax.jit(function, donate_argnums=donated)
-
-    data, kept, own = P() if resident else P(AXIS), P(AXIS) if moving else P(), P(AXIS)
-    return _Compiled(
-        # Rows that were brought for this dispatch are written in their place; a state's own table is its user's.
-        rounds=compiled(rounds, data, kept, P(), P(), P(), P(), out=(P(), kept, P()), donated=1 if moving else None),
-        phases=tuple(in_parts(turn) for turn in turns(program)),
-    )
-
-
-def finish_round(
-    turn: Turn,
-    state: State,
-    key: jax.Array,
-    plan: RoundPlan,
-    accumulator: Any,
-    lines: Info,
-    table: Any,
-    num_clients: jax.Array,
-    attack: Attack | None = None,
-    update: Any = None,
-) -> tuple[State, RoundInfo]:
-    """The server's part: a round in which nothing arrived leaves the state as it was.
-
-    Args:
-      turn: the algorithm, or a phase of it.
-      state: before it.
-      key: the run's root key.
-      plan: of the round.
-      accumulator: everybody's fold.
-      lines: what `deliver` wrote, ``[slots, ...]``.
-      table: what clients keep from now on; () if nothing.
-      num_clients: of the cohort, ``int32 []``.
-      attack: of the cohort.
-      update: a client's update, for its shape, if one is at hand.
-    """
-    phase, whole = turn.phase, split(state)
-    parts = turn.sees(whole)
-    round_key = rng.round_key(key, plan.round, "downlink")
-    shared, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
-    bits_down = tree.add_bits(bits_down, most=turn.of * tree.num_bits(shared))
-    update = update_shape(phase, jax.eval_shape(phase.broadcast, parts.server)) if update is None else update
-    aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
-        accumulator,
-        parts.aggregator,
-        # The same noise in two phases would cancel in the difference of what they send.
-        rng.round_key(key, plan.round, "aggregator" if turn.last else f"aggregator of phase {turn.place}"),
-    )
-    attackers = {} if attack is None else {"attacker": plan.attacker > 0}
-    info = round_info(lines | attackers, plan, num_clients, bits_down, update, turn.of)
-    weight = jnp.sum(lines["weight"], dtype=jnp.float32)
-    server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
-    average = averaged(phase.averaging if turn.last else None, parts.average, getattr(server, "params", ()))
-    after = Remembered(server, (), aggregator, downlink, average)
-    after = tree.select(info.num_aggregated > 0, after, parts._replace(clients=()))
-    return join(turn.leaves(whole, after._replace(clients=table)), state), info
-
-
-def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:
-    """A round's info from those of its phases: that of the last, with all that was sent and dropped on the way."""
-    last, clients = infos[-1], dict(infos[-1].clients)
-    for info in infos[:-1]:
-        sent = ("bits_up", "bits_down", "entropy_bits_up")
-        clients |= {name: tree.add_bits(clients[name], info.clients[name]) for name in sent}
-        clients["dropped"] |= info.clients["dropped"]
-    dropped = jnp.sum(clients["dropped"], axis=-1, dtype=jnp.int32) if len(infos) > 1 else last.num_dropped
-    return last._replace(clients=clients, num_dropped=dropped)

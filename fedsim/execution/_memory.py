@@ -189,14 +189,14 @@ def join(parts: Remembered, like: State) -> State:
     return parts if isinstance(like, Remembered) else parts.server
 
 
-def parted(state: State) -> tuple[State, Any]:
+def without_clients(state: State) -> tuple[State, Any]:
     """A state without what clients keep, and that; () if they keep nothing."""
     clients = split(state).clients
     return (state, ()) if clients == () else (state._replace(clients=()), clients)
 
 
-def joined(state: State, clients: Any) -> State:
-    """The inverse of `parted`."""
+def with_clients(state: State, clients: Any) -> State:
+    """The inverse of `without_clients`."""
     return state if clients == () else state._replace(clients=clients)
 
 
@@ -267,7 +267,7 @@ def most_rows(slots: int, devices: int) -> int:
     return min(slots, -(-5 * slots // (4 * devices)))
 
 
-def brought(
+def rows_for(
     clients: ClientRows, plans: Iterable[RoundPlan], slots: int, devices: int, max_rounds: int
 ) -> tuple[ClientTable, list[RoundPlan], list[np.ndarray]]:
     """The rows of the clients of the first of these rounds, each for the device that trains its client.
@@ -310,8 +310,8 @@ def _trained_by(plan: RoundPlan, device: int) -> list[int]:
     return [at for queue, length in lanes for at in queue[:length].tolist()]
 
 
-def taken_back(before: ClientRows, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
-    """What clients keep after a dispatch, for which it waits: ``who`` is what `brought` said, each entry a shard's."""
+def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
+    """What clients keep after a dispatch, for which it waits: ``who`` is what `rows_for` said, each entry a shard's."""
     # Of what is on several devices alike, as after steps out of a program, one copy.
     shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
     parts = []

@@ -73,9 +73,9 @@ class Layout:
 
 
 def plan_round(
-    cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None, most: int | None = None
+    cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None, limit: int | None = None
 ) -> RoundPlan:
-    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan, where ``most`` is None).
+    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan, where ``limit`` is None).
 
     Args:
       cohort: who comes.
@@ -83,7 +83,7 @@ def plan_round(
       devices: how many.
       lanes: of each device.
       preview: the algorithm's.
-      most: clients that a device takes, at most.
+      limit: clients that a device takes, at most; None: any number.
     """
     sizes, slots, steps = cohort.sizes, cohort.slots, cohort.num_steps(batches)
     # Starting and folding a client takes about as long as half a step.
@@ -94,7 +94,7 @@ def plan_round(
     taken = [0] * devices
     for position in np.argsort(-work, kind="stable").tolist():
         busy, lane, device = heapq.heappop(load)
-        while taken[device] == most:
+        while taken[device] == limit:
             busy, lane, device = heapq.heappop(load)
         taken[device] += 1
         queues[device * lanes + lane].append(position)

@@ -124,7 +124,7 @@ def test_two_experiment_seeds_give_different_client_keys():
 @pytest.mark.parametrize("most", [None, 40])
 def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes, most):
     population = federation.data(sizes=list(range(1, 41)))
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes, most=most)
+    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes, limit=most)
     given = [plan.queue[d, l, :n] for (d, l), n in np.ndenumerate(plan.length)]
     assert sorted(np.concatenate(given).tolist()) == list(range(40))
     steps = -(-plan.size // 3)
@@ -141,7 +141,7 @@ def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes, most):
 def test_a_device_takes_no_more_clients_than_it_may(devices, lanes, most):
     """One client has as much to do as all others, who would go to the other devices."""
     population = federation.data(sizes=[80, *[10] * 8])
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=5), devices, lanes, most=most)
+    plan = plan_round(federation.cohort(population), fedsim.Batches(size=5), devices, lanes, limit=most)
     given = [[at for lane in range(lanes) for at in plan.queue[d, lane, : plan.length[d, lane]]] for d in range(devices)]
     assert sorted(at for some in given for at in some) == list(range(9)) and max(map(len, given)) <= most
     if (devices, lanes) == (2, 1):  # As few go to the long one as have to.

@@ -1,0 +1,152 @@
+"""Mime and MimeLite against rounds in float64, written from the paper; and their two phases."""
+
+import dataclasses
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+from linear_models import (
+    ONE_STEP,
+    RATE,
+    SERVER_RATE,
+    assert_close,
+    assert_differ,
+    clients,
+    cohorts,
+    gradient,
+    run,
+    settings,
+    theta,
+    with_ones,
+)
+
+import fedsim
+from fedsim import aggregators, compressors, tree
+from fedsim.algorithms import FedAvg, Mime, MimeLite
+
+
+def numpy_mime(x, rounds, rho, lite):
+    """Karimireddy et al. 2020 (Mime), Algorithm 1, for U(g, s) = g + rho s, V(c, s) = c + rho s."""
+    s = np.zeros_like(x)
+    for cohort in rounds:
+        everybody = list(clients(cohort))
+        weights = [len(everything[1]) for _, everything, _ in everybody]
+        c = np.average([gradient(x, *everything) for _, everything, _ in everybody], axis=0, weights=weights)
+        ends = []
+        for _, _, batches in everybody:
+            y = x
+            for batch in batches:
+                g = gradient(y, *batch) if lite else gradient(y, *batch) - gradient(x, *batch) + c
+                y = y - RATE * (g + rho * s)
+            ends.append(y)
+        s = c + rho * s
+        x = x + SERVER_RATE * (np.average(ends, axis=0, weights=weights) - x)
+    return x
+
+
+@pytest.mark.parametrize("cls", [Mime, MimeLite])
+def test_mime_follows_algorithm_1(cls):
+    optimizers = {"client_optimizer": optax.sgd(RATE, 0.6), "server_optimizer": optax.sgd(SERVER_RATE)}
+    start, end, _ = run(cls(**settings(**optimizers)), cohorts())
+    assert_close(end, numpy_mime(start, cohorts(), 0.6, cls is MimeLite))
+    assert_differ(end, numpy_mime(start, cohorts(), 0.6, cls is not MimeLite))
+
+
+def test_mimelite_with_sgd_is_fedavg_and_mime_is_not():
+    fedavg = run(FedAvg(**settings()), cohorts())[1]
+    assert_close(run(MimeLite(**settings()), cohorts())[1], fedavg)
+    assert_differ(run(Mime(**settings()), cohorts())[1], fedavg)
+
+
+def test_mime_of_one_client_s_whole_data_is_its_own_momentum_sgd():
+    """One client, one step of all its examples a round: c is its gradient, and the server's statistics are those of SGD."""
+    population = federation.data(sizes=(6,))
+    rounds = [federation.cohort(population, round=r) for r in range(5)]
+    for cls in (Mime, MimeLite):
+        start, end, _ = run(cls(**settings(batches=ONE_STEP, client_optimizer=optax.sgd(RATE, 0.9))), rounds)
+        x, velocity = start, 0.0
+        for _ in rounds:
+            velocity = 0.9 * velocity + gradient(x, with_ones(population.columns["x"]), population.columns["y"])
+            x = x - RATE * velocity
+        assert_close(end, x)
+
+
+def test_mime_of_one_client_with_full_batches_is_mimelite():
+    rounds = [federation.cohort(federation.data(sizes=(6,)), round=r) for r in range(3)]
+    full = settings(batches=fedsim.Batches(size=6, epochs=4, shuffle=False), client_optimizer=optax.sgd(RATE, 0.6))
+    assert_close(run(Mime(**full), rounds)[1], run(MimeLite(**full), rounds)[1])
+
+
+@pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
+def test_mime_s_first_phase_sees_every_example_once_however_long_the_second_is(how, monkeypatch):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # either phase is cut into programs of its own
+    population = federation.data()
+    for batches in (fedsim.Batches(size=4, steps=1), fedsim.Batches(size=4, epochs=5)):
+        start, _, state = run(Mime(**settings(batches=batches, execution=how)), [federation.cohort(population)])
+        c = np.concatenate([state.more.gradient["linear"]["w"], state.more.gradient["linear"]["b"][None]])
+        assert_close(c, gradient(start, with_ones(population.columns["x"]), population.columns["y"]))
+
+
+def first_phase(**more):
+    """What Mime's first phase makes of everybody's gradients, these, and the state after a round."""
+    cohort = more.pop("cohort", None) or federation.cohort(federation.data())
+    start, _, state = run(Mime(**settings(**more)), [cohort])
+    server = fedsim.execution.split(state).server
+    sent = {i: gradient(start, *everything) for i, everything, _ in clients(cohort)}
+    return joined(server.more.gradient), sent, state
+
+
+def joined(params):
+    return theta(type("", (), {"params": params}))
+
+
+@pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
+def test_mime_s_first_phase_is_as_robust_as_its_aggregator(how):
+    attackers = np.arange(8) % 3 == 0
+    cohort = dataclasses.replace(federation.cohort(), attack=fedsim.attacks.SignFlip(5.0), attackers=attackers)
+    c, sent, _ = first_phase(cohort=cohort, aggregator=aggregators.CoordinateMedian(), execution=how)
+    arrived = [-5.0 * g if attackers[i] else g for i, g in sent.items()]
+    assert_close(c, np.median(arrived, axis=0))
+    assert_differ(c, np.mean(arrived, axis=0))
+
+
+def test_mime_s_phases_keep_what_the_aggregator_keeps_apart():
+    c, _, state = first_phase(aggregator=aggregators.CentredClipping(radius=0.5))
+    of_gradients, of_movements = map(joined, state.aggregator)
+    assert_close(of_gradients, c)
+    assert_differ(of_gradients, of_movements)
+    feedback = compressors.ErrorFeedback(compressors.TopK(fraction=0.25))
+    _, sent, state = first_phase(aggregator=aggregators.Compressed(feedback))
+    (_, (kept, _), seen), _ = federation.plain(state).clients[0]
+    assert seen.tolist() == [i in sent for i in range(8)]
+    for i, g in sent.items():
+        left = joined(jax.tree.map(lambda rows, i=i: rows[i], kept.residual))
+        assert 0 < np.count_nonzero(left) < g.size
+        np.testing.assert_allclose(left[left != 0], g[left != 0], rtol=1e-4, atol=1e-6)
+
+
+def test_mime_s_phases_draw_noise_of_their_own():
+    noised = {"aggregator": aggregators.Noised(1.0, norm=1.0)}
+    of_gradients = first_phase(**noised)[0] - first_phase()[0]
+    rounds = [federation.cohort(federation.data())]
+    of_movements = run(FedAvg(**settings()), rounds)[1] - run(FedAvg(**settings(**noised)), rounds)[1]
+    assert 0.05 < of_gradients.std() < 0.3 and 0.05 < of_movements.std() < 0.3
+    assert_differ(of_gradients, of_movements)
+
+
+def test_mime_counts_the_bits_of_both_phases():
+    sparse = {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.3)), "downlink": compressors.Cast()}
+    cohort = federation.cohort()
+    infos = {}
+    for cls in (FedAvg, Mime):
+        algorithm = cls(**settings(**sparse))
+        state, infos[cls] = algorithm.apply(algorithm.init(jax.random.key(1)), cohort)
+    parameters = tree.num_bits(state.params) // 32
+    once, twice = (infos[cls].clients for cls in (FedAvg, Mime))
+    for name in ("bits_up", "entropy_bits_up"):
+        np.testing.assert_array_equal(twice[name], 2 * once[name])
+    # The parameters twice and c once, 16 bits each, and the round twice.
+    assert once["bits_down"].tolist() == [16 * parameters + 32 if size else 0 for size in cohort.data.sizes]
+    assert twice["bits_down"].tolist() == [16 * 3 * parameters + 64 if size else 0 for size in cohort.data.sizes]

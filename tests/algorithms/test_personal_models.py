@@ -1,0 +1,237 @@
+"""Clients that keep models of their own: against NumPy, and where they reduce to one another."""
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+from network_models import RATE, cohorts, kept, make, numpy_gradient, numpy_rounds, plus, real_examples, run, start
+
+import fedsim
+from fedsim import algorithms
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7])
+def test_ditto_follows_algorithm_1(lam):
+    algorithm = make(algorithms.Ditto, lam=lam)
+    own = {}
+
+    def train(client_id, dataset, key, w):
+        copy, v = w, own.get(client_id, w)
+        for x, y in real_examples(dataset, key):
+            copy = plus(copy, -RATE, numpy_gradient(copy, x, y))
+            v = plus(v, -RATE, plus(numpy_gradient(v, x, y), lam, plus(v, -1, w)))
+        own[client_id] = v
+        return copy
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    federation.assert_trees_close(kept(state), own)
+
+
+@pytest.mark.parametrize(("alpha", "adaptive"), [(0.3, False), (0.3, True), (0.97, True)])
+def test_apfl_follows_algorithm_1(alpha, adaptive):
+    algorithm = make(algorithms.APFL, alpha=alpha, adaptive=adaptive)
+    own = {}
+
+    def train(client_id, dataset, key, w):
+        v, a = own.get(client_id, (w, alpha))
+        for x, y in real_examples(dataset, key):
+            slope = numpy_gradient(plus(plus(w, -a, w), a, v), x, y)
+            along = sum(jax.tree.leaves(jax.tree.map(lambda d, g: np.sum(d * g), plus(v, -1, w), slope)))
+            w, v = plus(w, -RATE, numpy_gradient(w, x, y)), plus(v, -RATE * a, slope)
+            a = np.clip(a - RATE * along, 0, 1) if adaptive else a
+        own[client_id] = (v, a)
+        return w
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    rows = kept(state)
+    assert sorted(rows) == sorted(own)
+    for client_id, (v, a) in own.items():
+        federation.assert_trees_close(rows[client_id].params, v)
+        np.testing.assert_allclose(rows[client_id].alpha, a, rtol=1e-5)
+    assert (len({float(row.alpha) for row in rows.values()}) > 1) == adaptive
+
+
+def test_fedper_averages_bodies_and_clients_keep_heads():
+    algorithm = make(algorithms.FedPer)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
+    heads = {}
+
+    def train(client_id, dataset, key, body):
+        params = body | heads.get(client_id, first)
+        for x, y in real_examples(dataset, key):
+            params = plus(params, -RATE, numpy_gradient(params, x, y))
+        heads[client_id] = {"linear_1": params["linear_1"]}
+        return {"linear": params["linear"]}
+
+    body = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, body)
+    federation.assert_trees_close(kept(state), heads)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
+def test_fedrep_follows_algorithm_1(fraction):
+    """With momentum, which each half has for itself, from its own steps."""
+    algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optax.sgd(RATE, momentum=0.5))
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
+    heads = {}
+
+    def train(client_id, dataset, key, body):
+        params = body | heads.get(client_id, first)
+        batches = list(real_examples(dataset, key))
+        velocity = plus(params, -1, params)
+        for step, (x, y) in enumerate(batches):
+            half = "linear_1" if step < int(fraction * len(batches) + 1e-6) else "linear"
+            velocity[half] = plus(numpy_gradient(params, x, y)[half], 0.5, velocity[half])
+            params = params | {half: plus(params[half], -RATE, velocity[half])}
+        heads[client_id] = {"linear_1": params["linear_1"]}
+        return {"linear": params["linear"]}
+
+    body = numpy_rounds(start(algorithm), train)
+    state, info = run(algorithm)
+    federation.assert_trees_close(state.params, body)
+    federation.assert_trees_close(kept(state), heads)
+    assert np.all(np.asarray(info.clients["loss"])[np.asarray(info.clients["num_steps"]) > 0] > 0)
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
+def test_the_server_neither_gets_nor_keeps_a_head(cls):
+    algorithm = make(cls)
+    state, info = run(algorithm)
+    assert sorted(state.params) == ["linear"]
+    body = fedsim.tree.num_bits(state.params)
+    took_part = np.asarray(info.clients["num_steps"]) > 0
+    assert info.clients["bits_up"].tolist() == (body * took_part).tolist()
+    assert info.clients["bits_down"].tolist() == ((body + 64) * took_part).tolist()  # the round and the seed
+    head = make(cls, head=lambda module, name: module == "linear")
+    assert sorted(run(head)[0].params) == ["linear_1"]
+
+
+def local_training(params, rounds):
+    """Every client alone: each round its steps, on from where it was, from a common start."""
+    alone, own = make(algorithms.FedAvg), {}
+    for cohort in cohorts(federation.data(), rounds):
+        for client_id, dataset, _ in cohort:
+            if len(dataset):
+                state = alone.init(jax.random.key(1))._replace(params=own.get(client_id, params))
+                one = fedsim.Cohort(cohort.data, [cohort.data.index(client_id)], cohort.round, cohort.key)
+                own[client_id] = alone.apply(state, one)[0].params
+    return own
+
+
+def test_apfl_of_alpha_0_is_the_global_model():
+    algorithm = make(algorithms.APFL, alpha=0.0)
+    state, _ = run(algorithm)
+    shared = algorithm.broadcast(state.server)
+    for memory in kept(state).values():
+        federation.assert_trees_equal(algorithm.personal_params(shared, memory), state.params)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "rounds"),
+    [
+        # After one round, for later ones start new clients from a server that has moved.
+        (algorithms.Ditto, {"lam": 0.0}, 1),
+        (algorithms.APFL, {"alpha": 1.0}, 1),
+        (algorithms.FedPer, {"head": lambda module, name: True}, 3),
+    ],
+)
+def test_without_ties_clients_train_alone(cls, settings, rounds):
+    algorithm = make(cls, **settings)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
+    params = algorithm.personal_params(shared, algorithm.client_memory(shared))
+    state, _ = run(algorithm, rounds)
+    shared = algorithm.broadcast(state.server)
+    own = {client_id: algorithm.personal_params(shared, memory) for client_id, memory in kept(state).items()}
+    federation.assert_trees_close(own, local_training(params, rounds))
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
+def test_an_empty_head_is_fedavg(cls):
+    settings = {"head_fraction": 0.0} if cls is algorithms.FedRep else {}
+    nothing = make(cls, head=lambda module, name: False, **settings)
+    fedavg = make(algorithms.FedAvg)
+    population = federation.data()
+    state, expected = nothing.init(jax.random.key(1)), fedavg.init(jax.random.key(1))
+    for cohort in cohorts(population):
+        (state, _), (expected, _) = nothing.apply(state, cohort), fedavg.apply(expected, cohort)
+    federation.assert_trees_close(state.params, expected.params)
+
+
+def test_pfedme_follows_algorithm_1():
+    lam, rate, steps = 3.0, 0.1, 4
+    algorithm = make(
+        algorithms.PFedMe,
+        lam=lam,
+        personal_learning_rate=rate,
+        personal_steps=steps,
+        server_optimizer=optax.sgd(0.7),
+        client_optimizer=optax.sgd(0.05),
+    )
+    own = {}
+
+    def train(client_id, dataset, key, w):
+        theta, copy = w, w
+        for x, y in real_examples(dataset, key):
+            for _ in range(steps):
+                theta = plus(theta, -rate, plus(numpy_gradient(theta, x, y), lam, plus(theta, -1, copy)))
+            copy = plus(copy, -0.05 * lam, plus(copy, -1, theta))
+        own[client_id] = theta
+        return plus(plus(w, -0.7, w), 0.7, copy)  # (1 - beta) w + beta w_i
+
+    w = numpy_rounds(start(algorithm), train)
+    state, _ = run(algorithm)
+    federation.assert_trees_close(state.params, w)
+    federation.assert_trees_close(kept(state), own)
+
+
+def test_limits_of_pfedme():
+    """One local round of one gradient step of rate 1 / lam is a step of SGD; and so is any for a large lam, in the limit."""
+    one_step = fedsim.Batches(size=4, max_steps=1)
+    fedavg, _ = run(make(algorithms.FedAvg, batches=one_step))
+    exact, _ = run(make(algorithms.PFedMe, lam=5.0, personal_learning_rate=0.2, personal_steps=1, batches=one_step))
+    federation.assert_trees_close(exact.params, fedavg.params)
+    gaps = []
+    for lam in (30.0, 300.0):
+        settings = {"lam": lam, "personal_learning_rate": 1 / lam, "personal_steps": 3}
+        near, _ = run(make(algorithms.PFedMe, batches=one_step, **settings))
+        away = fedsim.tree.squared_norm(fedsim.tree.subtract(near.params, fedavg.params))
+        gaps.append(float(away / fedsim.tree.squared_norm(fedavg.params)) ** 0.5)
+    assert gaps[1] < gaps[0] / 5 < 0.02
+
+
+def test_a_model_of_one_module_needs_to_be_told_its_head():
+    algorithm = make(algorithms.FedPer, model=federation.model())
+    with pytest.raises(ValueError, match="All parameters are in one module, 'linear'"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+@pytest.mark.parametrize(
+    ("cls", "wrong", "message"),
+    [
+        (algorithms.Ditto, {"lam": -1.0}, "Expected lam >= 0 and finite, got lam=-1.0"),
+        (algorithms.Ditto, {"lam": float("nan")}, "Expected lam >= 0 and finite, got lam=nan"),
+        (algorithms.APFL, {"alpha": -0.1}, "Expected 0 <= alpha <= 1, got alpha=-0.1"),
+        (algorithms.FedPer, {"head": "linear"}, "Expected head to be a function"),
+        (algorithms.FedRep, {"head_fraction": 1.1}, "Expected 0 <= head_fraction <= 1, got head_fraction=1.1"),
+        (algorithms.PerFedAvg, {"alpha": -1.0}, "Expected alpha >= 0 and finite, got alpha=-1.0"),
+        (algorithms.PerFedAvg, {"delta": 0.0}, "Expected delta > 0"),
+        (algorithms.PerFedAvg, {"variant": "exact"}, "Expected variant to be 'first_order' or 'hessian_free'"),
+        (algorithms.Reptile, {"server_learning_rate": -1.0}, "Expected server_learning_rate > 0"),
+        (algorithms.Reptile, {"decay_rounds": 0}, "Expected decay_rounds >= 1, or None, got decay_rounds=0"),
+        (algorithms.PFedMe, {"lam": 0.0}, "Expected lam > 0"),
+        (algorithms.PFedMe, {"personal_learning_rate": 0.0}, "Expected personal_learning_rate > 0"),
+        (algorithms.PFedMe, {"personal_steps": 0}, "Expected personal_steps >= 1, got personal_steps=0"),
+        (algorithms.HypCluster, {"num_clusters": 0}, "Expected num_clusters >= 1, got num_clusters=0"),
+    ],
+)
+def test_hyperparameters_out_of_range(cls, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        make(cls, **wrong)

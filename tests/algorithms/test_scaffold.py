@@ -1,0 +1,154 @@
+"""SCAFFOLD against rounds in float64, written from the paper; its reduction laws; and its own theory."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_models import (
+    RATE,
+    SERVER_RATE,
+    START,
+    STEP,
+    assert_close,
+    assert_differ,
+    clients,
+    cohorts,
+    curve,
+    gradient,
+    on_quadratics,
+    rounds_to,
+    run,
+    settings,
+    theta,
+)
+
+import fedsim
+from fedsim.algorithms import SCAFFOLD, FedAvg, FedDyn
+
+
+def numpy_scaffold(x, rounds, option, weight_of, population_weight):
+    """Karimireddy et al. 2020, Algorithm 1."""
+    c, kept = np.zeros_like(x), {}
+    for cohort in rounds:
+        moves, changes, weights = [], [], []
+        for i, everything, batches in clients(cohort):
+            c_i, y = kept.get(i, np.zeros_like(x)), x
+            for batch in batches:
+                y = y - RATE * (gradient(y, *batch) - c_i + c)
+            kept[i] = gradient(x, *everything) if option == "I" else c_i - c + (x - y) / (len(batches) * RATE)
+            moves.append(y - x)
+            changes.append(kept[i] - c_i)
+            weights.append(weight_of(everything))
+        x = x + SERVER_RATE * np.average(moves, axis=0, weights=weights)
+        c = c + sum(weights) / population_weight * np.average(changes, axis=0, weights=weights)
+    return x, c
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_scaffold_follows_algorithm_1(option, weighting):
+    algorithm = SCAFFOLD(option=option, weighting=weighting, **settings(server_optimizer=optax.sgd(SERVER_RATE)))
+    start, end, state = run(algorithm, cohorts())
+    sizes = federation.data().sizes
+    weight_of, whole = (lambda _: 1, np.count_nonzero(sizes)) if weighting == "uniform" else (lambda e: len(e[1]), sizes.sum())
+    x, c = numpy_scaffold(start, cohorts(), option, weight_of, whole)
+    assert_close(end, x)
+    assert_close(theta(type("", (), {"params": state.server.more})), c)
+    # The negative control: two other cohort-to-population ratios end elsewhere.
+    assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
+
+
+@pytest.mark.parametrize("cls", [SCAFFOLD, FedDyn])
+@pytest.mark.parametrize("weighting", ["uniform", "examples"])
+def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, weighting):
+    population = federation.data()
+    on_the_device = settings(execution=fedsim.Jit(memory="resident"))
+    _, _, state = run(cls(weighting=weighting, **on_the_device), cohorts(population, 6))
+    rows, seen = jax.device_get(state.clients)
+    assert np.count_nonzero(seen) > 4
+    weights = population.sizes if weighting == "examples" else (population.sizes > 0)
+    kept = jax.tree.map(lambda row: np.where(np.reshape(seen, (-1,) + (1,) * (row.ndim - 1)), row, 0), rows[0])
+    mean = jax.tree.map(lambda row: np.average(row, axis=0, weights=weights).astype(np.float32), kept)
+    federation.assert_trees_close(mean, state.server.more, rtol=1e-4, atol=1e-6)
+
+
+def test_scaffold_begins_as_fedavg_and_stays_it_on_equal_clients():
+    first = next(cohorts())
+    _, scaffold, _ = run(SCAFFOLD(**settings()), [first])
+    _, fedavg, _ = run(FedAvg(weighting="uniform", **settings()), [first])
+    assert_close(scaffold, fedavg)
+    one = federation.data(sizes=(6,)).columns
+    equal = fedsim.FederatedData.from_arrays({k: np.concatenate([v, v, v]) for k, v in one.items()}, sizes=(6, 6, 6))
+    alike = settings(batches=fedsim.Batches(size=6, epochs=5, shuffle=False))
+    rounds = [federation.cohort(equal, round=r) for r in range(4)]
+    for option in ("I", "II"):
+        assert_close(run(SCAFFOLD(option=option, **alike), rounds)[1], run(FedAvg(**alike), rounds)[1])
+    unlike = [federation.cohort(round=r) for r in range(4)]
+    assert_differ(run(SCAFFOLD(**settings()), unlike)[1], run(FedAvg(weighting="uniform", **settings()), unlike)[1])
+
+
+def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
+    """On a loss with the same gradient everywhere any way to average gives that gradient, and a wrong length would not."""
+    model = dataclasses.replace(
+        federation.model(), loss=lambda examples, outputs: outputs[:, 0] * 3.0 + jnp.zeros_like(examples["x"][:, 0])
+    )
+    population = federation.data(sizes=(6, 3))
+    for optimizer in (optax.sgd(0.1), optax.sgd(0.1, 0.9), optax.sgd(optax.linear_schedule(0.1, 0.02, 3), 0.5, nesterov=True)):
+        algorithm = SCAFFOLD(**settings(model=model, client_optimizer=optimizer))
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+        np.testing.assert_allclose(state.server.more["linear"]["b"], [3, 0, 0, 0], rtol=1e-5)
+
+
+def test_scaffold_refuses_an_optimizer_that_is_not_linear():
+    for optimizer in (optax.sign_sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.polyak_sgd()):
+        algorithm = SCAFFOLD(**settings(client_optimizer=optimizer))
+        with pytest.raises(ValueError, match="SCAFFOLD's option II needs a client_optimizer that is linear"):
+            algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    algorithm = SCAFFOLD(option="I", **settings(client_optimizer=optax.sign_sgd(0.01)))
+    algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+@pytest.mark.parametrize("option", ["I", "II"])
+def test_scaffold_on_two_quadratics_does_not_see_how_they_differ_and_gains_from_steps(option):
+    sgd = rounds_to(START**2 / 2 * (1 - STEP) ** (2 * np.arange(90)))
+    assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1, rounds=70)) == 63  # one step a client: the gradient of f
+    took = {}
+    for steps in (2, 10):
+        algorithm = on_quadratics(SCAFFOLD, steps, option=option)
+        curves = [curve(algorithm, G, rounds=36) for G in (1, 10, 100)]
+        for f in curves[1:]:
+            np.testing.assert_allclose(np.sqrt(f), np.sqrt(curves[0]), rtol=0, atol=5e-5)  # float32 next to G = 100
+        (took[steps],) = {rounds_to(f) for f in curves}
+    # The paper: 2 and 5 times faster.
+    assert (took, sgd / took[2], sgd / took[10]) == ({2: 31, 10: 10}, pytest.approx(2, abs=0.1), pytest.approx(6.3, abs=0.1))
+
+
+def test_fedavg_on_two_quadratics_slows_with_their_difference_and_with_steps():
+    def numpy_fedavg(G, steps, rate, rounds):
+        x, f = START, []
+        for _ in range(rounds):
+            f.append(x**2 / 2)
+            y_1 = y_2 = x
+            for _ in range(steps):
+                y_1, y_2 = y_1 - rate * (2 * y_1 + G), y_2 + rate * G
+            x = (y_1 + y_2) / 2
+        return np.array(f)
+
+    for steps in (2, 10):
+        algorithm, ends = on_quadratics(FedAvg, steps), []
+        for G in (1, 10, 100):
+            f = curve(algorithm, G, rounds=60)
+            np.testing.assert_allclose(f, numpy_fedavg(G, steps, STEP, 60), rtol=1e-4)
+            ends.append(f[-1])
+        assert min(ends) > 1e-3  # SGD and SCAFFOLD get to 1e-6
+        assert np.allclose(np.divide(ends[1:], ends[:-1]), 100, rtol=0.02)  # the distance to the optimum grows as G
+    # With the best rate for each, until a hundredth of f is left: more rounds for more G, and for more steps at the same rate
+    # no better end.
+    rates = 0.5 ** np.arange(1, 14)
+    best = [min(rounds_to(numpy_fedavg(G, 10, rate, 5000), 0.005) for rate in rates) for G in (1, 10, 100)]
+    assert best[0] < best[1] / 3 and best[1] < best[2] / 3
+    assert numpy_fedavg(1, 10, STEP, 90)[-1] > 10 * numpy_fedavg(1, 2, STEP, 90)[-1]

@@ -1,0 +1,48 @@
+"""Bits of messages too large for 32-bit integers."""
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from counting import EXECUTIONS, Variance
+
+import fedsim
+from fedsim import aggregators
+
+
+def in_float32_from(monkeypatch, bits):
+    """As a big model's bits are counted, where there is none."""
+    monkeypatch.setattr("fedsim.tree.bits_dtype", lambda most: jnp.uint32 if most < bits else jnp.float32)
+
+
+@pytest.mark.parametrize("how", ["jit", "debug"])
+def test_bits_of_all_phases_together_are_counted_in_float32(how, monkeypatch):
+    in_float32_from(monkeypatch, 64)  # Each of two phases sends 32.
+    algorithm = Variance(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
+    _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    assert info.clients["bits_up"].dtype == info.clients["bits_down"].dtype == jnp.float32
+    assert info.clients["bits_up"].tolist() == [64 if n else 0 for n in federation.data().sizes]
+
+
+def test_bits_of_a_big_model_are_those_of_a_small_one_in_float32(monkeypatch):
+    pruning = aggregators.Compressed(fedsim.compressors.MagnitudePruning())
+    make = dict(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    make |= dict(aggregator=pruning, downlink=fedsim.compressors.Cast(), execution=fedsim.Jit())
+    sent = []
+    for dtype in (jnp.uint32, jnp.float32):
+        algorithm = fedsim.algorithms.FedAvg(**make)
+        clients = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[1].clients
+        assert clients["bits_up"].dtype == clients["bits_down"].dtype == dtype
+        sent.append((clients["bits_up"].tolist(), clients["bits_down"].tolist()))
+        in_float32_from(monkeypatch, 100)
+    assert sent[0] == sent[1]
+
+
+@pytest.mark.parametrize(("length", "dtype"), [(2**27 - 2, jnp.uint32), (2**27 - 1, jnp.float32), (2**28, jnp.float32)])
+def test_bits_of_a_member_of_a_group(length, dtype):
+    # Nothing of that size is made: the compiler leaves out what is not asked for.
+    member = lambda: aggregators.Member(jnp.int32(1), jnp.zeros(length))  # noqa: E731
+    bits = jax.jit(lambda: aggregators.Grouped(groups=2).send(member(), (), (), jax.random.key(0)).bits)()
+    assert bits.dtype == dtype and float(bits) == np.float32(32 * length + 32)

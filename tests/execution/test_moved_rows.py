@@ -1,0 +1,104 @@
+"""Rows that go to the devices and come back: where they lie, what goes together, and that nothing copies them."""
+
+import re
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+from counting import BATCHES, Counting, cohorts
+
+import fedsim
+from fedsim import execution
+from fedsim.algorithms import SCAFFOLD
+
+
+@pytest.fixture
+def dispatches(monkeypatch):
+    """What went to devices: table, plans, and whose rows, of every dispatch."""
+    seen, rows_for = [], execution._memory.rows_for
+
+    def spied(*args):
+        seen.append(rows_for(*args))
+        return seen[-1]
+
+    monkeypatch.setattr("fedsim.execution._memory.rows_for", spied)
+    return seen
+
+
+def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    start = algorithm.init(jax.random.key(0))
+    row_bytes = 12
+    # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
+    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes)
+    state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
+    assert [len(table.seen) for table, _, _ in dispatches] == [8]
+    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes - 1)
+    parts, _ = algorithm.apply_rounds(start, list(cohorts(population)))
+    assert [len(table.seen) for table, _, _ in dispatches[1:]] == [4] * 5
+    federation.assert_trees_close(federation.plain(parts), federation.plain(state))
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lanes, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=lanes, memory="stream"))
+    start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
+    together, _ = algorithm.apply_rounds(start, rounds)
+    for table, plans, who in dispatches:
+        capacity = len(table.seen) // 2
+        assert sum(len(there) for there in who) == len(set(np.concatenate(who).tolist())) <= 2 * capacity
+        for plan in plans:
+            for (device, lane), length in np.ndenumerate(plan.length):
+                at = plan.queue[device, lane, :length]
+                assert who[device][plan.keeps[at]].tolist() == plan.client[at].tolist()
+    # Of five rounds of half of the clients some cannot go with those before them: a client came to the other device.
+    assert 1 < len(dispatches) < 5 and sum(len(plans) for _, plans, _ in dispatches) == 5
+    alone = start
+    for cohort in rounds:
+        alone, _ = algorithm.apply(alone, cohort)
+    federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_a_long_round_is_by_itself_whatever_it_is_given_with(memory, monkeypatch):
+    """Its lanes are merged after every part, and a sum of floats is of its order."""
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population, slots = federation.data(sizes=range(1, 25)), 24
+    algorithm = SCAFFOLD(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=BATCHES,
+        execution=fedsim.Pmap(devices=2, lanes=2, memory=memory),
+    )
+    start = algorithm.init(jax.random.key(0))
+    of_rounds = np.array([3, 5]), np.arange(slots), np.arange(slots), np.array([3, 5])
+    rounds = [fedsim.Cohort(population, who, r, fedsim.rng.root(0), slots=slots) for r, who in enumerate(of_rounds)]
+    together, infos = algorithm.apply_rounds(start, rounds, max_rounds=8)
+    alone = start
+    for r, cohort in enumerate(rounds):
+        alone, info = algorithm.apply(alone, cohort)
+        federation.assert_trees_equal(jax.tree.map(lambda x, r=r: np.asarray(x[r]), infos), jax.device_get(info))
+    federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
+    """What `python -m benchmarks --only algorithms` is about: the table is never copied, and no all-reduce carries a row."""
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+    (((mesh, layout, *_), compiled),) = algorithm._compiled.items()
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
+    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded), dispatches[0][0])
+    columns, plans = execution._placement.streamed_columns(population, dispatches[0][1], mesh, 1)
+    server, key = execution._placement.replicate((state._replace(clients=()), fedsim.rng.root(0)), mesh)
+    packed = layout.pack(plans, 1)
+    text = compiled.rounds.lower(columns, table, server, key, packed, np.int32(1)).compile().as_text()
+    rows = f"f32[{len(table.seen) // devices},2]"
+    assert f"{rows}{{1,0}} dynamic-update-slice(" in text and "input_output_alias" in text
+    assert not re.search(rf"{re.escape(rows)}\S* copy\(", text)
+    assert not any("f32[8,2]" in line for line in text.splitlines() if " all-reduce" in line)

@@ -1,0 +1,166 @@
+"""What is refused before a round: folds that do not fit, states and rows of another form, names that are taken."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from counting import BATCHES, Counting, Damped, Upper
+
+import fedsim
+from fedsim import aggregators, execution
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Wide(fedsim.Algorithm):
+    """Clients send ``size`` zeros, to one of ``groups``, if there are any."""
+
+    size: int = 10_000
+    groups: int = 0
+
+    def init(self, key):
+        return jnp.zeros(())
+
+    def client_init(self, shared, client):
+        return jnp.zeros(())
+
+    def client_step(self, shared, state, batch):
+        return state + jnp.sum(batch.examples["x"], where=batch.mask[:, None])
+
+    def client_final(self, shared, state, client):
+        update = jnp.full(self.size, state)
+        update = aggregators.Member(client.position % self.groups, update) if self.groups else update
+        return fedsim.ClientUpdate(update, jnp.float32(1))
+
+    def server_update(self, state, update):
+        return state + jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, update))
+
+
+@pytest.mark.parametrize(("groups", "lanes", "devices"), [(0, 1, 4), (0, 4, 2), (3, 2, 1)])
+def test_what_is_refused_is_what_a_round_needs(groups, lanes, devices, monkeypatch):
+    """One byte less than this is refused, and it is near what XLA reserves for the compiled round, and not above."""
+    aggregator = aggregators.GeometricMedian()
+    aggregator = aggregators.Grouped(groups=groups, inner=aggregator) if groups else aggregator
+    way = fedsim.Pmap(lanes=lanes, devices=devices)
+    algorithm = Wide(batches=BATCHES, aggregator=aggregator, groups=groups, execution=way)
+    state, cohort = jnp.zeros(()), federation.cohort()
+    one = 4 * 8 * (algorithm.size + 1) * max(1, groups) + 4 * groups
+    needs = 2 * one * lanes * devices
+
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": needs - 1}))
+    with pytest.raises(ValueError, match=f"lanes={lanes} and devices={devices} that is there {2 * lanes * devices} times"):
+        algorithm.apply(state, cohort)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": needs}))
+    algorithm = dataclasses.replace(algorithm)
+    algorithm.apply(state, cohort)
+
+    ((how, compiled),) = vars(algorithm)["_compiled"].items()
+    reserved = []
+
+    def measured(*arguments):
+        reserved.append(compiled.rounds.lower(*arguments).compile().memory_analysis().temp_size_in_bytes * devices)
+        return compiled.rounds(*arguments)
+
+    vars(algorithm)["_compiled"][how] = compiled._replace(rounds=measured)
+    algorithm.apply(state, cohort)
+    assert needs <= reserved[0] < 2 * needs
+
+
+def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 10}))
+    for way in (fedsim.Jit(), fedsim.Debug()):
+        algorithm = Counting(batches=BATCHES, aggregator=Upper(), execution=way)
+        with pytest.raises((ValueError, fedsim.execution.StageError), match="Upper folds 8 clients into 0.0 MB, .* are free"):
+            algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+def test_another_population_s_state_is_refused():
+    algorithm = Counting(batches=BATCHES)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    with pytest.raises(ValueError, match="remembers a population of 8 clients, and this one has 2"):
+        algorithm.apply(state, federation.cohort(federation.data(sizes=(2, 3))))
+
+
+def test_a_client_that_keeps_another_structure_is_refused():
+    class Odd(Counting):
+        def client_final(self, shared, state, client):
+            return super().client_final(shared, state, client)._replace(memory=())
+
+    algorithm = Odd(batches=BATCHES, execution=fedsim.Jit())
+    with pytest.raises(ValueError, match="client_final keeps .* client_memory starts with"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+@pytest.mark.parametrize("way", [fedsim.Jit(memory="stream"), fedsim.Jit(lanes=2), fedsim.Debug()])
+def test_a_client_that_keeps_another_shape_is_refused_and_another_dtype_becomes_its_own(way):
+    class Short(Counting):
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=result.memory._replace(total=result.memory.total[:1]))
+
+    class Half(Counting):
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=jax.tree.map(lambda x: x.astype(jnp.float16), result.memory))
+
+    algorithm = Short(batches=BATCHES, execution=way)
+    with pytest.raises((ValueError, execution.StageError), match=r"client_final keeps \[\(\), \(1,\)\], and client_memory"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    algorithm = Half(batches=BATCHES, execution=way)
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    rows, seen = federation.plain(state).clients
+    assert rows[0].visits.dtype == np.int32 and rows[0].total.dtype == np.float32 and rows[0].visits[seen].tolist() == [1] * 7
+
+
+def test_another_algorithm_s_state_is_refused():
+    """Of the same population, even of the same rows: SCAFFOLD and Ditto both keep something like parameters."""
+    make = dict(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    scaffold, ditto = (cls(**make) for cls in (fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Ditto))
+    state = scaffold.remember(scaffold.init(jax.random.key(0)), federation.data())
+    other = r"not one of this Ditto.* it has float32\[4\] for .server.more\['linear'\]\['b'\], .* nothing"
+    with pytest.raises(ValueError, match=other):
+        ditto.apply(state, federation.cohort())
+    apfl = fedsim.algorithms.APFL(**make)
+    state = ditto.remember(ditto.init(jax.random.key(0)), federation.data())
+    with pytest.raises(ValueError, match=r"not one of this APFL.* for .clients\[0\]"):
+        apfl.apply(state, federation.cohort())
+    # Nor one of another model, nor one with what another aggregator keeps; as it was made by, and on the device, it goes on.
+    compressed = fedsim.algorithms.Ditto(**make, aggregator=aggregators.CentredClipping(1.0))
+    with pytest.raises(ValueError, match=r"nothing for \.aggregator"):
+        compressed.apply(state, federation.cohort())
+    on_device = dataclasses.replace(ditto, execution=fedsim.Jit(memory="resident"))
+    state, _ = on_device.apply(state, federation.cohort())
+    assert isinstance(state.clients, execution.ClientTable)
+    with pytest.raises(ValueError, match="not one of this APFL"):
+        apfl.apply(state, federation.cohort())
+    dataclasses.replace(ditto).apply(state, federation.cohort())
+
+
+@pytest.mark.parametrize("way", [fedsim.Jit(), fedsim.Debug()])
+@pytest.mark.parametrize(
+    ("aggregator", "names", "refused"),
+    [
+        (aggregators.Mean(), ("weight",), "weight"),
+        (aggregators.Mean(), ("attacker", "num_examples", "loss"), "attacker, num_examples"),
+        (aggregators.Mean(), ("bits_down",), "bits_down"),
+        (aggregators.Mean(), ("bits_up",), "bits_up"),
+        (aggregators.Mean(), ("bits_up", "entropy_bits_up"), None),
+        (Damped(), ("bits_up", "entropy_bits_up"), "bits_up, entropy_bits_up"),
+    ],
+)
+def test_names_of_the_round_s_own_info_are_refused(aggregator, names, refused, way):
+    class Named(Wide):
+        def client_final(self, shared, state, client):
+            numbers = {name: jnp.float32(5) for name in names}
+            return fedsim.ClientUpdate(jnp.float32(1), jnp.float32(1), numbers)
+
+    algorithm = Named(batches=BATCHES, aggregator=aggregator, execution=way)
+    if refused is None:
+        _, info = algorithm.apply(jnp.zeros(()), federation.cohort())
+        assert info.clients["bits_up"].tolist() == [5] * 8
+    else:
+        with pytest.raises((ValueError, execution.StageError), match=f"client_final's info has {refused}, and so has"):
+            algorithm.apply(jnp.zeros(()), federation.cohort())
