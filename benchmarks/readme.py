@@ -73,6 +73,7 @@ def _others(tables: dict[str, Any]) -> str:
             f"- Evaluation of 77,483 examples of 3,400 clients, dense: {evaluation['fedsim']['seconds']:.2f} s; FedJAX "
             f"{evaluation['fedjax']['seconds']:.2f} s ({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
             *_catalogues(tables),
+            *_keeping(tables),
             *_large(tables),
         ]
     )
@@ -103,6 +104,17 @@ def _catalogues(tables: dict[str, Any]) -> list[str]:
                 f"- {what}: {median(row[figure] for row in rows):.2f}× in the middle, most: {', '.join(named[:-4:-1])}."
             )
     return lines
+
+
+def _keeping(tables: dict[str, Any]) -> list[str]:
+    """Clients that keep something, if that has been measured."""
+    rows = tables["memory"]["parts"][0]["rows"] if "memory" in tables else []
+    return [
+        f"- SCAFFOLD over {row['clients']:,} clients that keep {row['row_mb']:.2f} MB each, {row['cohort']} a round, stopped and "
+        f"resumed half way: {row['ms_per_round']:.0f} ms a round, {row['peak_mb']:,.0f} MB of memory at most, and "
+        f"{row['disk_mb'] / 1e3:.1f} GB of disk for the {row['seen']:,} that came."
+        for row in rows[:1]
+    ]
 
 
 def _large(tables: dict[str, Any]) -> list[str]:

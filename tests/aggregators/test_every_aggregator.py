@@ -1,6 +1,7 @@
 """What every robust aggregator promises within a round: the same answer however it is run, in whatever order."""
 
 import dataclasses
+import functools
 
 import federation
 import jax
@@ -23,6 +24,7 @@ AGGREGATORS = {
     "centred": aggregators.CentredClipping(1.0),
     "noised": aggregators.Noised(0.1, inner=aggregators.Clipped(1.0)),
 }
+MEAN, JIT = aggregators.Mean(), fedsim.Jit()
 EXECUTIONS = {
     "pmap, 8 devices": fedsim.Pmap(devices=8),
     "pmap, 2 devices, 2 lanes, streamed": fedsim.Pmap(devices=2, lanes=2, memory="stream"),
@@ -54,9 +56,13 @@ class MeanOfExamples(fedsim.Algorithm):
         return jax.tree.map(jnp.add, state, update)
 
 
-def run(aggregator, execution, backwards=False):
-    population = federation.data(sizes=(7, 0, 3, 12, 1, 5, 9, 2, 4, 6, 8))
-    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregator, execution=execution)
+@functools.cache
+def make(aggregator, execution):
+    return MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregator, execution=execution)
+
+
+def run(aggregator, execution=JIT, backwards=False):
+    population, algorithm = federation.data(sizes=(7, 0, 3, 12, 1, 5, 9, 2, 4, 6, 8)), make(aggregator, execution)
     state = algorithm.init(jax.random.key(0))
     ids = population.client_ids[::-1] if backwards else population.client_ids
     for round in range(2):
@@ -64,34 +70,26 @@ def run(aggregator, execution, backwards=False):
     return jax.device_get(getattr(state, "server", state))
 
 
-@pytest.fixture(scope="module")
-def reference():
-    known = {}
-
-    def get(name):
-        if name not in known:
-            known[name] = run(AGGREGATORS[name], fedsim.Jit())
-        return known[name]
-
-    return get
+@functools.cache
+def reference(name):
+    return run(AGGREGATORS[name])
 
 
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_execution_never_changes_the_answer(name, how, reference):
+def test_execution_never_changes_the_answer(name, how):
     federation.assert_trees_close(run(AGGREGATORS[name], EXECUTIONS[how]), reference(name))
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_client_order_does_not_matter(name, reference):
-    federation.assert_trees_close(run(AGGREGATORS[name], fedsim.Jit(), backwards=True), reference(name))
+def test_client_order_does_not_matter(name):
+    federation.assert_trees_close(run(AGGREGATORS[name], backwards=True), reference(name))
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_they_differ_from_the_mean(name, reference):
+def test_they_differ_from_the_mean(name):
     """The negative control: each of them does something."""
-    mean = run(aggregators.Mean(), fedsim.Jit())
-    assert np.abs(reference(name)["x"] - mean["x"]).max() > 1e-3
+    assert np.abs(reference(name)["x"] - run(MEAN)["x"]).max() > 1e-3
 
 
 def test_a_cohort_too_small_for_krum_is_refused_before_the_first_round():

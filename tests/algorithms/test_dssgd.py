@@ -87,8 +87,7 @@ EXECUTIONS = {
 }
 
 
-@pytest.mark.parametrize("how", EXECUTIONS)
-@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize(("how", "clip"), [*((how, 0.3) for how in EXECUTIONS), ("jit", None)])
 def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
     data = population()
     algorithm = make(theta_u=0.4, theta_d=0.6, clip=clip, decay=0.5, execution=EXECUTIONS[how])

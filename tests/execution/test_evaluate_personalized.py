@@ -1,6 +1,7 @@
 """Every client's own parameters on its own examples: against plain Python over clients, under every execution."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import federation
@@ -20,6 +21,7 @@ EXECUTIONS = {
     "debug": fedsim.Debug(),
 }
 TUNING = fedsim.Batches(size=3, epochs=2)
+SLOPE = jax.jit(jax.grad(federation.model().train_loss))
 
 
 def test_data() -> fedsim.FederatedData:
@@ -46,6 +48,13 @@ def trained(algorithm, rounds=2):
     return state
 
 
+@functools.cache
+def ready(cls):
+    """An algorithm with its usual settings and a state of it, for several tests."""
+    algorithm = make(cls)
+    return algorithm, trained(algorithm)
+
+
 def by_hand(model, params_of, test):
     """Sums of metrics ``[2, clients]``, one client after another, as a metric is defined."""
     sums = {name: np.zeros([2, test.num_clients]) for name in model.metrics}
@@ -66,13 +75,13 @@ def assert_same(evaluation, expected):
 
 def fine_tuned(params, client_id, seed=0, batches=TUNING, correction=None):
     """SGD of rate 0.2 from ``params`` on the client's training examples; ``correction`` joins all gradients."""
-    population, model = federation.data(), federation.model()
+    population = federation.data()
     if client_id not in population:
         return params
     root = fedsim.rng.stream(fedsim.rng.root(seed), "personal")
     ((_, dataset, key),) = fedsim.Cohort(population, [population.index(client_id)], 0, root)
     for batch in dataset.batches(batches, key):
-        slope = jax.grad(model.train_loss)(params, jax.tree.map(jnp.asarray, batch))
+        slope = SLOPE(params, jax.tree.map(jnp.asarray, batch))
         slope = jax.tree.map(jnp.add, slope, correction) if correction else slope
         params = jax.tree.map(lambda p, g: p - 0.2 * g, params, slope)
     return params
@@ -95,8 +104,7 @@ def few_at_once(how, monkeypatch):
 
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_what_clients_keep(how, few_at_once):
-    algorithm, test = make(), test_data()
-    state = trained(algorithm)
+    (algorithm, state), test = ready(algorithms.Ditto), test_data()
     expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
     evaluation = fedsim.evaluate_personalized(
         algorithm, state, federation.data(), test, execution=EXECUTIONS[how], batch_size=4
@@ -121,8 +129,7 @@ def test_rows_on_the_device_and_rows_on_the_host(memory):
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto])
 def test_fine_tuning(how, cls, few_at_once):
     """From the server's parameters, and from the clients' own."""
-    algorithm, test = make(cls), test_data()
-    state = trained(algorithm)
+    (algorithm, state), test = ready(cls), test_data()
     tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2))
     start = (lambda _: state.params) if cls is algorithms.FedAvg else (lambda client_id: personal(state, client_id))
     expected = by_hand(algorithm.model, lambda client_id: fine_tuned(start(client_id), client_id, seed=4), test)
@@ -154,8 +161,7 @@ class Leaping(algorithms.FedAvg):
 
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes", "debug"])
 def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
-    algorithm, test, train = make(algorithms.FedAvg), test_data(), federation.data()
-    state = trained(algorithm)
+    (algorithm, state), test, train = ready(algorithms.FedAvg), test_data(), federation.data()
     tuner = make(Leaping, batches=TUNING, client_optimizer=optax.sgd(0.2))
 
     def leapt(client_id):
@@ -163,7 +169,7 @@ def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
         if client_id in train:
             client = train[client_id]
             for batch in client.batches(tuner.preview, jax.random.key(0)):
-                slope = jax.grad(algorithm.model.train_loss)(state.params, jax.tree.map(jnp.asarray, batch))
+                slope = SLOPE(state.params, jax.tree.map(jnp.asarray, batch))
                 params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
             params = jax.tree.map(lambda p: p - 0.01 * TUNING.num_steps(len(client)), params)
         return fine_tuned(params, client_id)

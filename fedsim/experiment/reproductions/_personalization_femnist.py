@@ -8,14 +8,14 @@ cohorts. Every writer is tested on its own test examples; what counts is the dis
 mean.
 
 Deviations: a perceptron for the convolutional network, and the writers that are at hand. A writer who never took part starts,
-when it is tested, as one who does for the first time.
+when it is tested, as one who does for the first time. FedRep is tested twice: with the heads that writers have, and after each
+has trained once more, for in the last round of its authors' code all clients train.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import optax
@@ -35,7 +35,7 @@ _MEASURES = ("accuracy, all examples", "mean over writers", "deviation over writ
 
 def _methods() -> dict[str, tuple[str, Callable[..., Algorithm]]]:
     return {
-        "fedavg": ("FedAvg, fine-tuned", FedAvg),
+        "fedavg": ("FedAvg", FedAvg),
         "perfedavg": ("Per-FedAvg, first order", PerFedAvg),
         "apfl": ("APFL, adaptive", functools.partial(APFL, adaptive=True)),
         "ditto": ("Ditto, λ = 1", functools.partial(Ditto, lam=1.0)),
@@ -68,11 +68,13 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
         algorithm = make(model=model, client_optimizer=optax.sgd(femnist.RATE), batches=femnist.BATCHES)
         sampler = UniformSampler(train_data, clients=cohort, seed=seed)
         curve = train(algorithm, sampler, rounds=plan.rounds, score=lambda state: 0.0, every=plan.rounds)
-        tune = algorithm if make is FedAvg else None
-        personal = evaluate_personalized(algorithm, curve.state, train_data, test_data, fine_tune=tune)
-        evaluations: dict[str, Any] = {title: personal}
+        everyone = functools.partial(evaluate_personalized, algorithm, curve.state, train_data, test_data)
         if make is FedAvg:
-            evaluations = {"FedAvg, one model for all": evaluate(model, curve.state.params, test_data)} | evaluations
+            evaluations = {"FedAvg, one model for all": evaluate(model, curve.state.params, test_data)}
+        else:
+            evaluations = {title: everyone()}
+        if make in (FedAvg, FedRep):  # a head is as old as its writer's last round, and the body is not
+            evaluations[f"{title}, fine-tuned"] = everyone(fine_tune=algorithm)
         for name, evaluation in evaluations.items():
             found.setdefault(name, []).append(over_writers(evaluation))
             told = ", ".join(f"{measure} {value:.1f}" for measure, value in found[name][-1][0].items())
