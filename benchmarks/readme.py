@@ -110,8 +110,8 @@ def _keeping(tables: dict[str, Any]) -> list[str]:
     """Clients that keep something, if that has been measured."""
     rows = tables["memory"]["parts"][0]["rows"] if "memory" in tables else []
     return [
-        f"- SCAFFOLD over {row['clients']:,} clients that keep {row['row_mb']:.2f} MB each, {row['cohort']} a round, stopped and "
-        f"resumed half way: {row['ms_per_round']:.0f} ms a round, {row['peak_mb']:,.0f} MB of memory at most, and "
+        f"- SCAFFOLD over {row['clients']:,} clients that keep {row['row_mb']:.2f} MB each, {row['cohort']} a round, stopped "
+        f"and resumed half way: {row['ms_per_round']:.0f} ms a round, {row['peak_mb']:,.0f} MB of memory at most, and "
         f"{row['disk_mb'] / 1e3:.1f} GB of disk for the {row['seen']:,} that came."
         for row in rows[:1]
     ]

@@ -31,6 +31,10 @@ class Halves(NamedTuple):
     head: ClientState
     head_steps: jax.Array
 
+    @property
+    def params(self) -> Params:
+        return hk.data_structures.merge(self.body.params, self.head.params)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedRep(FedPer):
@@ -69,6 +73,5 @@ class FedRep(FedPer):
         return tree.select(batch.step < state.head_steps, state._replace(head=head), state._replace(body=body))
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
-        params = hk.data_structures.merge(state.body.params, state.head.params)
         loss = state.head.loss.merge(state.body.loss)
-        return super().client_final(shared, ClientState(params, (), loss), client)
+        return super().client_final(shared, ClientState(state.params, (), loss), client)

@@ -236,6 +236,32 @@ def test_fine_tuning_by_scaffold(cls):
     assert_same(fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner), expected)
 
 
+def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
+    """From the server's body and the client's own head, as in its next round."""
+    train, test = federation.data(), test_data()
+    algorithm = make(algorithms.FedRep, head=lambda module, name: name == "b", head_fraction=0.4)
+    state = trained(algorithm)
+    tuner = make(algorithms.FedRep, head=algorithm.head, head_fraction=0.4, batches=TUNING, client_optimizer=optax.sgd(0.2))
+    rows, seen = federation.plain(state).clients
+
+    def tuned(client_id):
+        at = train.index(client_id) if client_id in train else -1
+        unseen = algorithm.client_memory(algorithm.broadcast(state.server))
+        head = jax.tree.map(lambda leaf: leaf[at], rows[0]) if at >= 0 and seen[at] else unseen
+        params = {"linear": state.params["linear"] | head["linear"]}
+        if at >= 0:
+            root = fedsim.rng.stream(fedsim.rng.root(0), "personal")
+            ((_, dataset, key),) = fedsim.Cohort(train, [at], 0, root)
+            for step, batch in enumerate(dataset.batches(TUNING, key)):
+                turn = "b" if step < int(0.4 * TUNING.num_steps(len(dataset))) else "w"
+                slope = SLOPE(params, jax.tree.map(jnp.asarray, batch))["linear"][turn]
+                params = {"linear": params["linear"] | {turn: params["linear"][turn] - 0.2 * slope}}
+        return params
+
+    evaluation = fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner)
+    assert_same(evaluation, by_hand(algorithm.model, tuned, test))
+
+
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto, algorithms.FedPer])
 def test_of_an_algorithm_that_averages_the_average_is_evaluated(cls):
     """Where a client fine-tunes from it, has nothing of its own yet, or joins its own part to it."""
