@@ -42,7 +42,8 @@ class FedRep(FedPer):
 
     Attributes:
       head_fraction: in [0, 1], of a client's steps, rounded down to whole ones: those that train the head. The paper's
-        experiments train it for ten epochs of eleven.
+        experiments train it for ten epochs of eleven, which is ``10 / 11`` with ``Batches(epochs=11)``: of one epoch alone, the
+        body would get a tenth of FedAvg's steps.
       head: see `FedPer`.
 
     >>> import optax, fedsim

@@ -8,14 +8,17 @@ cohorts. Every writer is tested on its own test examples; what counts is the dis
 mean.
 
 Deviations: a perceptron for the convolutional network, and the writers that are at hand. A writer who never took part starts,
-when it is tested, as one who does for the first time. FedRep is tested twice: with the heads that writers have, and after each
-has trained once more, for in the last round of its authors' code all clients train.
+when it is tested, as one who does for the first time. FedRep trains heads for ten epochs and then the body for one, as in its
+paper, where all others train for one; it is tested twice: with the heads that writers have, and after each has trained once
+more, for in the last round of its authors' code all clients train.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import optax
@@ -23,6 +26,7 @@ import optax
 from fedsim import models
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import APFL, Ditto, FedAvg, FedRep, PerFedAvg
+from fedsim.data import Batches
 from fedsim.execution import Evaluation, evaluate, evaluate_personalized
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
@@ -33,13 +37,17 @@ _COHORT = 10
 _MEASURES = ("accuracy, all examples", "mean over writers", "deviation over writers", "worst 10 % of writers")
 
 
+def _fedrep(batches: Batches, **settings: Any) -> FedRep:
+    return FedRep(batches=dataclasses.replace(batches, epochs=11), head_fraction=10 / 11, **settings)
+
+
 def _methods() -> dict[str, tuple[str, Callable[..., Algorithm]]]:
     return {
         "fedavg": ("FedAvg", FedAvg),
         "perfedavg": ("Per-FedAvg, first order", PerFedAvg),
         "apfl": ("APFL, adaptive", functools.partial(APFL, adaptive=True)),
         "ditto": ("Ditto, λ = 1", functools.partial(Ditto, lam=1.0)),
-        "fedrep": ("FedRep", FedRep),
+        "fedrep": ("FedRep", _fedrep),
     }
 
 
@@ -73,7 +81,7 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
             evaluations = {"FedAvg, one model for all": evaluate(model, curve.state.params, test_data)}
         else:
             evaluations = {title: everyone()}
-        if make in (FedAvg, FedRep):  # a head is as old as its writer's last round, and the body is not
+        if make in (FedAvg, _fedrep):  # a head is as old as its writer's last round, and the body is not
             evaluations[f"{title}, fine-tuned"] = everyone(fine_tune=algorithm)
         for name, evaluation in evaluations.items():
             found.setdefault(name, []).append(over_writers(evaluation))
