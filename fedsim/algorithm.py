@@ -112,6 +112,18 @@ class Algorithm:
         checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
         checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)
         checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
+        checks.instance(Batches, "fedsim.Batches(size=20)", or_none=True, batches=self.batches)
+        for field in dataclasses.fields(self):
+            if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
+                self.folds_by(field.default_factory())
+
+    def folds_by(self, own: Aggregator) -> None:
+        """Raises ``ValueError`` if what folds updates is of another class than its ``own``, whatever is around it."""
+        if type(self.aggregator.innermost) is not type(own.innermost):
+            raise ValueError(
+                f"{type(self).__name__} folds updates by {own}, got aggregator={self.aggregator}: give that, or one that has "
+                "it inside (inner=)."
+            )
 
     def init(self, key: jax.Array) -> State:
         """The state before the first round: a pytree of arrays holding exactly what the next round needs."""
@@ -145,6 +157,13 @@ class Algorithm:
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         """What the client sends back after its last step."""
         raise NotImplementedError(f"{type(self).__name__} must define client_final, or override apply.")
+
+    def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Any:
+        """What the client keeps where of its update, ``result.update``, something else ``arrived``: clipped, compressed.
+
+        By default ``result.memory``, as where it arrives as it was sent.
+        """
+        return result.memory
 
     def server_update(self, state: State, update: Any) -> State:
         """The state after the round, from the state before it and the aggregated update."""

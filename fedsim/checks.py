@@ -12,6 +12,7 @@ import operator
 from typing import Any
 
 import numpy as np
+import optax
 
 
 def number(
@@ -116,6 +117,31 @@ def instance(kind: type, example: str, *, or_none: bool = False, **values: Any) 
     for name, value in values.items():
         if not isinstance(value, kind) and not (value is None and or_none):
             _refuse(name, value, f"{name} to be one of fedsim's, such as {example}", or_none, "")
+
+
+def optimizer(*, or_schedule: bool = False, **values: Any) -> None:
+    """Optax transformations; or functions from the round to one, which optax's own makers of them are not.
+
+    >>> import optax
+    >>> optimizer(or_schedule=True, client_optimizer=lambda round: optax.sgd(0.1 * 0.99**round))
+    >>> optimizer(or_schedule=True, client_optimizer=optax.sgd)
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected client_optimizer to be an optax transformation, got client_optimizer=optax.sgd: call it, ...
+    """
+    for name, value in values.items():
+        if isinstance(value, optax.GradientTransformation):
+            continue
+        wanted, maker = f"{name} to be an optax transformation", getattr(value, "func", value)
+        if hasattr(value, "gradient_transformation"):
+            raise ValueError(f"Expected {wanted}, got {type(value).__name__}: give its gradient_transformation().")
+        if callable(maker) and str(getattr(maker, "__module__", "")).partition(".")[0] == "optax":
+            named = f"optax.{maker.__name__}"
+            raise ValueError(f"Expected {wanted}, got {name}={named}: call it, as in {named}(0.1).")
+        if not (or_schedule and callable(value)):
+            _refuse(
+                name, value, f"{wanted}{', or a function from the round to one' * or_schedule}", False, "optax.sgd(0.1), say"
+            )
 
 
 def _refuse(name: str, value: Any, wanted: str, or_none: bool, remedy: str) -> None:

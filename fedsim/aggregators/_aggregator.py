@@ -87,6 +87,11 @@ class Aggregator:
         """
         raise NotImplementedError
 
+    @property
+    def innermost(self) -> Aggregator:
+        """What folds: of an aggregator around another one, that."""
+        return self
+
     def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
         """The fold of both."""
         raise NotImplementedError
@@ -199,6 +204,10 @@ class Wrapper(Aggregator):
     @property
     def plain(self) -> bool:
         return type(self).send is Wrapper.send and self.inner.plain
+
+    @property
+    def innermost(self) -> Aggregator:
+        return self.inner.innermost
 
     def check(self, update: Update, slots: int) -> None:
         self.inner.check(update, slots)

@@ -9,6 +9,7 @@ M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive fe
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim import metrics, tree
+from fedsim import checks, metrics, tree
 from fedsim.algorithms._descent import must_descend
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, FederatedData
@@ -60,6 +61,10 @@ class FedAvg(GradientServer):
 
     client_optimizer: optax.GradientTransformation | Schedule
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.optimizer(or_schedule=True, client_optimizer=self.client_optimizer)
+
     def check(self, data: FederatedData) -> None:
         super().check(data)
         # A schedule over rounds may start from 0, which its first optimizer alone would never leave.
@@ -71,7 +76,8 @@ class FedAvg(GradientServer):
         return self.model.train_loss(params, batch)
 
     def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        """All that a step descends, for optimizers that ask for its value: of those whose `client_gradient` adds terms."""
+        """All that a step descends, for optimizers that ask for its value: of those whose `client_gradient` adds terms that
+        are not linear in the parameters; those that are follow from the gradient."""
         return self.client_loss(shared, params, batch)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
@@ -88,7 +94,16 @@ class FedAvg(GradientServer):
 
     def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         slope = self.client_gradient(shared, state, batch)
-        return self.walk(shared, state, batch, slope, lambda params: self.objective(shared, params, batch))
+        objective = functools.partial(self.objective, shared, batch=batch)
+        if type(self).client_gradient is FedAvg.client_gradient:
+            return self.walk(shared, state, batch, slope, objective)
+        # Who corrects the gradient by what is constant in a step descends this. Where nobody asks for it, it is left out.
+        more = tree.subtract(slope[1], jax.grad(objective)(state.params))
+
+        def corrected(params: Params) -> jax.Array:
+            return objective(params).astype(jnp.float32) + tree.dot(more, tree.subtract(params, state.params))
+
+        return self.walk(shared, state, batch, slope, corrected)
 
     def descend(self, shared: Shared, state: ClientState, batch: Batch, loss_fn: Loss) -> ClientState:
         """One step of the client optimizer down a loss: for those who train several models, or parts of one."""

@@ -10,27 +10,28 @@ last parameters), h what the server keeps, all 0 at first, P the cohort, m the c
 
 Deviations: the argmin is approached by ``client_optimizer``, as in the paper's experiments (and hence h_k approaches the
 gradient). With ``weighting="examples"`` the mean is weighted, and 1 / m is a client's part of all examples, so that h stays the
-mean of all h_k. ``server_optimizer`` takes x minus the last line for its gradient; with its default that line holds.
+mean of all h_k. Where what arrives of a client's movement is clipped or compressed, h_k goes by that, as h does; an aggregator
+that is no mean (a median, Krum), or that adds noise, leaves h apart from their mean. ``server_optimizer`` takes x minus the
+last line for its gradient; with its default that line holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._tilted import Tilted
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate, Turnout
 from fedsim.model import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedDyn(FedAvg):
+class FedDyn(Tilted):
     """FedAvg whose clients' losses are tilted, each round anew, so that they agree with the others' at the common optimum.
 
     A client keeps h_k between rounds (as much as the parameters), and sends and gets no more than in FedAvg.
@@ -51,30 +52,28 @@ class FedDyn(FedAvg):
     """
 
     alpha: float = 0.01
-    weighting: Literal["examples", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(alpha=self.alpha)
-
-    def init(self, key: jax.Array) -> ServerState:
-        state = super().init(key)
-        return state._replace(more=jax.tree.map(jnp.zeros_like, state.params))
-
-    def client_memory(self, shared: Shared) -> Params:
-        return jax.tree.map(jnp.zeros_like, shared.params)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         return super().client_init(shared, client)._replace(more=client.memory)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = super().client_gradient(shared, state, batch)
-        pull = tree.scale(tree.subtract(state.params, shared.params), self.alpha)
-        return loss, tree.add(tree.subtract(gradient, state.more), pull)
+        return loss, tree.subtract(tree.pulled(gradient, self.alpha, state.params, shared.params), state.more)
+
+    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+        apart = tree.squared_norm(tree.subtract(params, shared.params))
+        return super().objective(shared, params, batch) + self.alpha / 2 * apart
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
-        return result._replace(memory=tree.add(client.memory, tree.scale(result.update, self.alpha)))
+        return result._replace(memory=self.client_sent(result, client, result.update))
+
+    def client_sent(self, result: ClientUpdate, client: Client, arrived: Params) -> Params:
+        return tree.add(client.memory, tree.scale(arrived, self.alpha))
 
     def server_round(self, state: ServerState, update: Params, turnout: Turnout) -> ServerState:
         tilt = tree.add(state.more, tree.scale(update, self.alpha * self.share(turnout)))

@@ -55,6 +55,9 @@ class GradientServer(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.instance(Model, "fedsim.models.emnist_dense()", or_none=True, model=self.model)
+        if hasattr(self, "server_optimizer"):  # FedAdam and its kin make it of their own settings, after this.
+            checks.optimizer(server_optimizer=self.server_optimizer)
         checks.one_of("examples", "uniform", weighting=self.weighting)
 
     def init(self, key: jax.Array) -> ServerState:

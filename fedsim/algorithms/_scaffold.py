@@ -12,7 +12,9 @@ keeps, both 0 at first, S the cohort, N the clients that have examples, g_i(·) 
 η_l is ``client_optimizer``'s rate, η_g ``server_optimizer``'s. Deviations: none in these lines. Beyond the paper, K η_l is
 measured (`fedsim.algorithms._reach`), which for momentum or a rate that changes gives its weighted mean of gradients; and with
 ``weighting="examples"`` both means are weighted, and |S| / N is the cohort's part of all examples, so that c stays the mean of
-all c_i. The paper starts its experiments with c_i = 0, its theorems with c_i = g_i(x).
+all c_i. Where what arrives of a client's change is clipped or compressed, its variate changes by that, so that this stays so;
+an aggregator that is no mean (a median, Krum), or that adds noise, leaves c apart from the mean of c_i. The paper starts its
+experiments with c_i = 0, its theorems with c_i = g_i(x).
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedsgd import FullGradient
 from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.algorithms._reach import Reach, must_be_linear
+from fedsim.algorithms._tilted import Tilted
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate, Turnout
 from fedsim.model import Params
@@ -41,7 +43,7 @@ class Control(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class SCAFFOLD(FedAvg):
+class SCAFFOLD(Tilted):
     """FedAvg whose clients correct every gradient by what they know of the others: g - c_i + c.
 
     A client keeps its variate c_i between rounds (as much as the parameters), sends its change beside its movement, and gets c
@@ -65,7 +67,6 @@ class SCAFFOLD(FedAvg):
     """
 
     option: Literal["I", "II"] = "II"
-    weighting: Literal["examples", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,15 +76,8 @@ class SCAFFOLD(FedAvg):
     def preview(self) -> Batches | None:
         return self.batches.one_pass() if self.option == "I" else None
 
-    def init(self, key: jax.Array) -> ServerState:
-        state = super().init(key)
-        return state._replace(more=jax.tree.map(jnp.zeros_like, state.params))
-
     def broadcast(self, state: ServerState) -> Shared:
         return Shared(state.params, state.round, state.more)
-
-    def client_memory(self, shared: Shared) -> Params:
-        return jax.tree.map(jnp.zeros_like, shared.params)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         source = FullGradient.zero(shared.params) if self.option == "I" else Reach.zero(self._client_optimizer(shared.round))
@@ -111,6 +105,9 @@ class SCAFFOLD(FedAvg):
             control = tree.select(source.come == 0, client.memory, control)
         return result._replace(update=(result.update, tree.subtract(control, client.memory)), memory=control)
 
+    def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Params:
+        return tree.add(client.memory, arrived[1])
+
     def server_round(self, state: ServerState, update: Any, turnout: Turnout) -> ServerState:
         movement, change = update
         control = tree.add(state.more, tree.scale(change, self.share(turnout)))
@@ -119,4 +116,4 @@ class SCAFFOLD(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if self.option == "II":
-            must_be_linear("SCAFFOLD's option II", self._client_optimizer(jnp.int32(0)))
+            must_be_linear("SCAFFOLD's option II", self._client_optimizer)

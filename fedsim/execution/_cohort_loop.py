@@ -190,7 +190,6 @@ def deliver(
     so no sum of weighted updates overflows either. One that is not is replaced by zeros and not only weighted by 0, since 0
     times NaN is NaN.
     """
-    kept = _as_known("client_final", "ClientUpdate", result.memory, client.memory)
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
     finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
@@ -202,17 +201,19 @@ def deliver(
             f"client_final's info has {', '.join(collisions)}, and so has every round's own info: give it another name than "
             f"{', '.join(sorted(_NAMES))}."
         )
-    of_aggregator = old[1]
+    memory, of_aggregator = result.memory, old[1]
     if not program.aggregator.plain:
         sent = program.aggregator.send(update, common, old[1], rng.stream(client.key, "send"))
         # Half of a precision is a way of sending, and may overflow.
         finite &= jnp.isfinite(tree.squared_norm((sent.update, sent.memory)))
         update = tree.select(took_part & finite, sent.update, jax.tree.map(jnp.zeros_like, sent.update))
+        memory = program.client_sent(result, client, update)
         info |= {
             "bits_up": jnp.where(took_part, sent.bits, jnp.zeros_like(sent.bits)),
             "entropy_bits_up": jnp.where(took_part, sent.entropy_bits, 0.0),
         }
         of_aggregator = _as_known(f"{type(program.aggregator).__name__}.send", "Sent", sent.memory, old[1])
+    kept = _as_known("client_final", "ClientUpdate", memory, client.memory)
     counts = took_part & finite
     # All of one dtype with the updates, so that one all-reduce brings everything together.
     info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}

@@ -64,25 +64,25 @@ class Debug(Execution):
         return state, whole_round(infos)
 
     def _phase(self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:
-        phase, parts = turn.phase, turn.sees(split(state))
-        down_key = rng.round_key(cohort.key, cohort.round, "downlink")
+        phase, parts, root = turn.phase, turn.sees(split(state)), turn.key(cohort.key)
+        down_key = rng.round_key(root, cohort.round, "downlink")
         shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
         shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        lane = Lane(phase, {}, shared, roster(plan, cohort.key), parts.aggregator, cohort.attack)
+        lane = Lane(phase, {}, shared, roster(plan, root), parts.aggregator, cohort.attack)
         carry, table = None, parts.clients
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
         clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]
-        for slot, (client_id, dataset, key) in clients:
+        for slot, (client_id, dataset, _) in clients:
             who, position = f"client {client_id!r}", jnp.int32(slot)
             row = lane.row(position, table)
             client = lane.client(position, row)
             client_state = _stage("client_init", who, phase.client_init, shared, client)
             if phase.preview:
-                for batch in dataset.batches(phase.preview, rng.stream(key, "preview")):
+                for batch in dataset.batches(phase.preview, rng.stream(client.key, "preview")):
                     batch = _poisoned(lane, position, who, batch)
                     client_state = _step("client_preview", who, phase.client_preview, shared, client_state, batch)
             client_state = _stage("client_begin", who, phase.client_begin, shared, client_state, client)
-            for batch in dataset.batches(phase.batches, key, int(client.num_steps)):
+            for batch in dataset.batches(phase.batches, client.key, int(client.num_steps)):
                 batch = _poisoned(lane, position, who, batch)
                 client_state = _step("client_step", who, phase.client_step, shared, client_state, batch)
             result = _stage("client_final", who, phase.client_final, shared, client_state, client)

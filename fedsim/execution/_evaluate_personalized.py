@@ -177,6 +177,9 @@ class _Program:
     def client_step(self, shared: Told, state: Any, batch: Batch) -> Any:
         return state
 
+    def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Any:
+        return result.memory
+
     def server_update(self, state: Told, update: Any) -> Told:
         return state
 

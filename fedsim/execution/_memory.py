@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedsim import tree
+from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
@@ -37,6 +37,10 @@ class Turn(NamedTuple):
     def last(self) -> bool:
         """Whether it is the algorithm itself."""
         return self.place == self.of - 1
+
+    def key(self, root: jax.Array) -> jax.Array:
+        """What it draws from: two phases alike would send the same noise, which cancels in their difference."""
+        return root if self.last else rng.stream(root, f"phase {self.place}")
 
     def sees(self, parts: Remembered) -> Remembered:
         """What is its own of all that is kept, in the form that it has where there is but one phase."""

@@ -60,7 +60,7 @@ def _compile(
     platform = mesh.devices.flat[0].platform
 
     def enter(turn: Turn, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
-        phase, parts = turn.phase, turn.sees(split(state))
+        phase, parts, key = turn.phase, turn.sees(split(state)), turn.key(key)
         plan = of_phase(layout.unpack(packed), phase.batches, turn.last)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
         return plan, Lane(phase, columns, shared, roster(plan, key), parts.aggregator, attack)
@@ -190,7 +190,7 @@ def finish_round(
       attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
     """
-    phase, whole = turn.phase, split(state)
+    phase, whole, key = turn.phase, split(state), turn.key(key)
     parts = turn.sees(whole)
     round_key = rng.round_key(key, plan.round, "downlink")
     shared, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
@@ -199,8 +199,7 @@ def finish_round(
     aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
         accumulator,
         parts.aggregator,
-        # The same noise in two phases would cancel in the difference of what they send.
-        rng.round_key(key, plan.round, "aggregator" if turn.last else f"aggregator of phase {turn.place}"),
+        rng.round_key(key, plan.round, "aggregator"),
     )
     attackers = {} if attack is None else {"attacker": plan.attacker > 0}
     info = round_info(lines | attackers, plan, num_clients, bits_down, update, turn.of)
