@@ -5,7 +5,9 @@ import tempfile
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 8)
+import fedsim
+
+fedsim.use_all_cores(8)
 jax.devices()  # JAX starts here: no later call of fedsim.use_all_cores in this process changes the number of devices
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -54,7 +54,9 @@ class Algorithm:
       batches: how a client cuts its examples into batches, and how many steps it takes.
       aggregator: how updates become one.
       execution: how a cohort is run. It changes the speed and never the answer.
-      downlink: a compressor of what the server sends; None: clients get it as it is.
+      downlink: a compressor of the parameters that the server sends, ``shared.params`` (of all floats, where `broadcast` gives
+        nothing of that name); None: clients get them as they are. These are parameters and not a change of them: what leaves
+        many out (top-k, also with error feedback) is not for them.
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds: ``state.params``,
         which is evaluated, and from which clients' own are made where these are evaluated, is then the average, while
         ``state.server.params`` goes on as ever. It starts from the first round's (as optax.ema, debiased). 0 is the last

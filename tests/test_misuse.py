@@ -1,6 +1,7 @@
 """What users get wrong is named, and never computed on."""
 
 import dataclasses
+import functools
 import re
 import typing
 
@@ -44,6 +45,21 @@ def attacked(attack, **columns):
         (lambda: fedavg(aggregator="mean"), r"aggregator to be one of fedsim's, such as Mean\(\), got aggregator='mean'"),
         (lambda: fedavg(downlink="eden"), "Expected downlink to be one of fedsim's"),
         (lambda: aggregators.Clipped(1.0, inner="mean"), "Expected inner to be one of fedsim's"),
+        (lambda: fedavg(client_optimizer=0.1), "Expected client_optimizer to be an optax transformation, or a function .*=0.1"),
+        (lambda: fedavg(client_optimizer=optax.sgd), r"got client_optimizer=optax.sgd: call it, as in optax.sgd\(0.1\)"),
+        (lambda: fedavg(client_optimizer=functools.partial(optax.sgd, momentum=0.9)), "=optax.sgd: call it"),
+        (lambda: fedavg(client_optimizer=optax.MultiSteps(optax.sgd(0.1), 2)), r"give its gradient_transformation\(\)"),
+        (lambda: fedavg(server_optimizer=lambda round: optax.sgd(0.1)), "Expected server_optimizer to be an optax"),
+        (lambda: fedavg(model="digits_dense"), "Expected model to be one of fedsim's, such as .*got model='digits_dense'"),
+        (lambda: fedavg(batches=20), r"such as fedsim.Batches\(size=20\), or None, got batches=20"),
+        (
+            lambda: fedsim.algorithms.FedMGDA(**SETTINGS, aggregator=aggregators.Clipped(1.0)),
+            r"FedMGDA folds updates by MinNorm\(.*got aggregator=Clipped",
+        ),
+        (
+            lambda: fedsim.algorithms.Histogram(feature="x", aggregator=aggregators.Mean()),
+            r"Histogram folds updates by Sum\(\), got aggregator=Mean\(\)",
+        ),
         (lambda: fedsim.Batches(size="20"), "Expected size >= 1, got size='20'"),
         (lambda: fedsim.Batches(size=2, shuffle="no"), "Expected shuffle to be True or False"),
         (lambda: attacked(attacks.LabelFlip(3)), "Expected labels 'y' from 0 to 2, got 0 to 3: set num_classes"),
@@ -86,9 +102,11 @@ def test_misuse_is_named(misuse, message):
         misuse()
 
 
+SETTINGS = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
+
+
 def fedavg(**changes):
-    settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
-    return fedsim.algorithms.FedAvg(**(settings | changes))
+    return fedsim.algorithms.FedAvg(**(SETTINGS | changes))
 
 
 def train(batches=None, data=None, attack=None, **changes):

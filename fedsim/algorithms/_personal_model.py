@@ -29,6 +29,18 @@ class PersonalModel(FedAvg):
     `personal_params` makes of what clients keep.
     """
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        loss, gradient = (
+            next(place for place, cls in enumerate(type(self).__mro__) if name in vars(cls))
+            for name in ("personal_loss", "personal_gradient")
+        )
+        if loss < gradient and type(self).__mro__[gradient] is not PersonalModel:
+            raise TypeError(
+                f"{type(self).__name__} overrides personal_loss, and clients descend personal_gradient, which is that of "
+                f"{type(self).__mro__[gradient].__name__}: override it, too."
+            )
+
     def client_memory(self, shared: Shared) -> Any:
         return shared.params
 

@@ -75,7 +75,7 @@ def must_be_linear(what: str, optimizer_of: Callable[[jax.Array], optax.Gradient
 
     try:
         linear = all(additive(optimizer_of(jnp.int32(round))) for round in (0, 1))
-    except TypeError:  # One that asks for the loss, too.
+    except (TypeError, ValueError):  # One that asks for the loss, too, or for parameters of certain names.
         linear = False
     if not linear:
         raise ValueError(

@@ -50,7 +50,7 @@ def largest(x: jax.Array, k: int) -> jax.Array:
     few are left in between, those are sorted.
     """
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
-    size = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    size = jax.lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
     d = x.shape[0]
     cut = _everything(size)
     if d > _SAMPLE * _LEFT:

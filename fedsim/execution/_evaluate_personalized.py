@@ -16,7 +16,7 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
-from fedsim.execution._memory import split, turns
+from fedsim.execution._memory import split, turns, with_params
 from fedsim.metrics import Mean as MeanOf
 from fedsim.model import Params
 
@@ -355,8 +355,7 @@ def _evaluated(parts: Remembered) -> Any:
     """The server's state, with the average of its parameters in their place, if there is one."""
     if parts.average == ():
         return parts.server
-    replace = getattr(parts.server, "_replace", None) or functools.partial(dataclasses.replace, parts.server)
-    return replace(params=parts.params)
+    return with_params(parts.server, parts.params)
 
 
 def _suitable_batch_size(sizes: np.ndarray) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -212,7 +214,7 @@ def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array)
     floats = _floats(shared)
     sent = program.downlink.transmit(floats, key, memory)
     received = iter(sent.value)
-    shared = jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, shared)
+    shared = with_params(shared, jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, _params(shared)))
     return shared, sent.memory, tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
 
 
@@ -221,7 +223,19 @@ def _zeros(shapes: Any) -> Any:
 
 
 def _floats(shared: Shared) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(shared) if tree.is_float(leaf)]
+    return [leaf for leaf in jax.tree.leaves(_params(shared)) if tree.is_float(leaf)]
+
+
+def _params(shared: Shared) -> Any:
+    """What a compressor may change: not the strengths, weights and statistics that an algorithm sends beside parameters."""
+    return getattr(shared, "params", shared)
+
+
+def with_params(shared: Any, params: Any) -> Any:
+    """A named tuple or dataclass with these in the place of its ``params``; of anything else, these."""
+    if not hasattr(shared, "params"):
+        return params
+    return (getattr(shared, "_replace", None) or functools.partial(dataclasses.replace, shared))(params=params)
 
 
 def placed(state: State, mesh: Mesh, memory: Memory) -> State:

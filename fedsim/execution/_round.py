@@ -205,10 +205,16 @@ def finish_round(
     info = round_info(lines | attackers, plan, num_clients, bits_down, update, turn.of)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)
     server = phase.server_round(parts.server, aggregate, Turnout(info.num_aggregated, weight, *plan.population))
+    server = jax.tree.map(_as_precise, server, parts.server)  # Sums are wider than the halves that they are of.
     average = averaged(phase.averaging if turn.last else None, parts.average, getattr(server, "params", ()))
     after = Remembered(server, (), aggregator, downlink, average)
     after = tree.select(info.num_aggregated > 0, after, parts._replace(clients=()))
     return join(turn.leaves(whole, after._replace(clients=table)), state), info
+
+
+def _as_precise(new: Any, old: Any) -> Any:
+    old = jnp.asarray(old)
+    return jnp.asarray(new, old.dtype) if tree.is_float(old) and tree.is_float(jnp.asarray(new)) else new
 
 
 def whole_round(infos: Sequence[RoundInfo]) -> RoundInfo:

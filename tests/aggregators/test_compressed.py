@@ -13,6 +13,7 @@ import fedsim
 from fedsim import rng, tree
 from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Mean
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
+from fedsim.execution._memory import down
 
 FLOATS = 3 * 4 + 4  # of the federation's model
 EXECUTIONS = {
@@ -144,3 +145,19 @@ def test_two_inside_each_other_are_refused():
 def test_what_is_no_compressor_is_refused():
     with pytest.raises(ValueError, match="such as Eden"):
         Compressed(Mean())
+
+
+def test_downlink_leaves_what_is_sent_beside_parameters_alone():
+    """A proximal term's strength, say: of one number, top-k would make 0."""
+    prox = fedsim.algorithms.AdaptiveFedProx(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=4),
+        mu=1.0,
+        downlink=TopK(fraction=0.2),
+    )
+    shared = prox.broadcast(prox.init(jax.random.key(0)))
+    received, _, bits = down(prox, shared, (), jax.random.key(1))
+    assert float(received.more) == 1.0 and int(received.round) == 0
+    assert sum(int(np.count_nonzero(x)) for x in jax.tree.leaves(received.params)) == 4
+    assert int(bits) == int(TopK(fraction=0.2).transmit(shared.params, jax.random.key(1)).bits) + 32 + 32

@@ -136,6 +136,30 @@ def test_mime_s_phases_draw_noise_of_their_own():
     assert_differ(of_gradients, of_movements)
 
 
+def test_mime_s_phases_send_and_attack_with_keys_of_their_own():
+    keys = {"send": [], "attack": []}
+
+    def note(what, key):
+        if not isinstance(key, jax.core.Tracer):
+            keys[what].append(jax.random.key_data(key).tobytes())
+
+    class Spying(aggregators.Wrapper):
+        def send(self, update, common, memory, key):
+            note("send", key)
+            return self.inner.send(update, common, memory, key)
+
+    class Noting(fedsim.attacks.Attack):
+        def corrupt(self, update, key):
+            note("attack", key)
+            return update
+
+    cohort = fedsim.Cohort(federation.data(), np.array([0, 3]), 0, fedsim.rng.root(0), slots=2)
+    cohort = dataclasses.replace(cohort, attack=Noting(), attackers=np.array([True, True]))
+    run(Mime(**settings(aggregator=Spying(), execution=fedsim.Debug())), [cohort])
+    for of_each in keys.values():  # of two clients, in two phases
+        assert len(set(of_each)) == 4
+
+
 def test_mime_counts_the_bits_of_both_phases():
     sparse = {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.3)), "downlink": compressors.Cast()}
     cohort = federation.cohort()
@@ -147,6 +171,6 @@ def test_mime_counts_the_bits_of_both_phases():
     once, twice = (infos[cls].clients for cls in (FedAvg, Mime))
     for name in ("bits_up", "entropy_bits_up"):
         np.testing.assert_array_equal(twice[name], 2 * once[name])
-    # The parameters twice and c once, 16 bits each, and the round twice.
+    # The parameters twice, 16 bits each, c once, which is not compressed, and the round twice.
     assert once["bits_down"].tolist() == [16 * parameters + 32 if size else 0 for size in cohort.data.sizes]
-    assert twice["bits_down"].tolist() == [16 * 3 * parameters + 64 if size else 0 for size in cohort.data.sizes]
+    assert twice["bits_down"].tolist() == [(2 * 16 + 32) * parameters + 64 if size else 0 for size in cohort.data.sizes]

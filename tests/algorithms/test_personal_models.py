@@ -1,5 +1,7 @@
 """Clients that keep models of their own: against NumPy, and where they reduce to one another."""
 
+import dataclasses
+
 import federation
 import jax
 import numpy as np
@@ -235,3 +237,29 @@ def test_a_model_of_one_module_needs_to_be_told_its_head():
 def test_hyperparameters_out_of_range(cls, wrong, message):
     with pytest.raises(ValueError, match=message):
         make(cls, **wrong)
+
+
+def test_apfl_s_alpha_that_stays_takes_no_part_in_a_norm():
+    """One step of a clipped gradient is as long as it may be: all of it is the personal model's."""
+    population, bound = federation.data(), 1e-3
+    optimizer = optax.chain(optax.clip_by_global_norm(bound), optax.sgd(1.0))
+    algorithm = make(algorithms.APFL, client_optimizer=optimizer, batches=fedsim.Batches(size=12, steps=1))
+    state, before = algorithm.init(jax.random.key(1)), None
+    for r in range(4):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=r))
+        (rows, *_), seen = federation.plain(state).clients
+        if before is not None:
+            moved = jax.tree.map(lambda a, b: a - b, rows.params, before.params)
+            lengths = np.sqrt(sum(np.sum(np.square(x.reshape(len(seen), -1)), 1) for x in jax.tree.leaves(moved)))
+            np.testing.assert_allclose(lengths[seen], bound, rtol=1e-3)
+        before = rows
+
+
+def test_a_personal_loss_without_its_gradient_is_refused():
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Shrunk(algorithms.Ditto):
+        def personal_loss(self, shared, copy, own, batch):
+            return 1000 * fedsim.tree.squared_norm(own)
+
+    with pytest.raises(TypeError, match="Shrunk overrides personal_loss, .* which is that of Ditto: override it, too"):
+        make(Shrunk)

@@ -104,7 +104,15 @@ def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
 
 
 def test_scaffold_refuses_an_optimizer_that_is_not_linear():
-    for optimizer in (optax.sign_sgd(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1)), optax.polyak_sgd()):
+    partly = optax.multi_transform({"w": optax.sgd(0.1), "b": optax.sgd(0.2)}, lambda params: {"linear": {"w": "w", "b": "b"}})
+    for optimizer in (
+        optax.sign_sgd(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(0.1)),
+        lambda round: optax.sign_sgd(0.1 * round.astype(float)),
+        optax.polyak_sgd(),
+        partly,
+    ):
         algorithm = SCAFFOLD(**settings(client_optimizer=optimizer))
         with pytest.raises(ValueError, match="SCAFFOLD's option II needs a client_optimizer that is linear"):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())

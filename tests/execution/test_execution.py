@@ -2,7 +2,10 @@
 
 import dataclasses
 import itertools
+import os
 import re
+import subprocess
+import sys
 
 import federation
 import haiku as hk
@@ -400,3 +403,19 @@ def test_windows_cover_every_client_once_in_order(devices, lanes, monkeypatch):
     for before, after in itertools.pairwise(parts):
         np.testing.assert_array_equal(before[..., 1], after[..., 0])
         assert (after[..., 1] >= after[..., 0]).all()
+
+
+def test_devices_of_a_cpu_are_patient_with_each_other():
+    """XLA would end the process after 40 seconds; what the user says of that stays. It starts with these flags."""
+    code = (
+        "import os, fedsim, jax; fedsim.use_all_cores(2); P = jax.sharding.PartitionSpec;"
+        "mesh = jax.sharding.Mesh(jax.devices(), 'd'); total = lambda x: jax.lax.psum(x, 'd');"
+        "total = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=P('d'), out_specs=P()));"
+        "print(total(jax.numpy.ones(2)), os.environ['XLA_FLAGS'])"
+    )
+    flag = "--xla_cpu_collective_call_terminate_timeout_seconds"
+    for given, expected in (("", f"{flag}=86400"), (f"{flag}=7", f"{flag}=7")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": given}, capture_output=True, text=True
+        )
+        assert done.stdout.startswith("[2.]") and done.stdout.count(flag) == 1 and expected in done.stdout.split()
