@@ -4,7 +4,8 @@ T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated opt
 2020, section 5.3.2 and appendix C.3.3 (dynamic mu): https://arxiv.org/abs/1812.06127. mu is raised by 0.1 whenever the loss
 increases, and lowered by 0.1 when it decreases five times in a row. Deviation: the paper looks at the loss of all devices
 after every round; here it is the mean loss, at the parameters that they are sent, of a round's own clients. So what a round
-does to the loss changes mu in the round after the next, and if few clients take part the loss also moves with who they are.
+does to the loss changes mu in the round after the next, and if few clients take part the loss also moves with who they are; it
+is the loss of training, which dropout makes random.
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ the client's examples, its weight.
 Deviations: a client's loss is scaled so that a batch's mean is unbiased for (Σ α_d loss) / β_k times the client's size, hence
 steps do not shrink as clients grow, and one domain is FedAvg (FedJAX divides a batch's sum by β_k instead). Domains that no
 client of a round has keep their weight, and the others share the rest (in both papers a domain without examples counts as one
-without loss). Both steps are taken at the same point, before training, as in the first paper.
+without loss). A domain that no round of the window has keeps the counts of the last window in which it had examples, and one
+that was never seen counts as the others do in the mean, so that neither takes over the round in which it comes. Both steps are
+taken at the same point, before training, as in the first paper.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ from fedsim.model import Params
 
 
 class Domains(NamedTuple):
-    """What the server's state has ``more``: weights ``[domains]``, and examples in the last rounds ``[window, domains]``."""
+    """What the server's state has ``more``: weights ``[domains]``, and examples in the last rounds ``[window, domains]``.
+
+    A domain's counts are all zero if it was never seen, and those of the last window that had any else.
+    """
 
     weights: jax.Array
     counts: jax.Array
@@ -96,15 +101,20 @@ class AgnosticFedAvg(FedAvg):
 
     @property
     def preview(self) -> Batches:
-        return Batches(size=self.batches.size, shuffle=False)
+        return self.batches.one_pass()
 
     def init(self, key: jax.Array) -> ServerState:
         uniform = jnp.full(self.num_domains, 1 / self.num_domains, jnp.float32)
-        return super().init(key)._replace(more=Domains(uniform, jnp.ones((self.window, self.num_domains), jnp.float32)))
+        return super().init(key)._replace(more=Domains(uniform, jnp.zeros((self.window, self.num_domains), jnp.float32)))
 
     def broadcast(self, state: ServerState) -> Shared:
         weights, counts = state.more
-        return super().broadcast(state)._replace(more=weights / jnp.maximum(jnp.mean(counts, axis=0), 1 / self.window))
+        counts = jnp.mean(counts, axis=0)
+        seen = counts > 0
+        of_others = metrics.Mean(jnp.sum(counts), jnp.sum(seen)).result()
+        # Before the first round nobody has been seen, and any number will do: the scale of alpha has no effect.
+        counts = jnp.where(seen, counts, jnp.maximum(of_others, 1 / self.window))
+        return super().broadcast(state)._replace(more=weights / counts)
 
     def set_out(self, shared: Shared, params: Params) -> ClientState:
         zeros = jnp.zeros(self.num_domains, jnp.float32)
@@ -134,6 +144,7 @@ class AgnosticFedAvg(FedAvg):
         movement, beta, losses = update
         weights = STEPS[self.domain_update](state.more.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
         counts = jnp.concatenate([state.more.counts[1:], losses.weight[None]])
+        counts = jnp.where(jnp.any(counts > 0, axis=0, keepdims=True), counts, state.more.counts)
         mean = jax.tree.map(lambda total: metrics.Mean(total, beta).result(), movement)
         return super().server_update(state, mean)._replace(more=Domains(weights, counts))
 

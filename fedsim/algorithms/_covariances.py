@@ -25,6 +25,14 @@ class Diagonal:
         """Sums over examples of shares ``[n, k]`` times squares of differences ``[n, k, features]``."""
         return _einsum("nk,nki,nki->ki", shares, apart, apart)
 
+    def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
+        """Covariances that rounding may have spoiled, with variances of at least ``least [k, features]``.
+
+        >>> Diagonal().mended(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]])).tolist()
+        [[0.5, 2.0]]
+        """
+        return jnp.maximum(covariances, least)
+
     def factors(self, covariances: jax.Array) -> jax.Array:
         """What `white` multiplies with."""
         return jax.lax.rsqrt(covariances)
@@ -50,6 +58,18 @@ class Full(Diagonal):
 
     def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
         return _einsum("nk,nki,nkj->kij", shares, apart, apart)
+
+    def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
+        """The same; of one that is not positive definite even so, the diagonal alone.
+
+        >>> Full().mended(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2))).tolist()
+        [[[1.0, 0.0], [0.0, 1.0]]]
+        """
+        diagonal = self.unit(covariances.shape[-1])[None] > 0
+        variances = jnp.maximum(covariances, least[:, :, None])
+        covariances = jnp.where(diagonal, variances, covariances)
+        positive = jnp.all(jnp.isfinite(jnp.linalg.cholesky(covariances)), axis=(1, 2), keepdims=True)
+        return jnp.where(positive | diagonal, covariances, 0.0)
 
     def factors(self, covariances: jax.Array) -> jax.Array:
         identity = jnp.broadcast_to(self.unit(covariances.shape[-1])[None], covariances.shape)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import metrics, tree
+from fedsim.aggregators._aggregator import wide
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, Batches
@@ -21,26 +22,35 @@ from fedsim.model import Model, Params
 
 
 class FullGradient(NamedTuple):
-    """Sum of per-example gradients, and sum of losses, over the examples seen so far at fixed parameters."""
+    """Sum of per-example gradients, and sum of losses, over the examples seen so far at fixed parameters.
+
+    Both are at least ``float32``: in bfloat16 a sum would stand still after some hundred terms. ``like`` is empty arrays of the
+    parameters' dtypes.
+    """
 
     gradient: Params
     loss: metrics.Mean
+    like: Params
 
     @classmethod
     def zero(cls, params: Params) -> FullGradient:
         """Of no examples."""
-        return cls(jax.tree.map(jnp.zeros_like, params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+        like = jax.tree.map(lambda p: jnp.zeros(0, p.dtype), params)
+        return cls(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)), like)
 
     def add(self, model: Model, params: Params, batch: Batch) -> FullGradient:
         """With one more batch."""
         loss, gradient = jax.value_and_grad(model.train_loss)(params, batch)
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         loss_sum = self.loss.merge(metrics.Mean(loss * seen, seen))
-        return FullGradient(tree.add(self.gradient, tree.scale(gradient, seen)), loss_sum)
+        total = jax.tree.map(lambda total, g: total + seen.astype(total.dtype) * g.astype(total.dtype), self.gradient, gradient)
+        return self._replace(gradient=total, loss=loss_sum)
 
     def mean(self) -> Params:
-        """The gradient of the mean loss over these examples."""
-        return tree.scale(self.gradient, 1 / jnp.maximum(self.loss.weight, 1))
+        """The gradient of the mean loss over these examples, in the parameters' dtypes."""
+        mean = tree.scale(self.gradient, 1 / jnp.maximum(self.loss.weight, 1))
+        return jax.tree.map(lambda g, like: g.astype(like.dtype), mean, self.like)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -6,7 +6,10 @@ of the cohort: clients compute responsibilities and send their moments of order 
 in every round it is what a single machine with all the data computes, and the likelihood never falls.
 
 Deviations: ``regularization`` is added to the variances, as everybody does (0 leaves it out); a component that nothing is
-attributed to keeps its mean and covariance.
+attributed to keeps its mean and covariance. Covariances are E[d d'] - E[d] E[d]' for the difference d from the old mean. Far
+from it (a start that is thousands of standard deviations away) rounding spoils them, so no variance is below the precision of
+E[d]², and a full covariance that is not positive definite loses what lies off its diagonal; the next round's is right again,
+for the mean has come near.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ class GaussianMixture(Clusters):
 
     Attributes:
       covariance: ``"diagonal"`` or ``"full"``.
-      regularization: at least 0, added to every variance: above 0, no component can shrink onto a point.
+      regularization: at least 0, added to every variance: above 0, no component can shrink onto a point. Raise it for a full
+        covariance of features that depend on each other.
       start_variance: of every component before the first iteration, in all directions.
       num_features, num_clusters, start: see `Clusters`; a cluster is a component.
       feature, batches: see `Statistics`.
@@ -107,7 +111,8 @@ class GaussianMixture(Clusters):
         squares = self._form.of(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
         some, of_each = (x.reshape(-1, *[1] * (squares.ndim - 1)) for x in (moments.counts > 0, counts))
         covariances = moments.second / of_each - squares + self.regularization * self._ones()
-        covariances = jnp.where(some, covariances, state.covariances)
+        least = jnp.finfo(jnp.float32).eps * jnp.square(shift) + self.regularization
+        covariances = jnp.where(some, self._form.mended(covariances, least), state.covariances)
         return MixtureState(moments.counts / jnp.sum(moments.counts), state.means + shift, covariances, state.num_started)
 
     def scores(self, shared: MixtureShared, x: jax.Array) -> dict[str, jax.Array]:

@@ -44,7 +44,7 @@ class HeavyHitters(Statistics):
     `evaluate` gives the ``recall``: which share of the ``top`` most frequent items of some data are among those of the sketch.
 
     Attributes:
-      num_items: items are 0 to ``num_items`` - 1; other values do not count.
+      num_items: items are 0 to ``num_items`` - 1; other values do not count, and those that 32 bits cannot hold are refused.
       sketch: ``"count-min"``, or ``"count-sketch"``, which is unbiased and the better the steeper frequencies fall.
       width: a power of 2, from 2 to 131,072.
       depth: at least 1; odd for a count-sketch.
@@ -101,8 +101,10 @@ class HeavyHitters(Statistics):
         return self._sketch().estimate(state.words, state.counts, jnp.asarray(items))
 
     def heaviest(self, state: SketchState, count: int) -> tuple[jax.Array, jax.Array]:
-        """The items of the largest estimates, ``int32 [count]``, and these, ``float32 [count]``."""
-        estimates, items = jax.lax.top_k(self.estimate(state, np.arange(self.num_items, dtype=np.int32)), count)
+        """The items of the largest estimates, ``int32 [count]``, and these, ``float32 [count]``; all, if there are fewer."""
+        checks.whole(1, count=count)
+        estimates = self.estimate(state, np.arange(self.num_items, dtype=np.int32))
+        estimates, items = jax.lax.top_k(estimates, min(count, self.num_items))
         return items, estimates
 
     def evaluate(self, state: SketchState, data: FederatedData) -> dict[str, float]:

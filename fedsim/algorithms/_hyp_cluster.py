@@ -5,7 +5,8 @@ Algorithm HypCluster: https://arxiv.org/abs/2002.10619. A. Ghosh, J. Chung, D. Y
 clustered federated learning", NeurIPS 2020, Algorithm 1 (IFCA) with its option II, model averaging:
 https://arxiv.org/abs/2006.04088. Both do the same; HypCluster weighs clients by their examples, and IFCA alike. Deviations: the
 loss by which a client chooses is that of evaluation, without dropout; and the k-means++ like start of HypCluster,
-`HypCluster.init_from`, is as FedJAX has it: probabilities are proportional to losses and not to their squares.
+`HypCluster.init_from`, is as FedJAX has it: probabilities are proportional to losses and not to their squares. No client
+is drawn twice, which would make two models that are equal for ever.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class HypCluster(FedAvg):
 
     @property
     def preview(self) -> Batches:
-        return Batches(size=self.batches.size, shuffle=False)
+        return self.batches.one_pass()
 
     def init(self, key: jax.Array) -> ServerState:
         return self._beginning(jax.vmap(self.model.init)(jax.random.split(key, self.num_clusters)))
@@ -83,11 +84,14 @@ class HypCluster(FedAvg):
         """A start that is spread out like that of k-means++: every model is trained on one client alone.
 
         The first client is drawn evenly, each further one with a probability proportional to the least of its losses under
-        the models so far. All train from the same random parameters, by this algorithm's own local steps.
+        the models so far, and none twice. All train from the same random parameters, by this algorithm's own local steps.
 
         Args:
           data: the clients to draw from; every one's loss is evaluated for every model.
           seed: of the draws, and of the random parameters.
+
+        Raises:
+          ValueError: fewer clients have examples than there are clusters.
         """
         alone = FedAvg(model=self.model, batches=self.batches, client_optimizer=self.client_optimizer, execution=self.execution)
         models = spread_models(alone, data, self.num_clusters, rng.stream(rng.root(seed), "clusters"))

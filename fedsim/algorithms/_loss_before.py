@@ -1,4 +1,7 @@
-"""What q-FedAvg and FedProx with an adaptive mu share: clients that know their loss before they train."""
+"""What q-FedAvg and FedProx with an adaptive mu share: clients that know their loss before they train.
+
+It is the loss that they train by: with dropout it is random, by keys of this pass alone.
+"""
 
 from __future__ import annotations
 

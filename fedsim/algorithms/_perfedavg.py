@@ -9,7 +9,8 @@ the two approximations of its experiments: https://arxiv.org/abs/2002.07948. In 
     H  = (∇f(w + delta g; D'') - ∇f(w - delta g; D'')) / (2 delta)                Hessian-free (HF)
 
 β is the client optimizer's rate. Deviations: D, D' and D'' are a step's batch dealt out in turn, so they are drawn without
-replacement; clients are weighted by ``weighting`` (the paper averages uniformly).
+replacement; clients are weighted by ``weighting`` (the paper averages uniformly). The loss reported is f(w'; D'), the mean over
+a client's batches by their sizes, all parts counted: a batch of one example, whose D' is empty, adds a loss of 0.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ client's mean loss over all its examples at what the server sent (``loss_before`
 Deviations: the paper samples client k with probability p_k and sums uniformly; with ``weighting="examples"`` and uniform
 sampling, the default, the sums are weighted by p_k instead, which has the same expectation (for the paper's way take a
 `fedsim.samplers.WeightedSampler` and ``weighting="uniform"``). Losses below 1e-10 count as 1e-10, where F^(q-1) would be
-infinite. What the sums give may pass through any ``server_optimizer``; the paper's is SGD of rate 1, the default.
+infinite. F_k is the loss of training: with dropout it is random. What the sums give may pass through any
+``server_optimizer``; the paper's is SGD of rate 1, the default.
 """
 
 from __future__ import annotations

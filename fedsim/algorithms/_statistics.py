@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import tree
 from fedsim.aggregators import Aggregator, Sum
@@ -51,6 +52,7 @@ class Statistics(Algorithm):
                 f"{type(self).__name__} reads feature {self.feature!r}, which the data lacks; it has {sorted(data.columns)}: "
                 "name one of these by feature."
             )
+        _check_width(data, self.feature)
         data.check_finite()
 
     def nothing(self, shared: Any) -> Any:
@@ -80,3 +82,18 @@ class Statistics(Algorithm):
     def client_final(self, shared: Any, state: ClientState, client: Client) -> ClientUpdate:
         share = client.num_examples.astype(jnp.float32) / jnp.maximum(state.seen, 1)
         return ClientUpdate(tree.scale(state.statistics, share), jnp.float32(1))
+
+
+def _check_width(data: FederatedData, feature: str) -> None:
+    """Raises ``ValueError`` for an integer that a device would wrap: without x64 it has 32 bits where the data has 64."""
+    dtype = np.dtype(data.columns[feature].dtype)
+    on_device = jax.dtypes.canonicalize_dtype(dtype)
+    if dtype.kind not in "iu" or dtype == on_device:
+        return
+    fits = np.iinfo(on_device)
+    wrong = next((value for value in data.label_range(feature) or () if not fits.min <= value <= fits.max), None)
+    if wrong is not None:
+        raise ValueError(
+            f"Feature {feature!r} is {dtype} and holds {wrong}, which {fits.dtype} of a device cannot: number its values anew, "
+            "drop that example, or set jax_enable_x64."
+        )

@@ -3,7 +3,9 @@
 B. Jacob, S. Kligys, B. Chen, M. Zhu, M. Tang, A. Howard, H. Adam, D. Kalenichenko, "Quantization and training of neural
 networks for efficient integer-arithmetic-only inference", CVPR 2018, section 2.1: https://arxiv.org/abs/1712.05877, in the
 layout of FLSim's scalar quantization channel: tensors of two and more axes as integers of b bits, with a scale in 64 bits and
-a zero point in 32; biases and other vectors, which are few, as floats. No deviations; it rounds to nearest, so it is biased.
+a zero point in 32; biases and other vectors, which are few, as floats. It rounds to nearest, so it is biased. Deviation: the
+scale that FLSim has from PyTorch is at least 1.2e-7, so that less than half of that arrives as zero; here it may be any normal
+float.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class IntegerQuantizer(Compressor):
             return x, memory
         last = 2**self.bits - 1
         low, high = jnp.minimum(jnp.min(x), 0.0), jnp.maximum(jnp.max(x), 0.0)
-        scale = jnp.maximum(high / last - low / last, float(jnp.finfo(jnp.float32).eps))
+        scale = jnp.maximum(high / last - low / last, float(jnp.finfo(jnp.float32).tiny))
         zero = jnp.clip(-jnp.round(low / scale), 0, last)
         codes = jnp.clip(jnp.round(x / scale) + zero, 0, last).astype(jnp.int32).astype(jnp.uint32)
         return Integers(pack(codes.reshape(-1), self.bits), _to_double(scale), zero.astype(jnp.int32)), memory

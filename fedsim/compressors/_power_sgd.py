@@ -7,7 +7,8 @@ NeurIPS 2019, Algorithm 1: https://arxiv.org/abs/1905.13727. One step of power i
 
 Deviations: the paper's workers average P before they orthogonalize it, and Q, in two all-reduces; here a client's P and Q are
 its own, so any aggregator can follow. As in the paper, what has one axis is sent as it is, and the memory of what was left
-out is `ErrorFeedback`.
+out is `ErrorFeedback`. The first Q, which the paper draws from a normal distribution, is the same for every sender of every
+run: all start from one subspace, and which one it is follows from no run's seed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import dataclasses
 
 import federation
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +85,22 @@ def test_fedsgd():
         grad_w, grad_b = softmax_gradient(w, b, data.columns["x"].astype(np.float64), data.columns["y"])
         w, b = w - SERVER_RATE * grad_w, b - SERVER_RATE * grad_b
     assert_same(state, w, b)
+
+
+def test_gradients_of_half_precision_are_summed_in_single():
+    """A thousand batches of gradient 1: in bfloat16, 256 + 1 is 256."""
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: examples["x"] * hk.get_parameter("w", [], jnp.bfloat16, init=jnp.zeros)),
+        features={"x": jax.ShapeDtypeStruct((), jnp.bfloat16)},
+        loss=lambda examples, outputs: outputs.astype(jnp.float32),
+        metrics={},
+    )
+    data = fedsim.FederatedData.from_arrays({"x": np.ones(1000, jnp.bfloat16)}, sizes=[1000])
+    algorithm = fedsim.algorithms.FedSGD(model=model, batches=fedsim.Batches(size=1), server_optimizer=optax.sgd(1.0))
+    with jax.numpy_dtype_promotion("standard"):  # optax adds what is float32 to the parameters
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
+    (w,) = jax.tree.leaves(state.params)
+    assert w.dtype == jnp.bfloat16 and float(w) == -1.0
 
 
 def test_fedavgm():

@@ -175,6 +175,28 @@ def test_analytics_refuse(name, wrong, message):
         getattr(algorithms, name)(**({"num_items": 9} if name == "HeavyHitters" else {}) | wrong)
 
 
+@pytest.mark.parametrize("wrong", [2**32 + 7, -(2**31) - 1])
+def test_integers_that_a_device_would_wrap_are_refused(wrong):
+    """2**32 + 7 would count as 7."""
+    values = np.array([7, 7, 2**31 - 1, -(2**31)])
+    for algorithm in (algorithms.HeavyHitters(num_items=9), algorithms.Histogram(feature="y", high=9.0)):
+        kept = fedsim.FederatedData.from_arrays({"y": values}, sizes=[3, 1])
+        assert int(iterate(algorithm, kept, 1).counts.sum()) == (10 if isinstance(algorithm, algorithms.HeavyHitters) else 4)
+        data = fedsim.FederatedData.from_arrays({"y": np.append(values, wrong)}, sizes=[3, 2])
+        with pytest.raises(ValueError, match=f"'y' is int64 and holds {wrong}, which int32 of a device cannot: number"):
+            iterate(algorithm, data, 1)
+
+
+def test_the_heaviest_are_all_items_if_there_are_no_more():
+    data = fedsim.FederatedData.from_arrays({"y": np.array([4, 4, 4, 1, 1, 0])}, sizes=[3, 3])
+    hitters = algorithms.HeavyHitters(num_items=5)
+    items, estimates = hitters.heaviest(iterate(hitters, data, 1), 10)
+    assert items[:3].tolist() == [4, 1, 0] and sorted(items.tolist()) == [0, 1, 2, 3, 4]
+    assert estimates.tolist() == [3, 2, 1, 0, 0]
+    with pytest.raises(ValueError, match="Expected count >= 1, got count=0"):
+        hitters.heaviest(hitters.init(jax.random.key(0)), 0)
+
+
 def test_heavy_hitters_refuse_what_cannot_be_counted():
     hitters = algorithms.HeavyHitters(num_items=9, feature="x")
     with pytest.raises(ValueError, match="Expected integers, and 'x' is float32: name another feature"):

@@ -172,6 +172,37 @@ def test_em_agrees_with_scikit_learn(covariance, theirs):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_start_that_is_ten_thousand_standard_deviations_away(seed, covariance):
+    """Rounding is as large as the variance there: the first round's is any, but positive, and the next rounds' are right."""
+    x = np.random.default_rng(seed).normal(size=(sum(SIZES), 3)) @ [[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [-0.3, 0.2, 0.5]]
+    population = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)
+    start = 1e4 * np.random.default_rng(seed + 9).choice([-1.0, 1.0], (1, 3))
+    algorithm = algorithms.GaussianMixture(covariance=covariance, **settings(num_clusters=1, start=start))
+    first = np.asarray(iterate(algorithm, population, 1).covariances[0], np.float64)
+    assert np.all(np.linalg.eigvalsh(np.diag(first) if covariance == "diagonal" else first) > 0)
+    state, expected = iterate(algorithm, population, 3), np.cov(x.T, bias=True)
+    np.testing.assert_allclose(state.means[0], x.mean(0), atol=1e-5)
+    expected = np.diag(expected) if covariance == "diagonal" else expected
+    np.testing.assert_allclose(state.covariances[0], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("covariance", ["diagonal", "full"])
+def test_two_starts_that_are_far_from_all_examples_come_near(covariance):
+    """Each its own cloud: a variance of nothing after the first round would leave a component without examples for ever."""
+    draw = np.random.default_rng(0)
+    x = np.where(np.arange(sum(SIZES))[:, None] % 2, 5.0, -5.0) + draw.normal(size=(sum(SIZES), 3))
+    population = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)
+    start = 1e4 * np.stack([np.full(3, -1.0), np.full(3, 1.0)])
+    algorithm = algorithms.GaussianMixture(covariance=covariance, **settings(num_clusters=2, start=start))
+    state = iterate(algorithm, population, 30)
+    np.testing.assert_allclose(np.asarray(state.means), [x[::2].mean(0), x[1::2].mean(0)], atol=1e-3)
+    variances = np.asarray(state.covariances)
+    variances = variances if covariance == "diagonal" else np.diagonal(variances, axis1=1, axis2=2)
+    np.testing.assert_allclose(variances, [x[::2].var(0), x[1::2].var(0)], rtol=1e-3)
+
+
 def test_a_component_that_gets_nothing_stays_as_it_is():
     start = [*CENTERS[:2].tolist(), [1e6, 1e6, 1e6]]
     state = iterate(algorithms.GaussianMixture(start=start, covariance="full", **settings()), blobs(), 2)

@@ -160,12 +160,12 @@ def test_agnostic_fedavg_follows_the_papers(window, update):
         num_domains=3, domain_learning_rate=0.7, window=window, domain_update=update, **settings()
     )
     state = algorithm.init(jax.random.key(1))
-    weights, counts = np.full(3, 1 / 3), [np.ones(3)] * window
+    weights, counts = np.full(3, 1 / 3), [np.zeros(3)] * window
     for r in range(4):
         cohort = federation.cohort(population, round=r)
         w = stacked(state)
         state, _ = algorithm.apply(state, cohort)
-        alpha = weights / np.mean(counts, axis=0)
+        alpha = weights / (np.mean(counts, axis=0) if r else 1)
         movement, total, losses, seen = 0.0, 0.0, np.zeros(3), np.zeros(3)
         for _, dataset, key in cohort:
             beta = alpha[dataset["domain"]].sum()
@@ -219,11 +219,39 @@ def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
     population = population_with_domains()
     algorithm = algorithms.AgnosticFedAvg(num_domains=3, domain_update=update, **settings())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
-    before = np.asarray(state.more.weights)
+    before = state.more
     only = fedsim.Cohort.of(population, ["client2"], round=1)  # all of domain 0
     state, _ = algorithm.apply(state, only)
-    np.testing.assert_allclose(state.more.weights, before, rtol=1e-6)
-    assert state.more.counts.tolist() == [[3.0, 0.0, 0.0]]
+    np.testing.assert_allclose(state.more.weights, before.weights, rtol=1e-6)
+    assert np.all(np.asarray(before.counts) > 3)
+    assert state.more.counts.tolist() == [[3.0, *before.counts[0, 1:].tolist()]]
+
+
+@pytest.mark.parametrize("came", [["01", "0", "0", "01"], ["0", "01"]], ids=["away for a while", "late"])
+def test_a_domain_that_comes_back_or_for_the_first_time_weighs_no_more_than_the_other(came):
+    """Two clients of as many examples, each a domain of the same weight: this is FedAvg, whoever came before."""
+    data = federation.data(sizes=(20, 20))
+    population = fedsim.FederatedData({**data.columns, "domain": np.repeat(np.int32([0, 1]), 20)}, data.offsets, ["0", "1"])
+    agnostic = algorithms.AgnosticFedAvg(num_domains=2, domain_learning_rate=0.0, **settings())
+    fedavg = algorithms.FedAvg(**settings())
+    state, expected = agnostic.init(jax.random.key(1)), fedavg.init(jax.random.key(1))
+    for r, clients in enumerate(came):
+        cohort = fedsim.Cohort.of(population, list(clients), round=r)
+        (state, _), (expected, _) = agnostic.apply(state, cohort), fedavg.apply(expected, cohort)
+        federation.assert_trees_close(state.params, expected.params)
+
+
+def test_a_domain_keeps_its_last_window_that_had_examples():
+    data = federation.data(sizes=(20, 10))
+    population = fedsim.FederatedData(
+        {**data.columns, "domain": np.repeat(np.int32([0, 1]), [20, 10])}, data.offsets, ["0", "1"]
+    )
+    algorithm = algorithms.AgnosticFedAvg(num_domains=2, window=2, **settings())
+    state, counts = algorithm.init(jax.random.key(1)), []
+    for r, clients in enumerate(["0", "01", "0", "0", "01"]):
+        state, _ = algorithm.apply(state, fedsim.Cohort.of(population, list(clients), round=r))
+        counts.append(np.asarray(state.more.counts)[:, 1].tolist())
+    assert counts == [[0, 0], [0, 10], [10, 0], [10, 0], [0, 10]]
 
 
 @pytest.mark.parametrize(

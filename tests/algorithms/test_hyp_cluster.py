@@ -94,6 +94,20 @@ def test_the_start_of_clusters_is_trained_on_single_clients_and_spread():
     federation.assert_trees_equal(state, algorithm.init_from(data, seed=5))
 
 
+def test_no_client_starts_two_models():
+    """Three models of the three clients that have examples: each client trains one."""
+    draw = np.random.default_rng(0)
+    data = fedsim.FederatedData.from_arrays(
+        {"x": draw.normal(size=(6, 3)).astype(np.float32), "y": np.ones(6, np.int32)}, sizes=[2, 1, 0, 3]
+    )
+    algorithm = make(algorithms.HypCluster, num_clusters=3)
+    for seed in range(5):
+        models = np.asarray(algorithm.init_from(data, seed=seed).params["linear"]["w"])
+        assert len({model.tobytes() for model in models}) == 3
+    with pytest.raises(ValueError, match="a client with examples for each of num_clusters=4 models to start from, got 3"):
+        make(algorithms.HypCluster, num_clusters=4).init_from(data)
+
+
 def test_a_model_that_went_astray_is_chosen_by_nobody():
     algorithm, population = make(algorithms.HypCluster), federation.data()
     state = algorithm.init(jax.random.key(0))

@@ -136,6 +136,14 @@ def test_integers(bits):
     np.testing.assert_allclose(sent(IntegerQuantizer(bits=bits), x[0]), x[0])
 
 
+@pytest.mark.parametrize("power", [-30, -110])
+def test_integers_of_small_updates_are_those_of_large_ones(power):
+    """A power of two changes no code."""
+    x = vector().reshape(32, 32)
+    small = sent(IntegerQuantizer(bits=4), np.ldexp(x, power))
+    np.testing.assert_allclose(np.ldexp(small, -power), sent(IntegerQuantizer(bits=4), x), rtol=1e-6)
+
+
 def test_integers_keep_zero_where_it_is():
     x = jnp.array([[3.0, 4.0], [0.0, 5.0]])
     assert sent(IntegerQuantizer(bits=2), x)[1, 0] == 0
