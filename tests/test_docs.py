@@ -36,6 +36,7 @@ def test_page_of_algorithms_lists_every_one():
 PARTS = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "LossBefore", "Mimicking", "FirstPhase", "PersonalModel", "FairServer"),
     *(
+        "Tilted",
         "Seeding",
         "Statistics",
         "Aggregator",
@@ -45,9 +46,8 @@ PARTS = {
         "Clipped",
         "Compressed",
         "Grouped",
-        "Noised",
     ),
-    *("SideBySide", "Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
+    *("Noised", "SideBySide", "Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
 }
 
 

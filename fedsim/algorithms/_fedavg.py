@@ -71,10 +71,6 @@ class FedAvg(GradientServer):
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
         must_descend(self.model, client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
 
-    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        """The loss that a client's step descends, and that is reported: the hook for another one."""
-        return self.model.train_loss(params, batch)
-
     def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         """All that a step descends, for optimizers that ask for its value: of those whose `client_gradient` adds terms that
         are not linear in the parameters; those that are follow from the gradient."""

@@ -7,6 +7,7 @@ decentralized data", AISTATS 2017, section 2 (FedSGD): https://arxiv.org/abs/160
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,39 +19,36 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
-from fedsim.model import Model, Params
+from fedsim.model import Params
 
 
 class FullGradient(NamedTuple):
     """Sum of per-example gradients, and sum of losses, over the examples seen so far at fixed parameters.
 
-    Both are at least ``float32``: in bfloat16 a sum would stand still after some hundred terms. ``like`` is empty arrays of the
-    parameters' dtypes.
+    Both are at least ``float32``: in bfloat16 a sum would stand still after some hundred terms.
     """
 
     gradient: Params
     loss: metrics.Mean
-    like: Params
 
     @classmethod
     def zero(cls, params: Params) -> FullGradient:
         """Of no examples."""
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
-        like = jax.tree.map(lambda p: jnp.zeros(0, p.dtype), params)
-        return cls(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)), like)
+        return cls(zeros, metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
-    def add(self, model: Model, params: Params, batch: Batch) -> FullGradient:
-        """With one more batch."""
-        loss, gradient = jax.value_and_grad(model.train_loss)(params, batch)
+    def add(self, client_loss: Callable[[Shared, Params, Batch], jax.Array], shared: Shared, batch: Batch) -> FullGradient:
+        """With one more batch, at the server's parameters."""
+        loss, gradient = jax.value_and_grad(client_loss, argnums=1)(shared, shared.params, batch)
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
         loss_sum = self.loss.merge(metrics.Mean(loss * seen, seen))
         total = jax.tree.map(lambda total, g: total + seen.astype(total.dtype) * g.astype(total.dtype), self.gradient, gradient)
-        return self._replace(gradient=total, loss=loss_sum)
+        return FullGradient(total, loss_sum)
 
-    def mean(self) -> Params:
-        """The gradient of the mean loss over these examples, in the parameters' dtypes."""
+    def mean(self, params: Params) -> Params:
+        """The gradient of the mean loss over these examples, in the dtypes of ``params``."""
         mean = tree.scale(self.gradient, 1 / jnp.maximum(self.loss.weight, 1))
-        return jax.tree.map(lambda g, like: g.astype(like.dtype), mean, self.like)
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,7 +79,7 @@ class FedSGD(GradientServer):
         return FullGradient.zero(shared.params)
 
     def client_step(self, shared: Shared, state: FullGradient, batch: Batch) -> FullGradient:
-        return state.add(self.model, shared.params, batch)
+        return state.add(self.client_loss, shared, batch)
 
     def client_final(self, shared: Shared, state: FullGradient, client: Client) -> ClientUpdate:
-        return ClientUpdate(state.mean(), self.weight(client), {"loss": state.loss.result()})
+        return ClientUpdate(state.mean(shared.params), self.weight(client), {"loss": state.loss.result()})

@@ -12,7 +12,7 @@ import optax
 from fedsim import checks
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._descent import must_descend
-from fedsim.data import FederatedData
+from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, Turnout
 from fedsim.model import Model, Params
 
@@ -75,6 +75,10 @@ class GradientServer(Algorithm):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         must_descend(self.model, server_optimizer=self.server_optimizer)
+
+    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        """The loss that clients descend, and that is reported: the hook for another one."""
+        return self.model.train_loss(params, batch)
 
     def weight(self, client: Client) -> jax.Array:
         """A client's share in the aggregate, ``float32 []``, by ``weighting``."""

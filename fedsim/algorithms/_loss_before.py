@@ -35,7 +35,7 @@ class LossBefore(FedAvg):
 
     def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        loss = self.model.train_loss(shared.params, batch)
+        loss = self.client_loss(shared, shared.params, batch)
         return state._replace(more=state.more.merge(metrics.Mean(loss * seen, seen)))
 
     def loss_before(self, state: ClientState) -> jax.Array:

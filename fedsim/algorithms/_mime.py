@@ -98,11 +98,11 @@ class MimeLite(Mimicking):
         return super().client_init(shared, client)._replace(more=FullGradient.zero(shared.params))
 
     def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        return state._replace(more=state.more.add(self.model, shared.params, batch))
+        return state._replace(more=state.more.add(self.client_loss, shared, batch))
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result = super().client_final(shared, state, client)
-        return result._replace(update=(result.update, state.more.mean()))
+        return result._replace(update=(result.update, state.more.mean(shared.params)))
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         return self.mimic(state, *update)
@@ -110,7 +110,12 @@ class MimeLite(Mimicking):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FirstPhase(FedSGD):
-    """Mime's first pass over the cohort: c, for the second."""
+    """Mime's first pass over the cohort: c, for the second, by ``of``, whose loss it is."""
+
+    of: Any = None
+
+    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+        return self.of.client_loss(shared, params, batch)
 
     def server_update(self, state: ServerState, update: Params) -> ServerState:
         return state._replace(more=state.more._replace(gradient=update))
@@ -138,6 +143,7 @@ class Mime(Mimicking):
     @property
     def phases(self) -> tuple[Algorithm, ...]:
         first = FirstPhase(
+            of=self,
             model=self.model,
             batches=self.batches.one_pass(),
             weighting=self.weighting,

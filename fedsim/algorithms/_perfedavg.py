@@ -76,7 +76,10 @@ class PerFedAvg(FedAvg):
 
     @functools.cached_property
     def fine_tune(self) -> FedAvg:
-        """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples."""
+        """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples.
+
+        By the model's loss: whoever overrides `client_loss` overrides this, too.
+        """
         batches = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
         return FedAvg(model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution)
 

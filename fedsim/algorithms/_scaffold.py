@@ -85,7 +85,7 @@ class SCAFFOLD(Tilted):
 
     def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
         correction, source = state.more
-        return state._replace(more=Control(correction, source.add(self.model, shared.params, batch)))
+        return state._replace(more=Control(correction, source.add(self.client_loss, shared, batch)))
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = super().client_gradient(shared, state, batch)
@@ -99,7 +99,7 @@ class SCAFFOLD(Tilted):
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
         result, (correction, source) = super().client_final(shared, state, client), state.more
         if isinstance(source, FullGradient):
-            control = source.mean()
+            control = source.mean(shared.params)
         else:  # Who has not come anywhere, at a rate of 0, has learnt nothing of its gradients.
             control = tree.subtract(source.mean(result.update), correction)
             control = tree.select(source.come == 0, client.memory, control)

@@ -49,21 +49,25 @@ AGGREGATORS = {
     "compressed with feedback": aggregators.Compressed(compressors.ErrorFeedback(compressors.TopK(fraction=0.3))),
 }
 CASES = {name: (fedsim.algorithms.get(name), {}) for name in sorted(fedsim.algorithms.ALGORITHMS)}
-# All at once: what is sent and kept, updates side by side, a smaller broadcast.
-ALL_AT_ONCE = {
-    "aggregator": aggregators.Clipped(
-        1.0,
-        inner=aggregators.Compressed(
-            compressors.ErrorFeedback(compressors.ScaledSign()),
-            inner=aggregators.Noised(0.01, inner=aggregators.TrimmedMean(trim=0.2)),
-        ),
-    ),
-    "downlink": compressors.ErrorFeedback(compressors.Cast()),
-}
+
+
+def all_at_once(cls):
+    """What is sent and kept, updates side by side, a smaller broadcast."""
+    folds = aggregators.MinNorm() if cls is fedsim.algorithms.FedMGDA else aggregators.TrimmedMean(trim=0.2)
+    feedback = compressors.ErrorFeedback(compressors.ScaledSign())
+    compressed = aggregators.Compressed(feedback, inner=aggregators.Noised(0.01, inner=folds))
+    return {
+        "aggregator": aggregators.Clipped(1.0, inner=compressed),
+        "downlink": compressors.ErrorFeedback(compressors.Cast()),
+    }
+
+
 COMPOSED = {
     f"fedavg, {name}": (fedsim.algorithms.FedAvg, {"aggregator": aggregator}) for name, aggregator in AGGREGATORS.items()
 }
-COMPOSED |= {f"{name}, all at once": (cls, ALL_AT_ONCE) for name, (cls, _) in CASES.items() if cls.capabilities.aggregators}
+COMPOSED |= {
+    f"{name}, all at once": (cls, all_at_once(cls)) for name, (cls, _) in CASES.items() if cls.capabilities.aggregators
+}
 
 
 def make(name: str, **changes) -> fedsim.Algorithm:

@@ -3,6 +3,7 @@
 import dataclasses
 
 import federation
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,3 +152,35 @@ def test_q_fedavg_stays_where_it_is_in_a_round_at_a_rate_of_0():
     assert int(info.num_dropped) == 0 and int(after.round) == 1
     moved, _ = algorithm.apply(after, federation.cohort(round=1))
     assert not np.array_equal(moved.params["linear"]["w"], state.params["linear"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        *((getattr(fedsim.algorithms, name), {}) for name in ("FedAvg", "FedSGD", "FedProx", "Mime", "MimeLite", "FedDyn")),
+        *((fedsim.algorithms.SCAFFOLD, {"option": option}) for option in ("I", "II")),
+    ],
+)
+def test_a_loss_of_one_s_own_is_what_everything_goes_by(cls, options):
+    """Ridge regression by one full gradient a client and round, which no algorithm corrects: its optimum is known."""
+    draw = np.random.default_rng(0)
+    x, y, strength = draw.normal(size=(24, 2)), draw.normal(size=24) + 2, 2.0
+    data = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32), "y": y.astype(np.float32)}, sizes=(12, 12))
+    model = fedsim.Model.from_haiku(
+        hk.transform(lambda examples: examples["x"] @ hk.get_parameter("w", [2], init=jnp.zeros)),
+        features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.float32)},
+        loss=lambda examples, outputs: jnp.square(examples["y"] - outputs) / 2,
+        metrics={},
+    )
+
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Ridge(cls):
+        def client_loss(self, shared, params, batch):
+            return super().client_loss(shared, params, batch) + strength / 2 * fedsim.tree.squared_norm(params)
+
+    rate = {"server_optimizer": optax.sgd(0.2)} if cls is fedsim.algorithms.FedSGD else {"client_optimizer": optax.sgd(0.2)}
+    algorithm = Ridge(model=model, batches=fedsim.Batches(size=12, shuffle=False), **rate, **options)
+    state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort(data, round=r) for r in range(200)])
+    optimum = np.linalg.solve(x.T @ x / 24 + strength * np.eye(2), x.T @ y / 24)
+    np.testing.assert_allclose(jax.tree.leaves(state.params)[0], optimum, atol=1e-4)
+    assert np.abs(optimum - np.linalg.lstsq(x, y, rcond=None)[0]).max() > 0.1
