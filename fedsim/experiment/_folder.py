@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import IO, Any
 import jax
 
 from fedsim._version import __version__
+from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._writers import read_metrics
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +44,17 @@ class RunFolder:
     def picture(self) -> Path:
         return self.path / "learning_curve.png"
 
-    def claim(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def claim(self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Makes the folder and writes ``config.json``, or finds that it is there and the same.
+
+        A folder in which no round was finished is as a new one: a run that was refused before its first round holds nothing.
 
         Raises:
           OSError: the folder cannot be written to.
-          ValueError: it holds a run of another configuration; the differences are named.
+          ValueError: it holds a run of another configuration or population; the differences are named. A run is going on in it.
         """
         # What JSON does to a value (a tuple becomes a list) must not count as a difference.
-        config = json.loads(json.dumps(config, default=str))
+        run = json.loads(json.dumps({"config": config, "population": population}, default=str))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
@@ -58,24 +63,38 @@ class RunFolder:
             raise OSError(
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}. Choose another folder."
             ) from error
-        if self.config.exists():
-            there = read_config(self.path)["config"]
-            differences = [
-                f"  {name}: {_show(config, name)} here, {_show(there, name)} there"
-                for name in sorted(config.keys() | there.keys())
-                if _show(config, name) != _show(there, name)
-            ]
-            if differences:
-                raise ValueError(
-                    f"The run folder {self.path} holds a run of another configuration:\n"
-                    + "\n".join(differences)
-                    + "\nChoose another folder, or the same configuration."
-                )
         versions = {"fedsim": __version__, "jax": jax.__version__, "python": platform.python_version()}
-        text = json.dumps({"config": config, "settings": dict(settings), "versions": versions}, indent=2, default=str)
-        beside = self.config.with_suffix(".tmp")
-        beside.write_text(text + "\n")
-        beside.replace(self.config)
+        text = json.dumps({**run, "settings": dict(settings), "versions": versions}, indent=2, default=str)
+        with lock(self.path):  # Who is in the first round has finished none, and yet the folder is not free.
+            if self.config.exists():
+                self._compare(run)
+            beside = self.config.with_suffix(".tmp")
+            beside.write_text(text + "\n")
+            beside.replace(self.config)
+
+    def _compare(self, run: Mapping[str, Any]) -> None:
+        """Raises ``ValueError`` if the folder holds another run; if that never began, clears what it left."""
+        stored = read_config(self.path)
+        here, there = _entries(run), _entries(stored)
+        differences = [
+            f"  {name}: {_show(here, name)} here, {_show(there, name)} there"
+            for name in sorted(here.keys() | there.keys())
+            if _show(here, name) != _show(there, name)
+        ]
+        if not differences:
+            return
+        if self._has_begun():
+            noted = "" if "population" in stored else "\nAn earlier version of fedsim wrote it, and did not note all of this."
+            raise ValueError(
+                f"The run folder {self.path} holds a run of another configuration:\n"
+                + "\n".join(differences)
+                + noted
+                + "\nChoose another folder, or the same configuration and population."
+            )
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def _has_begun(self) -> bool:
+        return bool(read_metrics(self.metrics) or Checkpoints(self.checkpoints).rounds())
 
 
 def lock(path: Path) -> IO[str]:
@@ -98,7 +117,7 @@ def lock(path: Path) -> IO[str]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config``, ``settings`` and ``versions`` of a run folder.
+    """The ``config``, ``population``, ``settings`` and ``versions`` of a run folder.
 
     Raises:
       ValueError: the folder holds no run.
@@ -113,6 +132,11 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder} holds no run: {path} cannot be read ({type(error).__name__}).") from error
+
+
+def _entries(run: Mapping[str, Any]) -> dict[str, Any]:
+    """All that identifies a run, by names under which differences can be shown."""
+    return {**run["config"], **{f"population, {name}": value for name, value in run.get("population", {}).items()}}
 
 
 def _show(config: Mapping[str, Any], name: str) -> str:

@@ -25,7 +25,7 @@ from fedsim.execution import evaluate as evaluate_model
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._identity import about, describe, title
+from fedsim.experiment._identity import about, describe, population, title
 from fedsim.experiment._journal import Callback, Journal
 from fedsim.experiment._lines import Line, best_round, evaluation_line, round_lines
 from fedsim.experiment._pace import Pace, cohorts
@@ -89,7 +89,8 @@ def run(
       sampler: anything with ``cohort(round) -> Cohort``. The root key of its cohorts is that of the run: the initial state is
         drawn from it, too.
       rounds: how many.
-      folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed.
+      folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed; if no round of
+        the run that it is of was finished, it is free for another one.
       test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``,
         and if clients have models of their own, by `fedsim.evaluate_personalized`, whose metrics are named ``personal_...``.
       evaluate: what to do instead: a function from the state to an `Evaluation` or to a mapping of names to numbers.
@@ -98,7 +99,8 @@ def run(
       callbacks: each is called with every line of the metrics as it is written, and with the state after that round where it
         is at hand (on evaluations, and at the end of a dispatch), else None.
       progress: whether to show a progress bar and a closing table, on stderr and stdout.
-      config: what identifies the run; a folder with another one is refused. Default: what can be told from the arguments.
+      config: what identifies the run, together with its clients' names and sizes; a folder with another one is refused.
+        Default: what can be told from the arguments, which is all but functions, and so not models and optimizers.
       settings: recorded beside the config, a dataclass; not compared.
       rounds_per_dispatch: at most this many rounds go to the device at once; ``"auto"``: as many as a fraction of a second
         lasts.
@@ -129,10 +131,10 @@ def run(
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
     test = evaluate or _default_test(algorithm, first.data, test_data, like)
-    described = describe(algorithm, first, config, rounds=rounds, evaluate_every=evaluate_every)
+    described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
     paths = None if folder is None else RunFolder(Path(folder))
     if paths:
-        paths.claim(described, dataclasses.asdict(settings) if settings is not None else {})
+        paths.claim(described, population(first.data), dataclasses.asdict(settings) if settings is not None else {})
 
     remembered = algorithm.remember(like, first.data)
     keeps = any(map(is_rows, jax.tree.leaves(remembered, is_leaf=is_rows)))

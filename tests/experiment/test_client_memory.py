@@ -208,10 +208,14 @@ def test_another_population_s_rows_are_refused_before_the_first_round(streamed, 
     other = fedsim.FederatedData(data.columns, data.offsets, [f"x{i}" for i in range(data.num_clients)])
     for round, folder in ((5, tmp_path / "a"), (1, tmp_path / "b")):
         killed(arguments, folder, round)
+        theirs = arguments | {"sampler": fedsim.UniformSampler(other, clients=3, seed=7), "folder": folder}
+        with pytest.raises(ValueError, match=r"population, client ids and sizes \(hash\): .* here, .* there"):
+            run(**theirs)
+        (folder / "config.json").unlink()  # The file of rows says so itself.
         with pytest.raises(
             ValueError, match=r"(?s)clients.rows holds.*client ids \(hash\): \w+ there, \w+ here.*another folder"
         ):
-            run(**arguments | {"sampler": fedsim.UniformSampler(other, clients=3, seed=7)}, folder=folder)
+            run(**theirs)
 
 
 def test_another_algorithm_s_rows_are_refused_before_the_first_round(streamed, model, tmp_path):
