@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import fedsim
 from fedsim.cli import main
 from fedsim.datasets import _registry
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
+from fedsim.names import make
 
 SMALL = [
     "--model",
@@ -110,6 +113,30 @@ def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch)
     for default in ("1500", "0.03162", "0.003162", "0.99", "0.0001"):
         assert f"(default: {default})" in text
     assert "--mu" not in text
+
+
+_MAKERS = {
+    "aggregator": fedsim.aggregators.AGGREGATORS,
+    "compressor": fedsim.compressors.COMPRESSORS,
+    "attack": fedsim.attacks.ATTACKS,
+}
+
+
+def test_every_example_of_the_help_is_accepted():
+    for field in dataclasses.fields(RunConfig):
+        examples = re.search(r": (.*), \.\.\.", field.metadata.get("help", ""))
+        assert (examples is not None) == (field.name in _MAKERS), field.name
+        if examples is None:
+            continue
+        named = [example.strip("'") for example in re.split(r", (?![^(]*\))", examples[1])]
+        assert len(named) == 3, named
+        for example in named:
+            made = make(field.name, example, _MAKERS[field.name])
+            RunConfig(**{field.name: example})
+            if field.name == "aggregator":  # Which may want a larger cohort than there is by default.
+                made.check(np.zeros(2, np.float32), RunConfig().clients)
+            if field.name == "attack":
+                made.check(fedsim.datasets.load(RunConfig().dataset).train)
 
 
 def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):

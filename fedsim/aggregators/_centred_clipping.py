@@ -27,13 +27,13 @@ class CentredClipping(Mean):
     It acts where an update is sent, on attackers' updates as on any other: a server would do it on arrival.
 
     Attributes:
-      radius: τ > 0, how far from v an update may be. Infinity is the mean.
+      radius: τ > 0 and finite, how far from v an update may be. Beyond all distances it is the mean.
 
     Guarantees:
       - The aggregate is at most ``radius`` from the last one.
 
     Raises:
-      ValueError: ``radius`` is not positive; before the first round, an update with leaves that are not floats.
+      ValueError: ``radius`` is not positive and finite; before the first round, an update with leaves that are not floats.
 
     >>> import jax.numpy as jnp
     >>> clipping = CentredClipping(2.0)

@@ -1,8 +1,9 @@
 """Attacks: what some clients of a cohort do to the others' model, as values that a cohort carries.
 
-Who attacks is a property of a cohort (``Cohort.attack``, ``Cohort.attackers``; `fedsim.samplers.Attacked` sets them), so every
-algorithm and every aggregator can be attacked, and none knows of it. An attack may change what its clients train on, what they
-send, or, if they collude, both with a view of what the honest ones sent.
+Who attacks is a property of a cohort (``Cohort.attack``, ``Cohort.attackers``; `fedsim.samplers.Attacked` sets them), so
+algorithms and aggregators can be attacked without knowing of it. An attack may change what its clients train on, what they
+send, or, if they collude, both with a view of what the honest ones sent. Those who collude need the mean of what is sent, so
+they are refused where that is not floats alone: by `fedsim.algorithms.HypCluster`, whose clients send the number of a cluster.
 """
 
 from fedsim.attacks._alie import ALittleIsEnough as ALittleIsEnough

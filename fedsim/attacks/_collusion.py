@@ -37,6 +37,9 @@ class Collusion(Attack):
     away, all but its weight and the size of its message. Their common update is sent as others are, by the aggregator's `send`,
     only that they keep no memory of it (a residual, say).
 
+    Raises:
+      ValueError: before the first round, updates with a leaf that is not a float, of which there is no mean.
+
     >>> class Copy(Collusion):
     ...     def collude(self, honest): return honest.mean
     >>> Copy().surround(Wrapper(), jnp.array([True, False])).attack
@@ -85,9 +88,14 @@ class Overheard(Wrapper):
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        for leaf in jax.tree.leaves(update):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(update):
             if not tree.is_float(leaf):
-                raise ValueError(f"{type(self.attack).__name__} needs means of updates, and these have a leaf of {leaf.dtype}.")
+                raise ValueError(
+                    f"{type(self.attack).__name__} needs means of all that clients send, and cannot attack what {self.inner} "
+                    f"folds: there, update{jax.tree_util.keystr(path)} is {leaf.dtype}, a count, or as in HypCluster and IFCA "
+                    "the number of a cluster. Choose an attack of each client for itself, which leaves that as it is: "
+                    "SignFlip, GaussianNoise, LabelFlip or PixelBackdoor."
+                )
 
     def zero(self, update: Update, slots: int) -> Heard:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), update)

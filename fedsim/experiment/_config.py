@@ -50,13 +50,17 @@ class RunConfig:
     weighting: Literal["examples", "uniform"] = _option("examples", "algorithm", "Clients weigh by their examples, or alike.")
     nonfinite: Literal["drop", "raise"] = _option("drop", "algorithm", "What to do with a client update that is not finite.")
     aggregator: str | None = _option(
-        None, "what is sent", "How updates are folded: mean, trimmed_mean(fraction=0.1), krum, ...; default: the algorithm's."
+        None,
+        "what is sent",
+        "How updates are folded: mean, 'trimmed_mean(trim=0.1)', 'krum(attackers=2)', ...; default: the algorithm's.",
     )
     compressor: str | None = _option(None, "what is sent", "What clients' updates go through: 'eden(bits=2)', top_k, qsgd, ...")
     error_feedback: bool = _option(False, "what is sent", "What compression loses is sent the next time.")
     clip: float | None = _option(None, "what is sent", "Longest update, as a Euclidean norm; longer ones are scaled down.")
     downlink: str | None = _option(None, "what is sent", "What the server's parameters go through: a compressor.")
-    attack: str | None = _option(None, "trouble", "What attackers do: sign_flip, label_flip, a_little_is_enough, ...")
+    attack: str | None = _option(
+        None, "trouble", "What attackers do: sign_flip, 'label_flip(num_classes=10)', a_little_is_enough, ..."
+    )
     attackers: float = _option(0.2, "trouble", "Fraction of the population that attacks, if there is an attack.")
     stragglers: float = _option(0.0, "trouble", "Fraction of each cohort that manages fewer epochs.")
     drop_stragglers: bool = _option(False, "trouble", "Stragglers are left out, instead of sending what they have.")

@@ -337,7 +337,7 @@ def test_centred_clipping_follows_the_paper():
         assert np.linalg.norm(flat(update) - before) <= radius * 1.0001
 
 
-def test_centred_clipping_of_infinite_radius_is_the_mean():
+def test_centred_clipping_beyond_all_distances_is_the_mean():
     x, weights, _ = population(7, seed=20)
     memory = jax.tree.map(lambda rows: rows[3], tree(x))
     update, _ = fold(aggregators.CentredClipping(1e30), x, weights, memory)

@@ -6,6 +6,7 @@ import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.stats
 
@@ -311,8 +312,28 @@ def test_colluders_need_floats():
             return state
 
     algorithm = Counts(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
-    with pytest.raises(ValueError, match="InnerProduct needs means of updates, and these have a leaf of int32"):
+    with pytest.raises(ValueError, match=r"InnerProduct needs means .* what Mean\(\) folds: there, update\['n'\] is int32"):
         algorithm.apply(algorithm.init(jax.random.key(0)), attacked(attacks.InnerProduct()))
+
+
+@pytest.mark.parametrize("attack", [attacks.ALittleIsEnough(), attacks.InnerProduct()])
+def test_where_colluders_are_refused_the_attacks_that_are_named_instead_work(attack):
+    algorithm = fedsim.algorithms.HypCluster(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Jit()
+    )
+    start = algorithm.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"HypCluster and IFCA.*Choose an attack") as refused:
+        algorithm.apply(start, attacked(attack))
+    assert "update.group is int32" in str(refused.value) and "Grouped(inner=Mean(), groups=2)" in str(refused.value)
+    named = [name for name in dir(attacks) if name in str(refused.value).partition("Choose")[2]]
+    assert len(named) == 4 + ("Attack" in named)
+    honest = algorithm.apply(start, attacked(attacks.SignFlip(), np.zeros(8, bool)))[0].params
+    for instead in (attacks.SignFlip(), attacks.GaussianNoise(), attacks.LabelFlip(federation.NUM_CLASSES)):
+        assert type(instead).__name__ in named
+        after = algorithm.apply(start, attacked(instead))[0].params
+        assert any(not np.allclose(a, b) for a, b in zip(*map(jax.tree.leaves, (after, honest)), strict=True))
+    sent = attacks.PixelBackdoor(target=0, boost=8.0).corrupt(aggregators.Member(jnp.int32(1), UPDATE), jax.random.key(0))
+    assert "PixelBackdoor" in named and int(sent.group) == 1 and float(sent.update["b"]) == -16
 
 
 @pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
