@@ -26,8 +26,7 @@ def rounds(algorithm, number=4):
     return states
 
 
-@pytest.mark.parametrize("how", EXECUTIONS)
-@pytest.mark.parametrize("decay", [0.0, 0.8])
+@pytest.mark.parametrize(("how", "decay"), [*((how, 0.8) for how in EXECUTIONS), ("jit", 0.0)])
 def test_the_average_is_that_of_the_rounds_and_training_goes_on_as_without(how, decay):
     plain = rounds(make(execution=EXECUTIONS[how]))
     states = rounds(make(execution=EXECUTIONS[how], averaging=decay))

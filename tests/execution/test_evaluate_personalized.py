@@ -125,8 +125,7 @@ def test_rows_on_the_device_and_rows_on_the_host(memory):
     assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test), expected)
 
 
-@pytest.mark.parametrize("how", EXECUTIONS)
-@pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto])
+@pytest.mark.parametrize(("cls", "how"), [*((algorithms.Ditto, how) for how in EXECUTIONS), (algorithms.FedAvg, "jit")])
 def test_fine_tuning(how, cls, few_at_once):
     """From the server's parameters, and from the clients' own."""
     (algorithm, state), test = ready(cls), test_data()
@@ -323,8 +322,7 @@ class Looking(algorithms.FedAvg):
         return fedsim.ClientUpdate(zeros, jnp.float32(1), {}, mean)
 
 
-@pytest.mark.parametrize("how", EXECUTIONS)
-@pytest.mark.parametrize("tune", [False, True])
+@pytest.mark.parametrize(("tune", "how"), [*((True, how) for how in EXECUTIONS), (False, "jit")])
 def test_a_look_at_the_training_examples(how, tune, few_at_once):
     """It is taken where the algorithm has a preview, and no step of the algorithm is."""
     algorithm, test, train = make(Looking), test_data(), federation.data()

@@ -71,4 +71,4 @@ READERS = {
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_is_read_or_refused(tmp_path, name):
     reader, suffix, content = READERS[name]
-    assert_only_format_errors(reader, content(tmp_path), suffix, 500)
+    assert_only_format_errors(reader, content(tmp_path), suffix, 200)
