@@ -12,8 +12,8 @@ from fedsim import checks
 # XLA ends the process where a CPU device waits for another in an all-reduce for 40 seconds, as one does whose last client is
 # long, or which gets no time on a busy machine.
 _PATIENCE = {
-    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 3600,
-    "xla_cpu_collective_call_terminate_timeout_seconds": 86400,
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
 
 
@@ -21,7 +21,7 @@ def use_all_cores(devices: int | None = None) -> None:
     """Makes every CPU core a JAX device, so that `Pmap` trains one client per core. Call it before JAX is first used.
 
     Without effect where JAX uses a GPU or TPU. The command line calls it by itself. Devices then wait for each other for up to
-    a day, and not for 40 seconds, after which XLA would end the process (by ``XLA_FLAGS``, unless it says something of that).
+    an hour, and not for 40 seconds, after which XLA would end the process (by ``XLA_FLAGS``, unless it says something of that).
 
     Args:
       devices: how many devices, default the number of cores this process may use.

@@ -96,8 +96,8 @@ class Jit(Execution):
             start += count
         if len(infos) == 1:
             return state, jax.tree.map(lambda x: x[:count], info) if count < rounds else info
-        if isinstance(split(state).clients, ClientRows):
-            # They are there, for rows were waited for; and on the host no new length has to be compiled.
+        if isinstance(split(state).clients, ClientRows) or _placement.must_wait(mesh):
+            # They are there, or have to be waited for: on the host no new length has to be compiled.
             infos = [(jax.device_get(info), n) for info, n in infos]
         parts = [jax.tree.map(lambda x, n=n: x[:n], info) for info, n in infos]
         return state, jax.tree.map(lambda *rows: jnp.asarray(_concatenate(rows)), *parts)
@@ -165,7 +165,9 @@ class Jit(Execution):
                 carry = phase.fold(columns, state, key, packed, part, carry)
             state, table, info = phase.finish(table, state, key, packed, carry)
             of_phases.append(info)
-        return with_clients(state, table), whole_round(of_phases)
+        after = with_clients(state, table), whole_round(of_phases)
+        # Of several programs under way, what is dispatched behind them can take the threads that an all-reduce needs.
+        return jax.block_until_ready(after) if _placement.must_wait(mesh) else after
 
     def _lanes(self, clients: int, mesh: Mesh) -> int:
         if self.lanes is not None:
