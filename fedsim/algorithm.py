@@ -117,9 +117,9 @@ class Algorithm:
         checks.instance(Batches, "fedsim.Batches(size=20)", or_none=True, batches=self.batches)
         for field in dataclasses.fields(self):
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
-                self.folds_by(field.default_factory())
+                self._must_fold_by(field.default_factory())
 
-    def folds_by(self, own: Aggregator) -> None:
+    def _must_fold_by(self, own: Aggregator) -> None:
         """Raises ``ValueError`` if what folds updates is of another class than its ``own``, whatever is around it."""
         if type(self.aggregator.innermost) is not type(own.innermost):
             raise ValueError(

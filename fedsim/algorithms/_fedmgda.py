@@ -39,7 +39,7 @@ class FedMGDA(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.folds_by(MinNorm())
+        self._must_fold_by(MinNorm())
         checks.number(least=0, most=1, or_none=True, epsilon=self.epsilon)
         if self.epsilon is not None:
             if type(self.aggregator) is not MinNorm:

@@ -138,7 +138,7 @@ def must_wait(mesh: Mesh) -> bool:
     """Whether a dispatch has to wait for the one before it.
 
     XLA's CPU devices share one pool of threads, and an all-reduce holds its thread until every device has come. With two
-    dispatches under way all threads can end up holding, and the process is aborted after 40 s (seen with jax 0.10.2).
+    dispatches under way all threads can end up holding, for good: XLA ends the process after a while (seen with jax 0.10.2).
     """
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 

@@ -17,7 +17,7 @@ OPTIMUM = 13 / 6
 FOLDS = {
     "mean": aggregators.Mean(),
     "clipped": aggregators.Clipped(0.5),
-    "compressed": aggregators.Compressed(compressors.ErrorFeedback(compressors.ScaledSign())),
+    "compressed": aggregators.Compressed(compressors.Cast()),
     "both": aggregators.Clipped(1.0, inner=aggregators.Compressed(compressors.UniformQuantizer(levels=16))),
 }
 
