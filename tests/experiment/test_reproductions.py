@@ -195,19 +195,6 @@ def test_reduced_is_said_in_the_table():
     assert "| REDUCED: 2 of 3 seeds, 5 of 200 rounds. why |" in markdown_table([record])
 
 
-def test_partial_work_of_stragglers_and_their_absence():
-    data = fedsim.FederatedData.from_arrays({"x": np.zeros(80)}, sizes=[4] * 20)
-    sampler = UniformSampler(data, clients=10, seed=0)
-    takes, drops = (stragglers.Stragglers(sampler, 0.9, 20, 5, drop) for drop in (False, True))
-    works = []
-    for number in range(40):
-        taken, dropped = takes.cohort(number), drops.cohort(number)
-        assert (taken.clients == sampler.cohort(number).clients).all() and taken.work.dtype == np.float32
-        assert dropped.clients.tolist() == taken.clients[taken.work == 1].tolist() and dropped.slots == 10
-        works += (20 * taken.work[taken.work < 1]).tolist()
-    assert len(works) == 9 * 40 and {round(work) for work in works} == set(range(1, 20))
-
-
 def test_two_digits_a_client_and_sizes_by_a_power_law():
     labels = DRAW.integers(10, size=60_000)
     parts = stragglers.two_digits(labels, clients=1000, seed=0)

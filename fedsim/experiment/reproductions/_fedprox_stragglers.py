@@ -24,12 +24,12 @@ import optax
 
 from fedsim import datasets, models
 from fedsim.algorithms import FedAvg, FedProx
-from fedsim.data import Batches, Cohort, FederatedData
+from fedsim.data import Batches, FederatedData
 from fedsim.execution import evaluate
 from fedsim.experiment.reproductions._curve import train
 from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
 from fedsim.model import Model
-from fedsim.samplers import Sampler, UniformSampler
+from fedsim.samplers import Sampler, Stragglers, UniformSampler
 
 _COHORT, _BATCH = 10, 10
 _EVERY, _LAST = 5, 4  # Evaluations every 5 rounds, of which the last 4 count.
@@ -48,44 +48,6 @@ class _Task:
 
 _SYNTHETIC_TASK = _Task(rate=0.01, epochs=20, mu=1.0, rounds=200, seeds=10, quick_rounds=10)
 _MNIST_TASK = _Task(rate=0.03, epochs=10, mu=2.0, rounds=100, seeds=5, quick_rounds=5)
-
-
-@dataclasses.dataclass(eq=False)
-class Stragglers:
-    """A sampler whose cohorts hold stragglers, the same ones whatever is done about them.
-
-    Attributes:
-      sampler: who takes part.
-      fraction: of each cohort, rounded, are stragglers.
-      epochs: what the others do; a straggler does 1 to ``epochs - 1``, as likely each.
-      seed: of who straggles, and how much.
-      drop: leave them out, instead of taking what they did.
-
-    >>> data = FederatedData.from_arrays({"x": np.zeros(40)}, sizes=[4] * 10)
-    >>> sampler = Stragglers(UniformSampler(data, clients=10, seed=0), fraction=0.9, epochs=20, seed=0, drop=True)
-    >>> len(sampler.cohort(3)), sampler.cohort(3).slots
-    (1, 10)
-    """
-
-    sampler: Sampler
-    fraction: float
-    epochs: int
-    seed: int
-    drop: bool
-
-    def __post_init__(self) -> None:
-        self.data = self.sampler.data
-
-    def cohort(self, round: int) -> Cohort:
-        """The cohort of a round."""
-        cohort = self.sampler.cohort(round)
-        draw = np.random.default_rng([self.seed, round])
-        count = len(cohort)
-        straggles = draw.permutation(count) < np.rint(self.fraction * count)
-        if self.drop:
-            return dataclasses.replace(cohort, clients=cohort.clients[~straggles])
-        done = draw.integers(1, max(self.epochs, 2), count) / self.epochs
-        return dataclasses.replace(cohort, work=np.where(straggles, done, 1).astype(np.float32))
 
 
 def two_digits(labels: np.ndarray, *, clients: int, seed: int, minimum: int = 5, sigma: float = 2.0) -> list[np.ndarray]:
@@ -166,7 +128,7 @@ def _rows(
                 algorithm = FedProx(model=model, client_optimizer=optimizer, batches=batches, mu=mu)
             sampler: Sampler = UniformSampler(train_data, clients=min(_COHORT, train_data.num_clients), seed=seed)
             if fraction:
-                sampler = Stragglers(sampler, fraction, task.epochs, seed, drop=method == "FedAvg")
+                sampler = Stragglers(sampler, fraction=fraction, epochs=task.epochs, drop=method == "FedAvg")
             losses: list[float] = []
 
             def score(state: Any, data: tuple[FederatedData, FederatedData] = (train_data, test_data)) -> float:
