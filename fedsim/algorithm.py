@@ -114,7 +114,7 @@ class Algorithm:
         checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
         checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)
         checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
-        checks.instance(Batches, "fedsim.Batches(size=20)", or_none=True, batches=self.batches)
+        checks.instance(Batches, "fedsim.Batches(size=20)", batches=self.batches)
         for field in dataclasses.fields(self):
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
                 self._must_fold_by(field.default_factory())

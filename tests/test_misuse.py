@@ -51,7 +51,9 @@ def attacked(attack, **columns):
         (lambda: fedavg(client_optimizer=optax.MultiSteps(optax.sgd(0.1), 2)), r"give its gradient_transformation\(\)"),
         (lambda: fedavg(server_optimizer=lambda round: optax.sgd(0.1)), "Expected server_optimizer to be an optax"),
         (lambda: fedavg(model="digits_dense"), "Expected model to be one of fedsim's, such as .*got model='digits_dense'"),
-        (lambda: fedavg(batches=20), r"such as fedsim.Batches\(size=20\), or None, got batches=20"),
+        (lambda: fedavg(batches=20), r"such as fedsim.Batches\(size=20\), got batches=20"),
+        (lambda: fedavg(batches=None), r"such as fedsim.Batches\(size=20\), got batches=None"),
+        (lambda: fedavg(model=None), r"such as fedsim.models.emnist_dense\(\), got model=None"),
         (
             lambda: fedsim.algorithms.FedMGDA(**SETTINGS, aggregator=aggregators.Clipped(1.0)),
             r"FedMGDA folds updates by MinNorm\(.*got aggregator=Clipped",
@@ -124,7 +126,13 @@ EVERYTHING = {
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,
 }
-GIVEN = {"model": None, "batches": fedsim.Batches(size=2), "client_optimizer": optax.sgd(0.1), "num_classes": 3, "target": 1}
+GIVEN = {
+    "model": federation.model(),
+    "batches": fedsim.Batches(size=2),
+    "client_optimizer": optax.sgd(0.1),
+    "num_classes": 3,
+    "target": 1,
+}
 WRONG = {float: [np.nan, np.inf, -1, "1", True], int: [np.nan, np.inf, -1, 1.5, "1", True], bool: ["no", 1, None]}
 OF_ANY_SIGN = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}
 

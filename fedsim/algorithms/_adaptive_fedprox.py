@@ -48,8 +48,9 @@ class AdaptiveFedProx(LossBefore, FedProx):
     Raises:
       ValueError: ``mu`` below 0, ``mu_step`` not above 0, ``patience`` below 1.
 
-    >>> import optax
-    >>> AdaptiveFedProx(model=None, client_optimizer=optax.sgd(0.1), batches=None, patience=0)
+    >>> import optax, fedsim
+    >>> AdaptiveFedProx(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), patience=0)
     Traceback (most recent call last):
     ...
     ValueError: Expected patience >= 1, got patience=0: give a positive whole number.

@@ -53,7 +53,7 @@ class APFL(PersonalModel):
     >>> shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))
     >>> float(algorithm.client_memory(shared).alpha)
     0.5
-    >>> APFL(model=None, client_optimizer=optax.sgd(0.1), batches=None, alpha=1.5)
+    >>> APFL(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), alpha=1.5)
     Traceback (most recent call last):
     ...
     ValueError: Expected 0 <= alpha <= 1, got alpha=1.5.

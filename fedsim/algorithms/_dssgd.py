@@ -69,8 +69,10 @@ class DSSGD(FedAvg):
       decay: in (0, 1], a round's factor of the counts of updates.
       model, batches, client_optimizer, server_optimizer: see `FedAvg`; the paper's are SGD. ``weighting`` has no meaning here.
 
-    >>> import optax
-    >>> DSSGD(model=None, client_optimizer=optax.sgd(0.1), batches=None, theta_u=0.0)
+    >>> import optax, fedsim
+    >>> DSSGD(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
+    ...     theta_u=0.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected 0 < theta_u <= 1, got theta_u=0.0.

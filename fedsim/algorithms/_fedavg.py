@@ -19,7 +19,7 @@ import optax
 
 from fedsim import checks, metrics, tree
 from fedsim.algorithms._descent import must_descend
-from fedsim.algorithms._gradient_server import GradientServer, Shared
+from fedsim.algorithms._gradient_server import GradientServer, LossOf, Shared
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -126,3 +126,8 @@ class FedAvg(GradientServer):
     def _client_optimizer(self, round_number: jax.Array) -> optax.GradientTransformation:
         optimizer = self.client_optimizer
         return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Training(LossOf, FedAvg):
+    """FedAvg's clients by the loss of another algorithm, of which they are a part."""

@@ -22,7 +22,10 @@ class FedAvgM(FedAvg):
       server_learning_rate: step along the velocity.
       momentum: in [0, 1).
 
-    >>> FedAvgM(model=None, batches=None, client_optimizer=optax.sgd(0.1), momentum=1.0)
+    >>> import optax, fedsim
+    >>> FedAvgM(
+    ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1),
+    ...     momentum=1.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected 0 <= momentum < 1, got momentum=1.0.

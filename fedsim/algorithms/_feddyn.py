@@ -44,8 +44,9 @@ class FedDyn(Tilted):
     Raises:
       ValueError: ``alpha`` is not above 0.
 
-    >>> import optax
-    >>> FedDyn(model=None, client_optimizer=optax.sgd(0.1), batches=None, alpha=0.0)
+    >>> import optax, fedsim
+    >>> FedDyn(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), alpha=0.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected alpha > 0 and finite, got alpha=0.0.

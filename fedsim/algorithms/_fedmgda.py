@@ -27,8 +27,10 @@ class FedMGDA(FedAvg):
       epsilon: how far a client's share may be from that by weight, in [0, 1]; None: as the aggregator says, 0.1 by default.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
-    >>> import optax
-    >>> FedMGDA(model=None, batches=None, client_optimizer=optax.sgd(0.1), epsilon=0.5).aggregator
+    >>> import optax, fedsim
+    >>> FedMGDA(
+    ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20),
+    ...     client_optimizer=optax.sgd(0.1), epsilon=0.5).aggregator
     MinNorm(epsilon=0.5)
     """
 

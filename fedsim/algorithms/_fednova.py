@@ -9,7 +9,8 @@ weight::
 
 The paper leaves τ_eff free; this one is FedAvg's own, by which equal clients give FedAvg. η ‖a_i‖₁ is measured
 (`fedsim.algorithms._reach`) for SGD with or without momentum, Nesterov's too, for the proximal term ``mu``, and for rates that
-change over a client's steps. Deviations: none by default; another ``server_optimizer`` takes the movement for its gradient.
+change over a client's steps. Deviations: with η ``mu`` > 1, where some a_k are below 0, their sum stands for ‖a_i‖₁; another
+``server_optimizer`` than the default takes the movement for its gradient.
 """
 
 from __future__ import annotations

@@ -96,7 +96,8 @@ class FedAdam(AdaptiveFedAvg):
     Attributes:
       b2: decay of the second moment, in [0, 1).
 
-    >>> FedAdam(model=None, batches=None, client_optimizer=optax.sgd(0.1), b2=1.5)
+    >>> import optax, fedsim
+    >>> FedAdam(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1), b2=1.5)
     Traceback (most recent call last):
     ...
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.

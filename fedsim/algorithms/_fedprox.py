@@ -29,7 +29,8 @@ class FedProx(FedAvg):
       mu: at least 0; with 0 this is FedAvg. The paper tries 0.001 to 1.
 
     >>> import fedsim, optax
-    >>> FedProx(model=None, client_optimizer=optax.sgd(0.1), batches=None, mu=-1.0)
+    >>> FedProx(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), mu=-1.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected mu >= 0 and finite, got mu=-1.0.

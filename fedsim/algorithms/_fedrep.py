@@ -47,7 +47,9 @@ class FedRep(FedPer):
       head: see `FedPer`.
 
     >>> import optax, fedsim
-    >>> FedRep(model=None, client_optimizer=optax.sgd(0.1), batches=None, head_fraction=2.0)
+    >>> FedRep(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
+    ...     head_fraction=2.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected 0 <= head_fraction <= 1, got head_fraction=2.0.

@@ -43,7 +43,8 @@ class GradientServer(Algorithm):
       server_optimizer: an optax transformation; default SGD of rate 1.
       weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
 
-    >>> GradientServer(model=None, batches=None, weighting="size")
+    >>> import fedsim
+    >>> GradientServer(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), weighting="size")
     Traceback (most recent call last):
     ...
     ValueError: Expected weighting to be 'examples' or 'uniform', got weighting='size'.
@@ -55,7 +56,7 @@ class GradientServer(Algorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.instance(Model, "fedsim.models.emnist_dense()", or_none=True, model=self.model)
+        checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
         if hasattr(self, "server_optimizer"):  # FedAdam and its kin make it of their own settings, after this.
             checks.optimizer(server_optimizer=self.server_optimizer)
         checks.one_of("examples", "uniform", weighting=self.weighting)
@@ -88,3 +89,13 @@ class GradientServer(Algorithm):
         """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
         whole = turnout.examples if self.weighting == "examples" else turnout.population
         return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class LossOf(GradientServer):
+    """A part of another algorithm, ``of``, whose clients descend that one's loss."""
+
+    of: GradientServer
+
+    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        return self.of.client_loss(shared, params, batch)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Grouped, Groups, Member
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._fedavg import ClientState, FedAvg, Training
 from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.algorithms._spread_models import spread_models
 from fedsim.data import Batch, Batches, FederatedData
@@ -93,7 +93,13 @@ class HypCluster(FedAvg):
         Raises:
           ValueError: fewer clients have examples than there are clusters.
         """
-        alone = FedAvg(model=self.model, batches=self.batches, client_optimizer=self.client_optimizer, execution=self.execution)
+        alone = Training(
+            of=self,
+            model=self.model,
+            batches=self.batches,
+            client_optimizer=self.client_optimizer,
+            execution=self.execution,
+        )
         models = spread_models(alone, data, self.num_clusters, rng.stream(rng.root(seed), "clusters"))
         return self._beginning(jax.tree.map(lambda *of_each: jnp.stack(of_each), *models))
 

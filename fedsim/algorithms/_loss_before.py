@@ -22,7 +22,9 @@ class LossBefore(FedAvg):
     """FedAvg whose clients read their examples once before they train, for their mean loss at what they were sent.
 
     >>> import optax, fedsim
-    >>> LossBefore(model=None, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20, epochs=5)).preview.epochs
+    >>> LossBefore(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1),
+    ...     batches=fedsim.Batches(size=20, epochs=5)).preview.epochs
     1
     """
 

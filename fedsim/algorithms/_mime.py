@@ -31,7 +31,7 @@ from fedsim import tree
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._fedsgd import FedSGD, FullGradient
-from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._gradient_server import LossOf, ServerState, Shared
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -109,13 +109,8 @@ class MimeLite(Mimicking):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FirstPhase(FedSGD):
-    """Mime's first pass over the cohort: c, for the second, by ``of``, whose loss it is."""
-
-    of: Any = None
-
-    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        return self.of.client_loss(shared, params, batch)
+class FirstPhase(LossOf, FedSGD):
+    """Mime's first pass over the cohort: c, for the second."""
 
     def server_update(self, state: ServerState, update: Params) -> ServerState:
         return state._replace(more=state.more._replace(gradient=update))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
+from fedsim.algorithms._fedavg import ClientState, FedAvg, Training
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
@@ -46,7 +46,8 @@ class PerFedAvg(FedAvg):
     >>> algorithm = PerFedAvg(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=Batches(size=20))
     >>> algorithm.fine_tune.batches.num_steps(100)
     1
-    >>> PerFedAvg(model=None, client_optimizer=optax.sgd(0.1), batches=None, alpha=-1.0)
+    >>> PerFedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), alpha=-1.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected alpha >= 0 and finite, got alpha=-1.0.
@@ -76,12 +77,11 @@ class PerFedAvg(FedAvg):
 
     @functools.cached_property
     def fine_tune(self) -> FedAvg:
-        """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples.
-
-        By the model's loss: whoever overrides `client_loss` overrides this, too.
-        """
+        """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples."""
         batches = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
-        return FedAvg(model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution)
+        return Training(
+            of=self, model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution
+        )
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         def slope(params: Params, part: int) -> tuple[jax.Array, Params]:

@@ -38,8 +38,8 @@ class PFedMe(PersonalModel):
       personal_learning_rate: above 0, and below 2 / (lam + curvature), of the gradient steps on theta.
       personal_steps: at least 1, how many of them. The paper takes 5.
 
-    >>> import optax
-    >>> PFedMe(model=None, client_optimizer=optax.sgd(0.1), batches=None, lam=0.0)
+    >>> import optax, fedsim
+    >>> PFedMe(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), lam=0.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected lam > 0 and finite, got lam=0.0.

@@ -38,7 +38,8 @@ class FairServer(GradientServer):
     Attributes:
       q: at least 0; with 0 all clients weigh as in the unfair algorithm, and the larger, the more do those of large losses.
 
-    >>> FairServer(model=None, batches=None, q=-1.0)
+    >>> import fedsim
+    >>> FairServer(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), q=-1.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected q >= 0 and finite, got q=-1.0.
@@ -74,7 +75,8 @@ class QFedSGD(FedSGD, FairServer):
       q: see `FairServer`.
       model, batches, server_optimizer, weighting: see `FedSGD`.
 
-    >>> QFedSGD(model=None, lipschitz=0.0)
+    >>> import fedsim
+    >>> QFedSGD(model=fedsim.models.digits_logistic(), lipschitz=0.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected lipschitz > 0 and finite, got lipschitz=0.0.

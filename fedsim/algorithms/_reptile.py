@@ -26,8 +26,10 @@ class Reptile(FedAvg):
       server_learning_rate: ε.
       decay_rounds: the rounds over which ε falls linearly to 0, as in the paper's experiments; None: it stays.
 
-    >>> import optax
-    >>> Reptile(model=None, client_optimizer=optax.sgd(0.1), batches=None, server_learning_rate=0.0)
+    >>> import optax, fedsim
+    >>> Reptile(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
+    ...     server_learning_rate=0.0)
     Traceback (most recent call last):
     ...
     ValueError: Expected server_learning_rate > 0 and finite, got server_learning_rate=0.0.

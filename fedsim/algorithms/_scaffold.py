@@ -59,8 +59,9 @@ class SCAFFOLD(Tilted):
     Raises:
       ValueError: another option; with option II, before the first round, an optimizer that is not linear in the gradients.
 
-    >>> import optax
-    >>> SCAFFOLD(model=None, batches=None, client_optimizer=optax.sgd(0.1), option=2)
+    >>> import optax, fedsim
+    >>> SCAFFOLD(
+    ...     model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), client_optimizer=optax.sgd(0.1), option=2)
     Traceback (most recent call last):
     ...
     ValueError: Expected option to be 'I' or 'II', got option=2.

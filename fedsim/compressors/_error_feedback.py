@@ -57,8 +57,7 @@ class ErrorFeedback(Compressor):
         return Feedback(residual, self.compressor.init(value))
 
     def encode(self, value: Value, key: jax.Array, memory: Any = ()) -> tuple[Message, Feedback]:
-        residual, inner = memory or self.init(value)
-        value = tree.add(value, residual)
+        value, inner = self._due(value, memory)
         message, inner = self.compressor.encode(value, key, inner)
         arrived = self.compressor.decode(message, key, jax.eval_shape(lambda: value))
         return message, Feedback(tree.subtract(value, arrived), inner)
@@ -71,7 +70,11 @@ class ErrorFeedback(Compressor):
 
     # As in `Compressor`, but decoded once.
     def transmit(self, value: Value, key: jax.Array, memory: Any = ()) -> Transmission:
-        residual, inner = memory or self.init(value)
-        value = tree.add(value, residual)
+        value, inner = self._due(value, memory)
         sent = self.compressor.transmit(value, key, inner)
         return sent._replace(memory=Feedback(tree.subtract(value, sent.value), sent.memory))
+
+    def _due(self, value: Value, memory: Any) -> tuple[Value, Memory]:
+        """The value and what was left out before, and the inner compressor's memory."""
+        residual, inner = memory or self.init(value)
+        return tree.add(value, residual), inner
