@@ -64,3 +64,17 @@ def sampler(data: fedsim.FederatedData) -> fedsim.UniformSampler:
 def bits() -> Callable[[Any], list[bytes]]:
     """A state as bytes, leaf by leaf."""
     return lambda state: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture
+def arguments(
+    algorithm: fedsim.algorithms.FedAvg, sampler: fedsim.UniformSampler, data: fedsim.FederatedData
+) -> dict[str, Any]:
+    """Of `fedsim.experiment.run`: 12 rounds, of which every fourth is evaluated."""
+    return dict(algorithm=algorithm, sampler=sampler, rounds=12, test_data=data, evaluate_every=4, progress=False)
+
+
+@pytest.fixture
+def unbroken(arguments: dict[str, Any], bits: Callable[[Any], list[bytes]]) -> list[bytes]:
+    """The bits in which a run ends that nothing came between."""
+    return bits(fedsim.experiment.run(**arguments).state)
