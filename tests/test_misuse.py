@@ -187,7 +187,7 @@ def test_numbers_of_numpy_and_jax_are_numbers():
 )
 def test_optimizers_that_descend_are_let_through(optimizer):
     with jax.numpy_dtype_promotion("standard"):  # optax.add_noise asks for it.
-        train(client_optimizer=optimizer)
+        fedavg(client_optimizer=optimizer).check(federation.data())
 
 
 def test_positions_out_of_range():

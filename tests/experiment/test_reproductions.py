@@ -179,10 +179,21 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path):
     reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
     with pytest.raises(ValueError, match="holds the reproduction 'made', not 'other': give --out another file"):
         reproductions.reproduce(made({"a": lambda: [row("A")]}, "other"), Request(), out=out)
-    out.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="holds no reproduction: give --out another file"):
-        reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
-    assert out.read_text() == "[1, 2]"
+    for text in ("[1, 2]", '{"name": "made", "rows": 3}', '{"name": "made", "rows": [3]}', '{"name": "made", "rows": [{}]}'):
+        out.write_text(text)
+        with pytest.raises(ValueError, match="holds no reproduction: give --out another file"):
+            reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
+        assert out.read_text() == text
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    def ran():
+        raise AssertionError("ran first")
+
+    (tmp_path / "file").touch()
+    for out, reason in ((tmp_path, "it is a folder"), (tmp_path / "file/rows.json", "File exists")):
+        with pytest.raises(ValueError, match=rf"{out} cannot be written \({reason}.*give --out another file"):
+            reproductions.reproduce(made({"a": ran}), Request(), out=out)
 
 
 def test_reduced_is_said_in_the_table():

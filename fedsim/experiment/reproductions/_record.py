@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import json
 import math
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,12 @@ def reproduce(
       The new rows as records: the fields of `Row`, with ``"id"``, the case's name, and what `machine` says.
 
     Raises:
-      ValueError: ``only`` fits no case; ``out`` is another reproduction's file.
+      ValueError: ``only`` fits no case; ``out`` is another reproduction's file, or cannot be written.
       FileNotFoundError: the data are not there.
     """
     cases = chosen(reproduction, request, only)
+    if out:
+        _must_be_writable(out)
     kept = read(out, reproduction.name) if out else []
     records: list[Record] = []
     for name, case in cases.items():
@@ -89,6 +92,7 @@ def read(path: Path, name: str | None = None) -> list[Record]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         there, rows = stored["name"], stored["rows"]
+        merged(rows, [])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} holds no reproduction: give --out another file.") from None
     if name is not None and there != name:
@@ -96,11 +100,23 @@ def read(path: Path, name: str | None = None) -> list[Record]:
     return rows
 
 
+def _must_be_writable(path: Path) -> None:
+    """Raises ``ValueError`` before hours of rounds, and not after them."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"{path} cannot be written ({reason}): give --out another file.") from None
+
+
 def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> None:
     # In the order of the cases, whichever ran first.
     order = list(reproduction.cases(Request()))
-    ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row.get("id") in order else len(order))
     beside = path.with_suffix(".tmp")
     stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
     beside.write_text(json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
