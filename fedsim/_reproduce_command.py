@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         say=lambda text: print(text, file=sys.stderr, flush=True),
     )
     if options.cases:
-        print("\n".join(reproduction.cases(request)))
+        print("\n".join(reproductions.chosen(reproduction, request, options.only)))
         return 0
     with warnings.catch_warnings():
         # In a process where JAX is running already, its devices are the caller's business.

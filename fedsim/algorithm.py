@@ -215,6 +215,9 @@ class Algorithm:
         Returns:
           The state after the last round, and infos stacked along a new first axis ``[rounds]``.
         """
+        checks.whole(1, or_none=True, max_rounds=max_rounds)
+        if not cohorts:
+            raise ValueError("Expected at least one cohort, got none.")
         if type(self).apply is not Algorithm.apply:
             infos = []
             for cohort in cohorts:

@@ -36,7 +36,7 @@ def root(seed: int | jax.Array) -> jax.Array:
     """The root key of a seed; a key passes through, also an old one of `jax.random.PRNGKey`.
 
     Raises:
-      ValueError: ``seed`` is negative or does not fit 63 bits.
+      ValueError: ``seed`` is no whole number, negative, or does not fit 63 bits.
 
     >>> bool(root(7) == root(root(7)))
     True
@@ -45,7 +45,10 @@ def root(seed: int | jax.Array) -> jax.Array:
         return seed
     if not isinstance(seed, int) and np.shape(seed) == (2,) and seed.dtype == np.uint32:  # of jax.random.PRNGKey
         return jax.random.wrap_key_data(jnp.asarray(seed))
-    seed = operator.index(seed)
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise ValueError(f"Expected seed to be a whole number or a key of jax.random, got seed={seed!r}.") from None
     if not 0 <= seed < 2**63:
         raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}.")
     key = jax.random.key(seed & 0xFFFFFFFF)

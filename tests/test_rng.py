@@ -155,12 +155,7 @@ def test_root_takes_seeds_of_63_bits_and_keys():
     assert rng.root(np.int64(3)) == rng.root(3) == rng.root(jax.random.key(3))
 
 
-@pytest.mark.parametrize("seed", [-1, 2**63])
+@pytest.mark.parametrize("seed", [-1, 2**63, 0.5, "a", None])
 def test_root_refuses_other_seeds(seed):
-    with pytest.raises(ValueError, match=f"seed={seed}"):
+    with pytest.raises(ValueError, match=f"seed={seed!r}"):
         rng.root(seed)
-
-
-def test_root_refuses_a_seed_that_is_not_whole():
-    with pytest.raises(TypeError):
-        rng.root(0.5)

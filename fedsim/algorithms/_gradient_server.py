@@ -95,7 +95,7 @@ class GradientServer(Algorithm):
 class LossOf(GradientServer):
     """A part of another algorithm, ``of``, whose clients descend that one's loss."""
 
-    of: GradientServer
+    of: Any
 
     def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
         return self.of.client_loss(shared, params, batch)

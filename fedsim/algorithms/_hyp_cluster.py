@@ -84,7 +84,8 @@ class HypCluster(FedAvg):
         """A start that is spread out like that of k-means++: every model is trained on one client alone.
 
         The first client is drawn evenly, each further one with a probability proportional to the least of its losses under
-        the models so far, and none twice. All train from the same random parameters, by this algorithm's own local steps.
+        the models so far, and none twice. All train from the same random parameters, by FedAvg's local steps on this
+        algorithm's `client_loss`.
 
         Args:
           data: the clients to draw from; every one's loss is evaluated for every model.

@@ -60,7 +60,7 @@ class ErrorFeedback(Compressor):
         value, inner = self._due(value, memory)
         message, inner = self.compressor.encode(value, key, inner)
         arrived = self.compressor.decode(message, key, jax.eval_shape(lambda: value))
-        return message, Feedback(tree.subtract(value, arrived), inner)
+        return message, Feedback(_lost(value, arrived), inner)
 
     def decode(self, message: Message, key: jax.Array, shapes: Value) -> Value:
         return self.compressor.decode(message, key, shapes)
@@ -72,9 +72,14 @@ class ErrorFeedback(Compressor):
     def transmit(self, value: Value, key: jax.Array, memory: Any = ()) -> Transmission:
         value, inner = self._due(value, memory)
         sent = self.compressor.transmit(value, key, inner)
-        return sent._replace(memory=Feedback(tree.subtract(value, sent.value), sent.memory))
+        return sent._replace(memory=Feedback(_lost(value, sent.value), sent.memory))
 
     def _due(self, value: Value, memory: Any) -> tuple[Value, Memory]:
         """The value and what was left out before, and the inner compressor's memory."""
         residual, inner = memory or self.init(value)
-        return tree.add(value, residual), inner
+        return jax.tree.map(lambda x, left: x + left if tree.is_float(x) else x, value, residual), inner
+
+
+def _lost(value: Value, arrived: Value) -> Value:
+    """What is not a float arrives as it is."""
+    return jax.tree.map(lambda x, there: x - there if tree.is_float(x) else jnp.zeros_like(x), value, arrived)

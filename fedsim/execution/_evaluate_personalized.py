@@ -16,7 +16,7 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
-from fedsim.execution._memory import split, turns, with_params
+from fedsim.execution._memory import must_be_alike, must_be_own, split, turns, with_params
 from fedsim.metrics import Mean as MeanOf
 from fedsim.model import Params
 
@@ -83,18 +83,24 @@ def evaluate_personalized(
     1.0
     """
     checks.whole(1, or_none=True, batch_size=batch_size)
-    fine_tune = fine_tune or getattr(algorithm, "fine_tune", None)
+    checks.instance(FederatedData, "data.train", train=train, test=test)
+    checks.instance(Execution, "fedsim.Jit()", or_none=True, execution=execution)
+    _must_train(algorithm=algorithm)
+    fine_tune = getattr(algorithm, "fine_tune", None) if fine_tune is None else fine_tune
     if fine_tune is None and not hasattr(algorithm, "personal_params"):
         raise ValueError(
             f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's: use fedsim.evaluate, "
             "or give fine_tune, an algorithm such as FedAvg whose local steps make it personal."
         )
+    if fine_tune is not None:
+        _must_train(fine_tune=fine_tune)
     parts = split(state)
     if parts.clients != () and (known := _num_clients(parts.clients)) != train.num_clients:
         raise ValueError(
             f"The state remembers a population of {known} clients, and train has {train.num_clients}: give the population that "
             "it was trained on."
         )
+    _check_state(algorithm, state)
     execution = execution or algorithm.execution
     programs = _programs(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
     shared = algorithm.broadcast(_evaluated(parts))
@@ -240,14 +246,14 @@ class _Tune(_Program):
     fine_tune: Any = None
 
     def broadcast(self, state: Told) -> Told:
-        if self._same():
+        if self._part():
             return state._replace(tuning=state.shared)
         sent = _first_sent(self.fine_tune, jax.random.key(0))
         return state._replace(tuning=sent._replace(round=getattr(state.shared, "round", sent.round)))
 
     def client_init(self, shared: Told, client: Client) -> _Tuning:
         client = self.remembering(shared, client)
-        start = shared.shared.params if self._same() else self.params(shared.shared, client.memory)
+        start = shared.shared.params if self._part() else self.params(shared.shared, client.memory)
         sent = shared.tuning._replace(params=start)
         state = self.fine_tune.client_init(sent, self._tuned(sent, client))
         if not hasattr(state, "params"):
@@ -276,11 +282,11 @@ class _Tune(_Program):
     def like(self, shared: Any) -> Params:
         return self.algorithm.model.init(jax.random.key(0))
 
-    def _same(self) -> bool:
-        return type(self.fine_tune) is type(self.algorithm)
+    def _part(self) -> bool:
+        return _is_part(self.fine_tune, self.algorithm)
 
     def _tuned(self, sent: Any, client: Client) -> Client:
-        return client if self._same() else client._replace(memory=self.fine_tune.client_memory(sent))
+        return client if self._part() else client._replace(memory=self.fine_tune.client_memory(sent))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -325,15 +331,40 @@ def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> _Programs:
     kept = vars(algorithm).setdefault("_personal_programs", {})
     if (fine_tune, batch_size) not in kept:
         # A client that fine-tunes by the algorithm itself takes its look then.
-        same = type(fine_tune) is type(algorithm)
-        if fine_tune and not same:
+        part = _is_part(fine_tune, algorithm)
+        if fine_tune and not part:
             _check_start(algorithm, fine_tune)
-        looks = hasattr(algorithm, "personal_params") and algorithm.preview and not same
+        looks = hasattr(algorithm, "personal_params") and algorithm.preview and not part
         look = _Look(algorithm, Batches(size=1), algorithm.preview) if looks else None
         tune = _Tune(algorithm, fine_tune.batches, fine_tune.preview, fine_tune=fine_tune) if fine_tune else None
         examine = _Examine(algorithm, Batches(size=batch_size, shuffle=False), tuned=tune is not None)
         kept[fine_tune, batch_size] = _Programs(look, tune, examine)
     return kept[fine_tune, batch_size]
+
+
+def _is_part(fine_tune: Any, algorithm: Any) -> bool:
+    """Whether it knows what the algorithm sends and keeps: one of its class, or what it trains on the side."""
+    return type(fine_tune) is type(algorithm) or getattr(fine_tune, "of", None) is algorithm
+
+
+def _must_train(**algorithms: Any) -> None:
+    for name, value in algorithms.items():
+        if not all(hasattr(value, part) for part in ("model", "client_init", "broadcast")) or isinstance(value, type):
+            raise ValueError(
+                f"Expected {name} to be an algorithm that trains a model, such as FedAvg(...), got {name}={value!r}."
+            )
+
+
+def _check_state(algorithm: Any, state: Any) -> None:
+    """Raises ``ValueError`` unless it is one of the algorithm's, as far as that is looked at here."""
+    if isinstance(state, Remembered):
+        return must_be_own(algorithm, state)
+    expected = jax.eval_shape(functools.partial(_first_sent, algorithm), jax.random.key(0))
+    try:
+        given = jax.eval_shape(algorithm.broadcast, state)
+    except (AttributeError, TypeError, ValueError):
+        given = ()
+    return must_be_alike(algorithm, given, expected)
 
 
 def _first_sent(fine_tune: Any, key: jax.Array) -> Any:

@@ -88,7 +88,7 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
                 "from init."
             )
-        _must_be_own(program, state)
+        must_be_own(program, state)
         return state
     if vars(program).get("_forgets"):  # nothing to keep: known since its first round
         return state
@@ -121,7 +121,7 @@ def _beside(program: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
     return kept[like]
 
 
-def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
+def must_be_own(program: FederatedProgram, state: Remembered) -> None:
     """Raises ``ValueError`` if ``state`` has other parts than this program's: another algorithm's, or another model's."""
     row: Any = ()
     if isinstance(state.clients, ClientRows):
@@ -139,6 +139,12 @@ def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
     row, aggregator, downlink = _beside(program, server)
     average = Average(server.params, jnp.float32(0)) if program.averaging is not None and hasattr(server, "params") else ()
     here = Remembered(server, row if jax.tree.leaves(row) else (), aggregator, downlink, average)
+    must_be_alike(program, there, here)
+    known.add(layout)
+
+
+def must_be_alike(program: FederatedProgram, there: Any, here: Any) -> None:
+    """Raises ``ValueError`` unless what a state holds has names, shapes and dtypes of what is this program's."""
     theirs, ours = _layout(there), _layout(here)
     if theirs != ours:
         name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
@@ -147,7 +153,6 @@ def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
             f"{theirs.get(name, 'nothing')} for {name}, and here that is {ours.get(name, 'nothing')}. Start with a state from "
             "init, or go on with what it was made by."
         )
-    known.add(layout)
 
 
 def _layout(state: Any) -> dict[str, str]:

@@ -209,3 +209,33 @@ def test_what_an_algorithm_trains_on_the_side_goes_by_its_own_loss():
     there = jax.tree.map(lambda x: jnp.asarray(expected[0], x.dtype), start.params)
     state, _ = tune.apply(start._replace(params=there), fedsim.Cohort.of(data, ["0"]))
     federation.assert_trees_close(state.params, there, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"), [("PerFedAvg", {"alpha": 0.3}), ("HypCluster", {"num_clusters": 1, "epochs": 200})]
+)
+def test_what_an_algorithm_trains_on_the_side_gets_what_it_sends(cls, options):
+    """A ridge whose strength the server sends beside the parameters."""
+    plain, data, optimum = ridge(getattr(fedsim.algorithms, cls), **options)
+
+    class Sent(type(plain)):
+        def init(self, key):
+            return super().init(key)._replace(more=jnp.float32(1))
+
+        def broadcast(self, state):
+            return super().broadcast(state)._replace(more=2 * state.more)
+
+        def client_loss(self, shared, params, batch):
+            return super().client_loss(shared, params, batch) + shared.more / 2 * fedsim.tree.squared_norm(params)
+
+    algorithm = Sent(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain) if field.init})
+    there = optimum(slice(12), strength=RIDGE + 2)
+    if cls == "HypCluster":
+        start = jax.tree.leaves(algorithm.init_from(data.select(["0"]), seed=0).params)[0][0]
+        np.testing.assert_allclose(start, there, atol=1e-4)
+    else:
+        start = algorithm.init(jax.random.key(0))
+        state = start._replace(params=jax.tree.map(lambda x: jnp.asarray(there, x.dtype), start.params))
+        tune = algorithm.fine_tune
+        after, _ = tune.apply(state, fedsim.Cohort.of(data, ["0"]))
+        federation.assert_trees_close(after.params, state.params, atol=1e-5)

@@ -89,12 +89,17 @@ def test_the_second_is_of_the_value_and_the_residual():
 
 
 def test_integers_owe_nothing():
-    feedback, x = ErrorFeedback(TopK(fraction=0.5)), {"n": jnp.arange(3), "x": jnp.array([1.0, 2.0])}
+    feedback, x = (
+        ErrorFeedback(TopK(fraction=0.5)),
+        {"n": jnp.arange(3), "b": jnp.array([True, False]), "x": jnp.array([1.0, 2.0])},
+    )
     memory = feedback.init(x)
     for _ in range(2):
         sent = feedback.transmit(x, jax.random.key(0), memory)
         memory = sent.memory
         np.testing.assert_array_equal(sent.value["n"], x["n"])
+        np.testing.assert_array_equal(sent.value["b"], x["b"])
+        assert not memory.residual["n"].any() and not memory.residual["b"].any()
 
 
 def test_signs_alone_go_nowhere_and_with_feedback_to_the_optimum():

@@ -378,3 +378,37 @@ def test_what_cannot_be_evaluated_says_so():
     other = fedsim.FederatedData.from_arrays({"z": np.zeros(3)}, sizes=[3])
     with pytest.raises(ValueError, match="The model reads feature 'x'"):
         fedsim.evaluate_personalized(make(), state, data, other)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"algorithm": None}, "Expected algorithm to be an algorithm that trains a model, such as FedAvg.*algorithm=None"),
+        ({"fine_tune": "sgd"}, "Expected fine_tune to be an algorithm .* got fine_tune='sgd'"),
+        ({"fine_tune": algorithms.FedAvg}, "Expected fine_tune to be an algorithm .* got fine_tune=<class"),
+        (
+            {"execution": "jit"},
+            r"Expected execution to be one of fedsim's, such as fedsim.Jit\(\), or None, got execution='jit'",
+        ),
+        ({"train": {}}, "Expected train to be one of fedsim's, such as data.train, got train={}"),
+        ({"test": None}, "Expected test to be one of fedsim's, .* got test=None"),
+        ({"seed": "a"}, "Expected seed to be a whole number or a key of jax.random, got seed='a'"),
+        ({"state": None}, "The state is not one of this Ditto, but of another algorithm or model: it has nothing for .params"),
+        ({"state": make(algorithms.IFCA).init(jax.random.key(0))}, "not one of this Ditto.*for .params"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong, message):
+    arguments = {
+        "algorithm": make(),
+        "state": make().init(jax.random.key(0)),
+        "train": federation.data(),
+        "test": federation.data(),
+    }
+    with pytest.raises(ValueError, match=message):
+        fedsim.evaluate_personalized(**arguments | wrong)
+
+
+def test_a_state_of_what_keeps_something_else_is_refused():
+    apfl = make(algorithms.APFL)
+    with pytest.raises(ValueError, match="not one of this Ditto, but of another algorithm or model"):
+        fedsim.evaluate_personalized(make(), trained(apfl), federation.data(), federation.data())

@@ -63,7 +63,10 @@ def test_the_list_has_every_name_and_how_long_it_takes(capsys):
 @pytest.mark.parametrize("name", reproductions.REPRODUCTIONS)
 def test_cases_are_listed_without_data(name, capsys):
     assert main(["reproduce", name, "--cases"]) == 0
-    assert capsys.readouterr().out.split() == list(reproductions.get(name).cases(Request()))
+    cases = capsys.readouterr().out.split()
+    assert cases == list(reproductions.get(name).cases(Request()))
+    assert main(["reproduce", name, "--cases", "--only", cases[-1]]) == 0
+    assert capsys.readouterr().out.split() == cases[-1:]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,18 @@ def test_rows_are_kept_by_case_and_a_reduced_one_takes_no_full_ones_place(tmp_pa
     quick = made({"a": lambda: [row("A", ours="1", reduced="1 of 3 seeds")], "b": lambda: [row("B", ours="70")]})
     reproductions.reproduce(quick, Request(), out=out)
     assert [record["ours"] for record in reproductions.read(out)] == ["90", "70"]
+
+
+def test_rows_of_a_run_beside_this_one_stay(tmp_path):
+    out = tmp_path / "made.json"
+
+    def meanwhile():
+        reproductions.reproduce(made({"b": lambda: [row("B")]}), Request(), out=out)
+        return [row("A")]
+
+    reproductions.reproduce(made({"a": meanwhile}), Request(), out=out)
+    assert sorted(record["case"] for record in reproductions.read(out)) == ["A", "B"]
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_what_ran_before_a_failure_is_kept(tmp_path):

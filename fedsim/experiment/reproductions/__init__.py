@@ -12,6 +12,7 @@ from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
+from fedsim.experiment.reproductions._record import chosen as chosen
 from fedsim.experiment.reproductions._record import read as read
 from fedsim.experiment.reproductions._record import reproduce as reproduce
 from fedsim.experiment.reproductions._reproduction import Plan as Plan

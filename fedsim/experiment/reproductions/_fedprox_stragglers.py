@@ -155,7 +155,12 @@ def _table(
     paper: Mapping[str, str],
 ) -> Iterator[Row]:
     place, methods = f"{title}, {fraction:.0%} stragglers", list(accuracy)
-    settings = dataclasses.asdict(task) | {"cohort": _COHORT, "batch_size": _BATCH, "stragglers": fraction}
+    settings = dataclasses.asdict(task) | {
+        "cohort": _COHORT,
+        "batch_size": _BATCH,
+        "stragglers": fraction,
+        "rounds": plan.rounds,
+    }
     shared: dict[str, Any] = {"seeds": len(plan.seeds), "settings": settings, "reduced": plan.reduced()}
     for method in methods:
         for measure, values, stated in (

@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import json
 import math
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,8 @@ def reproduce(
       reproduction: which.
       request: data, seeds, rounds.
       only: names of cases, ``*`` standing for anything; empty: all.
-      out: a JSON file, written anew after every case. Rows of other cases that it holds stay. A reduced row takes the
-        place of a reduced one only: a full result is not lost to a quick try.
+      out: a JSON file, written anew after every case. Rows of other cases that it holds by then stay, those of a run beside
+        this one, too. No row takes the place of one with more seeds or rounds: nothing is lost to a quick try.
 
     Returns:
       The new rows as records: the fields of `Row`, with ``"id"``, the case's name, and what `machine` says.
@@ -40,14 +41,13 @@ def reproduce(
     cases = chosen(reproduction, request, only)
     if out:
         _must_be_writable(out)
-    kept = read(out, reproduction.name) if out else []
+        read(out, reproduction.name)
     records: list[Record] = []
     for name, case in cases.items():
         rows = [{"id": name} | dataclasses.asdict(row) | machine() for row in case()]
         records += rows
-        kept = merged(kept, rows)
         if out:
-            _write(out, reproduction, kept)
+            _write(out, reproduction, merged(read(out, reproduction.name), rows))
     return records
 
 
@@ -63,17 +63,21 @@ def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) ->
 
 
 def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
-    """Both, a new row in the place of an old one of the same case and measure, unless only the new one is reduced.
+    """Both, a new row in the place of an old one of the same case and measure, unless it is the more reduced one.
 
-    >>> old = [{"case": case, "measure": "m", "reduced": reduced, "ours": 1} for case, reduced in (("a", ""), ("b", "x"))]
-    >>> new = [{"case": case, "measure": "m", "reduced": "y", "ours": 2} for case in "abc"]
-    >>> [row["ours"] for row in merged(old, new)]
-    [1, 2, 2]
+    >>> old = [{"case": case, "measure": "m", "reduced": "" if case == "a" else "x", "seeds": 3} for case in "abc"]
+    >>> new = [{"case": case, "measure": "m", "reduced": "y", "seeds": seeds} for case, seeds in zip("abcd", (9, 5, 1, 1))]
+    >>> [row["seeds"] for row in merged(old, new)]
+    [3, 5, 3, 1]
     """
+
+    def extent(row: Record) -> tuple[bool, float]:
+        return not row["reduced"], row.get("seeds", 1) * row.get("settings", {}).get("rounds", 1)
+
     rows = {(row["case"], row["measure"]): row for row in old}
     for row in new:
         there = rows.get((row["case"], row["measure"]))
-        if there is None or there["reduced"] or not row["reduced"]:
+        if there is None or not row["reduced"] or extent(row) >= extent(there):
             rows[row["case"], row["measure"]] = row
     return list(rows.values())
 
@@ -92,7 +96,8 @@ def read(path: Path, name: str | None = None) -> list[Record]:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         there, rows = stored["name"], stored["rows"]
-        merged(rows, [])
+        for row in rows:
+            row["id"], row["case"], row["measure"], row["reduced"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} holds no reproduction: give --out another file.") from None
     if name is not None and there != name:
@@ -116,10 +121,11 @@ def _must_be_writable(path: Path) -> None:
 def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> None:
     # In the order of the cases, whichever ran first.
     order = list(reproduction.cases(Request()))
-    ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row.get("id") in order else len(order))
-    beside = path.with_suffix(".tmp")
+    ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
     stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
-    beside.write_text(json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(text, encoding="utf-8")
     beside.replace(path)
 
 
