@@ -31,7 +31,9 @@ def path(request):
 
 
 def test_all_notebooks_are_there():
-    assert {path.stem for path in NOTEBOOKS} == {"quickstart", "custom_algorithm", "datasets"}
+    assert {path.stem for path in NOTEBOOKS} == {
+        *("quickstart", "custom_algorithm", "datasets", "unlike_clients", "compression_and_attacks"),
+    }
 
 
 @pytest.mark.slow

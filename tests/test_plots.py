@@ -61,7 +61,9 @@ def test_a_population_of_empty_clients_has_sizes_and_nothing_else():
 
 def test_bubbles_have_areas_in_proportion_to_shares():
     data = FederatedData.from_arrays({"y": [0, 0, 0, 1, 1, 1]}, sizes=[4, 2])
-    axes = plots.plot_labels(data).axes[0]
+    figure = plots.plot_labels(data)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"{n}% of a client's examples" for n in (100, 10)]
+    axes = figure.axes[0]
     offsets, areas = axes.collections[0].get_offsets(), axes.collections[0].get_sizes()
     found = {(int(column), int(row)): area for (column, row), area in zip(offsets, areas, strict=True)}
     # Row 0 is the population; label 0 makes up 1/2, 3/4 and nothing of the rows.

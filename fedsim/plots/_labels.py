@@ -93,7 +93,7 @@ def _bubbles(axes: Any, shares: np.ndarray, overall: np.ndarray, rows: list[str]
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylabel("client (examples)")
     for share in (scale, scale / 10):
-        size, name = largest * share / scale, f"{100 * share:.2g}% of a client's examples"
+        size, name = largest * share / scale, f"{float(f'{100 * share:.2g}'):g}% of a client's examples"
         axes.scatter([], [], s=size, c=BLUE, linewidths=0, label=name)
     axes.get_figure(root=False).legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False, borderpad=0.9)
 
