@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"{reproduction.title}\n{reproduction.paper}\n", file=sys.stderr)
     records = reproductions.reproduce(reproduction, request, only=options.only, out=out)
     print(reproductions.text_table(records))
-    print(f"\n{reproduction.about}\nWritten to {out}.")
+    print(f"\n{reproduction.about}\nAll rows so far: {out}.")
     return 0
 
 

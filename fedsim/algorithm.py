@@ -216,6 +216,7 @@ class Algorithm:
           The state after the last round, and infos stacked along a new first axis ``[rounds]``.
         """
         checks.whole(1, or_none=True, max_rounds=max_rounds)
+        cohorts = list(cohorts)
         if not cohorts:
             raise ValueError("Expected at least one cohort, got none.")
         if type(self).apply is not Algorithm.apply:

@@ -43,10 +43,14 @@ def root(seed: int | jax.Array) -> jax.Array:
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed
-    if not isinstance(seed, int) and np.shape(seed) == (2,) and seed.dtype == np.uint32:  # of jax.random.PRNGKey
+    if (
+        not isinstance(seed, int) and np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32
+    ):  # of jax.random.PRNGKey
         return jax.random.wrap_key_data(jnp.asarray(seed))
     try:
         seed = operator.index(seed)
+    except jax.errors.TracerIntegerConversionError:  # which says what to do about it
+        raise
     except TypeError:
         raise ValueError(f"Expected seed to be a whole number or a key of jax.random, got seed={seed!r}.") from None
     if not 0 <= seed < 2**63:

@@ -91,14 +91,15 @@ class DSSGD(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._must_fold_by(Sum())
-        if not self.aggregator.plain:
-            raise ValueError(
-                f"DSSGD selects and clips what participants send itself, got aggregator={self.aggregator}: give one that "
-                "leaves what is sent as it is, such as Sum() or Noised(0.1, inner=Sum())."
-            )
         checks.number(above=0, most=1, theta_u=self.theta_u, theta_d=self.theta_d, decay=self.decay)
         self.upload()
+
+    def _must_fold_by(self, own: Aggregator) -> None:
+        if type(self.aggregator) is not type(own):
+            raise ValueError(
+                f"DSSGD selects, clips and noises what participants send itself, got aggregator={self.aggregator}: leave it "
+                "out, and give clip and epsilon."
+            )
 
     def upload(self) -> Upload:
         """What a participant makes of its changes."""

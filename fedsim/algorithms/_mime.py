@@ -122,7 +122,8 @@ class Mime(Mimicking):
 
     A round has two phases, first c and then training: clients are reached twice, and get x both times. A step takes two
     gradients. The ``aggregator`` and the ``downlink``, whatever they are, act in both phases, with a memory and with noise of
-    their own in each, and the round's bits are those of both. Attackers attack in both.
+    their own in each, and the round's bits are those of both. Attackers attack in both. In the first, `client_loss` gets a
+    ``shared`` of parameters and round alone.
 
     Attributes:
       client_optimizer: see `Mimicking`.

@@ -16,7 +16,7 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, Remembered, RoundInfo, Turnout
 from fedsim.execution._evaluate import Evaluation, evaluation_of
 from fedsim.execution._execution import Execution
-from fedsim.execution._memory import must_be_alike, must_be_own, split, turns, with_params
+from fedsim.execution._memory import must_be_alike, split, turns, with_params
 from fedsim.metrics import Mean as MeanOf
 from fedsim.model import Params
 
@@ -68,8 +68,8 @@ def evaluate_personalized(
       Its ``overall`` weighs all examples alike; see `Evaluation.over_clients` for the distribution over clients.
 
     Raises:
-      ValueError: there is nothing personal about the algorithm, the state is one of another population, the data is not what
-        the model reads.
+      ValueError: there is nothing personal about the algorithm, the state is one of another population or another
+        algorithm, the data is not what the model reads, an argument is of the wrong kind.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -100,7 +100,7 @@ def evaluate_personalized(
             f"The state remembers a population of {known} clients, and train has {train.num_clients}: give the population that "
             "it was trained on."
         )
-    _check_state(algorithm, state)
+    _check_state(algorithm, parts)
     execution = execution or algorithm.execution
     programs = _programs(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
     shared = algorithm.broadcast(_evaluated(parts))
@@ -246,14 +246,14 @@ class _Tune(_Program):
     fine_tune: Any = None
 
     def broadcast(self, state: Told) -> Told:
-        if self._part():
+        if self._same() or getattr(self.fine_tune, "of", None) is self.algorithm:  # or what it trains on the side
             return state._replace(tuning=state.shared)
         sent = _first_sent(self.fine_tune, jax.random.key(0))
         return state._replace(tuning=sent._replace(round=getattr(state.shared, "round", sent.round)))
 
     def client_init(self, shared: Told, client: Client) -> _Tuning:
         client = self.remembering(shared, client)
-        start = shared.shared.params if self._part() else self.params(shared.shared, client.memory)
+        start = shared.shared.params if self._same() else self.params(shared.shared, client.memory)
         sent = shared.tuning._replace(params=start)
         state = self.fine_tune.client_init(sent, self._tuned(sent, client))
         if not hasattr(state, "params"):
@@ -282,11 +282,11 @@ class _Tune(_Program):
     def like(self, shared: Any) -> Params:
         return self.algorithm.model.init(jax.random.key(0))
 
-    def _part(self) -> bool:
-        return _is_part(self.fine_tune, self.algorithm)
+    def _same(self) -> bool:
+        return type(self.fine_tune) is type(self.algorithm)
 
     def _tuned(self, sent: Any, client: Client) -> Client:
-        return client if self._part() else client._replace(memory=self.fine_tune.client_memory(sent))
+        return client if self._same() else client._replace(memory=self.fine_tune.client_memory(sent))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -331,20 +331,15 @@ def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> _Programs:
     kept = vars(algorithm).setdefault("_personal_programs", {})
     if (fine_tune, batch_size) not in kept:
         # A client that fine-tunes by the algorithm itself takes its look then.
-        part = _is_part(fine_tune, algorithm)
-        if fine_tune and not part:
+        same = type(fine_tune) is type(algorithm)
+        if fine_tune and not same:
             _check_start(algorithm, fine_tune)
-        looks = hasattr(algorithm, "personal_params") and algorithm.preview and not part
+        looks = hasattr(algorithm, "personal_params") and algorithm.preview and not same
         look = _Look(algorithm, Batches(size=1), algorithm.preview) if looks else None
         tune = _Tune(algorithm, fine_tune.batches, fine_tune.preview, fine_tune=fine_tune) if fine_tune else None
         examine = _Examine(algorithm, Batches(size=batch_size, shuffle=False), tuned=tune is not None)
         kept[fine_tune, batch_size] = _Programs(look, tune, examine)
     return kept[fine_tune, batch_size]
-
-
-def _is_part(fine_tune: Any, algorithm: Any) -> bool:
-    """Whether it knows what the algorithm sends and keeps: one of its class, or what it trains on the side."""
-    return type(fine_tune) is type(algorithm) or getattr(fine_tune, "of", None) is algorithm
 
 
 def _must_train(**algorithms: Any) -> None:
@@ -355,16 +350,31 @@ def _must_train(**algorithms: Any) -> None:
             )
 
 
-def _check_state(algorithm: Any, state: Any) -> None:
-    """Raises ``ValueError`` unless it is one of the algorithm's, as far as that is looked at here."""
-    if isinstance(state, Remembered):
-        return must_be_own(algorithm, state)
-    expected = jax.eval_shape(functools.partial(_first_sent, algorithm), jax.random.key(0))
+def _check_state(algorithm: Any, parts: Remembered) -> None:
+    """Raises ``ValueError`` unless what is looked at here has the names and shapes of the algorithm's own."""
     try:
-        given = jax.eval_shape(algorithm.broadcast, state)
-    except (AttributeError, TypeError, ValueError):
-        given = ()
-    return must_be_alike(algorithm, given, expected)
+        first = jax.eval_shape(algorithm.init, jax.random.key(0))
+    except jax.errors.ConcretizationTypeError:  # Its init is not for compilers.
+        return
+    state, expected = _evaluated(parts), jax.eval_shape(algorithm.broadcast, first)
+    sent = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, type(first)) else ()
+    row = own = jax.eval_shape(algorithm.client_memory, expected)
+    if parts.clients != () and jax.tree.leaves(own):
+        row = _own_row(algorithm, parts.clients)
+    for there, here in ((sent, expected), (row, own)):
+        must_be_alike(algorithm, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), (there, here)))
+
+
+def _own_row(algorithm: Any, clients: ClientRows | ClientTable) -> Any:
+    """The shapes of what the algorithm itself keeps for a client, beside its aggregator and its other phases."""
+    if isinstance(clients, ClientRows):
+        like = clients.store.like
+    else:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows)
+    try:
+        return turns(algorithm)[-1].sees(Remembered((), ClientTable(like, ()))).clients.rows[0]
+    except (IndexError, TypeError, ValueError):  # kept by another number of phases
+        return ()
 
 
 def _first_sent(fine_tune: Any, key: jax.Array) -> Any:

@@ -88,7 +88,7 @@ def remember(program: FederatedProgram, state: State, data: FederatedData) -> St
                 f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
                 "from init."
             )
-        must_be_own(program, state)
+        _must_be_own(program, state)
         return state
     if vars(program).get("_forgets"):  # nothing to keep: known since its first round
         return state
@@ -121,7 +121,7 @@ def _beside(program: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
     return kept[like]
 
 
-def must_be_own(program: FederatedProgram, state: Remembered) -> None:
+def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
     """Raises ``ValueError`` if ``state`` has other parts than this program's: another algorithm's, or another model's."""
     row: Any = ()
     if isinstance(state.clients, ClientRows):

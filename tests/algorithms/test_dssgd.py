@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim import algorithms
-from fedsim.aggregators import Clipped, Sum
+from fedsim.aggregators import Clipped, Mean, Sum
 from fedsim.algorithms._vector_part import Part
 from fedsim.compressors._selection import largest
 
@@ -220,7 +220,8 @@ def test_thresholds_are_drawn_anew_after_every_upload():
         ({"clip": 0.0}, "Expected clip > 0 and finite, or None, got clip=0.0"),
         ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs a clip"),
         ({"epsilon": 1.0, "clip": 1.0}, "and selection='random'"),
-        ({"aggregator": Clipped(1.0, inner=Sum())}, r"participants send itself, got aggregator=Clipped.*such as Sum\(\)"),
+        ({"aggregator": Clipped(1.0, inner=Sum())}, "participants send itself, got aggregator=Clipped.*: leave it out"),
+        ({"aggregator": Mean()}, r"got aggregator=Mean\(\): leave it out"),
     ],
 )
 def test_dssgd_refuses(wrong, message):

@@ -412,3 +412,41 @@ def test_a_state_of_what_keeps_something_else_is_refused():
     apfl = make(algorithms.APFL)
     with pytest.raises(ValueError, match="not one of this Ditto, but of another algorithm or model"):
         fedsim.evaluate_personalized(make(), trained(apfl), federation.data(), federation.data())
+
+
+def test_what_beside_the_algorithm_is_remembered_does_not_matter():
+    data = federation.data()
+    feedback = fedsim.aggregators.Compressed(fedsim.compressors.ErrorFeedback(fedsim.compressors.TopK(fraction=0.5)))
+    for changes in ({"averaging": 0.5}, {"aggregator": feedback}):
+        state = trained(make(algorithms.FedAvg, **changes))
+        found = fedsim.evaluate_personalized(make(algorithms.PerFedAvg, alpha=0.0), state, data, data)
+        federation.assert_trees_close(found, fedsim.evaluate(federation.model(), state.params, data), rtol=1e-5)
+    ditto = trained(make(aggregator=feedback))
+    fedsim.evaluate_personalized(make(), ditto, data, data)
+
+
+def test_what_fine_tunes_on_the_side_starts_from_what_the_client_keeps():
+    """Clients of this one keep parameters that nobody else has: a step of length 0 from there leads nowhere."""
+    data = federation.data()
+
+    class Kept(algorithms.PerFedAvg):
+        def client_memory(self, shared):
+            return shared.params
+
+        def personal_params(self, shared, memory):
+            return memory
+
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=jax.tree.map(lambda x: x + 1.0, shared.params))
+
+    algorithm = make(Kept, alpha=0.0)
+    state = trained(algorithm)
+    found = fedsim.evaluate_personalized(algorithm, state, data, data)
+    assert abs(found.overall["loss"] - fedsim.evaluate(algorithm.model, state.params, data).overall["loss"]) > 0.01
+    rows, seen = state.clients
+    for client in np.flatnonzero(seen)[:2]:
+        own = jax.tree.map(lambda leaf, client=client: leaf[client], rows[0])
+        alone = fedsim.evaluate(algorithm.model, own, data.select([data.client_ids[client]]))
+        mean = found.clients["loss"]
+        assert float(mean.result()[client]) == pytest.approx(alone.overall["loss"], rel=1e-4)

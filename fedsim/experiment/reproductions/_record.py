@@ -29,7 +29,8 @@ def reproduce(
       request: data, seeds, rounds.
       only: names of cases, ``*`` standing for anything; empty: all.
       out: a JSON file, written anew after every case. Rows of other cases that it holds by then stay, those of a run beside
-        this one, too. No row takes the place of one with more seeds or rounds: nothing is lost to a quick try.
+        this one, too (unless both end a case at the same moment). A case keeps its rows if they are of more seeds, or the new
+        ones are reduced where they are not, or quick where they are not; ``request.say`` is told so.
 
     Returns:
       The new rows as records: the fields of `Row`, with ``"id"``, the case's name, and what `machine` says.
@@ -44,15 +45,27 @@ def reproduce(
         read(out, reproduction.name)
     records: list[Record] = []
     for name, case in cases.items():
-        rows = [{"id": name} | dataclasses.asdict(row) | machine() for row in case()]
+        rows = [{"id": name, "quick": request.quick} | dataclasses.asdict(row) | machine() for row in case()]
         records += rows
         if out:
-            _write(out, reproduction, merged(read(out, reproduction.name), rows))
+            there = read(out, reproduction.name)
+            kept = merged(there, rows)
+            if kept == there:
+                request.say(f"{out} keeps its rows of {name}, which are of more seeds or rounds.")
+            _write(out, reproduction, kept)
     return records
 
 
 def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) -> Mapping[str, Case]:
-    """The cases whose names match."""
+    """The cases whose names match one of the patterns; without a pattern, all.
+
+    Raises:
+      ValueError: a pattern fits no case.
+
+    >>> from fedsim.experiment import reproductions
+    >>> list(chosen(reproductions.get("fedprox"), Request(), ["iid-*"]))
+    ['iid-0', 'iid-50', 'iid-90']
+    """
     cases = reproduction.cases(request)
     for pattern in only:
         if not fnmatch.filter(cases, pattern):
@@ -63,23 +76,29 @@ def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) ->
 
 
 def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
-    """Both, a new row in the place of an old one of the same case and measure, unless it is the more reduced one.
+    """Both, the new rows of a case in the place of its old ones, unless it was run with less than these.
 
-    >>> old = [{"case": case, "measure": "m", "reduced": "" if case == "a" else "x", "seeds": 3} for case in "abc"]
-    >>> new = [{"case": case, "measure": "m", "reduced": "y", "seeds": seeds} for case, seeds in zip("abcd", (9, 5, 1, 1))]
-    >>> [row["seeds"] for row in merged(old, new)]
-    [3, 5, 3, 1]
+    >>> def case(id, seeds, reduced="", quick=False):
+    ...     return {"id": id, "seeds": seeds, "reduced": reduced, "quick": quick}
+    >>> old = [case("a", 3), case("b", 1, "x"), case("c", 3, "x"), case("d", 1, "x")]
+    >>> new = [case("a", 9, "y"), case("b", 5, "y"), case("c", 1, "y"), case("d", 1, "y", quick=True), case("e", 1)]
+    >>> [(row["id"], row["seeds"], row["reduced"]) for row in merged(old, new)]
+    [('a', 3, ''), ('c', 3, 'x'), ('d', 1, 'x'), ('b', 5, 'y'), ('e', 1, '')]
     """
 
-    def extent(row: Record) -> tuple[bool, float]:
-        return not row["reduced"], row.get("seeds", 1) * row.get("settings", {}).get("rounds", 1)
+    def of(rows: Sequence[Record], name: str) -> list[Record]:
+        return [row for row in rows if row["id"] == name]
 
-    rows = {(row["case"], row["measure"]): row for row in old}
-    for row in new:
-        there = rows.get((row["case"], row["measure"]))
-        if there is None or not row["reduced"] or extent(row) >= extent(there):
-            rows[row["case"], row["measure"]] = row
-    return list(rows.values())
+    def extent(rows: Sequence[Record]) -> tuple[int, bool, bool]:
+        whole = not any(row["reduced"] for row in rows)
+        return min(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows)
+
+    rows = list(old)
+    for name in dict.fromkeys(row["id"] for row in new):
+        there, come = of(rows, name), of(new, name)
+        if not there or all(a <= b for a, b in zip(extent(there), extent(come), strict=True)):
+            rows = [row for row in rows if row["id"] != name] + come
+    return rows
 
 
 def read(path: Path, name: str | None = None) -> list[Record]:
@@ -97,7 +116,7 @@ def read(path: Path, name: str | None = None) -> list[Record]:
         stored = json.loads(path.read_text(encoding="utf-8"))
         there, rows = stored["name"], stored["rows"]
         for row in rows:
-            row["id"], row["case"], row["measure"], row["reduced"]
+            row["id"], row["case"], row["measure"], row["reduced"], row["seeds"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} holds no reproduction: give --out another file.") from None
     if name is not None and there != name:
@@ -124,9 +143,10 @@ def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> No
     ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
     stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
     text = json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as beside:
+        beside.write(text)
+    os.chmod(beside.name, 0o644)  # and not the owner's alone
+    os.replace(beside.name, path)
 
 
 def _plain(value: Any) -> Any:
