@@ -34,7 +34,18 @@ def test_page_of_algorithms_lists_every_one():
 
 # Classes that are parts or bases of others, or wrap others, and so have no name to be asked for by.
 PARTS = {
-    *("Clusters", "AdaptiveFedAvg", "GradientServer", "LossBefore", "Mimicking", "FirstPhase", "PersonalModel", "FairServer"),
+    *(
+        "Clusters",
+        "AdaptiveFedAvg",
+        "GradientServer",
+        "LossBefore",
+        "Mimicking",
+        "FirstPhase",
+        "LossOf",
+        "Training",
+        "PersonalModel",
+        "FairServer",
+    ),
     *(
         "Tilted",
         "Seeding",
