@@ -43,9 +43,7 @@ def root(seed: int | jax.Array) -> jax.Array:
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed
-    if (
-        not isinstance(seed, int) and np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32
-    ):  # of jax.random.PRNGKey
+    if np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32:  # of jax.random.PRNGKey
         return jax.random.wrap_key_data(jnp.asarray(seed))
     try:
         seed = operator.index(seed)

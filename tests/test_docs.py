@@ -34,31 +34,10 @@ def test_page_of_algorithms_lists_every_one():
 
 # Classes that are parts or bases of others, or wrap others, and so have no name to be asked for by.
 PARTS = {
-    *(
-        "Clusters",
-        "AdaptiveFedAvg",
-        "GradientServer",
-        "LossBefore",
-        "Mimicking",
-        "FirstPhase",
-        "LossOf",
-        "Training",
-        "PersonalModel",
-        "FairServer",
-    ),
-    *(
-        "Tilted",
-        "Seeding",
-        "Statistics",
-        "Aggregator",
-        "SumAggregator",
-        "Wrapper",
-        "Beside",
-        "Clipped",
-        "Compressed",
-        "Grouped",
-    ),
-    *("Noised", "SideBySide", "Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
+    *("Clusters", "AdaptiveFedAvg", "GradientServer", "LossBefore", "Mimicking", "FirstPhase", "PersonalModel", "FairServer"),
+    *("PartOf", "LocalTraining", "Tilted", "Seeding", "Statistics", "Aggregator", "SumAggregator", "Wrapper", "Beside"),
+    *("Clipped", "Compressed", "Grouped", "Noised", "SideBySide", "Compressor", "VectorCompressor", "ErrorFeedback"),
+    *("Attack", "Collusion"),
 }
 
 

@@ -19,7 +19,7 @@ import optax
 
 from fedsim import checks, metrics, tree
 from fedsim.algorithms._descent import must_descend
-from fedsim.algorithms._gradient_server import GradientServer, LossOf, ServerState, Shared
+from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -126,15 +126,3 @@ class FedAvg(GradientServer):
     def _client_optimizer(self, round_number: jax.Array) -> optax.GradientTransformation:
         optimizer = self.client_optimizer
         return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Training(LossOf, FedAvg):
-    """FedAvg's clients as a part of another algorithm: they go by its loss, and get what it sends beside parameters."""
-
-    def init(self, key: jax.Array) -> ServerState:
-        start = super().init(key)
-        return self.of.init(key)._replace(params=start.params, opt_state=start.opt_state)
-
-    def broadcast(self, state: ServerState) -> Any:
-        return self.of.broadcast(state)

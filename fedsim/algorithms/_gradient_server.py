@@ -89,13 +89,3 @@ class GradientServer(Algorithm):
         """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
         whole = turnout.examples if self.weighting == "examples" else turnout.population
         return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class LossOf(GradientServer):
-    """A part of another algorithm, ``of``, whose clients descend that one's loss."""
-
-    of: Any
-
-    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        return self.of.client_loss(shared, params, batch)

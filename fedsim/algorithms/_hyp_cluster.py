@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Grouped, Groups, Member
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import ClientState, FedAvg, Training
+from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._part_of import LocalTraining
 from fedsim.algorithms._spread_models import spread_models
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -94,8 +95,8 @@ class HypCluster(FedAvg):
         Raises:
           ValueError: fewer clients have examples than there are clusters.
         """
-        alone = Training(
-            of=self,
+        alone = LocalTraining(
+            whole=self,
             model=self.model,
             batches=self.batches,
             client_optimizer=self.client_optimizer,

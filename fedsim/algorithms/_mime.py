@@ -31,7 +31,8 @@ from fedsim import tree
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._fedsgd import FedSGD, FullGradient
-from fedsim.algorithms._gradient_server import LossOf, ServerState, Shared
+from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._part_of import PartOf
 from fedsim.data import Batch, Batches
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
@@ -109,7 +110,7 @@ class MimeLite(Mimicking):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FirstPhase(LossOf, FedSGD):
+class FirstPhase(PartOf, FedSGD):
     """Mime's first pass over the cohort: c, for the second."""
 
     def server_update(self, state: ServerState, update: Params) -> ServerState:
@@ -139,7 +140,7 @@ class Mime(Mimicking):
     @property
     def phases(self) -> tuple[Algorithm, ...]:
         first = FirstPhase(
-            of=self,
+            whole=self,
             model=self.model,
             batches=self.batches.one_pass(),
             weighting=self.weighting,

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg, Training
+from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import Shared
+from fedsim.algorithms._part_of import LocalTraining
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
 
@@ -79,8 +80,8 @@ class PerFedAvg(FedAvg):
     def fine_tune(self) -> FedAvg:
         """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples."""
         batches = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
-        return Training(
-            of=self, model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution
+        return LocalTraining(
+            whole=self, model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution
         )
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:

@@ -58,8 +58,9 @@ def evaluate_personalized(
       test: the examples to evaluate on, with the features that the model reads.
       fine_tune: an algorithm whose clients' state has ``params``: `FedAvg` and its kin, with the batches and the client
         optimizer to fine-tune with. One of the algorithm's own class gets what the server sends and what the client keeps, as
-        in the next round; one of another class is in a first round of its own that starts at the parameters above. Default:
-        ``algorithm.fine_tune``, if it has one.
+        in the next round; one of another class is in a first round of its own that starts at the parameters above (a part of
+        the algorithm, as its own ``fine_tune`` is, gets what the server sends there). Default: ``algorithm.fine_tune``, if it
+        has one.
       seed: of the fine-tuning's shuffling and dropout.
       execution: default: that of the algorithm.
       batch_size: test examples per step: speed and memory only. Default: what suits the clients' sizes.
@@ -246,7 +247,7 @@ class _Tune(_Program):
     fine_tune: Any = None
 
     def broadcast(self, state: Told) -> Told:
-        if self._same() or getattr(self.fine_tune, "of", None) is self.algorithm:  # or what it trains on the side
+        if self._same() or getattr(self.fine_tune, "whole", None) is self.algorithm:  # or a part of it
             return state._replace(tuning=state.shared)
         sent = _first_sent(self.fine_tune, jax.random.key(0))
         return state._replace(tuning=sent._replace(round=getattr(state.shared, "round", sent.round)))
@@ -343,6 +344,7 @@ def _programs(algorithm: Any, fine_tune: Any, batch_size: int) -> _Programs:
 
 
 def _must_train(**algorithms: Any) -> None:
+    """Raises ``ValueError`` for the first of these arguments that is no algorithm with a model and clients."""
     for name, value in algorithms.items():
         if not all(hasattr(value, part) for part in ("model", "client_init", "broadcast")) or isinstance(value, type):
             raise ValueError(
@@ -352,13 +354,16 @@ def _must_train(**algorithms: Any) -> None:
 
 def _check_state(algorithm: Any, parts: Remembered) -> None:
     """Raises ``ValueError`` unless what is looked at here has the names and shapes of the algorithm's own."""
-    try:
-        first = jax.eval_shape(algorithm.init, jax.random.key(0))
-    except jax.errors.ConcretizationTypeError:  # Its init is not for compilers.
-        return
-    state, expected = _evaluated(parts), jax.eval_shape(algorithm.broadcast, first)
-    sent = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, type(first)) else ()
-    row = own = jax.eval_shape(algorithm.client_memory, expected)
+    kept = vars(algorithm)
+    if "_first_forms" not in kept:  # which takes longer than to evaluate a few clients
+        try:
+            first = jax.eval_shape(algorithm.init, jax.random.key(0))
+        except jax.errors.ConcretizationTypeError:  # Its init is not for compilers.
+            return
+        expected = jax.eval_shape(algorithm.broadcast, first)
+        kept["_first_forms"] = type(first), expected, jax.eval_shape(algorithm.client_memory, expected)
+    (kind, expected, own), state = kept["_first_forms"], _evaluated(parts)
+    sent, row = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, kind) else (), own
     if parts.clients != () and jax.tree.leaves(own):
         row = _own_row(algorithm, parts.clients)
     for there, here in ((sent, expected), (row, own)):

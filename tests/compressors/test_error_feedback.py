@@ -88,11 +88,9 @@ def test_the_second_is_of_the_value_and_the_residual():
     assert_trees_equal(second.value, compressor.transmit(tree.add(value(1), owed), jax.random.key(1)).value)
 
 
-def test_integers_owe_nothing():
-    feedback, x = (
-        ErrorFeedback(TopK(fraction=0.5)),
-        {"n": jnp.arange(3), "b": jnp.array([True, False]), "x": jnp.array([1.0, 2.0])},
-    )
+def test_integers_and_booleans_owe_nothing():
+    feedback = ErrorFeedback(TopK(fraction=0.5))
+    x = {"n": jnp.arange(3), "b": jnp.array([True, False]), "x": jnp.array([1.0, 2.0])}
     memory = feedback.init(x)
     for _ in range(2):
         sent = feedback.transmit(x, jax.random.key(0), memory)

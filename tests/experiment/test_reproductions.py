@@ -166,7 +166,7 @@ def test_rows_are_kept_by_case_and_a_reduced_one_takes_no_full_ones_place(tmp_pa
     quick, said = made({"a": lambda: [row("A", ours="1", reduced="1 of 3 seeds")], "b": lambda: [row("B", ours="70")]}), []
     reproductions.reproduce(quick, Request(say=said.append), out=out)
     assert [record["ours"] for record in reproductions.read(out)] == ["90", "70"]
-    assert said == [f"{out} keeps its rows of a, which are of more seeds or rounds."]
+    assert said == [f"{out} keeps its rows of a, which are of more seeds, or less reduced."]
 
 
 def test_rows_of_a_run_beside_this_one_stay(tmp_path):

@@ -51,8 +51,9 @@ def reproduce(
             there = read(out, reproduction.name)
             kept = merged(there, rows)
             if kept == there:
-                request.say(f"{out} keeps its rows of {name}, which are of more seeds or rounds.")
-            _write(out, reproduction, kept)
+                request.say(f"{out} keeps its rows of {name}, which are of more seeds, or less reduced.")
+            else:
+                _write(out, reproduction, kept)
     return records
 
 
