@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,11 +95,9 @@ class Jit(Execution):
             start += count
         if len(infos) == 1:
             return state, jax.tree.map(lambda x: x[:count], info) if count < rounds else info
-        if isinstance(split(state).clients, ClientRows) or _placement.must_wait(mesh):
-            # They are there, or have to be waited for: on the host no new length has to be compiled.
-            infos = [(jax.device_get(info), n) for info, n in infos]
-        parts = [jax.tree.map(lambda x, n=n: x[:n], info) for info, n in infos]
-        return state, jax.tree.map(lambda *rows: jnp.asarray(_concatenate(rows)), *parts)
+        # On the host, for a device would compile every new number of rounds.
+        parts = [jax.tree.map(lambda x, n=n: x[:n], info) for info, n in jax.device_get(infos)]
+        return state, jax.tree.map(lambda *rows: jnp.asarray(np.concatenate(rows)), *parts)
 
     def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(program, [cohort])
@@ -268,7 +265,3 @@ def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Ge
             yield plan
         if long:
             return
-
-
-def _concatenate(parts: Sequence[Any]) -> Any:
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else jnp.concatenate(parts)

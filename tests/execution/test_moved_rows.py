@@ -85,6 +85,22 @@ def test_a_long_round_is_by_itself_whatever_it_is_given_with(memory, monkeypatch
     federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
 
 
+def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population, slots = federation.data(sizes=range(1, 25)), 24
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="resident"))
+    state = algorithm.init(jax.random.key(0))
+    short, long = np.array([0]), np.arange(slots)
+    for call, of_rounds in enumerate(([short, long, short, short], [long, short, short, short], [short, short, short, long])):
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            rounds = [fedsim.Cohort(population, who, r, fedsim.rng.root(0), slots=slots) for r, who in enumerate(of_rounds)]
+            state, infos = algorithm.apply_rounds(state, rounds)
+        compiled = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        assert infos.num_clients.tolist() == [len(who) for who in of_rounds]
+        assert bool(compiled) == (call == 0), compiled
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
     """What `python -m benchmarks --only algorithms` is about: the table is never copied, and no all-reduce carries a row."""
