@@ -59,11 +59,13 @@ class FedDyn(Tilted):
         checks.positive(alpha=self.alpha)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
-        return super().client_init(shared, client)._replace(more=client.memory)
+        # α (θ - x) - h_k is a pull to here: of two arrays a step reads one.
+        center = tree.add(shared.params, tree.scale(client.memory, 1 / self.alpha))
+        return super().client_init(shared, client)._replace(more=center)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = super().client_gradient(shared, state, batch)
-        return loss, tree.subtract(tree.pulled(gradient, self.alpha, state.params, shared.params), state.more)
+        return loss, tree.pulled(gradient, self.alpha, state.params, state.more)
 
     def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
         apart = tree.squared_norm(tree.subtract(params, shared.params))
