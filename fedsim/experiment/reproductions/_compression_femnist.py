@@ -97,7 +97,7 @@ COMPRESSION = Reproduction(
     title="Compressed uploads on FEMNIST: accuracy against bits for 1, 2, 4 and 8 bits a number, and for the largest 1 %",
     paper="J. H. Ro, A. T. Suresh, K. Wu. FedJAX: federated learning simulation with JAX. 2021 (its notebook on "
     "compression). https://arxiv.org/abs/2108.02117",
-    takes="1 to 3 min a case of 3 seeds, 15 cases",
+    takes="2 to 5 min a case of 3 seeds, 14 cases",
     needs=femnist.NEEDS,
     cases=_cases,
     about="FedAvg with a perceptron of two layers of 200, 10 writers a round, 1,000 rounds; accuracy is the mean of the "

@@ -204,7 +204,7 @@ FEDPROX = Reproduction(
     title="FedProx with 0, 50 and 90 % stragglers: FedAvg, which drops them, against partial work with μ = 0 and μ = 1",
     paper="T. Li et al. Federated optimization in heterogeneous networks. MLSys, 2020, Figures 1, 2 and 7. "
     "https://arxiv.org/abs/1812.06127",
-    takes="about 3 min a case of 10 seeds, 13 cases",
+    takes="about 4 min a case of 10 seeds, 13 cases",
     needs="nothing for the synthetic data, which are generated; mnist-90: DIR/mnist, or a download of 12 MB",
     cases=_cases,
     about="Accuracy and loss are means over the last 20 rounds. Every seed draws other data, devices, stragglers and initial "

@@ -125,7 +125,7 @@ ROBUSTNESS = Reproduction(
     title="Robust aggregation on FEMNIST: 20 % of the clients flip signs or send ALIE, the mean against eight aggregators",
     paper="G. Baruch, M. Baruch, Y. Goldberg. A little is enough: circumventing defenses for distributed learning. "
     "NeurIPS, 2019. https://arxiv.org/abs/1902.06156 (the attack; no table of it is reproduced)",
-    takes="10 min the mean, centred and clipped; about an hour each that keeps updates side by side (3 seeds, 4 settings)",
+    takes="9 to 15 min a case of 3 seeds and 4 settings, 9 cases",
     needs=femnist.NEEDS,
     cases=_cases,
     about="FedAvg with a perceptron of two layers of 200, 30 writers a round, all counted alike, of whom 6 attack, drawn "
