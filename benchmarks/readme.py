@@ -89,21 +89,26 @@ def _catalogues(tables: dict[str, Any]) -> list[str]:
         ),
         "fedjax-algorithms": (
             "times_as_fast",
-            "FedJAX's own algorithms and quantizers, dense: time of a step, of fedsim's",
+            "FedJAX's own algorithms and quantizers, time of a step, of fedsim's",
         ),
     }
     lines = []
     for table, (figure, what) in heads.items():
         measured = [row for part in tables.get(table, {"parts": []})["parts"] for row in part["rows"]]
         rows = sorted((row for row in measured if "holds" in row), key=lambda row: row[figure])
-        named = [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
         if table == "fedjax-algorithms":
-            lines += [f"- {what}: {', '.join(named)}."] if rows else []
+            models = dict.fromkeys(row["model"] for row in measured)
+            lines += [
+                f"- {what}, {m}: {', '.join(_named([row for row in rows if row['model'] == m], figure))}." for m in models
+            ]
         elif rows:
-            lines.append(
-                f"- {what}: {median(row[figure] for row in rows):.2f}× in the middle, most: {', '.join(named[:-4:-1])}."
-            )
+            most = ", ".join(_named(rows, figure)[:-4:-1])
+            lines.append(f"- {what}: {median(row[figure] for row in rows):.2f}× in the middle, most: {most}.")
     return lines
+
+
+def _named(rows: list[dict[str, Any]], figure: str) -> list[str]:
+    return [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
 
 
 def _keeping(tables: dict[str, Any]) -> list[str]:

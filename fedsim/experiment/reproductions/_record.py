@@ -85,6 +85,8 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
     >>> new = [case("a", 9, "y"), case("b", 5, "y"), case("c", 1, "y"), case("d", 1, "y", quick=True), case("e", 1)]
     >>> [(row["id"], row["seeds"], row["reduced"]) for row in merged(old, new)]
     [('a', 3, ''), ('c', 3, 'x'), ('d', 1, 'x'), ('b', 5, 'y'), ('e', 1, '')]
+    >>> len(merged([case("a", 3)], [case("a", 3), case("a", 1)]))  # A row beside may be of fewer seeds.
+    2
     """
 
     def of(rows: Sequence[Record], name: str) -> list[Record]:
@@ -92,7 +94,7 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
 
     def extent(rows: Sequence[Record]) -> tuple[int, bool, bool]:
         whole = not any(row["reduced"] for row in rows)
-        return min(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows)
+        return max(row["seeds"] for row in rows), whole, not any(row.get("quick") for row in rows)
 
     rows = list(old)
     for name in dict.fromkeys(row["id"] for row in new):
