@@ -35,7 +35,7 @@ Leaves = list[np.ndarray]
 
 
 def algorithms(args: argparse.Namespace) -> Iterator[Part]:
-    """Every algorithm that trains a model: time of a round per gradient that it needs, against FedAvg's; dense."""
+    """Every algorithm that trains a model: time of a round per gradient that it needs, against FedAvg's; dense by default."""
     for model in args.models or ("dense",):
         part = within(_task(args, model, "algorithms"), "FedAvg", args)
         rows = []
@@ -68,7 +68,7 @@ def aggregators(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def fedjax(args: argparse.Namespace) -> Iterator[Part]:
-    """FedJAX's own algorithms and quantizers against the same of fedsim: time per client step; dense."""
+    """FedJAX's own algorithms and quantizers against the same of fedsim: time per client step; dense by default."""
     names = (*EXACT, *QUANTIZED)
     for model in args.models or ("dense",):
         checks = {} if args.unchecked else check(_task(args, model, "fedjax"))
