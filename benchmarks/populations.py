@@ -176,7 +176,7 @@ def moving(floats: int, leaves: int, cohort: int, turns: int) -> list[Figures]:
 
     like = [jax.ShapeDtypeStruct((floats // leaves,), np.float32) for _ in range(leaves)]
     draw, figures = np.random.default_rng(0), []
-    for where, store in {"memory": MemoryRows(like), "file": RowFile(like)}.items():
+    for where, store in {"memory": MemoryRows(like, 100 * cohort), "file": RowFile(like)}.items():
         assert isinstance(store, RowStore)
         rows = ClientRows(store, np.full(100 * cohort, -1, np.int64))
         new = jax.block_until_ready(jax.device_put([np.ones((cohort, *x.shape), x.dtype) for x in like]))

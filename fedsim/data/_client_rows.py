@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -45,9 +46,10 @@ class ClientRows:
     @classmethod
     def empty(cls, like: Rows, num_clients: int) -> ClientRows:
         """Nothing kept yet; ``like`` is one client's row, of arrays or ``jax.ShapeDtypeStruct``."""
-        store: RowStore = MemoryRows(like)
-        if store.row_bytes * num_clients > _MEMORY_SHARE * psutil.virtual_memory().available:
-            store = RowFile(like)
+        store: RowStore = RowFile(like)
+        if store.row_bytes * num_clients <= _MEMORY_SHARE * psutil.virtual_memory().available:
+            with contextlib.suppress(OSError):  # Of a system that gives no more addresses than it has memory.
+                store = MemoryRows(like, num_clients)
         return cls(store, np.full(num_clients, -1, np.int64))
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import math
+import mmap
 import os
 import shutil
 import tempfile
@@ -44,6 +45,9 @@ class RowStore:
 
     Args:
       like: one row, of arrays or ``jax.ShapeDtypeStruct``.
+
+    Attributes:
+      kept: room for what those who move rows want to find again.
     """
 
     def __init__(self, like: Rows) -> None:
@@ -55,6 +59,7 @@ class RowStore:
         self.capacity = 0
         self.users: weakref.WeakSet[ClientRows] = weakref.WeakSet()
         self.free = np.zeros(0, np.int64)
+        self.kept: dict[Any, Any] = {}
 
     @property
     def like(self) -> Rows:
@@ -87,33 +92,55 @@ class RowStore:
 
 
 class MemoryRows(RowStore):
-    """Rows in memory, in chunks of which only what was written takes room."""
+    """Rows in memory, of which only what was written takes room: the rest is addresses.
 
-    def __init__(self, like: Rows) -> None:
+    Args:
+      like: one row, of arrays or ``jax.ShapeDtypeStruct``.
+      clients: how many there are. Up to four rows of each (as many as a run's states of one moment may refer to), the rows
+        stay where they are.
+
+    Attributes:
+      rows: one array ``[n, ...]`` per leaf, that begins with a page: a CPU's devices can read it in its place.
+    """
+
+    def __init__(self, like: Rows, clients: int = 0) -> None:
         super().__init__(like)
-        self._chunks: list[list[np.ndarray]] = []
-        self._starts: list[int] = []
+        self.rows: list[np.ndarray] = []
+        self._reserve(4 * clients + self.rows_per_chunk)
+
+    def _reserve(self, rows: int) -> None:
+        self._reserved = rows
+        wider = [_pages((rows, *leaf.shape), leaf.dtype) for leaf in self.leaves]
+        for old, new in zip(self.rows, wider, strict=False):
+            new[: len(old)] = old
+        self.rows = wider
+        self.kept.clear()  # It may be about where they were.
 
     def _grow(self, rows: int) -> None:
-        self._starts.append(self.capacity)
-        self._chunks.append([np.zeros((rows, *leaf.shape), leaf.dtype) for leaf in self.leaves])
         super()._grow(rows)
+        if self.capacity > self._reserved:
+            self._reserve(2 * self.capacity)
 
     def read(self, numbers: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> None:
-        for chunk, within, which in self._by_chunk(numbers):
-            for rows, target in zip(chunk, out, strict=True):
-                _copy(rows, within, target, at[which])
+        for rows, target in zip(self.rows, out, strict=True):
+            _copy(rows, numbers, target, at)
 
     def write(self, numbers: np.ndarray, values: list[np.ndarray], at: np.ndarray) -> None:
-        for chunk, within, which in self._by_chunk(numbers):
-            for rows, value in zip(chunk, values, strict=True):
-                _copy(value, at[which], rows, within)
+        for rows, value in zip(self.rows, values, strict=True):
+            _copy(value, at, rows, numbers)
 
-    def _by_chunk(self, numbers: np.ndarray) -> Iterator[tuple[list[np.ndarray], np.ndarray, np.ndarray]]:
-        chunk_of = np.searchsorted(self._starts, numbers, side="right") - 1
-        for chunk in np.unique(chunk_of).tolist():
-            which = np.flatnonzero(chunk_of == chunk)
-            yield self._chunks[chunk], numbers[which] - self._starts[chunk], which
+
+def _pages(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros, of which only what was written takes room; in large pages, for a first touch can take longer than all else."""
+    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        block = mmap.mmap(-1, size)
+    else:
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, dtype, math.prod(shape)).reshape(shape)
 
 
 def _copy(source: np.ndarray, places: np.ndarray, target: np.ndarray, to: np.ndarray) -> None:

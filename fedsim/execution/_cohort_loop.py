@@ -29,6 +29,7 @@ class Roster(NamedTuple):
     start: jax.Array
     size: jax.Array
     steps: jax.Array
+    reads: jax.Array
     keeps: jax.Array
     attacker: jax.Array
     key: jax.Array
@@ -49,7 +50,8 @@ def roster(plan: RoundPlan, root_key: jax.Array) -> Roster:
     keys = rng.client_keys(root_key, plan.round, plan.client)
     shuffle_words = rng.words(jax.vmap(lambda key: rng.stream(key, "shuffle"))(keys))
     step_keys = jax.vmap(lambda key: rng.stream(key, "step"))(keys)
-    return Roster(plan.client, plan.start, plan.size, plan.steps, plan.keeps, plan.attacker > 0, keys, step_keys, shuffle_words)
+    integers = plan.client, plan.start, plan.size, plan.steps, plan.reads, plan.keeps
+    return Roster(*integers, plan.attacker > 0, keys, step_keys, shuffle_words)
 
 
 class Lane:
@@ -62,6 +64,7 @@ class Lane:
       people: the cohort.
       common: what the server keeps for the aggregator.
       attack: what the attackers among the cohort do; None: nobody attacks.
+      before: what clients kept before the dispatch, where that is not in the table that it writes.
 
     Attributes:
       aggregator: what folds: the program's, within earshot of attackers who collude.
@@ -75,9 +78,10 @@ class Lane:
         people: Roster,
         common: Any = (),
         attack: Attack | None = None,
+        before: ClientTable | None = None,
     ):
         self.program, self.columns, self.shared, self.people = program, columns, shared, people
-        self.common, self.attack = common, attack
+        self.common, self.attack, self.before = common, attack, before
         self.aggregator = folding(program, attack, people.attacker)
 
     def row(self, position: jax.Array, table: ClientTable | tuple[()]) -> tuple[Any, Any]:
@@ -85,12 +89,14 @@ class Lane:
         own = self.program.client_memory(self.shared)
         if not isinstance(table, ClientTable):
             return own, ()
-        at = jnp.minimum(self.people.keeps[position], len(table.seen) - 1)
-        row = jax.tree.map(lambda rows: rows[at], table.rows)
+        seen, row = _read(table, self.people.keeps[position])
+        if self.before is not None:
+            there, old = _read(self.before, self.people.reads[position])
+            seen, row = seen | there, tree.select(seen, row, old)
         of_aggregator = jax.tree.map(jnp.zeros_like, row[1])
         if jax.tree.leaves(of_aggregator):
             of_aggregator = self.program.aggregator.client_memory(update_shape(self.program, self.shared))
-        return tree.select(table.seen[at], row, (own, of_aggregator))
+        return tree.select(seen, row, (own, of_aggregator))
 
     def client(self, position: jax.Array, row: tuple[Any, Any]) -> Client:
         """The client of this `row`."""
@@ -161,6 +167,15 @@ class Lane:
         self.aggregator.check(update, slots)
         lines = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), line)
         return Carry(self.aggregator.zero(update, slots), lines, table)
+
+
+def _read(table: ClientTable, at: jax.Array) -> tuple[jax.Array, Any]:
+    """Whether there is a row at this place, and the row."""
+    seen = (at >= 0) & (at < len(table.seen))
+    seen &= table.seen[jnp.where(seen, at, 0)]
+    # Of all that are not there the first is read: that one is in a cache.
+    at = jnp.where(seen, at, 0)
+    return seen, jax.tree.map(lambda rows: rows[at], table.rows)
 
 
 def put_rows(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:

@@ -13,7 +13,7 @@ from fedsim import rng
 from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
-from fedsim.execution._contract import FederatedProgram, RoundInfo, State
+from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._memory import Turn, remember, split, turns
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
@@ -50,25 +50,27 @@ class Debug(Execution):
         check_cohorts(program, [cohort])
         state = remember(program, state, cohort.data)
         plan = plan_round(cohort, program.batches, 1, 1)
-        before = split(state).clients
-        if isinstance(before, ClientRows):
-            table, (plan,), who = _memory.rows_for(before, [plan], cohort.slots, 1, 1)
-            state = state._replace(clients=jax.tree.map(jnp.asarray, table))
+        kept, before = split(state).clients, None
+        if isinstance(kept, ClientRows):
+            before, table, (plan,), who = _memory.rows_for(kept, [plan], cohort.slots, Jit().mesh(), 1)
+            state = state._replace(clients=table)
         infos = []
         for turn in turns(program):
             own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))
-            state, info = self._phase(turn, state, cohort, own)
+            state, info = self._phase(turn, state, cohort, own, before and turn.part(before))
             infos.append(info)
-        if isinstance(before, ClientRows):
-            state = state._replace(clients=_memory.rows_after(before, state.clients, who))
+        if isinstance(kept, ClientRows):
+            state = state._replace(clients=_memory.rows_after(kept, state.clients, who, len(program.phases)))
         return state, whole_round(infos)
 
-    def _phase(self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan) -> tuple[State, RoundInfo]:
+    def _phase(
+        self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan, before: ClientTable | None
+    ) -> tuple[State, RoundInfo]:
         phase, parts, root = turn.phase, turn.sees(split(state)), turn.key(cohort.key)
         down_key = rng.round_key(root, cohort.round, "downlink")
         shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
         shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        lane = Lane(phase, {}, shared, roster(plan, root), parts.aggregator, cohort.attack)
+        lane = Lane(phase, {}, shared, roster(plan, root), parts.aggregator, cohort.attack, before)
         carry, table = None, parts.clients
         # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
         clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]

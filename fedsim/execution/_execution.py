@@ -10,17 +10,16 @@ from collections.abc import Generator, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from fedsim import checks
 from fedsim.data import ClientRows, Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._contract import FederatedProgram, RoundInfo, State
+from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._memory import placed, remember, split, with_clients, without_clients
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import Layout, RoundPlan, is_long, of_phase, plan_round, windows
-from fedsim.execution._round import compiled_rounds, whole_round
+from fedsim.execution._round import Given, compiled_rounds, whole_round
 
 
 class Execution:
@@ -117,17 +116,16 @@ class Jit(Execution):
         planned = _short_or_alone(program, planned)
         if not isinstance(clients, ClientRows):
             plans = list(planned)
-            return *self._run(program, state, False, cohorts, plans, layout, rounds, stacked), len(plans)
-        table, plans, who = _memory.rows_for(clients, planned, slots, mesh.size, rounds)
-        state = with_clients(state, jax.device_put(table, NamedSharding(mesh, P(AXIS))))
-        after, infos = self._run(program, state, True, cohorts, plans, layout, rounds, stacked)
-        return after._replace(clients=_memory.rows_after(clients, after.clients, who)), infos, len(plans)
+            return *self._run(program, state, (), cohorts, plans, layout, rounds, stacked), len(plans)
+        before, table, plans, who = _memory.rows_for(clients, planned, slots, mesh, rounds)
+        after, infos = self._run(program, with_clients(state, table), before, cohorts, plans, layout, rounds, stacked)
+        return after._replace(clients=_memory.rows_after(clients, after.clients, who, len(program.phases))), infos, len(plans)
 
     def _run(
         self,
         program: FederatedProgram,
         state: State,
-        moving: bool,
+        before: ClientTable | tuple[()],
         cohorts: Sequence[Cohort],
         plans: Sequence[RoundPlan],
         layout: Layout,
@@ -140,7 +138,9 @@ class Jit(Execution):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
-        compiled = compiled_rounds(program, mesh, layout, resident, moving, stacked, cohorts[0].attack)
+        lies = before.seen.sharding.spec if isinstance(before, ClientTable) else None
+        compiled = compiled_rounds(program, mesh, layout, resident, lies, stacked, cohorts[0].attack)
+        given = Given(columns, before)
         state, table = without_clients(state)
         state, key = _placement.replicate((state, cohorts[0].key), mesh)
         packed = layout.pack(plans, rounds)
@@ -152,14 +152,14 @@ class Jit(Execution):
             own = [of_phase(plans[0], phase.batches, phase is program) for phase in program.phases]
             windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
         if all(len(parts) < 2 for parts in windows_of):
-            state, table, infos = compiled.rounds(columns, table, state, key, packed, np.int32(len(plans)))
+            state, table, infos = compiled.rounds(given, table, state, key, packed, np.int32(len(plans)))
             return with_clients(state, table), infos
         packed = packed[:1]
         of_phases = []
         for phase, parts in zip(compiled.phases, windows_of, strict=True):
-            carry = phase.begin(columns, table, state, key, packed)
+            carry = phase.begin(given, table, state, key, packed)
             for part in parts:
-                carry = phase.fold(columns, state, key, packed, part, carry)
+                carry = phase.fold(given, state, key, packed, part, carry)
             state, table, info = phase.finish(table, state, key, packed, carry)
             of_phases.append(info)
         after = with_clients(state, table), whole_round(of_phases)

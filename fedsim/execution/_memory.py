@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
+from fedsim.data._row_store import MemoryRows, RowStore
 from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
-from fedsim.execution._placement import Memory, replicate
+from fedsim.execution._placement import AXIS, Memory, replicate
 from fedsim.execution._plan import RoundPlan
 
 _RESIDENT_BYTES_ON_CPU = 2**22
@@ -47,12 +49,18 @@ class Turn(NamedTuple):
     def sees(self, parts: Remembered) -> Remembered:
         """What is its own of all that is kept, in the form that it has where there is but one phase."""
         clients, aggregator, downlink = parts.clients, parts.aggregator, parts.downlink
-        if self.of > 1 and clients != ():
-            *row, seen = clients.rows[self.place]
-            clients = ClientTable(tuple(row), seen)
+        if clients != ():
+            clients = self.part(clients)
         if self.of > 1 and aggregator != ():
             aggregator, downlink = aggregator[self.place], downlink[self.place]
         return parts._replace(clients=clients, aggregator=aggregator, downlink=downlink)
+
+    def part(self, table: ClientTable) -> ClientTable:
+        """What is its own of a table of clients' rows."""
+        if self.of == 1:
+            return table
+        *row, seen = table.rows[self.place]
+        return ClientTable(tuple(row), seen)
 
     def leaves(self, parts: Remembered, own: Remembered) -> Remembered:
         """``parts`` after this phase, for which ``own`` is now what it `sees`."""
@@ -290,18 +298,29 @@ def most_rows(slots: int, devices: int) -> int:
     return min(slots, -(-5 * slots // (4 * devices)))
 
 
-def rows_for(
-    clients: ClientRows, plans: Iterable[RoundPlan], slots: int, devices: int, max_rounds: int
-) -> tuple[ClientTable, list[RoundPlan], list[np.ndarray]]:
+class Moved(NamedTuple):
+    """What a dispatch reads and writes of what clients keep.
+
+    Attributes:
+      before: rows as they were before it.
+      table: room for those that it writes, one device's after another's.
+      plans: of the rounds that can go together, pointing into both.
+      who: whose rows each device has room for, ``int [n]``, in their order.
+    """
+
+    before: ClientTable
+    table: ClientTable
+    plans: list[RoundPlan]
+    who: list[np.ndarray]
+
+
+def rows_for(clients: ClientRows, plans: Iterable[RoundPlan], slots: int, mesh: Mesh, max_rounds: int) -> Moved:
     """The rows of the clients of the first of these rounds, each for the device that trains its client.
 
     A round has to wait for the next dispatch if a client comes to another device than in a round before it: who trains where is
     a matter of its cohort alone, so that what is dispatched together changes no sum.
-
-    Returns:
-      The table, of one device's rows after another's; the plans of the rounds that can go together, pointing into their
-      device's; and whose rows each device has, ``int [n]``, in their order.
     """
+    devices = mesh.size
     capacity = min(most_rows(slots, devices) * max_rounds, len(clients.index))
     homes: dict[int, tuple[int, int]] = {}
     who: list[list[int]] = [[] for _ in range(devices)]
@@ -317,14 +336,63 @@ def rows_for(
                 who[device].append(client)
             keeps[at] = homes[client][1]
         moved.append(plan._replace(keeps=keeps))
-    rows = [np.empty((devices * capacity, *leaf.shape), leaf.dtype) for leaf in clients.store.leaves]
-    seen = np.zeros(devices * capacity, bool)
-    places = np.concatenate([device * capacity + np.arange(len(there)) for device, there in enumerate(who)])
-    seen[places] = clients.read(np.concatenate(who).astype(np.int64), rows, places)
+    of_devices = [np.array(there, np.int64) for there in who]
+    before, places = _in_place(clients, mesh) or _gathered(clients, of_devices, capacity, mesh)
+    moved = [plan._replace(reads=np.where(plan.keeps < capacity, places[plan.client], -1).astype(np.int32)) for plan in moved]
+    return Moved(before, _room(clients.store, devices * capacity, mesh), moved, of_devices)
+
+
+def _in_place(clients: ClientRows, mesh: Mesh) -> tuple[ClientTable, np.ndarray] | None:
+    """All rows as every device of a CPU reads them where they are, and everybody's place, ``int [num_clients]``.
+
+    A program sees what is written to them later. That is why a row is written when no program is under way that reads it:
+    `rows_after` waits for the one whose rows it writes, and rows that somebody refers to are never written.
+    """
+    store = clients.store
+    if not isinstance(store, MemoryRows) or mesh.devices.flat[0].platform != "cpu":
+        return None
+    if mesh not in store.kept:
+        rows = jax.device_put(store.rows, NamedSharding(mesh, P()))
+        copies = [
+            leaf.size and shard.data.unsafe_buffer_pointer() != leaf.ctypes.data
+            for leaf, there in zip(store.rows, rows, strict=True)
+            for shard in there.addressable_shards
+        ]
+        seen = jax.device_put(np.ones(len(store.rows[0]), bool), NamedSharding(mesh, P()))
+        store.kept[mesh] = None if any(copies) else ClientTable(jax.tree.unflatten(store.structure, rows), seen)
+    table = store.kept[mesh]
+    return None if table is None else (table, clients.index)
+
+
+def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: Mesh) -> tuple[ClientTable, np.ndarray]:
+    """A copy of these clients' rows, each device's on it, and everybody's place there, ``int [num_clients]``."""
+    rows = [np.empty((mesh.size * capacity, *leaf.shape), leaf.dtype) for leaf in clients.store.leaves]
+    seen = np.zeros(mesh.size * capacity, bool)
+    at = np.concatenate([device * capacity + np.arange(len(there)) for device, there in enumerate(who)])
+    chosen = np.concatenate(who)
+    seen[at] = clients.read(chosen, rows, at)
     for leaf in rows:
         leaf[~seen] = 0  # A row's parts may say themselves whether they were ever written.
+    places = np.full(len(clients.index), -1, np.int64)
+    places[chosen] = at % capacity
     table = ClientTable(jax.tree.unflatten(clients.store.structure, rows), seen)
-    return table, moved, [np.array(there, np.int64) for there in who]
+    return jax.device_put(table, NamedSharding(mesh, P(AXIS))), places
+
+
+def _room(store: RowStore, rows: int, mesh: Mesh) -> ClientTable:
+    """A table without rows: the last dispatch's, for new memory can take longer to get than rows to write, or a new one."""
+    sharding = NamedSharding(mesh, P(AXIS))
+    room = store.kept.pop(sharding, None)
+    if room is None or len(room.seen) != rows:
+        zeros = [np.zeros((rows, *leaf.shape), leaf.dtype) for leaf in store.leaves]
+        room = jax.device_put(ClientTable(jax.tree.unflatten(store.structure, zeros), np.zeros(rows, bool)), sharding)
+    return _forget(room)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _forget(table: ClientTable) -> ClientTable:
+    """``table`` as if nothing were in it: with all that says otherwise, as rows do of the phases that wrote them."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if leaf.dtype == bool else leaf, table)
 
 
 def _trained_by(plan: RoundPlan, device: int) -> list[int]:
@@ -333,12 +401,29 @@ def _trained_by(plan: RoundPlan, device: int) -> list[int]:
     return [at for queue, length in lanes for at in queue[:length].tolist()]
 
 
-def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray]) -> ClientRows:
-    """What clients keep after a dispatch, for which it waits: ``who`` is what `rows_for` said, each entry a shard's."""
+def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], phases: int) -> ClientRows:
+    """What clients keep after a dispatch of a program of these many phases, for which it waits; ``who`` as `Moved` says."""
     # Of what is on several devices alike, as after steps out of a program, one copy.
     shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
     parts = []
     for there, leaves in zip(who, zip(*shards, strict=True), strict=True):
         *rows, seen = map(np.asarray, leaves)
-        parts.append((there, rows, seen[: len(there)]))
-    return before.all_written(parts)
+        seen = seen[: len(there)]
+        parts.append((there, _completed(before, there, rows, seen) if phases > 1 else rows, seen))
+    after = before.all_written(parts)
+    before.store.kept[table.seen.sharding] = table
+    return after
+
+
+def _completed(before: ClientRows, who: np.ndarray, rows: list[np.ndarray], seen: np.ndarray) -> list[np.ndarray]:
+    """Rows of several phases, of which those that a phase did not write have its part as it was."""
+    wrote = np.stack([part[-1] for part in jax.tree.unflatten(before.store.structure, rows)])
+    lacking = np.flatnonzero(seen & ~np.all(wrote[:, : len(who)], axis=0))
+    if not len(lacking):
+        return rows
+    rows = [leaf.copy() for leaf in rows]
+    parts = jax.tree.unflatten(before.store.structure, rows), before.gather(who[lacking])[0]
+    for new, old, of_phase in zip(*parts, wrote[:, lacking], strict=True):
+        for leaf, was in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+            leaf[lacking[~of_phase]] = was[~of_phase]
+    return rows

@@ -27,6 +27,7 @@ class RoundPlan(NamedTuple):
       start: ``[slots]``, first row in the columns that the device reads.
       size: ``[slots]``, number of rows.
       steps: ``[slots]``, batches to train on.
+      reads: ``[slots]``, where the row that it had before the dispatch is, in a table of its own; -1: nowhere.
       keeps: ``[slots]``, where its row is in the table of what clients keep that its device has; beyond it for empty slots.
       attacker: ``[slots]``, 1 for those who carry out the cohort's attack.
       queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
@@ -39,6 +40,7 @@ class RoundPlan(NamedTuple):
     start: Any
     size: Any
     steps: Any
+    reads: Any
     keeps: Any
     attacker: Any
     queue: Any
@@ -55,14 +57,14 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 3 + (6 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 3 + (7 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (2,), *[(self.slots,)] * 6]
+        shapes = [(), (2,), *[(self.slots,)] * 7]
         shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
@@ -109,6 +111,7 @@ def plan_round(
         start=_fill(cohort.data.offsets[cohort.clients], slots),
         size=_fill(sizes, slots),
         steps=_fill(steps, slots),
+        reads=_fill(np.zeros(0), slots, -1),
         keeps=_fill(cohort.clients, slots, cohort.data.num_clients),
         attacker=_fill(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
         queue=queue.reshape(devices, lanes, slots),

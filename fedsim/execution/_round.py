@@ -30,6 +30,13 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout, RoundPlan, of_phase
 
 
+class Given(NamedTuple):
+    """What devices read, and leave as it is: examples, and what clients kept ``before``, () where that is in the state."""
+
+    columns: Any
+    before: Any
+
+
 class PhasePrograms(NamedTuple):
     """One phase of one round in three programs, for cohorts that are too long for one."""
 
@@ -54,16 +61,27 @@ def compiled_rounds(program: FederatedProgram, *how: Any) -> RoundPrograms:
 
 
 def _compile(
-    program: FederatedProgram, mesh: Mesh, layout: Layout, resident: bool, moving: bool, stacked: bool, attack: Attack | None
+    program: FederatedProgram,
+    mesh: Mesh,
+    layout: Layout,
+    resident: bool,
+    before: P | None,
+    stacked: bool,
+    attack: Attack | None,
 ) -> RoundPrograms:
-    """Compiles for columns that are ``resident`` or come with a dispatch, and for clients' rows that are ``moving`` or stay."""
+    """Compiles for columns that are ``resident`` or come with a dispatch, and for how clients' rows from ``before`` it lie.
+
+    On every device, each on its own, or (None) in the state, which every device has.
+    """
+    moving = before is not None
     platform = mesh.devices.flat[0].platform
 
-    def enter(turn: Turn, columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
+    def enter(turn: Turn, given: Given, state: State, key: jax.Array, packed: jax.Array) -> tuple[RoundPlan, Lane]:
         phase, parts, key = turn.phase, turn.sees(split(state)), turn.key(key)
         plan = of_phase(layout.unpack(packed), phase.batches, turn.last)
         shared, _, _ = down(phase, phase.broadcast(parts.server), parts.downlink, rng.round_key(key, plan.round, "downlink"))
-        return plan, Lane(phase, columns, shared, roster(plan, key), parts.aggregator, attack)
+        before = turn.part(given.before) if isinstance(given.before, ClientTable) else None
+        return plan, Lane(phase, given.columns, shared, roster(plan, key), parts.aggregator, attack, before)
 
     def empty(lane: Lane, turn: Turn, state: State) -> Carry:
         carry = lane.empty(turn.sees(split(state)).clients)
@@ -101,41 +119,41 @@ def _compile(
 
         return lines, jax.lax.fori_loop(0, len(to), one, table)
 
-    def one_round(columns: Any, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
+    def one_round(given: Given, state: State, key: jax.Array, packed: jax.Array) -> tuple[State, RoundInfo]:
         infos = []
         for turn in turns(program):
-            plan, lane = enter(turn, columns, state, key, packed)
+            plan, lane = enter(turn, given, state, key, packed)
             windows = jnp.stack([jnp.zeros_like(plan.length), plan.length], axis=-1)
             state, info = gather(turn, state, key, plan, train(lane, plan, windows, empty(lane, turn, state)))
             infos.append(info)
         return state, whole_round(infos)
 
     def rounds(
-        columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array
+        given: Given, table: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array
     ) -> tuple[State, Any, RoundInfo]:
         state = with_clients(state, table)
         if not stacked:
-            state, info = one_round(columns, state, key, plan[0])
+            state, info = one_round(given, state, key, plan[0])
             return *without_clients(state), info
 
         def body(r: jax.Array, carry: tuple[State, RoundInfo]) -> tuple[State, RoundInfo]:
             state, infos = carry
-            state, info = one_round(columns, state, key, plan[r])
+            state, info = one_round(given, state, key, plan[r])
             return state, jax.tree.map(lambda rows, row: rows.at[r].set(row), infos, info)
 
-        _, shapes = jax.eval_shape(lambda s: one_round(columns, s, key, plan[0]), state)
+        _, shapes = jax.eval_shape(lambda s: one_round(given, s, key, plan[0]), state)
         room = jax.tree.map(lambda x: jnp.zeros((plan.shape[0], *x.shape), x.dtype), shapes)
         state, infos = jax.lax.fori_loop(0, num_rounds, body, (state, room))
         return *without_clients(state), infos
 
     def in_parts(turn: Turn) -> PhasePrograms:
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
-        def begin(columns: Any, table: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
-            lane = enter(turn, columns, state, key, plan[0])[1]
+        def begin(given: Given, table: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
+            lane = enter(turn, given, state, key, plan[0])[1]
             return jax.tree.map(lambda x: x[None], empty(lane, turn, with_clients(state, table)))
 
-        def fold(columns: Any, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
-            plan, lane = enter(turn, columns, state, key, packed[0])
+        def fold(given: Given, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
+            plan, lane = enter(turn, given, state, key, packed[0])
             carry = train(lane, plan, windows, jax.tree.map(lambda x: x[0], carry))
             return jax.tree.map(lambda x: x[None], carry)
 
@@ -151,14 +169,15 @@ def _compile(
             finish=compiled(finish, kept, P(), P(), P(), own, out=(P(), kept, P())),
         )
 
-    def compiled(function: Callable[..., Any], *specs: P, out: Any, donated: int | None = None) -> Callable[..., Any]:
+    def compiled(function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Callable[..., Any]:
         # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
         function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
         return jax.jit(function, donate_argnums=donated)
 
-    data, kept, own = P() if resident else P(AXIS), P(AXIS) if moving else P(), P(AXIS)
+    data = Given(P() if resident else P(AXIS), before)
+    kept, own = P(AXIS) if moving else P(), P(AXIS)
     return RoundPrograms(
-        # Rows that were brought for this dispatch are written in their place; a state's own table is its user's.
+        # The table that was made for this dispatch is written in its place; a state's own is its user's.
         rounds=compiled(rounds, data, kept, P(), P(), P(), P(), out=(P(), kept, P()), donated=1 if moving else None),
         phases=tuple(in_parts(turn) for turn in turns(program)),
     )

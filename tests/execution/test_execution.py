@@ -19,6 +19,7 @@ import fedsim
 from fedsim import aggregators, rng
 from fedsim.execution import StageError, _placement
 from fedsim.execution._plan import Layout, plan_round, windows
+from fedsim.execution._round import Given
 
 
 def fedavg(**changes):
@@ -186,7 +187,7 @@ def test_one_all_reduce_a_round():
     key = _placement.replicate(cohort.key, mesh)
     plan = layout.pack([plan_round(cohort, algorithm.batches, 2, 1)], 1)
     (compiled,) = algorithm._compiled.values()
-    text = compiled.rounds.lower(columns, (), state, key, plan, np.int32(1)).compile().as_text()
+    text = compiled.rounds.lower(Given(columns, ()), (), state, key, plan, np.int32(1)).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 

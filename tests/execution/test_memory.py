@@ -142,6 +142,25 @@ def test_phases_keep_what_is_theirs(how, long, monkeypatch):
     assert np.all(of_second.total[some, 0] > 100 + 3 * 1000)
 
 
+@pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.filterwarnings("ignore:.*held a NaN")
+def test_a_phase_that_refuses_a_client_leaves_it_what_that_phase_kept_of_it(how):
+    population = federation.data()
+    kinds = {"execution": EXECUTIONS[how], "batches": BATCHES, "aggregator": Damped()}
+    welcoming, refusing = (
+        Refusing(first=Counting(batches=BATCHES, refuse=refuse, aggregator=Damped()), **kinds) for refuse in (-1.0, 3.0)
+    )
+    state = welcoming.init(jax.random.key(0))
+    for round, algorithm in enumerate([welcoming, refusing, refusing]):
+        state, info = algorithm.apply(state, federation.cohort(population, round=round))
+    (of_first, damped_first, _), (of_second, *_) = federation.plain(state).clients[0]
+    some, other = population.sizes > 0, np.arange(8) != 3
+    assert some[3] and int(info.num_dropped) == 1
+    assert of_first.visits.tolist() == np.where(some, np.where(other, 3, 1), 0).tolist()
+    assert damped_first.tolist() == np.where(some, np.where(other, 10, 8), 0).tolist()
+    assert of_second.visits.tolist() == np.where(some, 3, 0).tolist()
+
+
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
 def test_stragglers_take_a_share_of_their_steps(how):
     population = federation.data(sizes=(12, 12, 12, 12, 0))

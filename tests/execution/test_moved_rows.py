@@ -12,11 +12,12 @@ from counting import BATCHES, Counting, cohorts
 import fedsim
 from fedsim import execution
 from fedsim.algorithms import SCAFFOLD
+from fedsim.execution._round import Given
 
 
 @pytest.fixture
 def dispatches(monkeypatch):
-    """What went to devices: table, plans, and whose rows, of every dispatch."""
+    """What went to devices, and what they got room for, of every dispatch."""
     seen, rows_for = [], execution._memory.rows_for
 
     def spied(*args):
@@ -35,10 +36,10 @@ def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch, dispat
     # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
     monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes)
     state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
-    assert [len(table.seen) for table, _, _ in dispatches] == [8]
+    assert [len(table.seen) for _, table, _, _ in dispatches] == [8]
     monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes - 1)
     parts, _ = algorithm.apply_rounds(start, list(cohorts(population)))
-    assert [len(table.seen) for table, _, _ in dispatches[1:]] == [4] * 5
+    assert [len(table.seen) for _, table, _, _ in dispatches[1:]] == [4] * 5
     federation.assert_trees_close(federation.plain(parts), federation.plain(state))
 
 
@@ -48,7 +49,7 @@ def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=lanes, memory="stream"))
     start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
     together, _ = algorithm.apply_rounds(start, rounds)
-    for table, plans, who in dispatches:
+    for _, table, plans, who in dispatches:
         capacity = len(table.seen) // 2
         assert sum(len(there) for there in who) == len(set(np.concatenate(who).tolist())) <= 2 * capacity
         for plan in plans:
@@ -56,7 +57,7 @@ def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_
                 at = plan.queue[device, lane, :length]
                 assert who[device][plan.keeps[at]].tolist() == plan.client[at].tolist()
     # Of five rounds of half of the clients some cannot go with those before them: a client came to the other device.
-    assert 1 < len(dispatches) < 5 and sum(len(plans) for _, plans, _ in dispatches) == 5
+    assert 1 < len(dispatches) < 5 and sum(len(plans) for _, _, plans, _ in dispatches) == 5
     alone = start
     for cohort in rounds:
         alone, _ = algorithm.apply(alone, cohort)
@@ -103,18 +104,60 @@ def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
-    """What `python -m benchmarks --only algorithms` is about: the table is never copied, and no all-reduce carries a row."""
+    """What `python -m benchmarks --only algorithms` is about: no table is copied, and no all-reduce carries a row."""
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
     (((mesh, layout, *_), compiled),) = algorithm._compiled.items()
+    before, room, plans, _ = dispatches[0]
     sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*mesh.axis_names))
-    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded), dispatches[0][0])
-    columns, plans = execution._placement.streamed_columns(population, dispatches[0][1], mesh, 1)
+    table = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharded), room)
+    columns, plans = execution._placement.streamed_columns(population, plans, mesh, 1)
     server, key = execution._placement.replicate((state._replace(clients=()), fedsim.rng.root(0)), mesh)
-    packed = layout.pack(plans, 1)
-    text = compiled.rounds.lower(columns, table, server, key, packed, np.int32(1)).compile().as_text()
-    rows = f"f32[{len(table.seen) // devices},2]"
-    assert f"{rows}{{1,0}} dynamic-update-slice(" in text and "input_output_alias" in text
-    assert not re.search(rf"{re.escape(rows)}\S* copy\(", text)
+    given, packed = Given(columns, before), layout.pack(plans, 1)
+    text = compiled.rounds.lower(given, table, server, key, packed, np.int32(1)).compile().as_text()
+    rows, kept = f"f32[{len(room.seen) // devices},2]", f"f32[{len(before.seen)},2]"
+    assert f"{rows}{{1,0}} dynamic-update-slice(" in text and "input_output_alias" in text and kept in text
+    assert not re.search(rf"({re.escape(rows)}|{re.escape(kept)})\S* copy\(", text)
     assert not any("f32[8,2]" in line for line in text.splitlines() if " all-reduce" in line)
+
+
+def test_a_cpu_reads_rows_where_they_lie_and_rows_that_are_gathered_give_the_same_bits(monkeypatch, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
+    start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
+    in_place, _ = algorithm.apply_rounds(start, rounds)
+    (compiled,) = algorithm._compiled.values()
+    assert compiled.rounds._cache_size() == 1
+    lies = [leaf.ctypes.data for leaf in in_place.clients.store.rows]
+    for before, *_ in dispatches:
+        read = [
+            {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards} for leaf in jax.tree.leaves(before.rows)
+        ]
+        assert read == [{at} for at in lies]
+    there = len(dispatches)
+    monkeypatch.setattr("fedsim.execution._memory._in_place", lambda clients, mesh: None)
+    gathered, _ = algorithm.apply_rounds(start, rounds)
+    assert len(dispatches) == 2 * there and all(len(before.seen) <= 16 for before, *_ in dispatches[there:])
+    federation.assert_trees_equal(federation.plain(gathered), federation.plain(in_place))
+
+
+def test_states_that_somebody_holds_stay_what_they_were_wherever_rows_go(monkeypatch):
+    """More of them than there is room for at first: the rows move, and what devices read with them."""
+    monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 4 * 12)
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
+    state = algorithm.init(jax.random.key(0))
+    states, plain, places = [], [], set()
+    for round in range(12):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=round))
+        states.append(state)
+        plain.append(federation.plain(state))
+        places.add(state.clients.store.rows[0].ctypes.data)
+    assert len(places) > 1
+    for held, expected in zip(states, plain, strict=True):
+        federation.assert_trees_equal(federation.plain(held), expected)
+    again = algorithm.init(jax.random.key(0))
+    for round in range(12):
+        again, _ = algorithm.apply(again, federation.cohort(population, round=round))
+    federation.assert_trees_equal(federation.plain(again), plain[-1])
