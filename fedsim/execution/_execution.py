@@ -86,7 +86,7 @@ class Jit(Execution):
         check_cohorts(program, cohorts)
         first, mesh = cohorts[0], self.mesh()
         state = placed(remember(program, state, first.data), mesh, self.memory)
-        rounds = min(max(max_rounds or 0, len(cohorts)), _memory.most_rounds(state, first.slots, mesh.size))
+        rounds = min(max(max_rounds or 0, len(cohorts)), _memory.most_rounds(state, first.slots, mesh))
         infos, start = [], 0
         while start < len(cohorts):
             state, info, count = self._dispatch(program, state, cohorts[start : start + rounds], rounds, stacked=True)

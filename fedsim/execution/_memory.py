@@ -26,8 +26,10 @@ _RESIDENT_BYTES_ON_CPU = 2**22
 # long one), the one it started from, and the one before, whose metrics are being written. So all take 4/8 at most; the data
 # take up to 2/8 (`_placement`), and 2/8 are left for the model, the clients' work, the folds and the programs.
 _RESIDENT_SHARE = 1 / 8
-# Of what a dispatch moves: a C library keeps blocks of up to 32 MiB for the next one, and larger ones are new pages each time.
-_TABLE_BYTES = 2**25
+# Of what a dispatch writes, whose room is kept for the next one.
+_ROOM_BYTES = 2**27
+# Where rows are gathered for it: a C library keeps blocks of up to 32 MiB, and larger ones are new pages each time.
+_GATHERED_BYTES = 2**25
 
 
 class Turn(NamedTuple):
@@ -282,15 +284,16 @@ def _rows(clients: ClientRows | ClientTable) -> ClientRows:
     return empty.written(np.arange(len(seen)), clients.rows, seen)
 
 
-def most_rounds(state: State, slots: int, devices: int) -> int:
+def most_rounds(state: State, slots: int, mesh: Mesh) -> int:
     """How many rounds can go to the devices at once, so that the table of what their cohorts keep is no larger than it may."""
     clients = split(state).clients
     if not isinstance(clients, ClientRows):
         return 2**31
-    row_bytes = max(1, clients.store.row_bytes) * devices
-    if len(clients.index) * row_bytes <= _TABLE_BYTES:
+    most = _ROOM_BYTES if _in_place(clients, mesh) else _GATHERED_BYTES
+    row_bytes = max(1, clients.store.row_bytes) * mesh.size
+    if len(clients.index) * row_bytes <= most:
         return 2**31
-    return max(1, _TABLE_BYTES // (most_rows(slots, devices) * row_bytes))
+    return max(1, most // (most_rows(slots, mesh.size) * row_bytes))
 
 
 def most_rows(slots: int, devices: int) -> int:

@@ -146,11 +146,11 @@ def must_wait(mesh: Mesh) -> bool:
 def replicate(values: Any, mesh: Mesh) -> Any:
     """``values`` on every device of the mesh; what is there already is not touched (nor paid for)."""
     target = NamedSharding(mesh, P())
-
-    def there(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and leaf.sharding == target
-
-    return values if all(map(there, jax.tree.leaves(values))) else jax.device_put(values, target)
+    leaves, structure = jax.tree.flatten(values)
+    away = [at for at, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array) or leaf.sharding != target]
+    for at, leaf in zip(away, jax.device_put([leaves[at] for at in away], target), strict=True):
+        leaves[at] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:

@@ -15,6 +15,13 @@ from fedsim.algorithms import SCAFFOLD
 from fedsim.execution._round import Given
 
 
+@pytest.fixture(params=["in place", "gathered"])
+def lie(request, monkeypatch):
+    if request.param == "gathered":
+        monkeypatch.setattr("fedsim.execution._memory._in_place", lambda clients, mesh: None)
+    return request.param
+
+
 @pytest.fixture
 def dispatches(monkeypatch):
     """What went to devices, and what they got room for, of every dispatch."""
@@ -28,23 +35,24 @@ def dispatches(monkeypatch):
     return seen
 
 
-def test_the_device_gets_no_more_rows_than_there_are_clients(monkeypatch, dispatches):
+def test_the_device_gets_no_more_rows_than_there_are_clients(lie, monkeypatch, dispatches):
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
     start = algorithm.init(jax.random.key(0))
     row_bytes = 12
     # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
-    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes)
+    most = "fedsim.execution._memory._ROOM_BYTES" if lie == "in place" else "fedsim.execution._memory._GATHERED_BYTES"
+    monkeypatch.setattr(most, 8 * row_bytes)
     state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
     assert [len(table.seen) for _, table, _, _ in dispatches] == [8]
-    monkeypatch.setattr("fedsim.execution._memory._TABLE_BYTES", 8 * row_bytes - 1)
+    monkeypatch.setattr(most, 8 * row_bytes - 1)
     parts, _ = algorithm.apply_rounds(start, list(cohorts(population)))
     assert [len(table.seen) for _, table, _, _ in dispatches[1:]] == [4] * 5
     federation.assert_trees_close(federation.plain(parts), federation.plain(state))
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lanes, dispatches):
+def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lie, lanes, dispatches):
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=lanes, memory="stream"))
     start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
@@ -103,7 +111,7 @@ def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches):
+def test_rows_are_written_in_their_place_and_not_sent_around(lie, devices, dispatches):
     """What `python -m benchmarks --only algorithms` is about: no table is copied, and no all-reduce carries a row."""
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
@@ -116,7 +124,7 @@ def test_rows_are_written_in_their_place_and_not_sent_around(devices, dispatches
     server, key = execution._placement.replicate((state._replace(clients=()), fedsim.rng.root(0)), mesh)
     given, packed = Given(columns, before), layout.pack(plans, 1)
     text = compiled.rounds.lower(given, table, server, key, packed, np.int32(1)).compile().as_text()
-    rows, kept = f"f32[{len(room.seen) // devices},2]", f"f32[{len(before.seen)},2]"
+    rows, kept = f"f32[{len(room.seen) // devices},2]", f"f32[{len(before.seen) // (1 if lie == 'in place' else devices)},2]"
     assert f"{rows}{{1,0}} dynamic-update-slice(" in text and "input_output_alias" in text and kept in text
     assert not re.search(rf"({re.escape(rows)}|{re.escape(kept)})\S* copy\(", text)
     assert not any("f32[8,2]" in line for line in text.splitlines() if " all-reduce" in line)
