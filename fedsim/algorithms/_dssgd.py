@@ -107,10 +107,10 @@ class DSSGD(FedAvg):
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)
-        return state._replace(more=Selection(jnp.zeros_like(ravel_pytree(state.params)[0]), jax.random.key_data(key)))
+        return state._replace(more=Selection(jnp.zeros_like(tree.flat(state.params)), jax.random.key_data(key)))
 
     def broadcast(self, state: ServerState) -> Any:
-        values, seed = ravel_pytree(state.params)[0], state.more.seed
+        values, seed = tree.flat(state.params), state.more.seed
         if self.theta_d == 1:
             return Download(Part.of(values), state.round, seed[:0])
         updates, count = state.more.updates, share_of(self.theta_d, values.size)
@@ -128,8 +128,8 @@ class DSSGD(FedAvg):
         return self.set_out(shared, self._start(shared, client))
 
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
-        start, tree_of = ravel_pytree(self._start(shared, client))
-        moved = start - ravel_pytree(state.params)[0]
+        _, tree_of = ravel_pytree(state.params)
+        moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
         change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that a participant diverged.
         change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
@@ -149,5 +149,5 @@ class DSSGD(FedAvg):
     def _start(self, shared: Download, client: Client) -> Params:
         """The participant's parameters, after the download."""
         like = jax.eval_shape(self.model.init, jax.random.key(0))
-        flat, tree_of = ravel_pytree(client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like))
-        return tree_of(shared.part.put_into(flat))
+        own = client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like)
+        return ravel_pytree(own)[1](shared.part.put_into(tree.flat(own)))

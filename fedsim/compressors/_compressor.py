@@ -167,7 +167,7 @@ class VectorCompressor(Compressor):
         return self.size_vector(message, math.prod(shape))
 
     def _split(self, tensors: list[jax.Array]) -> list[jax.Array]:
-        return tensors if self.per_tensor or not tensors else [jnp.concatenate([x.reshape(-1) for x in tensors])]
+        return tensors if self.per_tensor or not tensors else [tree.flat(tensors)]
 
     def _join(self, parts: list[jax.Array], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
         if self.per_tensor or not parts:
