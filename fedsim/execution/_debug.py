@@ -50,9 +50,9 @@ class Debug(Execution):
         check_cohorts(program, [cohort])
         state = remember(program, state, cohort.data)
         plan = plan_round(cohort, program.batches, 1, 1)
-        kept, before = split(state).clients, None
+        kept, before, mesh = split(state).clients, None, Jit().mesh()
         if isinstance(kept, ClientRows):
-            before, table, (plan,), who = _memory.rows_for(kept, [plan], cohort.slots, Jit().mesh(), 1)
+            before, table, (plan,), who = _memory.rows_for(kept, [plan], cohort.slots, mesh, 1)
             state = state._replace(clients=table)
         infos = []
         for turn in turns(program):
@@ -60,7 +60,7 @@ class Debug(Execution):
             state, info = self._phase(turn, state, cohort, own, before and turn.part(before))
             infos.append(info)
         if isinstance(kept, ClientRows):
-            state = state._replace(clients=_memory.rows_after(kept, state.clients, who, len(program.phases)))
+            state = state._replace(clients=_memory.rows_after(kept, state.clients, who, len(program.phases), mesh))
         return state, whole_round(infos)
 
     def _phase(

@@ -119,7 +119,11 @@ class Jit(Execution):
             return *self._run(program, state, (), cohorts, plans, layout, rounds, stacked), len(plans)
         before, table, plans, who = _memory.rows_for(clients, planned, slots, mesh, rounds)
         after, infos = self._run(program, with_clients(state, table), before, cohorts, plans, layout, rounds, stacked)
-        return after._replace(clients=_memory.rows_after(clients, after.clients, who, len(program.phases))), infos, len(plans)
+        return (
+            after._replace(clients=_memory.rows_after(clients, after.clients, who, len(program.phases), mesh)),
+            infos,
+            len(plans),
+        )
 
     def _run(
         self,

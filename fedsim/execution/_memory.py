@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -384,18 +384,21 @@ def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: M
 
 def _room(store: RowStore, rows: int, mesh: Mesh) -> ClientTable:
     """A table without rows: the last dispatch's, for new memory can take longer to get than rows to write, or a new one."""
-    sharding = NamedSharding(mesh, P(AXIS))
-    room = store.kept.pop(sharding, None)
+    room, sharding = store.kept.pop(("room", mesh), None), NamedSharding(mesh, P(AXIS))
     if room is None or len(room.seen) != rows:
         zeros = [np.zeros((rows, *leaf.shape), leaf.dtype) for leaf in store.leaves]
         room = jax.device_put(ClientTable(jax.tree.unflatten(store.structure, zeros), np.zeros(rows, bool)), sharding)
-    return _forget(room)
+    return _forgetting(sharding)(room)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _forget(table: ClientTable) -> ClientTable:
-    """``table`` as if nothing were in it: with all that says otherwise, as rows do of the phases that wrote them."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if leaf.dtype == bool else leaf, table)
+@functools.cache
+def _forgetting(sharding: NamedSharding) -> Callable[[ClientTable], ClientTable]:
+    """Makes of a table one in which nothing is: without all that says otherwise, as rows do of the phases that wrote them."""
+
+    def forget(table: ClientTable) -> ClientTable:
+        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if leaf.dtype == bool else leaf, table)
+
+    return jax.jit(forget, donate_argnums=0, out_shardings=sharding)
 
 
 def _trained_by(plan: RoundPlan, device: int) -> list[int]:
@@ -404,7 +407,7 @@ def _trained_by(plan: RoundPlan, device: int) -> list[int]:
     return [at for queue, length in lanes for at in queue[:length].tolist()]
 
 
-def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], phases: int) -> ClientRows:
+def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], phases: int, mesh: Mesh) -> ClientRows:
     """What clients keep after a dispatch of a program of these many phases, for which it waits; ``who`` as `Moved` says."""
     # Of what is on several devices alike, as after steps out of a program, one copy.
     shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
@@ -414,7 +417,7 @@ def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], ph
         seen = seen[: len(there)]
         parts.append((there, _completed(before, there, rows, seen) if phases > 1 else rows, seen))
     after = before.all_written(parts)
-    before.store.kept[table.seen.sharding] = table
+    before.store.kept["room", mesh] = table
     return after
 
 

@@ -169,3 +169,15 @@ def test_states_that_somebody_holds_stay_what_they_were_wherever_rows_go(monkeyp
     for round in range(12):
         again, _ = algorithm.apply(again, federation.cohort(population, round=round))
     federation.assert_trees_equal(federation.plain(again), plain[-1])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_room_for_what_rounds_write_is_used_again(lie, devices, dispatches):
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
+    state, places = algorithm.init(jax.random.key(0)), set()
+    for round in range(4):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=round))
+        room = state.clients.store.kept["room", algorithm.execution.mesh()]
+        places.add(tuple(shard.data.unsafe_buffer_pointer() for shard in room.rows[0].total.addressable_shards))
+    assert len(places) == 1
