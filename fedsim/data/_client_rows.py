@@ -102,13 +102,17 @@ class ClientRows:
             for clients, rows, where in parts
         ]
         # All at once: what is taken, and nobody refers to yet, would be found free by the next who asks.
-        taken = self.store.allocate(sum(len(at) for _, _, at in chosen))
-        index = self.index.copy()
-        for clients, rows, at in chosen:
-            numbers, taken = np.split(taken, [len(at)])
-            self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)], at)
-            index[clients[at]] = numbers
-        return ClientRows(self.store, index)
+        with self.store.lock:
+            taken = self.store.allocate(sum(len(at) for _, _, at in chosen))
+            index = self.index.copy()
+            for clients, rows, at in chosen:
+                numbers, taken = np.split(taken, [len(at)])
+                self.store.write(numbers, [np.asarray(leaf) for leaf in jax.tree.leaves(rows)], at)
+                index[clients[at]] = numbers
+            return ClientRows(self.store, index)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClientRows:
+        return ClientRows(self.store, self.index.copy())  # Rows are never changed.
 
     def copied(self, store: RowStore | None = None) -> ClientRows:
         """The same rows in another store of the same layout; by default in one of its own."""

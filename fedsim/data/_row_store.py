@@ -10,6 +10,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ _SPARE = 1.25
 _MAGIC = b"fedsim.rows 1 "
 _LINE = 64
 _PAGE = 4096
+_LARGE_PAGE = 2**21
 _MOST_VIEWS = 1000  # Systems take no more than 1024 at once.
 
 
@@ -47,7 +49,8 @@ class RowStore:
       like: one row, of arrays or ``jax.ShapeDtypeStruct``.
 
     Attributes:
-      kept: room for what those who move rows want to find again.
+      kept: what those who move rows want to find again.
+      lock: to be held from `allocate` until a `ClientRows` refers to those rows.
     """
 
     def __init__(self, like: Rows) -> None:
@@ -59,7 +62,8 @@ class RowStore:
         self.capacity = 0
         self.users: weakref.WeakSet[ClientRows] = weakref.WeakSet()
         self.free = np.zeros(0, np.int64)
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[tuple[str, Any], Any] = {}
+        self.lock = threading.Lock()
 
     @property
     def like(self) -> Rows:
@@ -106,20 +110,42 @@ class MemoryRows(RowStore):
     def __init__(self, like: Rows, clients: int = 0) -> None:
         super().__init__(like)
         self.rows: list[np.ndarray] = []
+        self._blocks: list[mmap.mmap] = []
+        self._reserved = 0
         self._reserve(4 * clients + self.rows_per_chunk)
 
     def _reserve(self, rows: int) -> None:
-        self._reserved = rows
-        wider = [_pages((rows, *leaf.shape), leaf.dtype) for leaf in self.leaves]
+        blocks = [_pages(rows * self._bytes_of(leaf)) for leaf in self.leaves]
+        wider = [
+            np.frombuffer(block, leaf.dtype, rows * math.prod(leaf.shape)).reshape(rows, *leaf.shape)
+            for block, leaf in zip(blocks, self.leaves, strict=True)
+        ]
         for old, new in zip(self.rows, wider, strict=False):
-            new[: len(old)] = old
-        self.rows = wider
+            new[: self.capacity] = old[: self.capacity]
+        self.rows, self._blocks, self._reserved = wider, blocks, rows
         self.kept.clear()  # It may be about where they were.
 
     def _grow(self, rows: int) -> None:
+        more = self.capacity + rows
+        if more > self._reserved:
+            try:
+                self._reserve(2 * more)
+            except OSError as error:
+                raise MemoryError(
+                    f"No room in memory for {more:,} rows of what clients keep, {more * self.row_bytes / 1e6:,.1f} MB "
+                    f"({error.strerror}). Hold fewer states at once, or run in a folder, where rows are a file's."
+                ) from error
         super()._grow(rows)
-        if self.capacity > self._reserved:
-            self._reserve(2 * self.capacity)
+        # In large pages, for a first touch can take longer than all else; of what is in use only, for they are taken whole.
+        for block, leaf in zip(self._blocks, self.leaves, strict=True):
+            large = self.capacity * self._bytes_of(leaf) // _LARGE_PAGE * _LARGE_PAGE
+            if large and hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    block.madvise(mmap.MADV_HUGEPAGE, 0, large)
+
+    @staticmethod
+    def _bytes_of(leaf: jax.ShapeDtypeStruct) -> int:
+        return math.prod(leaf.shape) * leaf.dtype.itemsize
 
     def read(self, numbers: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> None:
         for rows, target in zip(self.rows, out, strict=True):
@@ -130,17 +156,11 @@ class MemoryRows(RowStore):
             _copy(value, at, rows, numbers)
 
 
-def _pages(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros, of which only what was written takes room; in large pages, for a first touch can take longer than all else."""
-    size = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+def _pages(size: int) -> mmap.mmap:
+    """Zeros, of which only what was written takes room."""
     if not hasattr(mmap, "MAP_PRIVATE"):
-        block = mmap.mmap(-1, size)
-    else:
-        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(block, dtype, math.prod(shape)).reshape(shape)
+        return mmap.mmap(-1, max(1, size))
+    return mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _copy(source: np.ndarray, places: np.ndarray, target: np.ndarray, to: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from fedsim.execution import _memory, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, Jit, check_cohorts
-from fedsim.execution._memory import Turn, remember, split, turns
+from fedsim.execution._memory import Turn, remember, split, turns, without_clients
 from fedsim.execution._plan import RoundPlan, of_phase, plan_round
 from fedsim.execution._round import finish_round, whole_round
 
@@ -53,7 +53,7 @@ class Debug(Execution):
         kept, before, mesh = split(state).clients, None, Jit().mesh()
         if isinstance(kept, ClientRows):
             before, table, (plan,), who = _memory.rows_for(kept, [plan], cohort.slots, mesh, 1)
-            state = state._replace(clients=table)
+            state = _placement.replicate(without_clients(state)[0], mesh)._replace(clients=table)
         infos = []
         for turn in turns(program):
             own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))

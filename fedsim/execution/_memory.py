@@ -354,7 +354,7 @@ def _in_place(clients: ClientRows, mesh: Mesh) -> tuple[ClientTable, np.ndarray]
     store = clients.store
     if not isinstance(store, MemoryRows) or mesh.devices.flat[0].platform != "cpu":
         return None
-    if mesh not in store.kept:
+    if ("rows", mesh) not in store.kept:
         rows = jax.device_put(store.rows, NamedSharding(mesh, P()))
         copies = [
             leaf.size and shard.data.unsafe_buffer_pointer() != leaf.ctypes.data
@@ -362,8 +362,8 @@ def _in_place(clients: ClientRows, mesh: Mesh) -> tuple[ClientTable, np.ndarray]
             for shard in there.addressable_shards
         ]
         seen = jax.device_put(np.ones(len(store.rows[0]), bool), NamedSharding(mesh, P()))
-        store.kept[mesh] = None if any(copies) else ClientTable(jax.tree.unflatten(store.structure, rows), seen)
-    table = store.kept[mesh]
+        store.kept["rows", mesh] = None if any(copies) else ClientTable(jax.tree.unflatten(store.structure, rows), seen)
+    table = store.kept["rows", mesh]
     return None if table is None else (table, clients.index)
 
 
@@ -409,8 +409,8 @@ def _trained_by(plan: RoundPlan, device: int) -> list[int]:
 
 def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], phases: int, mesh: Mesh) -> ClientRows:
     """What clients keep after a dispatch of a program of these many phases, for which it waits; ``who`` as `Moved` says."""
-    # Of what is on several devices alike, as after steps out of a program, one copy.
-    shards = [[shard.data for shard in leaf.addressable_shards if shard.replica_id == 0] for leaf in jax.tree.leaves(table)]
+    # Of what is on several devices alike, as after steps out of a program, the first copy.
+    shards = [[shard.data for shard in leaf.addressable_shards[: len(who)]] for leaf in jax.tree.leaves(table)]
     parts = []
     for there, leaves in zip(who, zip(*shards, strict=True), strict=True):
         *rows, seen = map(np.asarray, leaves)
@@ -423,7 +423,9 @@ def rows_after(before: ClientRows, table: ClientTable, who: list[np.ndarray], ph
 
 def _completed(before: ClientRows, who: np.ndarray, rows: list[np.ndarray], seen: np.ndarray) -> list[np.ndarray]:
     """Rows of several phases, of which those that a phase did not write have its part as it was."""
-    wrote = np.stack([part[-1] for part in jax.tree.unflatten(before.store.structure, rows)])
+    wrote = np.stack(
+        [part[-1] | (len(jax.tree.leaves(part)) == 1) for part in jax.tree.unflatten(before.store.structure, rows)]
+    )
     lacking = np.flatnonzero(seen & ~np.all(wrote[:, : len(who)], axis=0))
     if not len(lacking):
         return rows

@@ -1,14 +1,17 @@
 """What clients keep: rows in memory and in a file, against a dictionary; and files that are not what they should be."""
 
+import copy as copylib
 import errno
 import math
+import mmap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
-from fedsim.data import ClientRows, FormatError
+from fedsim.data import ClientRows, FormatError, _row_store
 from fedsim.data._row_store import MemoryRows, RowFile
 
 CLIENTS = 40
@@ -291,3 +294,37 @@ def test_a_full_disk_is_an_error_and_nothing_saved_is_lost(written, monkeypatch)
     again = rows.written(np.arange(10), draws(np.random.default_rng(1), 10))
     jax.tree.map(np.testing.assert_array_equal, again.gather(np.arange(10))[0], draws(np.random.default_rng(1), 10))
     jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
+
+
+def test_a_store_that_gets_no_more_memory_says_so_and_goes_on_when_there_is_some(monkeypatch):
+    monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 1)
+    draw, store = np.random.default_rng(0), MemoryRows(LIKE)
+    values, pages = draws(draw, CLIENTS), _row_store._pages
+    first = none_yet(store).written(np.arange(1), values)
+
+    def none_left(size):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(_row_store, "_pages", none_left)
+    with pytest.raises(MemoryError, match=r"No room in memory for .* rows of what clients keep.*Hold fewer states"):
+        first.written(np.arange(CLIENTS), values)
+    monkeypatch.setattr(_row_store, "_pages", pages)
+    second = first.written(np.arange(CLIENTS), values)
+    assert_holds(first, {0: {name: leaf[0] for name, leaf in values.items()}})
+    assert_holds(second, {client: {name: leaf[client] for name, leaf in values.items()} for client in range(CLIENTS)})
+
+
+def test_a_copy_of_a_value_has_the_same_rows_and_takes_no_room():
+    rows = none_yet(MemoryRows(LIKE, CLIENTS)).written(np.arange(3), draws(np.random.default_rng(0), 3))
+    copy = copylib.deepcopy({"rows": rows})["rows"]
+    assert copy is not rows and copy.store is rows.store and copy.index.tolist() == rows.index.tolist()
+    assert len(rows.store.users) == 2
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages")
+def test_small_leaves_do_not_take_large_pages():
+    """300 leaves of 64 bytes, ten rows: not 2 MiB each."""
+    like = [jax.ShapeDtypeStruct((16,), np.float32)] * 300
+    rows, before = ClientRows.empty(like, 10_000), psutil.Process().memory_info().rss
+    held = rows.written(np.arange(10), [np.ones((10, 16), np.float32)] * 300)
+    assert len(held) == 10 and psutil.Process().memory_info().rss - before < 100e6

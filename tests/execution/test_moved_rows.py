@@ -4,14 +4,16 @@ import re
 
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from counting import BATCHES, Counting, cohorts
+from counting import BATCHES, EXECUTIONS, Counting, MeanFirst, cohorts
 
 import fedsim
 from fedsim import execution
 from fedsim.algorithms import SCAFFOLD
+from fedsim.data import ClientRows
 from fedsim.execution._round import Given
 
 
@@ -148,6 +150,44 @@ def test_a_cpu_reads_rows_where_they_lie_and_rows_that_are_gathered_give_the_sam
     gathered, _ = algorithm.apply_rounds(start, rounds)
     assert len(dispatches) == 2 * there and all(len(before.seen) <= 16 for before, *_ in dispatches[there:])
     federation.assert_trees_equal(federation.plain(gathered), federation.plain(in_place))
+
+
+@pytest.mark.parametrize("how", ["jit, streamed", "pmap, 8 devices, streamed", "debug"])
+def test_another_execution_goes_on_with_rows_that_were_moved(how):
+    population = federation.data()
+    by_two = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
+    other = Counting(batches=BATCHES, execution=EXECUTIONS[how])
+    state, expected = (by_two.init(jax.random.key(0)) for _ in range(2))
+    for round, algorithm in enumerate([by_two, other, by_two]):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=round))
+        expected, _ = by_two.apply(expected, federation.cohort(population, round=round))
+    federation.assert_trees_close(federation.plain(state), federation.plain(expected))
+
+
+def test_a_phase_that_keeps_nothing_makes_nobody_copy_rows(monkeypatch):
+    """Its flag is never set, and says nothing of what other phases kept."""
+
+    class Two(Counting):
+        @property
+        def phases(self):
+            return MeanFirst(batches=self.batches), self
+
+        def init(self, key):
+            return {"mean": jnp.float32(0)}
+
+        def broadcast(self, state):
+            return state["mean"]
+
+        def server_update(self, state, update):
+            return {"mean": state["mean"] + update}
+
+    gathers = []
+    monkeypatch.setattr(ClientRows, "gather", lambda *args, **more: gathers.append(args))
+    algorithm = Two(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
+    state = algorithm.init(jax.random.key(0))
+    for round in range(2):
+        state, _ = algorithm.apply(state, federation.cohort(federation.data(), round=round))
+    assert len(state.clients) == 7 and not gathers
 
 
 def test_states_that_somebody_holds_stay_what_they_were_wherever_rows_go(monkeypatch):
