@@ -94,6 +94,8 @@ def _catalogues(tables: dict[str, Any]) -> list[str]:
     }
     lines = []
     for table, (figure, what) in heads.items():
+        # Each table was measured by itself, and not always on the machine of the others.
+        what = f"{what} ({tables[table]['cpu']})" if table in tables else what
         measured = [row for part in tables.get(table, {"parts": []})["parts"] for row in part["rows"]]
         rows = sorted((row for row in measured if "holds" in row), key=lambda row: row[figure])
         if table == "fedjax-algorithms":

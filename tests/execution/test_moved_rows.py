@@ -212,7 +212,7 @@ def test_states_that_somebody_holds_stay_what_they_were_wherever_rows_go(monkeyp
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_room_for_what_rounds_write_is_used_again(lie, devices, dispatches):
+def test_room_for_what_rounds_write_is_used_again(lie, devices):
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
     state, places = algorithm.init(jax.random.key(0)), set()
