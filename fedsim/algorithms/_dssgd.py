@@ -30,14 +30,15 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._packing import unpack
+from fedsim.compressors._packing import pack, unpack
 from fedsim.compressors._selection import largest
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 
 class Selection(NamedTuple):
-    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, and the start's seed."""
+    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]`` (``[0]``, if all are sent
+    down, whatever that is), and the start's seed."""
 
     updates: jax.Array
     seed: jax.Array
@@ -107,7 +108,8 @@ class DSSGD(FedAvg):
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)
-        return state._replace(more=Selection(jnp.zeros_like(tree.flat(state.params)), jax.random.key_data(key)))
+        updates = self._counted(jnp.zeros_like(tree.flat(state.params)))
+        return state._replace(more=Selection(updates, jax.random.key_data(key)))
 
     def broadcast(self, state: ServerState) -> Any:
         values, seed = tree.flat(state.params), state.more.seed
@@ -118,8 +120,9 @@ class DSSGD(FedAvg):
         last = jnp.min(updates, where=unpack(largest(updates, count)[None], values.size) == 1, initial=jnp.inf)
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
         lots = 1 + rng.noise(rng.stream(key, "ties"), values.size)
-        rank = jnp.where(updates > last, 3.0, jnp.where(updates == last, lots, 0.0))
-        return Download(Part.of(values, largest(rank, count), count), state.round, seed)
+        sure = updates > last
+        drawn = largest(jnp.where(updates == last, lots, 0.0), count - jnp.sum(sure, dtype=jnp.int32))
+        return Download(Part.of(values, drawn | pack(sure.astype(jnp.uint32), 1)[0], count), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
@@ -132,12 +135,12 @@ class DSSGD(FedAvg):
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
         change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that a participant diverged.
-        change = jnp.where(jnp.all(jnp.isfinite(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
+        change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = (tree_of(change), chosen.astype(jnp.float32))
+        update = (tree_of(change), self._counted(chosen).astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
@@ -145,6 +148,9 @@ class DSSGD(FedAvg):
         movement, chosen = update
         more = state.more._replace(updates=self.decay * state.more.updates + chosen)
         return super().server_update(state, movement)._replace(more=more)
+
+    def _counted(self, of_each: jax.Array) -> jax.Array:
+        return of_each[:0] if self.theta_d == 1 else of_each
 
     def _start(self, shared: Download, client: Client) -> Params:
         """The participant's parameters, after the download."""

@@ -13,12 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim.compressors._packing import pack
-
-# Every so manieth coordinate is a sample; an odd number, lest it be a column of a matrix.
-_SAMPLE = 17
-# So many are sorted.
-_LEFT = 1024
+from fedsim import tree
+from fedsim.compressors._packing import pack, unpack
 
 
 def count_of(fraction: float, d: int) -> int:
@@ -31,82 +27,70 @@ def count_of(fraction: float, d: int) -> int:
 
 
 class _Cut(NamedTuple):
-    """At least k are >= low, fewer than k are >= high; how many they are; and how often that was narrowed down."""
+    """At least k are >= low, fewer than k are >= high: how many they are, and their masks.
+
+    ``step``: how often that was narrowed down; ``held``: for how long low has been where it is, negative: for how long high.
+    """
 
     low: jax.Array
     high: jax.Array
     above_low: jax.Array
     above_high: jax.Array
+    maybe: jax.Array
+    sure: jax.Array
     step: jax.Array
+    held: jax.Array
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def largest(x: jax.Array, k: int) -> jax.Array:
-    """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of them.
+@jax.jit
+def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
+    """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of 1 to d.
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
 
-    No sorting: the magnitude that divides them is sought between bounds, by counting. A sample gives the first bounds; when
-    few are left in between, those are sorted.
+    No sorting: the magnitude that divides them is sought between bounds, by counting, some ten times.
     """
+    d, k = x.shape[0], jnp.asarray(k, jnp.int32)
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
     size = jax.lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
-    d = x.shape[0]
-    cut = _everything(size)
-    if d > _SAMPLE * _LEFT:
-        sample = size[::_SAMPLE]
-        wanted = k * sample.shape[0] / d
-        for rank in (wanted + 4 * math.sqrt(wanted) + 4, wanted - 4 * math.sqrt(wanted) - 4):
-            rank = min(max(round(rank), 1), sample.shape[0])
-            cut = _narrow(size, k, cut, jnp.maximum(_narrowed(sample, rank, _everything(sample), 0).low, 1))
-    cut = _narrowed(size, k, cut, _LEFT)
-    # Those in between, largest first; then the place of the k-th among them.
-    between = pack((size >= cut.low).astype(jnp.uint32), 1)[0] & ~pack((size >= cut.high).astype(jnp.uint32), 1)[0]
-    number = cut.above_low - cut.above_high
-    room = min(_LEFT, d)
-    left = jnp.where(jnp.arange(room) < number, size[jnp.minimum(places(between, room), d - 1)], -1)
-    last = jnp.sort(left, descending=True)[jnp.clip(k - 1 - cut.above_high, 0, room - 1)]
-    # Too many are left only if all are the same, or all are wanted.
-    last = jnp.where(number <= room, last, jnp.where(cut.above_low == k, cut.low - 1, cut.low))
-    sure, maybe = pack((size > last).astype(jnp.uint32), 1)[0], pack((size >= last).astype(jnp.uint32), 1)[0]
-    return sure | _first(maybe & ~sure, k - jnp.sum(jax.lax.population_count(sure).astype(jnp.int32)))
-
-
-def _everything(size: jax.Array) -> _Cut:
-    # The largest int32 is no float's, not even a NaN's, but may be one's plus 1.
-    most = jnp.minimum(jnp.max(size), jnp.iinfo(jnp.int32).max - 1) + 1
-    return _Cut(jnp.int32(0), most, jnp.int32(size.shape[0]), jnp.int32(0), jnp.int32(0))
-
-
-def _narrow(size: jax.Array, k: int, cut: _Cut, guess: jax.Array) -> _Cut:
-    """The bounds after counting those above ``guess``."""
-    guess = jnp.clip(guess, cut.low, cut.high)
-    above = jnp.sum(size >= guess, dtype=jnp.int32)
-    enough = above >= k
-    return _Cut(
-        jnp.where(enough, guess, cut.low),
-        jnp.where(enough, cut.high, guess),
-        jnp.where(enough, above, cut.above_low),
-        jnp.where(enough, cut.above_high, above),
-        cut.step + 1,
-    )
-
-
-def _narrowed(size: jax.Array, k: int, cut: _Cut, left: int) -> _Cut:
-    """Bounds with at most ``left`` in between, or with one number only, or of which the lower is the one sought."""
+    wanted = k.astype(jnp.float32)
+    # Where it would be if these were Laplace's: only a guess, and counting corrects it.
+    typical = jnp.sqrt(tree.squared_norm(x) / d) * jnp.log(d / wanted) / math.sqrt(2)
+    first = jax.lax.bitcast_convert_type(jnp.stack([1.5 * typical, typical / 1.5]), jnp.int32)
 
     def step(cut: _Cut) -> _Cut:
-        # First what is not 0. Then as if the logarithm of the number above were linear in between, and every second time the
-        # middle, which must end.
-        most, least = (jnp.log(jnp.maximum(n.astype(jnp.float32), 0.5)) for n in (cut.above_low, cut.above_high))
-        share = jnp.where(cut.step % 2 == 1, 0.5, jnp.where(cut.step == 0, 0.0, (most - math.log(k)) / (most - least)))
+        # Then as if the logarithm of the number above were linear in between, where a bound that stays counts for half as much
+        # each time (the Illinois method), so that both come near; and now and then the middle, which must end.
+        weight = 0.5 ** jnp.maximum(jnp.abs(cut.held) - 1, 0).astype(jnp.float32)
+        over = (cut.above_low - k).astype(jnp.float32) * jnp.where(cut.held > 0, weight, 1.0)
+        under = (k - cut.above_high).astype(jnp.float32) * jnp.where(cut.held < 0, weight, 1.0)
+        most, least = jnp.log(wanted + over), jnp.log(jnp.maximum(wanted - under, 0.5))
+        halve = (cut.step % 5 == 1) | ((cut.step > 10) & (cut.step % 2 == 0))
+        share = jnp.where(halve, 0.5, (most - jnp.log(wanted)) / (most - least))
         width = cut.high - cut.low
-        return _narrow(size, k, cut, cut.low + jnp.clip((width.astype(jnp.float32) * share).astype(jnp.int32), 1, width - 1))
+        between = cut.low + (width.astype(jnp.float32) * share).astype(jnp.int32)
+        guess = jnp.where(cut.step < 2, first[jnp.minimum(cut.step, 1)], between)
+        return _narrowed(size, k, cut, jnp.clip(guess, cut.low + 1, cut.high - 1))
 
     def unsettled(cut: _Cut) -> jax.Array:
-        return (cut.high - cut.low > 1) & (cut.above_low > k) & (cut.above_low - cut.above_high > left)
+        return (cut.high - cut.low > 1) & (cut.above_low > k)
 
-    return jax.lax.while_loop(unsettled, step, cut)
+    everyone = pack(jnp.ones(d, jnp.uint32), 1)[0]
+    zero, top = jnp.int32(0), jnp.int32(jnp.iinfo(jnp.int32).max)
+    cut = _Cut(zero, top, jnp.int32(d), zero, everyone, jnp.zeros_like(everyone), zero, zero)
+    cut = jax.lax.while_loop(unsettled, step, cut)
+    return cut.sure | _first(cut.maybe & ~cut.sure, k - cut.above_high)
+
+
+def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cut:
+    """The bounds after counting those that are at least ``guess``."""
+    mask = pack((size >= guess).astype(jnp.uint32), 1)[0]
+    # Of a mask in memory: to sum comparisons takes many times as long on a CPU.
+    above = jnp.sum(jax.lax.population_count(mask).astype(jnp.int32))
+    cut = cut._replace(step=cut.step + 1)
+    low = cut._replace(low=guess, above_low=above, maybe=mask, held=jnp.minimum(cut.held, 0) - 1)
+    high = cut._replace(high=guess, above_high=above, sure=mask, held=jnp.maximum(cut.held, 0) + 1)
+    return tree.select(above >= k, low, high)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -128,11 +112,15 @@ def spread(mask: jax.Array, values: jax.Array, vector: jax.Array) -> jax.Array:
     Each coordinate looks up its value, if it has one: a scatter of the values takes them one by one on a CPU.
     """
     counts = jax.lax.population_count(mask).astype(jnp.int32)
-    bit = jnp.arange(32, dtype=jnp.uint32)[:, None]
-    before = jax.lax.population_count(mask[None] & ((jnp.uint32(1) << bit) - jnp.uint32(1))).astype(jnp.int32)
-    rank = (jnp.cumsum(counts) - counts)[None] + before
-    rank, chosen = (x.reshape(-1)[: vector.shape[0]] for x in (rank, (mask[None] >> bit) & jnp.uint32(1)))
-    return jnp.where(chosen == 1, values.at[rank].get(mode="clip"), vector)
+    start = jnp.cumsum(counts) - counts
+
+    # A bit of all words at a time, as in `unpack`: in one expression, XLA works out all sums anew for each coordinate.
+    def look_up(bit: jax.Array) -> jax.Array:
+        before = mask & ((jnp.uint32(1) << bit) - jnp.uint32(1))
+        return values.at[start + jax.lax.population_count(before).astype(jnp.int32)].get(mode="clip")
+
+    found = jax.lax.map(look_up, jnp.arange(32, dtype=jnp.uint32)).reshape(-1)
+    return jnp.where(unpack(mask[None], len(vector)) == 1, found[: len(vector)], vector)
 
 
 def _first(mask: jax.Array, count: jax.Array) -> jax.Array:

@@ -45,19 +45,20 @@ def test_few_coordinates(d):
 @pytest.mark.parametrize("case", ["gaussian", "heavy tails", "mostly zero", "tiny to huge"])
 @pytest.mark.parametrize("k", [40, 4000, 40_000])
 def test_many_coordinates_take_few_passes(case, k, monkeypatch):
-    """A pass reads all of them, so their number is what selecting costs. A sample gives the first bounds."""
+    """A pass reads all of them, so their number is what selecting costs."""
     x = np.concatenate([CASES[case](np.random.default_rng(seed)) for seed in range(20)]).astype(np.float32)
-    cuts, narrowed = [], _selection._narrowed
+    passes, narrowed = [], _selection._narrowed
 
     def watched(*arguments):
-        cuts.append(narrowed(*arguments))
-        return cuts[-1]
+        passes.append(arguments)
+        return narrowed(*arguments)
 
     monkeypatch.setattr(_selection, "_narrowed", watched)
-    mask = unpack(largest.__wrapped__(jnp.asarray(x), k)[None], len(x))
+    with jax.disable_jit():  # a loop of Python's
+        mask = unpack(largest(jnp.asarray(x), k)[None], len(x))
     assert int(mask.sum()) == k
     np.testing.assert_array_equal(np.sort(np.abs(x[np.asarray(mask) == 1])), np.sort(np.abs(x))[len(x) - k :])
-    assert len(cuts) == 3 and cuts[2].step <= 10
+    assert 0 < len(passes) <= 25
 
 
 @pytest.mark.parametrize(
