@@ -37,10 +37,10 @@ from fedsim.model import Params
 
 
 class Selection(NamedTuple):
-    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]`` (``[0]``, if all are sent
-    down, whatever that is), and the start's seed."""
+    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, () if all are sent down
+    whatever that is; and the start's seed."""
 
-    updates: jax.Array
+    updates: jax.Array | tuple[()]
     seed: jax.Array
 
 
@@ -108,7 +108,7 @@ class DSSGD(FedAvg):
 
     def init(self, key: jax.Array) -> ServerState:
         state = super().init(key)
-        updates = self._counted(jnp.zeros_like(tree.flat(state.params)))
+        updates = () if self.theta_d == 1 else jnp.zeros_like(tree.flat(state.params))
         return state._replace(more=Selection(updates, jax.random.key_data(key)))
 
     def broadcast(self, state: ServerState) -> Any:
@@ -140,17 +140,14 @@ class DSSGD(FedAvg):
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = (tree_of(change), self._counted(chosen).astype(jnp.float32))
+        update = (tree_of(change), () if self.theta_d == 1 else chosen.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
         movement, chosen = update
-        more = state.more._replace(updates=self.decay * state.more.updates + chosen)
-        return super().server_update(state, movement)._replace(more=more)
-
-    def _counted(self, of_each: jax.Array) -> jax.Array:
-        return of_each[:0] if self.theta_d == 1 else of_each
+        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, chosen)
+        return super().server_update(state, movement)._replace(more=state.more._replace(updates=updates))
 
     def _start(self, shared: Download, client: Client) -> Params:
         """The participant's parameters, after the download."""

@@ -58,7 +58,9 @@ def hadamard(n: int) -> np.ndarray:
 def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     """``float32 [d]``, padded with zeros and rotated block by block: ``float32 [a, blocks, b]``, see `layout`."""
     shape = layout(x.shape[0])
-    return _transform(_flip(jnp.pad(x, (0, math.prod(shape) - x.shape[0])), key).reshape(shape))
+    # Written over what is zero behind, for XLA's CPU compiler takes elements one by one to pad what it computes.
+    behind = jnp.maximum(x.shape[0] - jnp.arange(math.prod(shape), dtype=jnp.int32), 0).astype(x.dtype)
+    return _transform(jax.lax.dynamic_update_slice(behind, _flip(x, key), (0,)).reshape(shape))
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -76,8 +78,5 @@ def _transform(x: jax.Array) -> jax.Array:
 
 def _flip(x: jax.Array, key: jax.Array) -> jax.Array:
     """Changes the sign of about every second coordinate; doing it again changes it back."""
-    d = x.shape[0]
-    draws = rng.hashed(rng.stream(key, "rotation"), -(-d // 32))
-    places = jnp.arange(32, dtype=jnp.uint32)[:, None]
-    signs = ((draws[None] >> places) << jnp.uint32(31)).reshape(-1)[:d]
+    signs = rng.hashed(rng.stream(key, "rotation"), x.shape[0]) & jnp.uint32(1 << 31)
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ signs, jnp.float32)

@@ -97,6 +97,9 @@ def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cu
 def places(mask: jax.Array, k: int) -> jax.Array:
     """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]
+    if 2 * k > words:  # All coordinates together are fewer than the steps of so many searches.
+        to = jnp.where(unpack(mask[None], 32 * words) == 1, _ranks(mask), k)
+        return jnp.zeros(k, jnp.int32).at[to].set(jnp.arange(32 * words, dtype=jnp.int32), mode="drop")
     counts = jax.lax.population_count(mask).astype(jnp.int32)
     until = jnp.cumsum(counts)
     nth = jnp.arange(k, dtype=jnp.int32)
@@ -111,16 +114,21 @@ def spread(mask: jax.Array, values: jax.Array, vector: jax.Array) -> jax.Array:
 
     Each coordinate looks up its value, if it has one: a scatter of the values takes them one by one on a CPU.
     """
+    d = vector.shape[0]
+    return jnp.where(unpack(mask[None], d) == 1, values.at[_ranks(mask)[:d]].get(mode="clip"), vector)
+
+
+def _ranks(mask: jax.Array) -> jax.Array:
+    """How many bits are set before each, in the order of `places`: ``int32 [32 words]``."""
     counts = jax.lax.population_count(mask).astype(jnp.int32)
     start = jnp.cumsum(counts) - counts
 
     # A bit of all words at a time, as in `unpack`: in one expression, XLA works out all sums anew for each coordinate.
-    def look_up(bit: jax.Array) -> jax.Array:
+    def row(bit: jax.Array) -> jax.Array:
         before = mask & ((jnp.uint32(1) << bit) - jnp.uint32(1))
-        return values.at[start + jax.lax.population_count(before).astype(jnp.int32)].get(mode="clip")
+        return start + jax.lax.population_count(before).astype(jnp.int32)
 
-    found = jax.lax.map(look_up, jnp.arange(32, dtype=jnp.uint32)).reshape(-1)
-    return jnp.where(unpack(mask[None], len(vector)) == 1, found[: len(vector)], vector)
+    return jax.lax.map(row, jnp.arange(32, dtype=jnp.uint32)).reshape(-1)
 
 
 def _first(mask: jax.Array, count: jax.Array) -> jax.Array:

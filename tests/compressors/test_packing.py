@@ -8,7 +8,7 @@ from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, u
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 11])
-@pytest.mark.parametrize("d", [1, 32, 33, 1000])
+@pytest.mark.parametrize("d", [1, 32, 33, 1000, 32768, 32769])
 def test_packing_there_and_back_is_exact(bits, d):
     codes = np.random.default_rng(d).integers(0, 2**bits, d).astype(np.uint32)
     planes = pack(jnp.asarray(codes), bits)

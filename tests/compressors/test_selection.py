@@ -7,7 +7,7 @@ import pytest
 
 from fedsim.compressors import TopK, _selection
 from fedsim.compressors._packing import unpack
-from fedsim.compressors._selection import count_of, largest, places
+from fedsim.compressors._selection import count_of, largest, places, spread
 
 CASES = {
     "gaussian": lambda draw: draw.normal(size=5000),
@@ -32,6 +32,17 @@ def test_exactly_the_k_largest(case, k):
     np.testing.assert_array_equal(np.sort(np.abs(x[mask])), np.sort(np.abs(x))[5000 - k :])
     where = np.asarray(places(largest(jnp.asarray(x), k), k))
     assert sorted(where.tolist()) == np.flatnonzero(mask).tolist()
+
+
+@pytest.mark.parametrize("k", [3, 15, 16, 17, 500, 999])
+def test_places_go_word_by_word_and_values_return_to_them(k):
+    x = np.random.default_rng(k).permutation(999).astype(np.float32)
+    mask = largest(jnp.asarray(x), k)
+    words = len(mask)
+    where = np.asarray(places(mask, k))
+    expected = sorted(np.flatnonzero(x >= 999 - k).tolist(), key=lambda i: (i % words, i // words))
+    assert where.tolist() == expected
+    np.testing.assert_array_equal(spread(mask, jnp.asarray(x[where]), jnp.zeros(999)), np.where(x >= 999 - k, x, 0))
 
 
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
