@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fedsim import rng
 from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
-from fedsim.execution import _memory, _placement
+from fedsim.execution import _memory, _moved_rows, _placement
 from fedsim.execution._cohort_loop import Carry, Lane, roster
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._execution import Execution, Jit, check_cohorts
@@ -52,7 +52,7 @@ class Debug(Execution):
         plan = plan_round(cohort, program.batches, 1, 1)
         kept, before, mesh = split(state).clients, None, Jit().mesh()
         if isinstance(kept, ClientRows):
-            before, table, (plan,), who = _memory.rows_for(kept, [plan], cohort.slots, mesh, 1)
+            before, table, (plan,), who = _moved_rows.rows_for(kept, [plan], cohort.slots, mesh, 1)
             state = _placement.replicate(without_clients(state)[0], mesh)._replace(clients=table)
         infos = []
         for turn in turns(program):
@@ -60,7 +60,7 @@ class Debug(Execution):
             state, info = self._phase(turn, state, cohort, own, before and turn.part(before))
             infos.append(info)
         if isinstance(kept, ClientRows):
-            state = state._replace(clients=_memory.rows_after(kept, state.clients, who, len(program.phases), mesh))
+            state = state._replace(clients=_moved_rows.rows_after(kept, state.clients, who, len(program.phases), mesh))
         return state, whole_round(infos)
 
     def _phase(

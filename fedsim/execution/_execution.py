@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from fedsim import checks
 from fedsim.data import ClientRows, Cohort
-from fedsim.execution import _memory, _placement
+from fedsim.execution import _moved_rows, _placement
 from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
 from fedsim.execution._memory import placed, remember, split, with_clients, without_clients
 from fedsim.execution._placement import AXIS, Memory
@@ -86,7 +86,7 @@ class Jit(Execution):
         check_cohorts(program, cohorts)
         first, mesh = cohorts[0], self.mesh()
         state = placed(remember(program, state, first.data), mesh, self.memory)
-        rounds = min(max(max_rounds or 0, len(cohorts)), _memory.most_rounds(state, first.slots, mesh))
+        rounds = min(max(max_rounds or 0, len(cohorts)), _moved_rows.most_rounds(state, first.slots, mesh))
         infos, start = [], 0
         while start < len(cohorts):
             state, info, count = self._dispatch(program, state, cohorts[start : start + rounds], rounds, stacked=True)
@@ -111,16 +111,16 @@ class Jit(Execution):
         mesh, slots = self.mesh(), cohorts[0].slots
         layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
         clients = split(state).clients
-        limit = _memory.most_rows(slots, mesh.size) if isinstance(clients, ClientRows) else None
+        limit = _moved_rows.most_rows(slots, mesh.size) if isinstance(clients, ClientRows) else None
         planned = (plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, limit) for cohort in cohorts)
         planned = _short_or_alone(program, planned)
         if not isinstance(clients, ClientRows):
             plans = list(planned)
             return *self._run(program, state, (), cohorts, plans, layout, rounds, stacked), len(plans)
-        before, table, plans, who = _memory.rows_for(clients, planned, slots, mesh, rounds)
+        before, table, plans, who = _moved_rows.rows_for(clients, planned, slots, mesh, rounds)
         after, infos = self._run(program, with_clients(state, table), before, cohorts, plans, layout, rounds, stacked)
         return (
-            after._replace(clients=_memory.rows_after(clients, after.clients, who, len(program.phases), mesh)),
+            after._replace(clients=_moved_rows.rows_after(clients, after.clients, who, len(program.phases), mesh)),
             infos,
             len(plans),
         )

@@ -20,20 +20,20 @@ from fedsim.execution._round import Given
 @pytest.fixture(params=["in place", "gathered"])
 def lie(request, monkeypatch):
     if request.param == "gathered":
-        monkeypatch.setattr("fedsim.execution._memory._in_place", lambda clients, mesh: None)
+        monkeypatch.setattr("fedsim.execution._moved_rows._in_place", lambda clients, mesh: None)
     return request.param
 
 
 @pytest.fixture
 def dispatches(monkeypatch):
     """What went to devices, and what they got room for, of every dispatch."""
-    seen, rows_for = [], execution._memory.rows_for
+    seen, rows_for = [], execution._moved_rows.rows_for
 
     def spied(*args):
         seen.append(rows_for(*args))
         return seen[-1]
 
-    monkeypatch.setattr("fedsim.execution._memory.rows_for", spied)
+    monkeypatch.setattr("fedsim.execution._moved_rows.rows_for", spied)
     return seen
 
 
@@ -43,7 +43,7 @@ def test_the_device_gets_no_more_rows_than_there_are_clients(lie, monkeypatch, d
     start = algorithm.init(jax.random.key(0))
     row_bytes = 12
     # Room for all clients' rows, and for fewer than five rounds would take if nobody came twice: one dispatch.
-    most = "fedsim.execution._memory._ROOM_BYTES" if lie == "in place" else "fedsim.execution._memory._GATHERED_BYTES"
+    most = "fedsim.execution._moved_rows._ROOM_BYTES" if lie == "in place" else "fedsim.execution._moved_rows._GATHERED_BYTES"
     monkeypatch.setattr(most, 8 * row_bytes)
     state, _ = algorithm.apply_rounds(start, list(cohorts(population)))
     assert [len(table.seen) for _, table, _, _ in dispatches] == [8]
@@ -146,7 +146,7 @@ def test_a_cpu_reads_rows_where_they_lie_and_rows_that_are_gathered_give_the_sam
         ]
         assert read == [{at} for at in lies]
     there = len(dispatches)
-    monkeypatch.setattr("fedsim.execution._memory._in_place", lambda clients, mesh: None)
+    monkeypatch.setattr("fedsim.execution._moved_rows._in_place", lambda clients, mesh: None)
     gathered, _ = algorithm.apply_rounds(start, rounds)
     assert len(dispatches) == 2 * there and all(len(before.seen) <= 16 for before, *_ in dispatches[there:])
     federation.assert_trees_equal(federation.plain(gathered), federation.plain(in_place))
