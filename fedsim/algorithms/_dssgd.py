@@ -37,8 +37,8 @@ from fedsim.model import Params
 
 
 class Selection(NamedTuple):
-    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, () if all are sent down
-    whatever that is; and the start's seed."""
+    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, or () where all are sent
+    down, so that nobody asks; and the start's seed."""
 
     updates: jax.Array | tuple[()]
     seed: jax.Array
@@ -115,7 +115,8 @@ class DSSGD(FedAvg):
         values, seed = tree.flat(state.params), state.more.seed
         if self.theta_d == 1:
             return Download(Part.of(values), state.round, seed[:0])
-        updates, count = state.more.updates, share_of(self.theta_d, values.size)
+        # Attackers may send fewer updates than none.
+        updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
         # The least of them by their mask, which is faster than to look them up by their places.
         last = jnp.min(updates, where=unpack(largest(updates, count)[None], values.size) == 1, initial=jnp.inf)
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
@@ -134,7 +135,7 @@ class DSSGD(FedAvg):
         _, tree_of = ravel_pytree(state.params)
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
         change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
-        # Neither clipping nor selection may hide that a participant diverged.
+        # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))

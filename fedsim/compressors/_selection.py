@@ -48,7 +48,8 @@ def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
 
-    No sorting: the magnitude that divides them is sought between bounds, by counting, some ten times.
+    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, and up to sixty where
+    many are the same, or nearly.
     """
     d, k = x.shape[0], jnp.asarray(k, jnp.int32)
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
@@ -59,8 +60,8 @@ def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
     first = jax.lax.bitcast_convert_type(jnp.stack([1.5 * typical, typical / 1.5]), jnp.int32)
 
     def step(cut: _Cut) -> _Cut:
-        # Then as if the logarithm of the number above were linear in between, where a bound that stays counts for half as much
-        # each time (the Illinois method), so that both come near; and now and then the middle, which must end.
+        # After these two, as if the logarithm of the number above were linear in between, where a bound that stays counts for
+        # half as much each time (the Illinois method), so that both come near; and now and then the middle, which must end.
         weight = 0.5 ** jnp.maximum(jnp.abs(cut.held) - 1, 0).astype(jnp.float32)
         over = (cut.above_low - k).astype(jnp.float32) * jnp.where(cut.held > 0, weight, 1.0)
         under = (k - cut.above_high).astype(jnp.float32) * jnp.where(cut.held < 0, weight, 1.0)
@@ -86,7 +87,7 @@ def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cu
     """The bounds after counting those that are at least ``guess``."""
     mask = pack((size >= guess).astype(jnp.uint32), 1)[0]
     # Of a mask in memory: to sum comparisons takes many times as long on a CPU.
-    above = jnp.sum(jax.lax.population_count(mask).astype(jnp.int32))
+    above = jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
     cut = cut._replace(step=cut.step + 1)
     low = cut._replace(low=guess, above_low=above, maybe=mask, held=jnp.minimum(cut.held, 0) - 1)
     high = cut._replace(high=guess, above_high=above, sure=mask, held=jnp.maximum(cut.held, 0) + 1)

@@ -136,6 +136,15 @@ def test_ties_are_broken_by_the_seed_of_the_run():
     assert places(7) == places(7)
 
 
+def test_counts_below_zero_count_as_none():
+    """As an attacker's may be who flips signs: as many come down as ever, the most updated first."""
+    algorithm = make(theta_d=0.6)
+    state = algorithm.init(jax.random.key(0))
+    state = state._replace(more=state.more._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0])))
+    places = algorithm.broadcast(state).part.where(SIZE).tolist()
+    assert len(set(places)) == 3 and {1, 4} < set(places)
+
+
 def test_all_that_comes_down_needs_no_places_and_no_seed():
     algorithm = make(theta_u=0.4, theta_d=1.0)
     _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population()))
