@@ -264,7 +264,7 @@ def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, mon
 
 def test_more_than_fits_goes_to_the_device_in_several_parts(streamed, data, monkeypatch):
     expected = run(**streamed, rounds_per_dispatch=12)
-    monkeypatch.setattr("fedsim.execution._memory._ROOM_BYTES", 3 * 300)
+    monkeypatch.setattr("fedsim.execution._moved_rows._ROOM_BYTES", 3 * 300)
     part = run(**streamed | {"algorithm": Drifting(**vars_of(streamed["algorithm"]))}, rounds_per_dispatch=12)
     assert bits(part.state) == bits(expected.state)
     keys = ("round", "num_examples", "bits_up")
