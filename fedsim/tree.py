@@ -10,6 +10,9 @@ import jax.numpy as jnp
 Tree = Any
 
 
+_SMALL = 65536  # elements of a leaf that `psum` sends beside others
+
+
 def add(a: Tree, b: Tree) -> Tree:
     """``a + b``, leaf by leaf.
 
@@ -63,6 +66,34 @@ def flat(a: Tree) -> jax.Array:
         vector = jax.lax.dynamic_update_slice(vector, leaf.astype(dtype), (at,))
         at += leaf.size
     return vector
+
+
+def psum(a: Tree, axis: str) -> Tree:
+    """Sums over the devices of ``axis``, inside a `jax.shard_map`: `jax.lax.psum`, with small leaves side by side in one.
+
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
+    >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())
+    >>> [leaf.tolist() for leaf in total((jnp.ones(2), jnp.ones(3)))]
+    [[1.0, 1.0], [1.0, 1.0, 1.0]]
+    """
+    # A CPU's devices meet once for every array, which takes as long as adding tens of thousands of numbers.
+    leaves, structure = jax.tree.flatten(a)
+    small: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if leaf.size <= _SMALL:
+            small.setdefault(leaf.dtype, []).append(place)
+    groups = [places for places in small.values() if len(places) > 1]
+    joined = [flat([leaves[place] for place in places]) for places in groups]
+    alone = sorted(set(range(len(leaves))).difference(*groups))
+    sums, of_alone = jax.lax.psum((joined, [leaves[place] for place in alone]), axis)
+    for place, leaf in zip(alone, of_alone, strict=True):
+        leaves[place] = leaf
+    for places, vector in zip(groups, sums, strict=True):
+        at = 0
+        for place in places:
+            size, shape = leaves[place].size, leaves[place].shape
+            leaves[place], at = vector[at : at + size].reshape(shape), at + size
+    return jax.tree.unflatten(structure, leaves)
 
 
 def dot(a: Tree, b: Tree) -> jax.Array:

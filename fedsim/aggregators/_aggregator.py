@@ -126,7 +126,7 @@ class SumAggregator(Aggregator):
         return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), accumulators)
 
     def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
-        return jax.lax.psum(accumulator, axis)
+        return tree.psum(accumulator, axis)
 
 
 def wide(dtype: Any) -> Any:

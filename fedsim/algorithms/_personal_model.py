@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import Shared
@@ -65,7 +66,10 @@ class PersonalModel(FedAvg):
             return self.personal_loss(shared, state.copy.params, own, batch)
 
         slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
-        return TwoModels(super().client_step(shared, state.copy, batch), self.walk(shared, state.own, batch, slope, loss))
+        # Who keeps what is not finite does not count. Asked here, so that the copy's step waits for those who read the copy:
+        # XLA would keep them another one.
+        counted = batch._replace(mask=batch.mask & jnp.isfinite(slope[0]))
+        return TwoModels(super().client_step(shared, state.copy, counted), self.walk(shared, state.own, batch, slope, loss))
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         sent = super().client_final(shared, state.copy, client)

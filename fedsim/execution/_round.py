@@ -104,11 +104,11 @@ def _compile(
         # Every client's line was written by one device only; elsewhere it is 0.
         table = carry.table
         if moving or mesh.size == 1 or not isinstance(table, ClientTable) or not jax.tree.leaves(table.rows):
-            return jax.lax.psum(carry.lines, AXIS), table
+            return tree.psum(carry.lines, AXIS), table
         # Each device has everybody's row, and the others get from it those that it wrote.
         at, wrote = jnp.minimum(keeps, len(table.seen) - 1), carry.lines["weight"] != 0
         written = jax.vmap(lambda wrote, rows: tree.select(wrote, rows, jax.tree.map(jnp.zeros_like, rows)))
-        lines, rows = jax.lax.psum((carry.lines, written(wrote, jax.tree.map(lambda leaf: leaf[at], table.rows))), AXIS)
+        lines, rows = tree.psum((carry.lines, written(wrote, jax.tree.map(lambda leaf: leaf[at], table.rows))), AXIS)
         to = jnp.where(lines["weight"] != 0, keeps, len(table.seen))
         rows = jax.tree.map(lambda row, leaf: row.astype(leaf.dtype), rows, table.rows)
         if platform != "cpu":

@@ -263,3 +263,22 @@ def test_a_personal_loss_without_its_gradient_is_refused():
 
     with pytest.raises(TypeError, match="Shrunk overrides personal_loss, .* which is that of Ditto: override it, too"):
         make(Shrunk)
+
+
+class Broken(algorithms.APFL):
+    """APFL whose clients keep what no model is."""
+
+    def client_memory(self, shared):
+        own = super().client_memory(shared)
+        return own._replace(params=jax.tree.map(lambda v: v * np.nan, own.params))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.filterwarnings("ignore:.*were left out")
+def test_a_client_whose_own_model_diverges_does_not_count(adaptive):
+    algorithm = make(Broken, adaptive=adaptive)
+    state, info = run(algorithm)
+    assert info.num_dropped > 0
+    assert info.num_aggregated == 0
+    assert np.all(np.isfinite(info.clients["loss"]))  # of the copy of the global model
+    federation.assert_trees_close(state.params, start(algorithm))

@@ -1,0 +1,52 @@
+"""Arithmetic on pytrees: the part with more to it than a line."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim import tree
+
+
+@pytest.mark.parametrize("small", [0, 7, 2**16])
+def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
+    monkeypatch.setattr("fedsim.tree._SMALL", small)
+    draw = np.random.default_rng(0)
+    leaves = {
+        "scalar": draw.normal(size=2),
+        "counts": draw.integers(-9, 9, (2, 3)).astype(np.int32),
+        "more counts": draw.integers(-9, 9, (2,)).astype(np.int32),
+        "empty": np.zeros((2, 0)),
+        "matrix": draw.normal(size=(2, 4, 5)),
+        "halves": draw.integers(-9, 9, (2, 2)).astype(jnp.bfloat16),
+        "vector": draw.normal(size=(2, 7)),
+    }
+    leaves = {name: leaf.astype(np.float32) if leaf.dtype == float else leaf for name, leaf in leaves.items()}
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+
+    def total(each):
+        return tree.psum(jax.tree.map(lambda leaf: leaf[0], each), "d")
+
+    sums = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P()))(leaves)
+    assert sums.keys() == leaves.keys()
+    for name, leaf in leaves.items():
+        expected = leaf[0] + leaf[1]
+        assert (sums[name].shape, sums[name].dtype) == (expected.shape, expected.dtype), name
+        np.testing.assert_array_equal(np.asarray(sums[name]), expected, err_msg=name)
+
+
+def test_many_small_leaves_are_one_sum(monkeypatch):
+    def summed(a):
+        mesh = jax.sharding.Mesh(jax.devices()[:1], "d")
+        return jax.shard_map(lambda x: tree.psum(x, "d"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(a)
+
+    parameters = [jnp.ones(n) for n in range(1, 20)]
+    assert _num_arrays(summed, parameters) == 1
+    monkeypatch.setattr("fedsim.tree._SMALL", 10)
+    assert _num_arrays(lambda a: summed(a), parameters) == 1 + 9  # those of up to ten elements, and each of the others
+
+
+def _num_arrays(function, a):
+    """How many arrays a function sums over devices."""
+    lines = str(jax.make_jaxpr(function)(a)).splitlines()
+    return sum(line.split(" = ")[0].count(":f32") for line in lines if "psum" in line)
