@@ -124,6 +124,20 @@ def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     return jax.tree.map(lambda x, y: jnp.where(condition, x, y), yes, no)
 
 
+def after(a: Tree, b: Tree) -> Tree:
+    """``a`` as it is, and not before ``b`` is known: for who overwrites what ``b`` is computed from.
+
+    XLA writes in place where all that reads the old value must come first, and copies that value where it only may. What must
+    is a matter of data alone: on a CPU `jax.lax.optimization_barrier` is gone by then.
+
+    >>> float(after(jnp.float32(1), {"w": jnp.array([jnp.nan])}))
+    1.0
+    """
+    known = sum(jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(b) if leaf.size)
+    never = (known != known) & (known == known)  # which holds for no number, and XLA does not know that of a NaN
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), a)
+
+
 def is_float(leaf: Any) -> bool:
     """Whether a leaf, or its shape and dtype, is of floating-point numbers.
 

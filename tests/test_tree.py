@@ -50,3 +50,36 @@ def _num_arrays(function, a):
     """How many arrays a function sums over devices."""
     lines = str(jax.make_jaxpr(function)(a)).splitlines()
     return sum(line.split(" = ")[0].count(":f32") for line in lines if "psum" in line)
+
+
+@pytest.mark.parametrize("known", [1.0, np.nan, np.inf, -np.inf])
+def test_what_comes_after_is_as_it_was(known):
+    values = {
+        "x": jnp.array([1.5, -0.0, np.nan, np.inf], jnp.float32),
+        "half": jnp.array(3, jnp.bfloat16),
+        "mask": jnp.array([True, False]),
+        "n": jnp.arange(3),
+    }
+    others = {"a": jnp.full((2, 2), known), "b": jnp.zeros(0), "c": jnp.int32(5)}
+    for later in (tree.after(values, others), jax.jit(tree.after)(values, others), tree.after(values, ())):
+        for one, other in zip(jax.tree.leaves(later), jax.tree.leaves(values), strict=True):
+            assert one.dtype == other.dtype
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")
+@pytest.mark.parametrize(("ordered", "copies"), [(True, 0), (False, 1)])
+def test_steps_of_a_network_are_taken_in_place(ordered, copies):
+    x, start = jnp.ones((8, 40)), {"first": jnp.ones((40, 50)) / 40, "second": jnp.ones((50, 30)) / 50}
+
+    def loss(w):
+        return jnp.mean(jnp.square(jax.nn.relu(x @ w["first"]) @ w["second"] - 1))
+
+    def step(_, w):
+        slope = jax.grad(loss)(w)
+        slope = tree.after(slope, slope) if ordered else slope
+        return tree.subtract(w, tree.scale(slope, 0.1))
+
+    train = jax.jit(lambda w: jax.lax.fori_loop(0, 9, step, w)).lower(start).compile().as_text()
+    body = max(train.split("\n\n"), key=lambda text: text.count(" dot(") + text.count("ynn_fusion"))
+    assert body.count("f32[50,30]{1,0} copy(") == copies

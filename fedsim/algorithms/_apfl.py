@@ -80,10 +80,8 @@ class APFL(PersonalModel):
         loss, slope = jax.value_and_grad(self.client_loss, argnums=1)(shared, own.mixed(copy), batch)
         # A slope that nobody follows must not count where an optimizer looks at all of them, as one that clips does.
         along = tree.dot(tree.subtract(own.params, copy), slope) if self.adaptive else jnp.zeros_like(own.alpha)
-        # Both steps wait for the product, which reads both models: see `PersonalModel.client_step`.
-        loss, alpha = (jnp.where(jnp.isfinite(along), x, jnp.nan) for x in (loss, own.alpha))
         # The mixture is in alpha's precision, what is trained in its own.
-        return loss, Mixture(jax.tree.map(lambda g, v: (alpha * g).astype(v.dtype), slope, own.params), along)
+        return loss, Mixture(jax.tree.map(lambda g, v: (own.alpha * g).astype(v.dtype), slope, own.params), along)
 
     def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
         after = super().client_step(shared, state, batch)

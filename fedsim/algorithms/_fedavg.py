@@ -109,7 +109,7 @@ class FedAvg(GradientServer):
         self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
     ) -> ClientState:
         """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient."""
-        loss, gradient = slope
+        loss, gradient = tree.after(slope, slope)  # A step overwrites what gradients of earlier layers are computed from.
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches). The value is that of what is
         # descended, the loss what is reported; what nobody asks for, and what is computed already, a compiler leaves out.

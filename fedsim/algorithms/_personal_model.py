@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from fedsim import tree
 from fedsim.algorithms._fedavg import ClientState, FedAvg
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
@@ -66,10 +66,8 @@ class PersonalModel(FedAvg):
             return self.personal_loss(shared, state.copy.params, own, batch)
 
         slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
-        # Who keeps what is not finite does not count. Asked here, so that the copy's step waits for those who read the copy:
-        # XLA would keep them another one.
-        counted = batch._replace(mask=batch.mask & jnp.isfinite(slope[0]))
-        return TwoModels(super().client_step(shared, state.copy, counted), self.walk(shared, state.own, batch, slope, loss))
+        later = batch._replace(mask=tree.after(batch.mask, slope))  # for this slope may be one at the copy
+        return TwoModels(super().client_step(shared, state.copy, later), self.walk(shared, state.own, batch, slope, loss))
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         sent = super().client_final(shared, state.copy, client)
