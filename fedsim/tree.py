@@ -71,13 +71,17 @@ def flat(a: Tree) -> jax.Array:
 def psum(a: Tree, axis: str) -> Tree:
     """Sums over the devices of ``axis``, inside a `jax.shard_map`: `jax.lax.psum`, with small leaves side by side in one.
 
+    Leaves are numbers or arrays; those of up to 65,536 elements and one dtype travel together.
+
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
     >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())
     >>> [leaf.tolist() for leaf in total((jnp.ones(2), jnp.ones(3)))]
     [[1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    if jax.lax.axis_size(axis) == 1:
+        return jax.lax.psum(a, axis)
     # A CPU's devices meet once for every array, which takes as long as adding tens of thousands of numbers.
-    leaves, structure = jax.tree.flatten(a)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, a))
     small: dict[Any, list[int]] = {}
     for place, leaf in enumerate(leaves):
         if leaf.size <= _SMALL:
@@ -128,13 +132,18 @@ def after(a: Tree, b: Tree) -> Tree:
     """``a`` as it is, and not before ``b`` is known: for who overwrites what ``b`` is computed from.
 
     XLA writes in place where all that reads the old value must come first, and copies that value where it only may. What must
-    is a matter of data alone: on a CPU `jax.lax.optimization_barrier` is gone by then.
+    is a matter of data alone: on a CPU `jax.lax.optimization_barrier` is gone by then. So ``a`` asks the first number of each
+    floating-point leaf of ``b`` for what none can be; all of ``b`` is then there at the same time.
 
     >>> float(after(jnp.float32(1), {"w": jnp.array([jnp.nan])}))
     1.0
     """
-    known = sum(jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(b) if leaf.size)
-    never = (known != known) & (known == known)  # which holds for no number, and XLA does not know that of a NaN
+    never = jnp.bool_(False)
+    for leaf in jax.tree.leaves(b):
+        leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            first = leaf.ravel()[0]
+            never |= (first != first) & (first == first)  # XLA does not know that of a NaN.
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), a)
 
 

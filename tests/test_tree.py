@@ -20,6 +20,8 @@ def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
         "matrix": draw.normal(size=(2, 4, 5)),
         "halves": draw.integers(-9, 9, (2, 2)).astype(jnp.bfloat16),
         "vector": draw.normal(size=(2, 7)),
+        "flags": draw.integers(0, 2, (2, 3)).astype(bool),
+        "more flags": draw.integers(0, 2, (2, 1)).astype(bool),
     }
     leaves = {name: leaf.astype(np.float32) if leaf.dtype == float else leaf for name, leaf in leaves.items()}
     mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
@@ -30,6 +32,7 @@ def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
     sums = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=jax.P("d"), out_specs=jax.P()))(leaves)
     assert sums.keys() == leaves.keys()
     for name, leaf in leaves.items():
+        leaf = leaf.astype(np.int32) if leaf.dtype == bool else leaf  # as jax.lax.psum does
         expected = leaf[0] + leaf[1]
         assert (sums[name].shape, sums[name].dtype) == (expected.shape, expected.dtype), name
         np.testing.assert_array_equal(np.asarray(sums[name]), expected, err_msg=name)
@@ -37,7 +40,7 @@ def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
 
 def test_many_small_leaves_are_one_sum(monkeypatch):
     def summed(a):
-        mesh = jax.sharding.Mesh(jax.devices()[:1], "d")
+        mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
         return jax.shard_map(lambda x: tree.psum(x, "d"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(a)
 
     parameters = [jnp.ones(n) for n in range(1, 20)]
@@ -59,11 +62,13 @@ def test_what_comes_after_is_as_it_was(known):
         "half": jnp.array(3, jnp.bfloat16),
         "mask": jnp.array([True, False]),
         "n": jnp.arange(3),
+        "a number": 0.5,
     }
-    others = {"a": jnp.full((2, 2), known), "b": jnp.zeros(0), "c": jnp.int32(5)}
+    others = {"a": jnp.full((2, 2), known), "b": jnp.zeros(0), "c": jnp.int32(5), "d": jax.random.key(0), "e": 0.5}
     for later in (tree.after(values, others), jax.jit(tree.after)(values, others), tree.after(values, ())):
         for one, other in zip(jax.tree.leaves(later), jax.tree.leaves(values), strict=True):
-            assert one.dtype == other.dtype
+            assert jnp.result_type(one) == jnp.result_type(other)
+            other = jnp.asarray(other)
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 

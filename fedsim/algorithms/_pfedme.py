@@ -66,7 +66,7 @@ class PFedMe(PersonalModel):
 
         def nearer(_: jax.Array, theta: Params) -> Params:
             slope = tree.pulled(jax.grad(self.client_loss, argnums=1)(shared, theta, batch), self.lam, theta, w)
-            return tree.subtract(theta, tree.scale(slope, self.personal_learning_rate))
+            return tree.subtract(theta, tree.scale(tree.after(slope, slope), self.personal_learning_rate))
 
         theta = jax.lax.fori_loop(0, self.personal_steps, nearer, state.own.params)
         # Of the envelope f(theta) + lam/2 ||theta - w||², whose gradient in w is lam (w - theta).
