@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 Tree = Any
 
-
-_SMALL = 65536  # elements of a leaf that `psum` sends beside others
+_SMALL = 2**16  # elements of a leaf that `psum` sends beside others
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -71,7 +70,8 @@ def flat(a: Tree) -> jax.Array:
 def psum(a: Tree, axis: str) -> Tree:
     """Sums over the devices of ``axis``, inside a `jax.shard_map`: `jax.lax.psum`, with small leaves side by side in one.
 
-    Leaves are numbers or arrays; those of up to 65,536 elements and one dtype travel together.
+    Leaves are numbers or arrays of any shape; those of up to 65,536 elements and one dtype travel together. Sums have their
+    shapes and dtypes, but of ``bool`` they are ``int32``.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
     >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())
@@ -129,7 +129,9 @@ def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
 
 
 def after(a: Tree, b: Tree) -> Tree:
-    """``a`` as it is, and not before ``b`` is known: for who overwrites what ``b`` is computed from.
+    """``a`` as it is, to the bit, and not before ``b`` is known: for who overwrites what ``b`` is computed from.
+
+    Both may have leaves of any shapes; those of ``a`` are numbers or arrays.
 
     XLA writes in place where all that reads the old value must come first, and copies that value where it only may. What must
     is a matter of data alone: on a CPU `jax.lax.optimization_barrier` is gone by then. So ``a`` asks the first number of each

@@ -84,7 +84,7 @@ class Grouped(Wrapper):
 
     def merge_devices(self, accumulator: Groups, axis: str) -> Accumulator:
         folds = jax.vmap(lambda fold: self.inner.merge_devices(fold, axis))(accumulator.updates)
-        return Groups(folds, tree.psum(accumulator.weights, axis))
+        return Groups(folds, jax.lax.psum(accumulator.weights, axis))
 
     def finish(self, accumulator: Groups) -> Groups:
         return Groups(jax.vmap(self.inner.finish)(accumulator.updates), accumulator.weights)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks, rng, tree
+from fedsim import checks, rng
 from fedsim.aggregators._aggregator import Accumulator, Memory, Update, Wrapper
 
 
@@ -69,7 +69,7 @@ class Noised(Wrapper):
         return Counted(super().merge_stacked(accumulators.inner), jnp.sum(accumulators.clients))
 
     def merge_devices(self, accumulator: Counted, axis: str) -> Counted:
-        return Counted(super().merge_devices(accumulator.inner, axis), tree.psum(accumulator.clients, axis))
+        return Counted(super().merge_devices(accumulator.inner, axis), jax.lax.psum(accumulator.clients, axis))
 
     def finish(self, accumulator: Counted) -> Update:
         return super().finish(accumulator.inner)

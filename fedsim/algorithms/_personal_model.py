@@ -66,7 +66,7 @@ class PersonalModel(FedAvg):
             return self.personal_loss(shared, state.copy.params, own, batch)
 
         slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
-        later = batch._replace(mask=tree.after(batch.mask, slope))  # for this slope may be one at the copy
+        later = batch._replace(mask=tree.after(batch.mask, slope))  # This slope may read the copy.
         return TwoModels(super().client_step(shared, state.copy, later), self.walk(shared, state.own, batch, slope, loss))
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
