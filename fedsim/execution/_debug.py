@@ -53,7 +53,7 @@ class Debug(Execution):
         kept, before, mesh = split(state).clients, None, Jit().mesh()
         if isinstance(kept, ClientRows):
             before, table, (plan,), who = _moved_rows.rows_for(kept, [plan], cohort.slots, mesh, 1)
-            state = _placement.replicate(without_clients(state)[0], mesh)._replace(clients=table)
+            state = _placement.replicate(without_clients(state)[0], mesh)._replace(clients=_moved_rows.cleared(table))
         infos = []
         for turn in turns(program):
             own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))

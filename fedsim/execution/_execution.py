@@ -146,23 +146,19 @@ class Jit(Execution):
         compiled = compiled_rounds(program, mesh, layout, resident, lies, stacked, cohorts[0].attack)
         given = Given(columns, before)
         state, table = without_clients(state)
-        state, key = _placement.replicate((state, cohorts[0].key), mesh)
+        state, key = _placement.replicate(state, mesh), _placement.resident_key(data, cohorts[0].key, mesh)
         packed = layout.pack(plans, rounds)
         if not resident or _placement.must_wait(mesh):
             # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
             jax.block_until_ready((state, table))
-        windows_of = []
-        if len(plans) == 1:
-            own = [of_phase(plans[0], phase.batches, phase is program) for phase in program.phases]
-            windows_of = [windows(plan, phase.preview) for plan, phase in zip(own, program.phases, strict=True)]
-        if all(len(parts) < 2 for parts in windows_of):
+        if len(plans) > 1 or not _is_long(program, plans[0]):
             state, table, infos = compiled.rounds(given, table, state, key, packed, np.int32(len(plans)))
             return with_clients(state, table), infos
         packed = packed[:1]
         of_phases = []
-        for phase, parts in zip(compiled.phases, windows_of, strict=True):
+        for whole, phase in zip(program.phases, compiled.phases, strict=True):
             carry = phase.begin(given, table, state, key, packed)
-            for part in parts:
+            for part in windows(of_phase(plans[0], whole.batches, whole is program), whole.preview):
                 carry = phase.fold(given, state, key, packed, part, carry)
             state, table, info = phase.finish(table, state, key, packed, carry)
             of_phases.append(info)
@@ -257,6 +253,11 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     return cohort.data is other.data and cohort.slots == other.slots and same_key and cohort.attack == other.attack
 
 
+def _is_long(program: FederatedProgram, plan: RoundPlan) -> bool:
+    """Whether the round may be more than one program, for one of its phases."""
+    return any(is_long(of_phase(plan, phase.batches, phase is program), phase.preview) for phase in program.phases)
+
+
 def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Generator[RoundPlan, None, None]:
     """The first of these rounds: a long one, which takes several programs, or those before the next long one.
 
@@ -264,7 +265,7 @@ def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Ge
     is always by itself.
     """
     for at, plan in enumerate(plans):
-        long = any(is_long(of_phase(plan, phase.batches, phase is program), phase.preview) for phase in program.phases)
+        long = _is_long(program, plan)
         if not long or at == 0:
             yield plan
         if long:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -47,7 +46,7 @@ class Moved(NamedTuple):
 
     Attributes:
       before: rows as they were before it.
-      table: room for those that it writes, one device's after another's.
+      table: room for those that it writes, one device's after another's, to be `cleared`.
       plans: of the rounds that can go together, pointing into both.
       who: whose rows each device has room for, ``int [n]``, in their order.
     """
@@ -124,22 +123,17 @@ def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: M
 
 
 def _room(store: RowStore, rows: int, mesh: Mesh) -> ClientTable:
-    """A table without rows: the last dispatch's, for new memory can take longer to get than rows to write, or a new one."""
+    """A table for rows, the last dispatch's if there is one: new memory can take longer to get than rows to write."""
     room, sharding = store.kept.pop(("room", mesh), None), NamedSharding(mesh, P(AXIS))
     if room is None or len(room.seen) != rows:
         zeros = [np.zeros((rows, *leaf.shape), leaf.dtype) for leaf in store.leaves]
         room = jax.device_put(ClientTable(jax.tree.unflatten(store.structure, zeros), np.zeros(rows, bool)), sharding)
-    return _forgetting(sharding)(room)
+    return room
 
 
-@functools.cache
-def _forgetting(sharding: NamedSharding) -> Callable[[ClientTable], ClientTable]:
-    """Makes of a table one in which nothing is: without all that says otherwise, as rows do of the phases that wrote them."""
-
-    def forget(table: ClientTable) -> ClientTable:
-        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if leaf.dtype == bool else leaf, table)
-
-    return jax.jit(forget, donate_argnums=0, out_shardings=sharding)
+def cleared(table: ClientTable) -> ClientTable:
+    """Room without what it says of rows that were there: whose they were, and which phases wrote them."""
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf) if leaf.dtype == bool else leaf, table)
 
 
 def _trained_by(plan: RoundPlan, device: int) -> list[int]:

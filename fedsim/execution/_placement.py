@@ -148,9 +148,19 @@ def replicate(values: Any, mesh: Mesh) -> Any:
     target = NamedSharding(mesh, P())
     leaves, structure = jax.tree.flatten(values)
     away = [at for at, leaf in enumerate(leaves) if not isinstance(leaf, jax.Array) or leaf.sharding != target]
+    if not away:
+        return values
     for at, leaf in zip(away, jax.device_put([leaves[at] for at in away], target), strict=True):
         leaves[at] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def resident_key(data: FederatedData, key: jax.Array, mesh: Mesh) -> jax.Array:
+    """A root key on every device, kept until another is asked for: to send it takes longer than to plan a round."""
+    kept = vars(data).setdefault("_resident_key", {})
+    if mesh not in kept or kept[mesh][0] is not key:
+        kept[mesh] = key, replicate(key, mesh)
+    return kept[mesh][1]
 
 
 def resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:

@@ -26,6 +26,7 @@ from fedsim.execution._cohort_loop import (
 )
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
 from fedsim.execution._memory import Turn, averaged, down, join, split, turns, with_clients, without_clients
+from fedsim.execution._moved_rows import cleared
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout, RoundPlan, of_phase
 
@@ -131,7 +132,7 @@ def _compile(
     def rounds(
         given: Given, table: Any, state: State, key: jax.Array, plan: jax.Array, num_rounds: jax.Array
     ) -> tuple[State, Any, RoundInfo]:
-        state = with_clients(state, table)
+        state = with_clients(state, cleared(table) if moving else table)
         if not stacked:
             state, info = one_round(given, state, key, plan[0])
             return *without_clients(state), info
@@ -147,10 +148,13 @@ def _compile(
         return *without_clients(state), infos
 
     def in_parts(turn: Turn) -> PhasePrograms:
+        def room(table: Any) -> Any:
+            return cleared(table) if moving and not turn.place else table
+
         # Between the programs of one round every device keeps its own fold: a new first axis, over the devices.
         def begin(given: Given, table: Any, state: State, key: jax.Array, plan: jax.Array) -> Any:
             lane = enter(turn, given, state, key, plan[0])[1]
-            return jax.tree.map(lambda x: x[None], empty(lane, turn, with_clients(state, table)))
+            return jax.tree.map(lambda x: x[None], empty(lane, turn, with_clients(state, room(table))))
 
         def fold(given: Given, state: State, key: jax.Array, packed: jax.Array, windows: jax.Array, carry: Any) -> Any:
             plan, lane = enter(turn, given, state, key, packed[0])
@@ -160,7 +164,7 @@ def _compile(
         def finish(table: Any, state: State, key: jax.Array, packed: jax.Array, carry: Any) -> tuple[State, Any, RoundInfo]:
             carry = jax.tree.map(lambda x: x[0], carry)
             plan = of_phase(layout.unpack(packed[0]), turn.phase.batches, turn.last)
-            state, info = gather(turn, with_clients(state, table), key, plan, carry)
+            state, info = gather(turn, with_clients(state, room(table)), key, plan, carry)
             return *without_clients(state), jax.tree.map(lambda x: x[None], info) if stacked else info
 
         return PhasePrograms(
