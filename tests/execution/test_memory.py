@@ -142,6 +142,27 @@ def test_phases_keep_what_is_theirs(how, long, monkeypatch):
     assert np.all(of_second.total[some, 0] > 100 + 3 * 1000)
 
 
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("how", [how for how in EXECUTIONS if "streamed" in how])
+@pytest.mark.filterwarnings("ignore:.*held a NaN")
+def test_rows_that_others_wrote_before_are_nobody_elses(how, long, monkeypatch):
+    """A client that is refused takes the place that another had in the last dispatch's table."""
+    if long:
+        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population, kinds = federation.data(), {"batches": BATCHES, "aggregator": Damped(), "execution": EXECUTIONS[how]}
+    first = Counting(refuse=3.0, batches=BATCHES, aggregator=Damped())
+    alone, second = Counting(refuse=3.0, **kinds), Refusing(first=first, **kinds)
+    of_alone, of_second = alone.init(jax.random.key(0)), second.init(jax.random.key(0))
+    for round, ids in enumerate([("client0", "client5"), ("client3", "client6")]):
+        cohort = fedsim.Cohort.of(population, ids, round=round)
+        of_alone, of_second = alone.apply(of_alone, cohort)[0], second.apply(of_second, cohort)[0]
+    came = np.isin(np.arange(8), [0, 5, 6])
+    assert federation.plain(of_alone).clients[1].tolist() == came.tolist()
+    rows, seen = federation.plain(of_second).clients
+    assert rows[0][2].tolist() == came.tolist()
+    assert seen.tolist() == rows[1][2].tolist() == (came | (np.arange(8) == 3)).tolist()
+
+
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
 def test_a_phase_that_refuses_a_client_leaves_it_what_that_phase_kept_of_it(how):
