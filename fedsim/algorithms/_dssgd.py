@@ -31,7 +31,7 @@ from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
 from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import largest
+from fedsim.compressors._selection import highest, largest, num_set
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -120,10 +120,10 @@ class DSSGD(FedAvg):
         # The least of them by their mask, which is faster than to look them up by their places.
         last = jnp.min(updates, where=unpack(largest(updates, count)[None], values.size) == 1, initial=jnp.inf)
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
-        lots = 1 + rng.noise(rng.stream(key, "ties"), values.size)
-        sure = updates > last
-        drawn = largest(jnp.where(updates == last, lots, 0.0), count - jnp.sum(sure, dtype=jnp.int32))
-        return Download(Part.of(values, drawn | pack(sure.astype(jnp.uint32), 1)[0], count), state.round, seed)
+        lots = 1 - rng.noise(rng.stream(key, "ties"), values.size)
+        sure, tied = (pack(they.astype(jnp.uint32), 1)[0] for they in (updates > last, updates == last))
+        drawn = highest(jnp.where(updates == last, lots, 0.0), count - num_set(sure), num_set(tied))
+        return Download(Part.of(values, drawn | sure, count), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from fedsim import checks, rng
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
-from fedsim.compressors._packing import unpack
-from fedsim.compressors._selection import largest
+from fedsim.compressors._packing import pack, unpack
+from fedsim.compressors._selection import highest, largest, num_set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,10 @@ class Upload:
             change = jnp.clip(change, -self.clip, self.clip)
             if self.epsilon is not None:
                 return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
-        rank = jnp.abs(change)
-        if self.selection == "random":  # Lots above 0, which those below the threshold have.
-            rank = jnp.where(rank >= self.threshold, 1 - rng.noise(key, change.size), 0.0)
-        chosen = unpack(largest(rank, count)[None], change.size) == 1
-        return change, chosen & (rank > 0) if self.selection == "random" else chosen
+        size = jnp.abs(change)
+        if self.selection == "largest":
+            return change, unpack(largest(size, count)[None], change.size) == 1
+        eligible = size >= self.threshold
+        number = num_set(pack(eligible.astype(jnp.uint32), 1)[0]) if self.threshold else change.size
+        lots = jnp.where(eligible, 1 - rng.noise(key, change.size), 0.0)
+        return change, (unpack(highest(lots, count, number)[None], change.size) == 1) & eligible

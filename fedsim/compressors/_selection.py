@@ -8,7 +8,7 @@ from __future__ import annotations
 import fractions
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,22 +42,36 @@ class _Cut(NamedTuple):
     held: jax.Array
 
 
+def highest(lots: jax.Array, k: jax.Array | int, number: jax.Array | int) -> jax.Array:
+    """`largest` of lots ``float32 [d]``, of which this ``number`` are uniform on (0, 1], and all others 0."""
+    of = jnp.maximum(jnp.asarray(number, jnp.float32), 1.0)
+    share = jnp.clip(jnp.asarray(k, jnp.float32) / of, 0.0, 1.0)
+    apart = 3 * jnp.sqrt(share * (1 - share) / of) + 2.0**-20  # three standard deviations
+    return largest(lots, k, (1 - share - apart, 1 - share + apart))
+
+
+def num_set(mask: jax.Array) -> jax.Array:
+    """How many bits of ``uint32 [words]`` are set, ``int32``: to sum comparisons takes many times as long on a CPU."""
+    return jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
+
+
 @jax.jit
-def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
+def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> jax.Array:
     """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of 1 to d.
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
 
     No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, and up to sixty where
-    many are the same, or nearly.
+    many are the same, or nearly. ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
     """
     d, k = x.shape[0], jnp.asarray(k, jnp.int32)
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
     size = jax.lax.bitcast_convert_type(jnp.abs(x).astype(jnp.float32), jnp.int32)
     wanted = k.astype(jnp.float32)
-    # Where it would be if these were Laplace's: only a guess, and counting corrects it.
-    typical = jnp.sqrt(tree.squared_norm(x) / d) * jnp.log(d / wanted) / math.sqrt(2)
-    first = jax.lax.bitcast_convert_type(jnp.stack([1.5 * typical, typical / 1.5]), jnp.int32)
+    if near is None:  # Where it would be if these were Laplace's: only a guess, and counting corrects it.
+        typical = jnp.sqrt(tree.squared_norm(x) / d) * jnp.log(d / wanted) / math.sqrt(2)
+        near = typical / 1.5, 1.5 * typical
+    first = jax.lax.bitcast_convert_type(jnp.stack([jnp.float32(bound) for bound in near[::-1]]), jnp.int32)
 
     def step(cut: _Cut) -> _Cut:
         # After these two, as if the logarithm of the number above were linear in between, where a bound that stays counts for
@@ -86,8 +100,7 @@ def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
 def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cut:
     """The bounds after counting those that are at least ``guess``."""
     mask = pack((size >= guess).astype(jnp.uint32), 1)[0]
-    # Of a mask in memory: to sum comparisons takes many times as long on a CPU.
-    above = jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
+    above = num_set(mask)
     cut = cut._replace(step=cut.step + 1)
     low = cut._replace(low=guess, above_low=above, maybe=mask, held=jnp.minimum(cut.held, 0) - 1)
     high = cut._replace(high=guess, above_high=above, sure=mask, held=jnp.maximum(cut.held, 0) + 1)

@@ -52,6 +52,19 @@ def test_places_go_word_by_word_and_values_return_to_them(k):
     np.testing.assert_array_equal(spread(mask, jnp.asarray(x[where]), jnp.zeros(999)), np.where(x >= 999 - k, x, 0))
 
 
+@pytest.mark.parametrize("told", [1.0, 0.5, 3.0])  # Who is told a wrong number of lots finds the same, later.
+@pytest.mark.parametrize(("number", "k"), [(20_000, 1), (20_000, 2_000), (20_000, 20_000), (700, 300), (700, 2_000), (0, 5)])
+def test_the_highest_lots_are_the_largest_and_found_in_fewer_passes(number, k, told, monkeypatch):
+    draw, passes, narrowed = np.random.default_rng(0), [], _selection._narrowed
+    lots = np.where(draw.permutation(20_000) < number, 1 - draw.random(20_000, np.float32), np.float32(0))
+    monkeypatch.setattr(_selection, "_narrowed", lambda *arguments: passes.append(0) or narrowed(*arguments))
+    with jax.disable_jit():
+        mask = np.asarray(unpack(_selection.highest(jnp.asarray(lots), k, int(told * number))[None], 20_000)) == 1
+    assert mask.sum() == k
+    np.testing.assert_array_equal(np.sort(lots[mask]), np.sort(lots)[20_000 - k :])
+    assert told != 1 or k > number or len(passes) <= 12
+
+
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
 def test_few_coordinates(d):
     x = jnp.asarray(np.random.default_rng(d).permutation(d), jnp.float32) + 1
