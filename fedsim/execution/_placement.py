@@ -158,9 +158,11 @@ def replicate(values: Any, mesh: Mesh) -> Any:
 def resident_key(data: FederatedData, key: jax.Array, mesh: Mesh) -> jax.Array:
     """A root key on every device, kept until another is asked for: to send it takes longer than to plan a round."""
     kept = vars(data).setdefault("_resident_key", {})
-    if mesh not in kept or kept[mesh][0] is not key:
-        kept[mesh] = key, replicate(key, mesh)
-    return kept[mesh][1]
+    known, there = kept.get(mesh, (None, None))
+    if known is not key or key.is_deleted():  # a CPU's devices may share the memory of the key that is sent
+        there = replicate(key, mesh)
+        kept[mesh] = key, there
+    return there  # not read again: another thread may keep its own
 
 
 def resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:

@@ -17,7 +17,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, rng
-from fedsim.execution import StageError, _placement
+from fedsim.execution import StageError, _execution, _placement
 from fedsim.execution._plan import Layout, plan_round, windows
 from fedsim.execution._round import Given
 
@@ -420,3 +420,24 @@ def test_devices_of_a_cpu_are_patient_with_each_other():
             [sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": given}, capture_output=True, text=True
         )
         assert done.stdout.startswith("[2.]") and done.stdout.count(flag) == 1 and expected in done.stdout.split()
+
+
+def test_a_key_that_another_thread_keeps_meanwhile_is_not_mistaken_for_ones_own():
+    population, mesh, ours, theirs = federation.data(), _execution._mesh(2), jax.random.key(0), jax.random.key(1)
+
+    class Shared(dict):
+        def __setitem__(self, mesh, kept):
+            super().__setitem__(mesh, (theirs, _placement.replicate(theirs, mesh)))
+
+    vars(population)["_resident_key"] = Shared()
+    for key in (ours, ours, theirs):
+        assert jax.random.key_data(_placement.resident_key(population, key, mesh)).tolist() == [0, int(key is theirs)]
+
+
+def test_a_root_key_that_was_deleted_is_refused():
+    """Also where its devices have had it before."""
+    algorithm, cohort = fedavg(), federation.cohort()
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    cohort.key.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        algorithm.apply(state, cohort)

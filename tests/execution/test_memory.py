@@ -161,6 +161,8 @@ def test_rows_that_others_wrote_before_are_nobody_elses(how, long, monkeypatch):
     rows, seen = federation.plain(of_second).clients
     assert rows[0][2].tolist() == came.tolist()
     assert seen.tolist() == rows[1][2].tolist() == (came | (np.arange(8) == 3)).tolist()
+    for counted, _, wrote in rows:  # and none begins with another's
+        assert counted.visits[wrote].tolist() == [1] * wrote.sum()
 
 
 @pytest.mark.parametrize("how", EXECUTIONS)
