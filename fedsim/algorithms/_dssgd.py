@@ -30,8 +30,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import highest, largest, num_set
+from fedsim.compressors._selection import chosen, highest, largest, mask_of, num_set
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -118,10 +117,10 @@ class DSSGD(FedAvg):
         # Attackers may send fewer updates than none.
         updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
         # The least of them by their mask, which is faster than to look them up by their places.
-        last = jnp.min(updates, where=unpack(largest(updates, count)[None], values.size) == 1, initial=jnp.inf)
+        last = jnp.min(updates, where=chosen(largest(updates, count), values.size), initial=jnp.inf)
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
         lots = 1 - rng.noise(rng.stream(key, "ties"), values.size)
-        sure, tied = (pack(they.astype(jnp.uint32), 1)[0] for they in (updates > last, updates == last))
+        sure, tied = mask_of(updates > last), mask_of(updates == last)
         drawn = highest(jnp.where(updates == last, lots, 0.0), count - num_set(sure), num_set(tied))
         return Download(Part.of(values, drawn | sure, count), state.round, seed)
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from fedsim import checks, rng
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
-from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import highest, largest, num_set
+from fedsim.compressors._selection import chosen, highest, largest, mask_of, num_set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Upload:
                 return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
         size = jnp.abs(change)
         if self.selection == "largest":
-            return change, unpack(largest(size, count)[None], change.size) == 1
+            return change, chosen(largest(size, count), change.size)
         eligible = size >= self.threshold
-        number = num_set(pack(eligible.astype(jnp.uint32), 1)[0]) if self.threshold else change.size
+        number = num_set(mask_of(eligible)) if self.threshold else change.size
         lots = jnp.where(eligible, 1 - rng.noise(key, change.size), 0.0)
-        return change, (unpack(highest(lots, count, number)[None], change.size) == 1) & eligible
+        return change, chosen(highest(lots, count, number), change.size) & eligible

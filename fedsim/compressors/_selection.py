@@ -50,6 +50,16 @@ def highest(lots: jax.Array, k: jax.Array | int, number: jax.Array | int) -> jax
     return largest(lots, k, (1 - share - apart, 1 - share + apart))
 
 
+def mask_of(which: jax.Array) -> jax.Array:
+    """``bool [d]`` as a mask ``uint32 [words]``."""
+    return pack(which.astype(jnp.uint32), 1)[0]
+
+
+def chosen(mask: jax.Array, d: int) -> jax.Array:
+    """Which of d coordinates a mask ``uint32 [words]`` has, ``bool [d]``."""
+    return unpack(mask[None], d) == 1
+
+
 def num_set(mask: jax.Array) -> jax.Array:
     """How many bits of ``uint32 [words]`` are set, ``int32``: to sum comparisons takes many times as long on a CPU."""
     return jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
@@ -90,7 +100,7 @@ def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
     def unsettled(cut: _Cut) -> jax.Array:
         return (cut.high - cut.low > 1) & (cut.above_low > k)
 
-    everyone = pack(jnp.ones(d, jnp.uint32), 1)[0]
+    everyone = mask_of(jnp.ones(d, bool))
     zero, top = jnp.int32(0), jnp.int32(jnp.iinfo(jnp.int32).max)
     cut = _Cut(zero, top, jnp.int32(d), zero, everyone, jnp.zeros_like(everyone), zero, zero)
     cut = jax.lax.while_loop(unsettled, step, cut)
@@ -99,7 +109,7 @@ def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
 
 def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cut:
     """The bounds after counting those that are at least ``guess``."""
-    mask = pack((size >= guess).astype(jnp.uint32), 1)[0]
+    mask = mask_of(size >= guess)
     above = num_set(mask)
     cut = cut._replace(step=cut.step + 1)
     low = cut._replace(low=guess, above_low=above, maybe=mask, held=jnp.minimum(cut.held, 0) - 1)
@@ -112,7 +122,7 @@ def places(mask: jax.Array, k: int) -> jax.Array:
     """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]
     if 2 * k > words:  # All coordinates together are fewer than the steps of so many searches.
-        to = jnp.where(unpack(mask[None], 32 * words) == 1, _ranks(mask), k)
+        to = jnp.where(chosen(mask, 32 * words), _ranks(mask), k)
         return jnp.zeros(k, jnp.int32).at[to].set(jnp.arange(32 * words, dtype=jnp.int32), mode="drop")
     counts = jax.lax.population_count(mask).astype(jnp.int32)
     until = jnp.cumsum(counts)
@@ -129,7 +139,7 @@ def spread(mask: jax.Array, values: jax.Array, vector: jax.Array) -> jax.Array:
     Each coordinate looks up its value, if it has one: a scatter of the values takes them one by one on a CPU.
     """
     d = vector.shape[0]
-    return jnp.where(unpack(mask[None], d) == 1, values.at[_ranks(mask)[:d]].get(mode="clip"), vector)
+    return jnp.where(chosen(mask, d), values.at[_ranks(mask)[:d]].get(mode="clip"), vector)
 
 
 def _ranks(mask: jax.Array) -> jax.Array:
