@@ -10,6 +10,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import jit
 
 from fedsim import metrics as metrics_lib
 
@@ -82,6 +83,7 @@ class Model:
             if loss is metrics_lib.cross_entropy:
                 metrics["accuracy"] = metrics_lib.accuracy
 
+        @jit  # as one program: one by one, its operations take twice as long to compile, and the forward pass's are for naught
         def init(key: jax.Array) -> Params:
             first = {name: _accepted(feature)[0] for name, feature in features.items()}
             examples = {name: jnp.zeros((1, *spec.shape), spec.dtype) for name, spec in first.items()}
