@@ -10,16 +10,23 @@ import pytest
 
 _MAPPINGS = Path("/proc/self/maps")
 _TESTS = itertools.count(1)
+_OLDEST = jax.__version_info__ < (0, 11)
 # Their many programs are compiled in half of the time, and round otherwise: where bits are compared, it is as users compile.
-_QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+_QUICKLY = {"xla_backend_optimization_level": 0} | ({"xla_cpu_use_fusion_emitters": False} if _OLDEST else {})
 _QUICK = {"aggregators", "algorithms", "attacks", "compressors", "execution", "models", "test_reproductions", "test_examples"}
+_QUICK |= {"test_notebooks", "test_readme"}
+if not _OLDEST:  # where all else is tested as users run it
+    _QUICK = {"algorithms"}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Only on the oldest JAX: the newest is tested as users run it."""
+    """What a test compiles itself, and what the processes that it starts do."""
     with pytest.MonkeyPatch.context() as patch:
-        if _QUICK & {request.path.parent.name, request.path.stem} and jax.__version_info__ < (0, 11):
+        if _QUICK & {request.path.parent.name, request.path.stem}:
+            jax.devices()  # after this the flags are for others
+            patch.setenv("XLA_FLAGS", " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICKLY.items()))
+            # Not of what is bound before and may be called within another program, which can't have options of its own.
             patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_QUICKLY))
             jax.config.update("jax_disable_most_optimizations", True)  # of operations that run one by one
         yield
