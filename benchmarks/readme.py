@@ -82,10 +82,10 @@ def _others(tables: dict[str, Any]) -> str:
 def _catalogues(tables: dict[str, Any]) -> list[str]:
     """The tables over whole registries, of those that have been measured: the rows that have a bound."""
     heads = {
-        "algorithms": ("per_gradient", "Every algorithm that trains, dense: time of a round per gradient, of FedAvg's"),
+        "algorithms": ("per_gradient", "Every algorithm that trains: time of a round per gradient, of FedAvg's"),
         "aggregators": (
             "to_mean",
-            "Every streaming aggregator and compressor, CNN: time of a round, of the plain mean's",
+            "Every streaming aggregator and compressor: time of a round, of the plain mean's",
         ),
         "fedjax-algorithms": (
             "times_as_fast",
@@ -97,20 +97,15 @@ def _catalogues(tables: dict[str, Any]) -> list[str]:
         # Each table was measured by itself, and not always on the machine of the others.
         what = f"{what} ({tables[table]['cpu']})" if table in tables else what
         measured = [row for part in tables.get(table, {"parts": []})["parts"] for row in part["rows"]]
-        rows = sorted((row for row in measured if "holds" in row), key=lambda row: row[figure])
-        if table == "fedjax-algorithms":
-            models = dict.fromkeys(row["model"] for row in measured)
-            lines += [
-                f"- {what}, {m}: {', '.join(_named([row for row in rows if row['model'] == m], figure))}." for m in models
-            ]
-        elif rows:
-            most = ", ".join(_named(rows, figure)[:-4:-1])
-            lines.append(f"- {what}: {median(row[figure] for row in rows):.2f}× in the middle, most: {most}.")
+        for model in dict.fromkeys(row["model"] for row in measured):
+            bound = (row for row in measured if row["model"] == model and "holds" in row)
+            rows = sorted(bound, key=lambda row: row[figure])
+            named = [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
+            if table != "fedjax-algorithms" and rows:
+                middle = f"{median(row[figure] for row in rows):.2f}× in the middle, most:"
+                named = [f"{middle} {named[-1]}", *named[-2:-4:-1]]
+            lines.append(f"- {what}, {model}: {', '.join(named)}.")
     return lines
-
-
-def _named(rows: list[dict[str, Any]], figure: str) -> list[str]:
-    return [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
 
 
 def _keeping(tables: dict[str, Any]) -> list[str]:
