@@ -101,7 +101,9 @@ def _catalogues(tables: dict[str, Any]) -> list[str]:
             bound = (row for row in measured if row["model"] == model and "holds" in row)
             rows = sorted(bound, key=lambda row: row[figure])
             named = [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
-            if table != "fedjax-algorithms" and rows:
+            if not rows:
+                continue
+            if table != "fedjax-algorithms":
                 middle = f"{median(row[figure] for row in rows):.2f}× in the middle, most:"
                 named = [f"{middle} {named[-1]}", *named[-2:-4:-1]]
             lines.append(f"- {what}, {model}: {', '.join(named)}.")

@@ -72,6 +72,9 @@ class Model:
         ``metrics`` defaults to the loss, and with the default loss also to the accuracy of a classifier whose outputs are
         logits ``[n, num_classes]``.
 
+        Parameters are drawn by one compiled program, so ``transformed``'s initializers draw with JAX: what one draws with NumPy
+        is drawn once, and is then the same for every key.
+
         Raises:
           ValueError: ``transformed`` has state (``hk.transform_with_state``), which no client could keep.
         """

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if _QUICK & {request.path.parent.name, request.path.stem}:
             jax.devices()  # after this the flags are for others
-            patch.setenv("XLA_FLAGS", " ".join(f"--{name}={str(value).lower()}" for name, value in _QUICKLY.items()))
+            flags = (f"--{name}={str(value).lower()}" for name, value in _QUICKLY.items())
+            patch.setenv("XLA_FLAGS", " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip())
             # Not of what is bound before and may be called within another program, which can't have options of its own.
             patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=_QUICKLY))
             jax.config.update("jax_disable_most_optimizations", True)  # of operations that run one by one

@@ -159,7 +159,8 @@ def resident_key(data: FederatedData, key: jax.Array, mesh: Mesh) -> jax.Array:
     """A root key on every device, kept until another is asked for: to send it takes longer than to plan a round."""
     kept = vars(data).setdefault("_resident_key", {})
     known, there = kept.get(mesh, (None, None))
-    if known is not key or key.is_deleted():  # a CPU's devices may share the memory of the key that is sent
+    # NumPy's may have been written to, and of a deleted one a CPU's devices may still share the memory.
+    if known is not key or not isinstance(key, jax.Array) or key.is_deleted():
         there = replicate(key, mesh)
         kept[mesh] = key, there
     return there  # not read again: another thread may keep its own

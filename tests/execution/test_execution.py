@@ -441,3 +441,14 @@ def test_a_root_key_that_was_deleted_is_refused():
     cohort.key.delete()
     with pytest.raises(RuntimeError, match="deleted"):
         algorithm.apply(state, cohort)
+
+
+def test_a_root_key_of_numpy_is_read_anew_every_round():
+    """It may have been written to."""
+    algorithm, root = fedavg(), np.array([0, 0], np.uint32)
+    state, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
+    for seed in (0, 0, 1):
+        root[1] = seed
+        given, _ = algorithm.apply(state, dataclasses.replace(cohort, key=root))
+        expected, _ = algorithm.apply(state, federation.cohort(seed=seed))
+        jax.tree.map(np.testing.assert_array_equal, given.params, expected.params)
