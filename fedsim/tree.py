@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,6 +148,19 @@ def after(a: Tree, b: Tree) -> Tree:
             first = leaf.ravel()[0]
             never |= (first != first) & (first == first)  # XLA does not know that of a NaN.
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), a)
+
+
+def value_and_grad(loss_fn: Callable[[Tree], jax.Array], at: Tree) -> tuple[jax.Array, Tree]:
+    """A loss and its gradient, all of it known before any of it is used: so a step can overwrite where it is taken.
+
+    Of weights that are also read to compute gradients of earlier layers, XLA would otherwise keep a copy in every step. What is
+    added to the gradient and reads parameters, as `pulled` does, is to be added afterwards, for the same reason.
+
+    >>> value_and_grad(lambda w: w["a"] ** 2, {"a": jnp.float32(3)})[1]["a"].tolist()
+    6.0
+    """
+    slope = jax.value_and_grad(loss_fn)(at)
+    return after(slope, slope)
 
 
 def is_float(leaf: Any) -> bool:

@@ -81,8 +81,7 @@ def test_steps_of_a_network_are_taken_in_place(ordered, copies):
         return jnp.mean(jnp.square(jax.nn.relu(x @ w["first"]) @ w["second"] - 1))
 
     def step(_, w):
-        slope = jax.grad(loss)(w)
-        slope = tree.after(slope, slope) if ordered else slope
+        _, slope = tree.value_and_grad(loss, w) if ordered else jax.value_and_grad(loss)(w)
         return tree.subtract(w, tree.scale(slope, 0.1))
 
     train = jax.jit(lambda w: jax.lax.fori_loop(0, 9, step, w)).lower(start).compile().as_text()

@@ -52,5 +52,5 @@ class Ditto(PersonalModel):
         return self.client_loss(shared, own, batch) + self.lam / 2 * away
 
     def personal_gradient(self, shared: Shared, copy: Params, own: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, own, batch)
+        loss, gradient = tree.value_and_grad(lambda own: self.client_loss(shared, own, batch), own)
         return loss, tree.pulled(gradient, self.lam, own, shared.params)

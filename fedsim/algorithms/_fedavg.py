@@ -77,8 +77,9 @@ class FedAvg(GradientServer):
         return self.client_loss(shared, params, batch)
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        """The loss to report of a batch, and the gradient for the client's optimizer: the hook of SCAFFOLD and its kin."""
-        return jax.value_and_grad(self.client_loss, argnums=1)(shared, state.params, batch)
+        """The loss to report of a batch, and the gradient for the client's optimizer: the hook of SCAFFOLD and its kin, which
+        add to this one."""
+        return tree.value_and_grad(lambda params: self.client_loss(shared, params, batch), state.params)
 
     def client_init(self, shared: Shared, client: Client) -> ClientState:
         return self.set_out(shared, shared.params)
@@ -103,13 +104,13 @@ class FedAvg(GradientServer):
 
     def descend(self, shared: Shared, state: ClientState, batch: Batch, loss_fn: Loss) -> ClientState:
         """One step of the client optimizer down a loss: for those who train several models, or parts of one."""
-        return self.walk(shared, state, batch, jax.value_and_grad(loss_fn)(state.params), loss_fn)
+        return self.walk(shared, state, batch, tree.value_and_grad(loss_fn, state.params), loss_fn)
 
     def walk(
         self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
     ) -> ClientState:
         """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient."""
-        loss, gradient = tree.after(slope, slope)  # A step overwrites what gradients of earlier layers are computed from.
+        loss, gradient = slope
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches). The value is that of what is
         # descended, the loss what is reported; what nobody asks for, and what is computed already, a compiler leaves out.

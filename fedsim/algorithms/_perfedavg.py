@@ -86,7 +86,7 @@ class PerFedAvg(FedAvg):
 
     def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
         def slope(params: Params, part: int) -> tuple[jax.Array, Params]:
-            return jax.value_and_grad(self.client_loss, argnums=1)(shared, params, parts[part])
+            return tree.value_and_grad(lambda params: self.client_loss(shared, params, parts[part]), params)
 
         def moved(by: jax.Array | float, along: Params) -> Params:
             return tree.add(state.params, tree.scale(along, by))

@@ -56,7 +56,7 @@ class PersonalModel(FedAvg):
     def personal_gradient(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss that is reported, and the gradient of `personal_loss` in ``own``: whoever overrides one, overrides both, or
         inherits from this class."""
-        return jax.value_and_grad(self.personal_loss, argnums=2)(shared, copy, own, batch)
+        return tree.value_and_grad(lambda own: self.personal_loss(shared, copy, own, batch), own)
 
     def client_init(self, shared: Shared, client: Client) -> Any:
         return TwoModels(self.set_out(shared, shared.params), self.set_out(shared, client.memory))
@@ -66,8 +66,9 @@ class PersonalModel(FedAvg):
             return self.personal_loss(shared, state.copy.params, own, batch)
 
         slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
-        later = batch._replace(mask=tree.after(batch.mask, slope))  # This slope may read the copy.
-        return TwoModels(super().client_step(shared, state.copy, later), self.walk(shared, state.own, batch, slope, loss))
+        own = self.walk(shared, state.own, batch, slope, loss)
+        later = batch._replace(mask=tree.after(batch.mask, own.params))  # This slope may read the copy.
+        return TwoModels(super().client_step(shared, state.copy, later), own)
 
     def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
         sent = super().client_final(shared, state.copy, client)

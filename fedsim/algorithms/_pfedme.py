@@ -65,8 +65,8 @@ class PFedMe(PersonalModel):
         w = state.copy.params
 
         def nearer(_: jax.Array, theta: Params) -> Params:
-            slope = tree.pulled(jax.grad(self.client_loss, argnums=1)(shared, theta, batch), self.lam, theta, w)
-            return tree.subtract(theta, tree.scale(tree.after(slope, slope), self.personal_learning_rate))
+            _, slope = tree.value_and_grad(lambda theta: self.client_loss(shared, theta, batch), theta)
+            return tree.subtract(theta, tree.scale(tree.pulled(slope, self.lam, theta, w), self.personal_learning_rate))
 
         theta = jax.lax.fori_loop(0, self.personal_steps, nearer, state.own.params)
         # Of the envelope f(theta) + lam/2 ||theta - w||², whose gradient in w is lam (w - theta).
