@@ -77,10 +77,10 @@ class APFL(PersonalModel):
         return self.client_loss(shared, own.mixed(copy), batch)
 
     def personal_gradient(self, shared: Shared, copy: Params, own: Mixture, batch: Batch) -> tuple[jax.Array, Mixture]:
-        loss, slope = tree.value_and_grad(lambda mixed: self.client_loss(shared, mixed, batch), own.mixed(copy))
+        slope = jax.value_and_grad(self.client_loss, argnums=1)(shared, own.mixed(copy), batch)
         # A slope that nobody follows must not count where an optimizer looks at all of them, as one that clips does.
-        along = tree.dot(tree.subtract(own.params, copy), slope) if self.adaptive else jnp.zeros_like(own.alpha)
-        slope = tree.after(slope, along)  # That reads the model which a step overwrites.
+        along = tree.dot(tree.subtract(own.params, copy), slope[1]) if self.adaptive else jnp.zeros_like(own.alpha)
+        loss, slope = tree.after(slope, (slope, along))  # As in `tree.value_and_grad`; what is along reads the model, too.
         # The mixture is in alpha's precision, what is trained in its own.
         return loss, Mixture(jax.tree.map(lambda g, v: (own.alpha * g).astype(v.dtype), slope, own.params), along)
 
