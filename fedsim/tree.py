@@ -153,6 +153,9 @@ def after(a: Tree, b: Tree) -> Tree:
 def value_and_grad(loss_fn: Callable[[Tree], jax.Array], at: Tree) -> tuple[jax.Array, Tree]:
     """A loss and its gradient, all of it known before any of it is used: so a step can overwrite where it is taken.
 
+    The loss is a scalar in its own dtype, the gradient has shapes and dtypes of ``at``; both are those of
+    `jax.value_and_grad` to the bit.
+
     Of weights that are also read to compute gradients of earlier layers, XLA would otherwise keep a copy in every step. What is
     added to the gradient and reads parameters, as `pulled` does, is to be added afterwards, for the same reason.
 

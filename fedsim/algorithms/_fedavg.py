@@ -109,7 +109,8 @@ class FedAvg(GradientServer):
     def walk(
         self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
     ) -> ClientState:
-        """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient."""
+        """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient,
+        made by `tree.value_and_grad` if the step is to be in place."""
         loss, gradient = slope
         optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
         # value, grad and value_fn are for those that ask for them (Polyak steps, line searches). The value is that of what is

@@ -44,8 +44,8 @@ def network() -> fedsim.Model:
 def copies(algorithm: fedsim.Algorithm) -> list[int]:
     """In the body of each loop in which there is a second layer: how often its weights are copied, of inner loops first."""
     shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))
-    one = jnp.int32(1)
-    client = Client(jnp.int32(0), 4 * one, 4 * one, jax.random.key(1), algorithm.client_memory(shared))
+    four = jnp.int32(4)
+    client = Client(jnp.int32(0), four, four, jax.random.key(1), algorithm.client_memory(shared))
     examples = {"x": jnp.ones([4, 3]), "y": jnp.zeros(4, jnp.int32)}
 
     def train(shared, client):
