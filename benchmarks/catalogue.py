@@ -25,6 +25,7 @@ ALGORITHM = 1.3  # times FedAvg's time per gradient, at most
 STREAMING = 1.15  # times the plain mean's time, at most, CNN
 FASTER = {"logistic": 3.5, "dense": 2.3, "cnn": 1.7}  # times as fast as FedJAX, at least
 TURNS_IN = 16  # that fill --seconds: there are many rows
+SETTLING = 4  # turns before those that count
 # What has no randomness is the same in both; of APFL, its global model: FedJAX leaves a factor out of the personal one's step.
 EXACT = ("FedAvg", "FedProx", "Mime", "MimeLite", "AgnosticFedAvg", "HypCluster", "APFL")
 QUANTIZED = ("UniformQuantizer", "UniformQuantizer, entropy", "RotatedUniformQuantizer", "Drive", "TernGrad")
@@ -113,7 +114,7 @@ def within(task: workload.Task, baseline: str, args: argparse.Namespace) -> Part
         pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in worker.about["names"] if name != baseline}
         for name in pairs:
             try:
-                warm(worker, name, task.per_dispatch)
+                settle(worker, name, rounds)
             except ContenderError as failure:
                 failures[name] = str(failure)
                 print(f"  {name}: {failure}", file=sys.stderr)
@@ -136,17 +137,25 @@ def turn(worker: Worker, name: str, rounds: int) -> Turn:
     return {"rounds": rounds, **each, **reply["result"]}
 
 
-def warm(worker: Worker, name: str, chunk: int) -> None:
-    """Compiles an entry; the second time, clients remember something."""
-    for _ in range(2):
-        worker("run", name=name, rounds=chunk)
+def settle(worker: Worker, name: str, rounds: int) -> None:
+    """Whole turns that are not timed: they compile, and take the memory that what clients keep will have from then on.
+
+    A system gives memory page by page when it is written first, which on a rented machine, whose host must find it, too, can
+    take longer than all that a round computes; rows lie in memory that was written before once every client has come and the
+    store of rows has grown to what it needs, some turns later.
+    """
+    for _ in range(SETTLING):
+        worker("run", name=name, rounds=rounds)
 
 
 def fill(worker: Worker, name: str, chunk: int, args: argparse.Namespace) -> int:
-    """Compiles an entry, and finds how many rounds fill a turn."""
-    warm(worker, name, chunk)
+    """Compiles an entry, finds how many rounds fill a turn, and settles it."""
+    for _ in range(2):
+        worker("run", name=name, rounds=chunk)
     took = worker("run", name=name, rounds=chunk)["seconds"]
-    return chunk * max(1, round(args.seconds / TURNS_IN / took))
+    rounds = chunk * max(1, round(args.seconds / TURNS_IN / took))
+    settle(worker, name, rounds)
+    return rounds
 
 
 def check(task: workload.Task) -> dict[str, Part]:
