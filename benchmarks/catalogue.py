@@ -25,7 +25,7 @@ ALGORITHM = 1.3  # times FedAvg's time per gradient, at most
 STREAMING = 1.15  # times the plain mean's time, at most, CNN
 FASTER = {"logistic": 3.5, "dense": 2.3, "cnn": 1.7}  # times as fast as FedJAX, at least
 TURNS_IN = 16  # that fill --seconds: there are many rows
-SETTLING = 4  # turns before those that count
+SETTLING = 4  # whole turns of an entry before it is timed at all
 # What has no randomness is the same in both; of APFL, its global model: FedJAX leaves a factor out of the personal one's step.
 EXACT = ("FedAvg", "FedProx", "Mime", "MimeLite", "AgnosticFedAvg", "HypCluster", "APFL")
 QUANTIZED = ("UniformQuantizer", "UniformQuantizer, entropy", "RotatedUniformQuantizer", "Drive", "TernGrad")
