@@ -30,7 +30,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._selection import chosen, highest, largest, mask_of, num_set
+from fedsim.compressors._selection import chosen, divided, highest, mask_of, num_set
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -116,12 +116,10 @@ class DSSGD(FedAvg):
             return Download(Part.of(values), state.round, seed[:0])
         # Attackers may send fewer updates than none.
         updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
-        # The least of them by their mask, which is faster than to look them up by their places.
-        last = jnp.min(updates, where=chosen(largest(updates, count), values.size), initial=jnp.inf)
+        sure, tied = divided(updates, count)
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
-        lots = 1 - rng.noise(rng.stream(key, "ties"), values.size)
-        sure, tied = mask_of(updates > last), mask_of(updates == last)
-        drawn = highest(jnp.where(updates == last, lots, 0.0), count - num_set(sure), num_set(tied))
+        lots = jnp.where(chosen(tied, values.size), 1 - rng.noise(rng.stream(key, "ties"), values.size), 0.0)
+        drawn = highest(lots, count - num_set(sure), num_set(tied))
         return Download(Part.of(values, drawn | sure, count), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
@@ -136,7 +134,7 @@ class DSSGD(FedAvg):
         change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
-        number = jnp.where(client.num_steps > 0, jnp.sum(chosen, dtype=jnp.uint32), jnp.uint32(0))
+        number = jnp.where(client.num_steps > 0, num_set(mask_of(chosen)), 0)
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
@@ -153,4 +151,4 @@ class DSSGD(FedAvg):
         """The participant's parameters, after the download."""
         like = jax.eval_shape(self.model.init, jax.random.key(0))
         own = client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like)
-        return ravel_pytree(own)[1](shared.part.put_into(tree.flat(own)))
+        return shared.part.put_into(own)

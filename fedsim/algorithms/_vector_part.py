@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.compressors._selection import places, spread
+from fedsim.compressors._selection import chosen, places, spread
+from fedsim.model import Params
 
 
 class Part(NamedTuple):
@@ -48,11 +49,26 @@ class Part(NamedTuple):
         bits = jnp.unpackbits(self.which, count=len(self.values) * width).reshape(-1, width).astype(jnp.int32)
         return jnp.sum(bits << jnp.arange(width)[None], axis=1, dtype=jnp.int32)
 
-    def put_into(self, vector: jax.Array) -> jax.Array:
-        """The vector, ``[size]``, with these values in their places."""
+    def put_into(self, params: Params) -> Params:
+        """The tree, of ``size`` elements in all, with these values in their places in the order of `fedsim.tree.flat`."""
+        leaves, structure = jax.tree.flatten(params)
+        size, at = sum(leaf.size for leaf in leaves), 0
+        # Before they meet a client's own: a compiler spreads what is the same for all clients once a round.
+        values, there = self._spread(size)
+        for i, leaf in enumerate(leaves):
+            new, which = (x[at : at + leaf.size].reshape(leaf.shape) for x in (values, there))
+            leaves[i], at = jnp.where(which, new.astype(leaf.dtype), leaf), at + leaf.size
+        return jax.tree.unflatten(structure, leaves)
+
+    def _spread(self, size: int) -> tuple[jax.Array, jax.Array]:
+        """The values in their places, and where there are any, both ``[size]``."""
+        if len(self.values) == size and not self.which.size:
+            return self.values, jnp.ones(size, bool)
+        zeros = jnp.zeros(size, self.values.dtype)
         if self._is_mask:
-            return spread(self.which, self.values, vector)
-        return vector.at[self.where(vector.size)].set(self.values) if self.which.size else self.values
+            return spread(self.which, self.values, zeros), chosen(self.which, size)
+        at = self.where(size)
+        return zeros.at[at].set(self.values), jnp.zeros(size, bool).at[at].set(True)
 
     @property
     def _is_mask(self) -> bool:

@@ -29,7 +29,8 @@ def count_of(fraction: float, d: int) -> int:
 class _Cut(NamedTuple):
     """At least k are >= low, fewer than k are >= high: how many they are, and their masks.
 
-    ``step``: how often that was narrowed down; ``held``: for how long low has been where it is, negative: for how long high.
+    ``step``: how often that was narrowed down; ``held``: for how long low has been where it is, negative: for how long high;
+    ``idle``: how often in a row that has not made fewer of those between.
     """
 
     low: jax.Array
@@ -40,6 +41,7 @@ class _Cut(NamedTuple):
     sure: jax.Array
     step: jax.Array
     held: jax.Array
+    idle: jax.Array
 
 
 def highest(lots: jax.Array, k: jax.Array | int, number: jax.Array | int) -> jax.Array:
@@ -65,14 +67,24 @@ def num_set(mask: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
 
 
-@jax.jit
 def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> jax.Array:
     """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of 1 to d.
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
+    ``near``: see `divided`.
+    """
+    sure, tied = divided(x, k, near)
+    return sure | _first(tied, jnp.asarray(k, jnp.int32) - num_set(sure))
 
-    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, and up to sixty where
-    many are the same, or nearly. ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
+
+@jax.jit
+def divided(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> tuple[jax.Array, jax.Array]:
+    """Masks of fewer than k coordinates of ``float32 [d]`` and of others, with which there are at least k, all smaller.
+
+    Those of the second are of one magnitude, or together with the first they are k: any of them make up the k largest.
+
+    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, or up to thirty where
+    many are nearly the same. ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
     """
     d, k = x.shape[0], jnp.asarray(k, jnp.int32)
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
@@ -95,6 +107,9 @@ def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
         width = cut.high - cut.low
         between = cut.low + (width.astype(jnp.float32) * share).astype(jnp.int32)
         guess = jnp.where(cut.step < 2, first[jnp.minimum(cut.step, 1)], between)
+        # Where many are the same, that divides no more of them: then a value that there is, and if it is the least, the next.
+        guess = jax.lax.cond(cut.idle == 1, lambda: _one_between(size, cut), lambda: guess)
+        guess = jnp.where(cut.idle == 2, cut.low + 1, guess)
         return _narrowed(size, k, cut, jnp.clip(guess, cut.low + 1, cut.high - 1))
 
     def unsettled(cut: _Cut) -> jax.Array:
@@ -102,16 +117,26 @@ def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
 
     everyone = mask_of(jnp.ones(d, bool))
     zero, top = jnp.int32(0), jnp.int32(jnp.iinfo(jnp.int32).max)
-    cut = _Cut(zero, top, jnp.int32(d), zero, everyone, jnp.zeros_like(everyone), zero, zero)
+    cut = _Cut(zero, top, jnp.int32(d), zero, everyone, jnp.zeros_like(everyone), zero, zero, zero)
     cut = jax.lax.while_loop(unsettled, step, cut)
-    return cut.sure | _first(cut.maybe & ~cut.sure, k - cut.above_high)
+    return cut.sure, cut.maybe & ~cut.sure
+
+
+def _one_between(size: jax.Array, cut: _Cut) -> jax.Array:
+    """A value of those that are between the bounds: the first's."""
+    between = cut.maybe & ~cut.sure
+    word = jnp.argmax(between != 0).astype(jnp.int32)
+    lowest = between[word] & (~between[word] + jnp.uint32(1))
+    bit = 31 - jax.lax.clz(lowest).astype(jnp.int32)
+    return size[bit * len(between) + word]
 
 
 def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cut:
     """The bounds after counting those that are at least ``guess``."""
     mask = mask_of(size >= guess)
     above = num_set(mask)
-    cut = cut._replace(step=cut.step + 1)
+    idle = jnp.where((above == cut.above_low) | (above == cut.above_high), cut.idle + 1, 0)
+    cut = cut._replace(step=cut.step + 1, idle=idle)
     low = cut._replace(low=guess, above_low=above, maybe=mask, held=jnp.minimum(cut.held, 0) - 1)
     high = cut._replace(high=guess, above_high=above, sure=mask, held=jnp.maximum(cut.held, 0) + 1)
     return tree.select(above >= k, low, high)
@@ -122,8 +147,9 @@ def places(mask: jax.Array, k: int) -> jax.Array:
     """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]
     if 2 * k > words:  # All coordinates together are fewer than the steps of so many searches.
+        # Those that are not set have one place to go to behind all: not to write them is a branch that no processor foresees.
         to = jnp.where(chosen(mask, 32 * words), _ranks(mask), k)
-        return jnp.zeros(k, jnp.int32).at[to].set(jnp.arange(32 * words, dtype=jnp.int32), mode="drop")
+        return jnp.zeros(k + 1, jnp.int32).at[to].set(jnp.arange(32 * words, dtype=jnp.int32))[:k]
     counts = jax.lax.population_count(mask).astype(jnp.int32)
     until = jnp.cumsum(counts)
     nth = jnp.arange(k, dtype=jnp.int32)

@@ -164,7 +164,10 @@ def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_short
     before = draw.normal(size=size).astype(np.float32)
     arrived = before.copy()
     arrived[chosen] = vector[chosen]
-    np.testing.assert_array_equal(part.put_into(jnp.asarray(before)), arrived)
+    for at in (0, size // 3):  # a tree of two leaves
+        leaves = part.put_into([jnp.asarray(before[:at]), jnp.asarray(before[at:])[:, None]])
+        np.testing.assert_array_equal(leaves[0], arrived[:at])
+        np.testing.assert_array_equal(leaves[1], arrived[at:, None])
 
 
 def test_random_selection_takes_only_changes_above_the_threshold():

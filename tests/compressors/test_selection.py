@@ -73,7 +73,7 @@ def test_few_coordinates(d):
         assert sorted(np.asarray(x)[np.asarray(where)].tolist()) == list(range(d - k + 1, d + 1))
 
 
-MOST_PASSES = {"gaussian": 25, "heavy tails": 25, "mostly zero": 25, "tiny to huge": 25, "counts": 40, "all the same": 75}
+MOST_PASSES = {"gaussian": 25, "heavy tails": 25, "mostly zero": 25, "tiny to huge": 25, "counts": 10, "all the same": 5}
 
 
 @pytest.mark.parametrize("case", MOST_PASSES)
