@@ -11,8 +11,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedsim import tree
 from fedsim.data import ClientRows
 from fedsim.data._row_store import MemoryRows, RowStore
+from fedsim.execution._cohort_loop import put_rows
 from fedsim.execution._contract import ClientTable, State
 from fedsim.execution._memory import split
 from fedsim.execution._placement import AXIS
@@ -47,8 +49,8 @@ class Moved(NamedTuple):
     Attributes:
       before: rows as they were before it.
       table: room for those that it writes, one device's after another's, to be `cleared`.
-      plans: of the rounds that can go together, pointing into both.
-      who: whose rows each device has room for, ``int [n]``, in their order.
+      plans: of its rounds, pointing into both.
+      who: whose rows each device has room for, ``int [n]``, in their order; who comes to several devices is in each.
     """
 
     before: ClientTable
@@ -58,31 +60,60 @@ class Moved(NamedTuple):
 
 
 def rows_for(clients: ClientRows, plans: Iterable[RoundPlan], slots: int, mesh: Mesh, max_rounds: int) -> Moved:
-    """The rows of the clients of the first of these rounds, each for the device that trains its client.
+    """The rows of these rounds' clients, each for the device that trains its client.
 
-    A round has to wait for the next dispatch if a client comes to another device than in a round before it: who trains where is
-    a matter of its cohort alone, so that what is dispatched together changes no sum.
+    Who trains where is a matter of a round's cohort alone, so that what is dispatched together changes no sum. Where a client
+    comes to another device than before, what it keeps moves there (`with_moves`).
     """
     devices = mesh.size
     capacity = min(most_rows(slots, devices) * max_rounds, len(clients.index))
-    homes: dict[int, tuple[int, int]] = {}
-    who: list[list[int]] = [[] for _ in range(devices)]
+    homes: list[dict[int, int]] = [{} for _ in range(devices)]  # of each device, from a client to its place there
+    lately: dict[int, int] = {}  # from a client to the device that it came to last
     moved = []
     for plan in plans:
-        seats = [(at, int(plan.client[at]), device) for device in range(devices) for at in _trained_by(plan, device)]
-        if any(homes.get(client, (device,))[0] != device for _, client, device in seats):
-            break
-        keeps = np.full(slots, capacity, np.int32)
-        for at, client, device in seats:
-            if client not in homes:
-                homes[client] = device, len(who[device])
-                who[device].append(client)
-            keeps[at] = homes[client][1]
-        moved.append(plan._replace(keeps=keeps))
-    of_devices = [np.array(there, np.int64) for there in who]
-    before, places = _in_place(clients, mesh) or _gathered(clients, of_devices, capacity, mesh)
-    moved = [plan._replace(reads=np.where(plan.keeps < capacity, places[plan.client], -1).astype(np.int32)) for plan in moved]
-    return Moved(before, _room(clients.store, devices * capacity, mesh), moved, of_devices)
+        keeps, moves, num_moves = np.full(slots, capacity, np.int32), np.full((slots, 2), -1, np.int32), 0
+        for device, home in enumerate(homes):
+            for at in _trained_by(plan, device):
+                client = int(plan.client[at])
+                keeps[at] = home.setdefault(client, len(home))
+                last = lately.get(client, device)
+                if last != device:
+                    moves[num_moves] = last * capacity + homes[last][client], device * capacity + keeps[at]
+                    num_moves += 1
+                lately[client] = device
+        moved.append(plan._replace(keeps=keeps, moves=moves))
+    who = [np.array(list(home), np.int64) for home in homes]
+    before, places = _in_place(clients, mesh) or (_gathered(clients, who, capacity, mesh), None)
+
+    def reads(plan: RoundPlan) -> np.ndarray:
+        there = plan.keeps if places is None else places[plan.client]
+        return np.where(plan.keeps < capacity, there, -1).astype(np.int32)
+
+    moved = [plan._replace(reads=reads(plan)) for plan in moved]
+    return Moved(before, _room(clients.store, devices * capacity, mesh), moved, who)
+
+
+def with_moves(table: ClientTable, moves: jax.Array) -> ClientTable:
+    """A device's table after these moves, ``int32 [n, 2]`` as `RoundPlan` has them; a row that was not written stays away."""
+    rows, device = len(table.seen), jax.lax.axis_index(AXIS)
+
+    def bits(leaf: jax.Array) -> jax.Array:  # Of floats the sum with zeros is not always what they were: -0.0 becomes 0.0.
+        return jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")) if tree.is_float(leaf) else leaf
+
+    def of_bits(bits: jax.Array, leaf: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(bits, leaf.dtype) if tree.is_float(leaf) else bits.astype(leaf.dtype)
+
+    def move(i: jax.Array, table: ClientTable) -> ClientTable:
+        source, target = moves[i]
+        leaves = source // rows == device
+        at = jnp.where(leaves, source % rows, 0)
+        going = jax.tree.map(lambda leaf: bits(leaf[at]), table)
+        row, seen = tree.psum(tree.select(leaves, going, jax.tree.map(jnp.zeros_like, going)), AXIS)
+        table = table._replace(seen=table.seen.at[at].set(table.seen[at] & ~leaves))
+        to = jnp.where((target // rows == device) & (seen > 0), target % rows, rows)
+        return put_rows(table, to, jax.tree.map(of_bits, row, table.rows))
+
+    return jax.lax.fori_loop(0, jnp.sum(moves[:, 0] >= 0, dtype=jnp.int32), move, table)
 
 
 def _in_place(clients: ClientRows, mesh: Mesh) -> tuple[ClientTable, np.ndarray] | None:
@@ -107,8 +138,8 @@ def _in_place(clients: ClientRows, mesh: Mesh) -> tuple[ClientTable, np.ndarray]
     return None if table is None else (table, clients.index)
 
 
-def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: Mesh) -> tuple[ClientTable, np.ndarray]:
-    """A copy of these clients' rows, each device's on it, and everybody's place there, ``int [num_clients]``."""
+def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: Mesh) -> ClientTable:
+    """A copy of these clients' rows, each device's on it, in the places where it keeps them."""
     rows = [np.empty((mesh.size * capacity, *leaf.shape), leaf.dtype) for leaf in clients.store.leaves]
     seen = np.zeros(mesh.size * capacity, bool)
     at = np.concatenate([device * capacity + np.arange(len(there)) for device, there in enumerate(who)])
@@ -116,10 +147,8 @@ def _gathered(clients: ClientRows, who: list[np.ndarray], capacity: int, mesh: M
     seen[at] = clients.read(chosen, rows, at)
     for leaf in rows:
         leaf[~seen] = 0  # A row's parts may say themselves whether they were ever written.
-    places = np.full(len(clients.index), -1, np.int64)
-    places[chosen] = at % capacity
     table = ClientTable(jax.tree.unflatten(clients.store.structure, rows), seen)
-    return jax.device_put(table, NamedSharding(mesh, P(AXIS))), places
+    return jax.device_put(table, NamedSharding(mesh, P(AXIS)))
 
 
 def _room(store: RowStore, rows: int, mesh: Mesh) -> ClientTable:

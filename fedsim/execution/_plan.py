@@ -29,6 +29,7 @@ class RoundPlan(NamedTuple):
       steps: ``[slots]``, batches to train on.
       reads: ``[slots]``, where the row that it had before the dispatch is, in a table of its own; -1: nowhere.
       keeps: ``[slots]``, where its row is in the table of what clients keep that its device has; beyond it for empty slots.
+      moves: ``[slots, 2]``, which rows of all devices' tables, one after another, go where before it begins; -1: no more.
       attacker: ``[slots]``, 1 for those who carry out the cohort's attack.
       queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
       length: ``[devices, lanes]``, how many entries of each queue count.
@@ -42,6 +43,7 @@ class RoundPlan(NamedTuple):
     steps: Any
     reads: Any
     keeps: Any
+    moves: Any
     attacker: Any
     queue: Any
     length: Any
@@ -57,14 +59,14 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 3 + (7 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, 3 + (9 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (2,), *[(self.slots,)] * 7]
+        shapes = [(), (2,), *[(self.slots,)] * 6, (self.slots, 2), (self.slots,)]
         shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
         for shape in shapes:
@@ -113,6 +115,7 @@ def plan_round(
         steps=_fill(steps, slots),
         reads=_fill(np.zeros(0), slots, -1),
         keeps=_fill(cohort.clients, slots, cohort.data.num_clients),
+        moves=np.full((slots, 2), -1, np.int32),
         attacker=_fill(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
         queue=queue.reshape(devices, lanes, slots),
         length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),

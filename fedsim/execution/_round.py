@@ -26,7 +26,7 @@ from fedsim.execution._cohort_loop import (
 )
 from fedsim.execution._contract import ClientTable, FederatedProgram, Remembered, RoundInfo, State, Turnout, update_shape
 from fedsim.execution._memory import Turn, averaged, down, join, split, turns, with_clients, without_clients
-from fedsim.execution._moved_rows import cleared
+from fedsim.execution._moved_rows import cleared, with_moves
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout, RoundPlan, of_phase
 
@@ -139,6 +139,8 @@ def _compile(
 
         def body(r: jax.Array, carry: tuple[State, RoundInfo]) -> tuple[State, RoundInfo]:
             state, infos = carry
+            if moving and mesh.size > 1:
+                state = with_clients(state, with_moves(split(state).clients, layout.unpack(plan[r]).moves))
             state, info = one_round(given, state, key, plan[r])
             return state, jax.tree.map(lambda rows, row: rows.at[r].set(row), infos, info)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from counting import BATCHES, EXECUTIONS, Counting, MeanFirst, cohorts
+from counting import BATCHES, EXECUTIONS, Counting, MeanFirst, by_hand, cohorts
 
 import fedsim
 from fedsim import execution
@@ -53,25 +53,57 @@ def test_the_device_gets_no_more_rows_than_there_are_clients(lie, monkeypatch, d
     federation.assert_trees_close(federation.plain(parts), federation.plain(state))
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lie, lanes, dispatches):
+@pytest.mark.parametrize(("devices", "lanes"), [(2, 1), (2, 2), (8, 1)])
+def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_no_bit(lie, devices, lanes, dispatches):
     population = federation.data()
-    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, lanes=lanes, memory="stream"))
-    start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(population))
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, lanes=lanes, memory="stream"))
+    start, draw = algorithm.init(jax.random.key(0)), np.random.default_rng(3)
+    rounds = [fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0)) for r in range(12)]
     together, _ = algorithm.apply_rounds(start, rounds)
-    for _, table, plans, who in dispatches:
-        capacity = len(table.seen) // 2
-        assert sum(len(there) for there in who) == len(set(np.concatenate(who).tolist())) <= 2 * capacity
-        for plan in plans:
-            for (device, lane), length in np.ndenumerate(plan.length):
-                at = plan.queue[device, lane, :length]
-                assert who[device][plan.keeps[at]].tolist() == plan.client[at].tolist()
-    # Of five rounds of half of the clients some cannot go with those before them: a client came to the other device.
-    assert 1 < len(dispatches) < 5 and sum(len(plans) for _, _, plans, _ in dispatches) == 5
+    ((_, table, plans, who),) = dispatches
+    assert len(plans) == 12 and all(len(there) == len(set(there)) <= len(table.seen) // devices for there in who)
+    for plan in plans:
+        for (device, lane), length in np.ndenumerate(plan.length):
+            at = plan.queue[device, lane, :length]
+            assert who[device][plan.keeps[at]].tolist() == plan.client[at].tolist()
+    moves = [tuple(move) for plan in plans for move in plan.moves.tolist() if move[0] >= 0]
+    assert len(moves) > 3 and any((to, source) in moves[:i] for i, (source, to) in enumerate(moves))  # and some come back
     alone = start
     for cohort in rounds:
         alone, _ = algorithm.apply(alone, cohort)
     federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+    (kept, _), seen = federation.plain(together).clients
+    _, expected = by_hand(rounds)
+    actual = {id: (int(kept.visits[at]), kept.total[at].tolist()) for at, id in enumerate(population.client_ids) if seen[at]}
+    assert actual == {id: (visits, pytest.approx(total.tolist())) for id, (visits, total) in expected.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*were left out")
+def test_what_moves_between_devices_keeps_its_bits_whatever_its_dtypes(lie):
+    """-0.0 too, and flags; of clients whose update does not count, nothing moves."""
+
+    class Kinds(Counting):
+        def client_memory(self, shared):
+            return jnp.int8(-3), jnp.bfloat16(0), jnp.zeros(2), False, jnp.uint16(7)
+
+        def client_init(self, shared, client):
+            return jnp.float32(0), jnp.float32(0), client.memory[0].astype(jnp.int32)
+
+        def client_final(self, shared, state, client):
+            small, half, _, flag, counts = client.memory
+            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), jnp.array([-0.0, 1e-40]), ~flag, counts * jnp.uint16(3)
+            update = jnp.where(client.position == 2, jnp.nan, state[0])
+            return execution.ClientUpdate(update, jnp.float32(1), {}, kept)
+
+    population = federation.data()
+    by_two = Kinds(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
+    start, rounds = by_two.init(jax.random.key(0)), list(cohorts(population))
+    together, _ = by_two.apply_rounds(start, rounds)
+    alone = start
+    for cohort in rounds:
+        alone, _ = by_two.apply(alone, cohort)
+    for ours, theirs in zip(*(jax.tree.leaves(federation.plain(state)) for state in (together, alone)), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 @pytest.mark.parametrize("memory", ["resident", "stream"])
