@@ -97,11 +97,16 @@ def with_moves(table: ClientTable, moves: jax.Array) -> ClientTable:
     """A device's table after these moves, ``int32 [n, 2]`` as `RoundPlan` has them; a row that was not written stays away."""
     rows, device = len(table.seen), jax.lax.axis_index(AXIS)
 
-    def bits(leaf: jax.Array) -> jax.Array:  # Of floats the sum with zeros is not always what they were: -0.0 becomes 0.0.
-        return jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")) if tree.is_float(leaf) else leaf
+    def bits(leaf: jax.Array) -> jax.Array:
+        # Of floats the sum with zeros is not always what they were: -0.0 becomes 0.0. Few devices add up 8 or 16 bits.
+        if tree.is_float(leaf):
+            leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+        return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.uint32)
 
     def of_bits(bits: jax.Array, leaf: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(bits, leaf.dtype) if tree.is_float(leaf) else bits.astype(leaf.dtype)
+        if not tree.is_float(leaf):
+            return bits.astype(leaf.dtype)
+        return jax.lax.bitcast_convert_type(bits.astype(f"uint{8 * leaf.dtype.itemsize}"), leaf.dtype)
 
     def move(i: jax.Array, table: ClientTable) -> ClientTable:
         source, target = moves[i]
