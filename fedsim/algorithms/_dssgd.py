@@ -131,14 +131,14 @@ class DSSGD(FedAvg):
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
         _, tree_of = ravel_pytree(state.params)
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
-        change, chosen = self.upload().of(moved, rng.stream(client.key, "select"))
+        change, sent = self.upload().of(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
-        change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(chosen, change, 0.0), jnp.nan)
-        number = jnp.where(client.num_steps > 0, num_set(mask_of(chosen)), 0)
+        change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
+        number = jnp.where(client.num_steps > 0, num_set(mask_of(sent)), 0)
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = (tree_of(change), () if self.theta_d == 1 else chosen.astype(jnp.float32))
+        update = (tree_of(change), () if self.theta_d == 1 else sent.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 

@@ -67,6 +67,7 @@ def num_set(mask: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.population_count(mask), dtype=jnp.int32)
 
 
+@jax.jit
 def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> jax.Array:
     """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of 1 to d.
 
@@ -81,10 +82,11 @@ def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
 def divided(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> tuple[jax.Array, jax.Array]:
     """Masks of fewer than k coordinates of ``float32 [d]`` and of others, with which there are at least k, all smaller.
 
-    Those of the second are of one magnitude, or together with the first they are k: any of them make up the k largest.
+    Those of the second are of one magnitude, or together with the first they are k: any of them make up the k largest. (NaN
+    goes by its bits.)
 
-    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, or up to thirty where
-    many are nearly the same. ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
+    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, at worst sixty.
+    ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
     """
     d, k = x.shape[0], jnp.asarray(k, jnp.int32)
     # Read as integers, magnitudes keep their order; and there are no values between two integers.
@@ -108,8 +110,10 @@ def divided(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
         between = cut.low + (width.astype(jnp.float32) * share).astype(jnp.int32)
         guess = jnp.where(cut.step < 2, first[jnp.minimum(cut.step, 1)], between)
         # Where many are the same, that divides no more of them: then a value that there is, and if it is the least, the next.
-        guess = jax.lax.cond(cut.idle == 1, lambda: _one_between(size, cut), lambda: guess)
-        guess = jnp.where(cut.idle == 2, cut.low + 1, guess)
+        # Not for ever, for such a value may be the least each time.
+        idle = jnp.where(cut.step < 20, cut.idle, 0)
+        guess = jax.lax.cond(idle == 1, lambda: _one_between(size, cut), lambda: guess)
+        guess = jnp.where(idle == 2, cut.low + 1, guess)
         return _narrowed(size, k, cut, jnp.clip(guess, cut.low + 1, cut.high - 1))
 
     def unsettled(cut: _Cut) -> jax.Array:

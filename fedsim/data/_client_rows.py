@@ -96,7 +96,7 @@ class ClientRows:
         return self.all_written([(clients, rows, where)])
 
     def all_written(self, parts: Iterable[tuple[np.ndarray, Rows, np.ndarray | None]]) -> ClientRows:
-        """The same with new rows that come in several parts, each what `written` takes; no client is in two."""
+        """The same with new rows that come in several parts, each what `written` takes; no client has a new row in two."""
         chosen = [
             (clients, rows, np.arange(len(clients)) if where is None else np.flatnonzero(where))
             for clients, rows, where in parts

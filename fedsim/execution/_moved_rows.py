@@ -114,7 +114,8 @@ def with_moves(table: ClientTable, moves: jax.Array) -> ClientTable:
         at = jnp.where(leaves, source % rows, 0)
         going = jax.tree.map(lambda leaf: bits(leaf[at]), table)
         row, seen = tree.psum(tree.select(leaves, going, jax.tree.map(jnp.zeros_like, going)), AXIS)
-        table = table._replace(seen=table.seen.at[at].set(table.seen[at] & ~leaves))
+        # With all flags of the row that leaves: of several phases, each tells by its own whether it wrote a row.
+        table = jax.tree.map(lambda x: x.at[at].set(x[at] & ~leaves) if x.dtype == bool else x, table)
         to = jnp.where((target // rows == device) & (seen > 0), target % rows, rows)
         return put_rows(table, to, jax.tree.map(of_bits, row, table.rows))
 

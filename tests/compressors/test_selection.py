@@ -95,6 +95,16 @@ def test_many_coordinates_take_few_passes(case, k, monkeypatch):
     assert 0 < len(passes) <= MOST_PASSES[case]
 
 
+def test_passes_end_where_the_first_of_those_in_question_is_always_the_least(monkeypatch):
+    passes, narrowed = [], _selection._narrowed
+    monkeypatch.setattr(_selection, "_narrowed", lambda *arguments: passes.append(0) or narrowed(*arguments))
+    numbers = (0x3F800000 - 1.5 ** np.arange(44)).astype(np.int32)
+    x = np.sort(numbers).view(np.float32)
+    with jax.disable_jit():
+        mask = unpack(largest(jnp.asarray(x), 1)[None], len(x))
+    assert np.flatnonzero(mask).tolist() == [len(x) - 1] and len(passes) <= 60
+
+
 @pytest.mark.parametrize(
     ("fraction", "d", "k"), [(0.01, 100, 1), (0.07, 100, 7), (0.29, 100, 29), (1.0, 7, 7), (1e-6, 7, 1), (0.1, 31, 4)]
 )

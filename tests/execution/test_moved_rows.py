@@ -79,6 +79,25 @@ def test_each_row_is_on_the_device_of_its_client_and_what_goes_together_changes_
 
 
 @pytest.mark.filterwarnings("ignore:.*were left out")
+def test_rows_of_several_phases_follow_their_clients(lie):
+    """A phase must not find what a client left behind on another device."""
+
+    class Two(Counting):
+        @property
+        def phases(self):
+            return Counting(batches=self.batches, refuse=2), self
+
+    population, draw = federation.data(), np.random.default_rng(5)
+    algorithm = Two(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"), refuse=5)
+    rounds = [fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0)) for r in range(16)]
+    state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), rounds)
+    visits = [leaf for leaf in jax.tree.leaves(federation.plain(state).clients) if leaf.dtype == np.int32]
+    came = np.bincount(np.concatenate([cohort.clients for cohort in rounds]), minlength=8) * (population.sizes > 0)
+    for of_phase, refused in zip(visits, (2, 5), strict=True):
+        np.testing.assert_array_equal(of_phase, np.where(np.arange(8) == refused, 0, came))
+
+
+@pytest.mark.filterwarnings("ignore:.*were left out")
 def test_what_moves_between_devices_keeps_its_bits_whatever_its_dtypes(lie):
     """-0.0 too, and flags; of clients whose update does not count, nothing moves."""
 
