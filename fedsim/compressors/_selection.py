@@ -85,7 +85,7 @@ def divided(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = Non
     Those of the second are of one magnitude, or together with the first they are k: any of them make up the k largest. (NaN
     goes by its bits.)
 
-    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, at worst sixty.
+    No sorting: the magnitude that divides them is sought between bounds, by counting: some ten times, at worst some eighty.
     ``near``: two magnitudes between which it probably is, where one knows; it is found sooner.
     """
     d, k = x.shape[0], jnp.asarray(k, jnp.int32)
