@@ -103,10 +103,10 @@ def with_moves(table: ClientTable, moves: jax.Array) -> ClientTable:
             leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         return leaf if leaf.dtype.itemsize >= 4 else leaf.astype(jnp.uint32)
 
-    def of_bits(bits: jax.Array, leaf: jax.Array) -> jax.Array:
+    def of_bits(number: jax.Array, leaf: jax.Array) -> jax.Array:
         if not tree.is_float(leaf):
-            return bits.astype(leaf.dtype)
-        return jax.lax.bitcast_convert_type(bits.astype(f"uint{8 * leaf.dtype.itemsize}"), leaf.dtype)
+            return number.astype(leaf.dtype)
+        return jax.lax.bitcast_convert_type(number.astype(f"uint{8 * leaf.dtype.itemsize}"), leaf.dtype)
 
     def move(i: jax.Array, table: ClientTable) -> ClientTable:
         source, target = moves[i]
