@@ -1,4 +1,4 @@
-"""Where clients' rows are while a dispatch runs: read in place or gathered before it, and written to the store after it."""
+"""Where clients' rows are while a dispatch runs: read in place or gathered, moved with clients, then written to the store."""
 
 from __future__ import annotations
 

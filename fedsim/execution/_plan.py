@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,21 +60,24 @@ class Layout:
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
-        packed = np.zeros((rounds, 3 + (9 + self.devices * self.lanes) * self.slots + self.devices * self.lanes), np.int32)
+        packed = np.zeros((rounds, sum(math.prod(shape) for shape in self._shapes())), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
         """The inverse, for one packed row, traced or not."""
-        shapes = [(), (2,), *[(self.slots,)] * 6, (self.slots, 2), (self.slots,)]
-        shapes += [(self.devices, self.lanes, self.slots), (self.devices, self.lanes)]
         fields, at = [], 0
-        for shape in shapes:
-            words = int(np.prod(shape, dtype=np.int64))
+        for shape in self._shapes():
+            words = math.prod(shape)
             fields.append(row[at : at + words].reshape(shape))
             at += words
         return RoundPlan(*fields)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Of a plan's fields."""
+        of_slots, of_lanes = (self.slots,), (self.devices, self.lanes)
+        return [(), (2,), *[of_slots] * 6, (self.slots, 2), of_slots, (*of_lanes, self.slots), of_lanes]
 
 
 def plan_round(

@@ -109,14 +109,16 @@ def test_what_moves_between_devices_keeps_its_bits_whatever_its_dtypes(lie):
             return jnp.float32(0), jnp.float32(0), client.memory[0].astype(jnp.int32)
 
         def client_final(self, shared, state, client):
-            small, half, _, flag, counts = client.memory
-            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), jnp.array([-0.0, 1e-40]), ~flag, counts * jnp.uint16(3)
+            small, half, floats, flag, counts = client.memory
+            floats = jnp.where(counts == 7, jnp.array([-0.0, 1e-40]), floats)  # from its first visit on
+            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), floats, ~flag, counts * jnp.uint16(3)
             update = jnp.where(client.position == 2, jnp.nan, state[0])
             return execution.ClientUpdate(update, jnp.float32(1), {}, kept)
 
     population = federation.data()
     by_two = Kinds(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
-    start, rounds = by_two.init(jax.random.key(0)), list(cohorts(population))
+    start, draw = by_two.init(jax.random.key(0)), np.random.default_rng(3)
+    rounds = [fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0)) for r in range(12)]
     together, _ = by_two.apply_rounds(start, rounds)
     alone = start
     for cohort in rounds:
