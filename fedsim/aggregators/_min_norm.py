@@ -10,6 +10,7 @@ leaves open how. Deviation: an update of zeros, which has no direction, counts a
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,17 @@ class MinNorm(SideBySide):
         return jax.tree.map(lambda rows: total(wide(rows), shares * per_norm), updates)
 
 
+class _At(NamedTuple):
+    """Shares, the point that the next step starts from, how far ahead that is, how many steps came, and whether one went
+    nowhere: then it started from the answer."""
+
+    here: jax.Array
+    ahead: jax.Array
+    momentum: jax.Array
+    steps: jax.Array
+    there: jax.Array
+
+
 def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
     """The λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
     mass = jnp.sum(start)
@@ -74,13 +86,14 @@ def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.A
             least = least + width * jnp.sum(totals > mass, dtype=jnp.float32)
         return jnp.clip(point - (least + width / 2), low, high)
 
-    def step(_: int, at: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        here, ahead, momentum = at
+    def step(at: _At) -> _At:
+        here, ahead, momentum, steps, _ = at
         new = nearest(ahead - rate * (products @ ahead))
         restart = jnp.vdot(ahead - new, new - here) > 0
         momentum = jnp.where(restart, 1.0, momentum)
         faster = (1 + jnp.sqrt(1 + 4 * momentum**2)) / 2
         ahead = jnp.where(restart, new, new + (momentum - 1) / faster * (new - here))
-        return new, ahead, jnp.where(restart, 1.0, faster)
+        return _At(new, ahead, jnp.where(restart, 1.0, faster), steps + 1, jnp.all(new == at.ahead))
 
-    return jax.lax.fori_loop(0, _STEPS, step, (start, start, jnp.float32(1)))[0]
+    first = _At(start, start, jnp.float32(1), jnp.int32(0), jnp.bool_(False))
+    return jax.lax.while_loop(lambda at: (at.steps < _STEPS) & ~at.there, step, first).here

@@ -14,6 +14,8 @@ from fedsim.aggregators._aggregator import wide as wide_dtype
 
 # Coordinates that are sorted together on a CPU: those of a hundred clients stay in its cache.
 _COLUMNS = 4096
+# Coordinates that are multiplied together on a CPU, whose matrix products copy what they read into another order.
+_FACTORS = 16384
 
 
 def check_attackers(name: str, attackers: int, slots: int, *, per_attacker: int) -> None:
@@ -59,11 +61,26 @@ def squared_norms(updates: Update) -> jax.Array:
 
 
 def inner_products(updates: Update, prepared: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Of any two rows, over all leaves: ``float32 [slots, slots]``, of what ``prepared`` makes of a leaf ``[slots, n]``."""
+    """Of any two rows, over all leaves: ``float32 [slots, slots]``, of what ``prepared`` makes of columns ``[slots, n]``."""
+
+    def product(rows: jax.Array) -> jax.Array:
+        rows = prepared(rows)
+        return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+
+    def product_in_cache(rows: jax.Array) -> jax.Array:
+        slots, columns = rows.shape
+        whole = columns // _FACTORS
+
+        def add(i: jax.Array, products: jax.Array) -> jax.Array:
+            return products + product(jax.lax.dynamic_slice(rows, (0, i * _FACTORS), (slots, _FACTORS)))
+
+        return jax.lax.fori_loop(0, whole, add, product(rows[:, whole * _FACTORS :]))
 
     def leaf(rows: jax.Array) -> jax.Array:
-        rows = prepared(rows.astype(jnp.float32).reshape(len(rows), math.prod(rows.shape[1:])))
-        return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+        rows = rows.astype(jnp.float32).reshape(len(rows), math.prod(rows.shape[1:]))
+        if rows.shape[1] <= _FACTORS:
+            return product(rows)
+        return jax.lax.platform_dependent(rows, cpu=product_in_cache, default=product)
 
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
