@@ -30,7 +30,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._selection import chosen, divided, highest, mask_of, num_set
+from fedsim.compressors._selection import chosen, divided, highest, num_set
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -131,10 +131,11 @@ class DSSGD(FedAvg):
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
         _, tree_of = ravel_pytree(state.params)
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
-        change, sent = self.upload().of(moved, rng.stream(client.key, "select"))
+        change, mask = self.upload().of(moved, rng.stream(client.key, "select"))
+        sent = chosen(mask, moved.size)
         # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
-        number = jnp.where(client.num_steps > 0, num_set(mask_of(sent)), 0)
+        number = jnp.where(client.num_steps > 0, num_set(mask), 0)
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)

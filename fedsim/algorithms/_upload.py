@@ -14,16 +14,17 @@ import jax.numpy as jnp
 from fedsim import checks, rng
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
-from fedsim.compressors._selection import chosen, highest, largest, mask_of, num_set
+from fedsim.compressors._selection import highest, largest, mask_of, num_set
 
 
 @dataclasses.dataclass(frozen=True)
 class Upload:
     """Up to a share of the changes, by their size or by chance; see `fedsim.algorithms.DSSGD` for the fields.
 
-    >>> change, which = Upload(theta=0.7, clip=0.5).of(jnp.array([0.125, -0.75, 0.25]), jax.random.key(0))
-    >>> which.tolist(), change[which].tolist()
-    ([False, True, True], [-0.5, 0.25])
+    >>> from fedsim.compressors._selection import chosen
+    >>> change, mask = Upload(theta=0.7, clip=0.5).of(jnp.array([0.125, -0.75, 0.25]), jax.random.key(0))
+    >>> change[chosen(mask, 3)].tolist()
+    [-0.5, 0.25]
     """
 
     theta: float
@@ -40,16 +41,19 @@ class Upload:
             raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
 
     def of(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The changes ``[size]`` as they are uploaded, and which are, ``bool [size]``."""
+        """The changes ``[size]`` as they are uploaded, and the mask of those that are, ``uint32 [words]``."""
         count = share_of(self.theta, change.size)
         if self.clip is not None:
             change = jnp.clip(change, -self.clip, self.clip)
             if self.epsilon is not None:
-                return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
+                noisy, passed = above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
+                return noisy, mask_of(passed)
         size = jnp.abs(change)
         if self.selection == "largest":
-            return change, chosen(largest(size, count), change.size)
-        eligible = size >= self.threshold
-        number = num_set(mask_of(eligible)) if self.threshold else change.size
-        lots = jnp.where(eligible, 1 - rng.noise(key, change.size), 0.0)
-        return change, chosen(highest(lots, count, number), change.size) & eligible
+            return change, largest(size, count)
+        lots = 1 - rng.noise(key, change.size)
+        if not self.threshold:
+            return change, highest(lots, count, change.size)
+        eligible = mask_of(size >= self.threshold)
+        lots = jnp.where(size >= self.threshold, lots, 0.0)
+        return change, highest(lots, count, num_set(eligible)) & eligible
