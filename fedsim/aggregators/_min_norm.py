@@ -55,7 +55,7 @@ class MinNorm(SideBySide):
         products = per_norm[:, None] * products * per_norm[None, :]
         low = jnp.maximum(shares - self.epsilon, 0)
         high = jnp.where(weights > 0, jnp.minimum(shares + self.epsilon, 1), 0)
-        shares = _shortest(products, shares, low, high) if self.epsilon else shares
+        shares = _shortest(products, shares, low, high).here if self.epsilon else shares
         return jax.tree.map(lambda rows: total(wide(rows), shares * per_norm), updates)
 
 
@@ -70,8 +70,8 @@ class _At(NamedTuple):
     there: jax.Array
 
 
-def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """The λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
+def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> _At:
+    """``here``: the λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
     mass = jnp.sum(start)
     rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(products), axis=1)), 1e-6)
 
@@ -96,4 +96,4 @@ def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.A
         return _At(new, ahead, jnp.where(restart, 1.0, faster), steps + 1, jnp.all(new == at.ahead))
 
     first = _At(start, start, jnp.float32(1), jnp.int32(0), jnp.bool_(False))
-    return jax.lax.while_loop(lambda at: (at.steps < _STEPS) & ~at.there, step, first).here
+    return jax.lax.while_loop(lambda at: (at.steps < _STEPS) & ~at.there, step, first)

@@ -54,6 +54,6 @@ class Upload:
         lots = 1 - rng.noise(key, change.size)
         if not self.threshold:
             return change, highest(lots, count, change.size)
-        eligible = mask_of(size >= self.threshold)
-        lots = jnp.where(size >= self.threshold, lots, 0.0)
-        return change, highest(lots, count, num_set(eligible)) & eligible
+        eligible = size >= self.threshold
+        of_them = mask_of(eligible)
+        return change, highest(jnp.where(eligible, lots, 0.0), count, num_set(of_them)) & of_them

@@ -227,11 +227,11 @@ def test_distances_survive_what_all_have_in_common_and_what_nobody_has():
     assert np.abs(plain[:6, :6] - exact[:6, :6]).max() > 0.05 * exact[:6, :6][off[:6, :6]].min()
 
 
-@pytest.mark.parametrize("columns", [16_384, 16_385, 32_768, 40_000])
+@pytest.mark.parametrize("columns", [16_385, 32_768, 40_000])
 def test_products_of_long_rows_are_of_all_their_columns(columns):
     """A CPU multiplies some columns at a time, of which the last may be fewer."""
     x = np.random.default_rng(3).normal(size=(5, columns)).astype(np.float32)
-    x[:, -1] = 100 * np.arange(5)  # Nobody's products are right without the last column.
+    x[:, -1] = 100 * np.arange(5)  # No product but the first's is right without the last column.
     ours = inner_products({"a": jnp.asarray(x.reshape(5, -1, 1)), "b": jnp.asarray(x[:, -3:])}, lambda rows: rows - rows[:1])
     moved = np.concatenate([x, x[:, -3:]], axis=1).astype(np.float64)
     moved -= moved[:1]

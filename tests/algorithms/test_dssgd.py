@@ -190,6 +190,16 @@ def test_random_selection_takes_only_changes_above_the_threshold():
     assert len(seen) > 2  # it is random
 
 
+@pytest.mark.parametrize("above", range(6))
+def test_nothing_below_the_threshold_is_taken_however_few_are_above(above):
+    change = jnp.where(jnp.arange(10) % 5 < 3, 1.0, -1.0) * jnp.where(jnp.arange(10) < above, 0.6, 0.4)
+    upload = make(theta_u=0.3, selection="random", threshold=0.5).upload()
+    for seed in range(10):
+        _, mask = upload.of(change, jax.random.key(seed))
+        which = np.flatnonzero(chosen(mask, 10))
+        assert len(which) == num_set(mask) == min(3, above) and np.all(which < above)
+
+
 def test_noise_follows_the_paper_s_budget():
     """With every change 0 and a threshold of 0, half of the tests pass; uploads are the noise of their values, clipped."""
     size, clip, epsilon, count = 4000, 0.01, 3000.0, 400

@@ -10,6 +10,7 @@ import scipy.optimize
 
 import fedsim
 from fedsim import algorithms
+from fedsim.aggregators._min_norm import _shortest
 
 RATE = 0.3
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -314,6 +315,14 @@ def test_min_norm_solves_its_quadratic_program(epsilon, seed):
     np.testing.assert_allclose(found, expected, atol=1e-5)
     if epsilon == 1:  # nobody loses
         assert np.all(directions @ found >= found @ found - 1e-5)
+
+
+def test_min_norm_stops_where_a_step_goes_nowhere():
+    """Of four directions at right angles all shares are 1/4: the first step gets there, and the next ones stay."""
+    start = jnp.array([0.4, 0.3, 0.2, 0.1])
+    found = _shortest(jnp.eye(4), start, jnp.zeros(4), jnp.ones(4))
+    np.testing.assert_allclose(found.here, 0.25, atol=1e-6)
+    assert bool(found.there) and int(found.steps) < 10
 
 
 def test_min_norm_of_opposed_clients_is_nothing():
