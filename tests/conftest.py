@@ -1,6 +1,7 @@
 """What every test runs under."""
 
 import functools
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ _QUICK = {"aggregators", "algorithms", "attacks", "compressors", "execution", "m
 _QUICK |= {"test_notebooks", "test_readme"}
 if not _OLDEST:  # where all else is tested as users run it
     _QUICK = {"algorithms"}
+
+# To cut a program into 32 parts takes two cores longer than it saves. And tracing makes millions of objects that live as long
+# as their program: Python looks through them less often.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
+gc.freeze()
+gc.set_threshold(200_000, 50, 1000)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -39,5 +46,5 @@ def compile_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
 def forget_programs() -> Iterator[None]:
     """A compiled program holds memory and mappings, of which Linux gives a process 65,530: XLA crashes at the last."""
     yield
-    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 16_000:
+    if next(_TESTS) % 10 == 0 and _MAPPINGS.exists() and _MAPPINGS.read_bytes().count(b"\n") > 40_000:
         jax.clear_caches()
