@@ -17,6 +17,7 @@ instead, where that is shorter, and also those of the round and, where participa
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
 from fedsim.algorithms._upload import Upload
 from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._selection import chosen, divided, highest, num_set
+from fedsim.compressors._selection import chosen, divided, drawn, num_set
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
@@ -116,11 +117,14 @@ class DSSGD(FedAvg):
             return Download(Part.of(values), state.round, seed[:0])
         # Attackers may send fewer updates than none.
         updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
-        sure, tied = divided(updates, count)
+        # Between which whole numbers what divides them would be, if they were Gaussian: only a guess, but mostly right.
+        mean, square = jnp.vdot(updates, jnp.ones_like(updates)) / values.size, jnp.vdot(updates, updates) / values.size
+        above = statistics.NormalDist().inv_cdf(1 - (count - 0.5) / values.size)
+        guess = jnp.floor(mean + above * jnp.sqrt(jnp.maximum(square - mean**2, 0.0)))
+        sure, tied = divided(updates, count, (guess, guess + 1))
         key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
-        lots = jnp.where(chosen(tied, values.size), 1 - rng.noise(rng.stream(key, "ties"), values.size), 0.0)
-        drawn = highest(lots, count - num_set(sure), num_set(tied))
-        return Download(Part.of(values, drawn | sure, count), state.round, seed)
+        some = drawn(tied, count - num_set(sure), rng.stream(key, "ties"))
+        return Download(Part.of(values, sure | some, count, packed=self.downlink is not None), state.round, seed)
 
     def client_memory(self, shared: Any) -> Any:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
@@ -134,7 +138,7 @@ class DSSGD(FedAvg):
         change, mask = self.upload().of(moved, rng.stream(client.key, "select"))
         sent = chosen(mask, moved.size)
         # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
-        change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
+        change = jnp.where(jnp.isfinite(tree.squared_norm(state.params)), jnp.where(sent, change, 0.0), jnp.nan)
         number = jnp.where(client.num_steps > 0, num_set(mask), 0)
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)

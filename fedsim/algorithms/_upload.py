@@ -11,10 +11,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks, rng
+from fedsim import checks
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.algorithms._vector_part import share_of
-from fedsim.compressors._selection import highest, largest, mask_of, num_set
+from fedsim.compressors._selection import drawn, largest, mask_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,5 @@ class Upload:
         size = jnp.abs(change)
         if self.selection == "largest":
             return change, largest(size, count)
-        lots = 1 - rng.noise(key, change.size)
-        if not self.threshold:
-            return change, highest(lots, count, change.size)
-        eligible = size >= self.threshold
-        of_them = mask_of(eligible)
-        return change, highest(jnp.where(eligible, lots, 0.0), count, num_set(of_them)) & of_them
+        eligible = size >= self.threshold if self.threshold else jnp.ones(change.size, bool)
+        return change, drawn(mask_of(eligible), count, key)

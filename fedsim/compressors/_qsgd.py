@@ -73,6 +73,6 @@ def to_signed_levels(x: jax.Array, scale: jax.Array, levels: int, key: jax.Array
 
 def from_signed_levels(message: SignedLevels, levels: int, d: int) -> jax.Array:
     """What the codes stand for."""
-    codes, bits = unpack(message.planes, d), message.planes.shape[0] - 1
+    codes, bits = unpack(message.planes, d).astype(jnp.uint32), message.planes.shape[0] - 1
     size = (codes & jnp.uint32(2**bits - 1)).astype(jnp.float32) * (1 / levels)
     return jnp.where(codes >> jnp.uint32(bits) == 1, -size, size) * message.scale

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import tree
+from fedsim import rng, tree
 from fedsim.compressors._packing import pack, unpack
 
 
@@ -24,6 +24,10 @@ def count_of(fraction: float, d: int) -> int:
     (93, 3, 1)
     """
     return math.ceil(fractions.Fraction(str(float(fraction))) * d)
+
+
+# To so many binary digits, a chance is right to three of 200,000 coordinates: much less than tosses vary.
+_DIGITS = 16
 
 
 class _Cut(NamedTuple):
@@ -44,12 +48,31 @@ class _Cut(NamedTuple):
     idle: jax.Array
 
 
-def highest(lots: jax.Array, k: jax.Array | int, number: jax.Array | int) -> jax.Array:
-    """`largest` of lots ``float32 [d]``, of which this ``number`` are uniform on (0, 1], and all others 0."""
-    of = jnp.maximum(jnp.asarray(number, jnp.float32), 1.0)
-    share = jnp.clip(jnp.asarray(k, jnp.float32) / of, 0.0, 1.0)
-    apart = 3 * jnp.sqrt(share * (1 - share) / of) + 2.0**-20  # three standard deviations
-    return largest(lots, k, (1 - share - apart, 1 - share + apart))
+def drawn(mask: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
+    """``mask``, ``uint32 [words]``, with k of its bits left, each as likely as any other; with all, if it has no more.
+
+    Each bit is in by a toss of its own of the chance k / number. Of the few that are then too many, or missing, the first comes
+    by lot and the others next to it: a lot for every coordinate, and a search among lots, would take four times as long.
+    """
+    words, number = len(mask), num_set(mask)
+    k = jnp.minimum(jnp.asarray(k, jnp.int32), number)
+    # Digit by digit, so that it is the same on all processors: of random words, those of a digit 1 are joined by "or", and
+    # those of a digit 0 by "and".
+    digits, rest, whole = [], k.astype(jnp.uint32), number.astype(jnp.uint32)
+    for _ in range(_DIGITS):
+        digits.append(2 * rest >= whole)
+        rest = 2 * rest - jnp.where(digits[-1], whole, 0)
+    tosses = rng.hashed(key, _DIGITS * words).reshape(_DIGITS, words)
+    tossed = jnp.zeros_like(mask)
+    for digit, toss in zip(reversed(digits), tosses, strict=True):
+        tossed = jnp.where(digit, tossed | toss, tossed & toss)
+    tossed = tossed & mask
+    over = num_set(tossed) - k
+    pool = jnp.where(over > 0, tossed, mask & ~tossed)
+    size = num_set(pool)
+    start = (rng.hashed(rng.stream(key, "start"), 1)[0] % jnp.maximum(size, 1).astype(jnp.uint32)).astype(jnp.int32)
+    end = start + jnp.abs(over)
+    return tossed ^ ((_first(pool, end) & ~_first(pool, start)) | _first(pool, end - size))
 
 
 def mask_of(which: jax.Array) -> jax.Array:

@@ -156,13 +156,16 @@ def test_all_that_comes_down_needs_no_places_and_no_seed():
 @pytest.mark.parametrize(
     ("size", "count"), [(5, 3), (1, 1), (8, 8), (1000, 100), (1025, 7), (1000, 500), (1025, 1024), (70, 40)]
 )
-def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_shorter(size, count):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_shorter(size, count, packed):
     draw = np.random.default_rng(size)
     vector, chosen = draw.normal(size=size).astype(np.float32), np.sort(draw.permutation(size)[:count])
-    part = Part.of(jnp.asarray(vector), largest(jnp.zeros(size).at[chosen].set(1.0), count), count)
+    part = Part.of(jnp.asarray(vector), largest(jnp.zeros(size).at[chosen].set(1.0), count), count, packed=packed)
     places = 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
-    assert fedsim.tree.num_bits(part) == 32 * count + min(places, 32 * int(np.ceil(size / 32)))
+    which = 0 if count == size else min(places, 32 * int(np.ceil(size / 32)))
+    assert fedsim.tree.num_bits({"part": part}) == 32 * count + which
     assert sorted(part.where(size).tolist()) == chosen.tolist()
+    assert packed is False or part.values.tolist() == vector[part.where(size)].tolist()
     before = draw.normal(size=size).astype(np.float32)
     arrived = before.copy()
     arrived[chosen] = vector[chosen]
@@ -170,6 +173,19 @@ def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_short
         leaves = part.put_into([jnp.asarray(before[:at]), jnp.asarray(before[at:])[:, None]])
         np.testing.assert_array_equal(leaves[0], arrived[:at])
         np.testing.assert_array_equal(leaves[1], arrived[at:, None])
+
+
+@pytest.mark.parametrize("theta", [0.1, 0.5])  # as places, as a mask
+def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
+    data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)
+    for downlink, width in ((None, 32), (fedsim.compressors.Cast(), 16)):
+        algorithm = make(model=federation.model(), batches=batches, theta_d=theta, downlink=downlink)
+        state = algorithm.init(jax.random.key(0))
+        size = len(fedsim.tree.flat(state.params))
+        _, info = algorithm.apply(state, federation.cohort(data))
+        sent = int(theta * size)
+        which = min(8 * -(-sent * (size - 1).bit_length() // 8), 32 * -(-size // 32))
+        assert info.clients["bits_down"].tolist() == [sent * width + which + 32 + 64]
 
 
 def test_random_selection_takes_only_changes_above_the_threshold():

@@ -7,7 +7,7 @@ import pytest
 
 from fedsim.compressors import TopK, _selection
 from fedsim.compressors._packing import unpack
-from fedsim.compressors._selection import count_of, largest, places, spread
+from fedsim.compressors._selection import chosen, count_of, divided, drawn, largest, mask_of, num_set, places, spread
 
 CASES = {
     "gaussian": lambda draw: draw.normal(size=5000),
@@ -52,17 +52,55 @@ def test_places_go_word_by_word_and_values_return_to_them(k):
     np.testing.assert_array_equal(spread(mask, jnp.asarray(x[where]), jnp.zeros(999)), np.where(x >= 999 - k, x, 0))
 
 
-@pytest.mark.parametrize("told", [1.0, 0.5, 3.0])  # Who is told a wrong number of lots finds the same, later.
-@pytest.mark.parametrize(("number", "k"), [(20_000, 1), (20_000, 2_000), (20_000, 20_000), (700, 300), (700, 2_000), (0, 5)])
-def test_the_highest_lots_are_the_largest_and_found_in_fewer_passes(number, k, told, monkeypatch):
-    draw, passes, narrowed = np.random.default_rng(0), [], _selection._narrowed
-    lots = np.where(draw.permutation(20_000) < number, 1 - draw.random(20_000, np.float32), np.float32(0))
-    monkeypatch.setattr(_selection, "_narrowed", lambda *arguments: passes.append(0) or narrowed(*arguments))
-    with jax.disable_jit():
-        mask = np.asarray(unpack(_selection.highest(jnp.asarray(lots), k, int(told * number))[None], 20_000)) == 1
-    assert mask.sum() == k
-    np.testing.assert_array_equal(np.sort(lots[mask]), np.sort(lots)[20_000 - k :])
-    assert told != 1 or k > number or len(passes) <= 12
+def some_bits(number, d):
+    """A mask of so many of d coordinates, and which they are."""
+    which = np.random.default_rng(number).permutation(d) < number
+    return mask_of(jnp.asarray(which)), which
+
+
+@pytest.mark.parametrize(
+    ("number", "k"),
+    [(20_000, 1), (20_000, 2_000), (20_000, 20_000), (700, 300), (700, 699), (700, 2_000), (1, 1), (0, 5)],
+)
+def test_so_many_are_drawn_or_all(number, k):
+    mask, which = some_bits(number, 20_000)
+    draw, seen = jax.jit(lambda key: drawn(mask, k, key)), set()
+    for seed in range(20):
+        mine = np.asarray(chosen(draw(jax.random.key(seed)), 20_000))
+        assert mine.sum() == min(k, number) and not np.any(mine & ~which)
+        seen.add(mine.tobytes())
+    assert len(seen) == (20 if 0 < k < number else 1)
+    np.testing.assert_array_equal(mine, chosen(draw(jax.random.key(19)), 20_000))
+
+
+@pytest.mark.parametrize(("number", "k"), [(70, 20), (70, 69), (500, 2), (96, 48)])
+def test_each_is_as_likely_to_be_drawn(number, k):
+    """Of 20,000 draws; their variance is k / number (1 - k / number), and their sum is fixed: a chi-square of number - 1."""
+    mask, which = some_bits(number, 600)
+    draws = jax.jit(jax.vmap(lambda key: chosen(drawn(mask, k, key), 600)))(jax.random.split(jax.random.key(0), 20_000))
+    times, share = np.sum(np.asarray(draws), axis=0)[which], k / number
+    far = np.sum((times - 20_000 * share) ** 2) / (20_000 * share * (1 - share)) * (number - 1) / number
+    assert abs(far - (number - 1)) < 4 * np.sqrt(2 * (number - 1))
+
+
+def test_those_drawn_say_nothing_of_one_another():
+    """How many of one half are drawn varies as for draws without replacement: k / 4 (d - k) / (d - 1)."""
+    mask, _ = some_bits(20_000, 20_000)
+    draws = jax.jit(jax.vmap(lambda key, half: num_set(drawn(mask, 2_000, key) & half), (0, None)))
+    for half in (mask_of(jnp.arange(20_000) < 10_000), mask_of(jnp.arange(20_000) % 2 == 0)):
+        of_half = np.asarray(draws(jax.random.split(jax.random.key(1), 2_000), half))
+        variance = 2_000 / 4 * 18_000 / 19_999
+        assert abs(np.mean(of_half) - 1_000) < 4 * np.sqrt(variance / 2_000)
+        assert abs(np.var(of_half) / variance - 1) < 4 * np.sqrt(2 / 2_000)
+
+
+@pytest.mark.parametrize("near", [(1.0, 2.0), (0.0, 1e-3), (50.0, 51.0), (2.0, 1.0), (np.nan, np.nan), (np.inf, np.inf)])
+def test_a_wrong_guess_divides_them_in_the_same_way(near):
+    x = np.random.default_rng(0).poisson(2, 5000).astype(np.float32)
+    sure, tied = (np.asarray(chosen(mask, 5000)) for mask in divided(jnp.asarray(x), 1000, near))
+    at = np.sort(x)[-1000]
+    np.testing.assert_array_equal(sure, x > at)
+    np.testing.assert_array_equal(tied, x == at)
 
 
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
