@@ -117,7 +117,7 @@ class DSSGD(FedAvg):
             return Download(Part.of(values), state.round, seed[:0])
         # Attackers may send fewer updates than none.
         updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
-        # Between which whole numbers what divides them would be, if they were Gaussian: only a guess, but mostly right.
+        # Between which whole numbers what divides them would be if they were Gaussian: a guess, and good while none decay.
         mean, square = jnp.vdot(updates, jnp.ones_like(updates)) / values.size, jnp.vdot(updates, updates) / values.size
         above = statistics.NormalDist().inv_cdf(1 - (count - 0.5) / values.size)
         guess = jnp.floor(mean + above * jnp.sqrt(jnp.maximum(square - mean**2, 0.0)))
@@ -137,8 +137,9 @@ class DSSGD(FedAvg):
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
         change, mask = self.upload().of(moved, rng.stream(client.key, "select"))
         sent = chosen(mask, moved.size)
-        # Neither clipping nor selection may hide that a participant diverged: as everywhere, if its squared norm overflows.
-        change = jnp.where(jnp.isfinite(tree.squared_norm(state.params)), jnp.where(sent, change, 0.0), jnp.nan)
+        change = jnp.where(sent, change, 0.0)
+        if self.theta_d == 1:  # Neither clipping nor selection may hide that it diverged; who keeps parameters tells by these.
+            change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), change, jnp.nan)
         number = jnp.where(client.num_steps > 0, num_set(mask), 0)
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)

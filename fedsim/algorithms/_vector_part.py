@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import tree
 from fedsim.compressors._selection import chosen, places, spread
 from fedsim.model import Params
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Part(tree.Message):
     """Values of a vector, and which they are: in the shorter of two forms, and in none if they are all.
 
     Either their places, ceil(log2 size) bits each, one after another, in whole bytes ``uint8``; or the mask of
@@ -22,7 +23,7 @@ class Part:
 
     Attributes:
       values: ``[count]``; or, beside a mask, ``[size]`` where they belong, 0 elsewhere, so that nobody has to spread them.
-      which: ``[words]`` of one of the forms, or ``[0]``.
+      which: of one of the forms, ``[bytes]`` or ``[words]``, or ``[0]``.
       count: how many are sent.
 
     >>> from fedsim.compressors._selection import largest

@@ -26,10 +26,6 @@ def count_of(fraction: float, d: int) -> int:
     return math.ceil(fractions.Fraction(str(float(fraction))) * d)
 
 
-# To so many binary digits, a chance is right to three of 200,000 coordinates: much less than tosses vary.
-_DIGITS = 16
-
-
 class _Cut(NamedTuple):
     """At least k are >= low, fewer than k are >= high: how many they are, and their masks.
 
@@ -51,18 +47,20 @@ class _Cut(NamedTuple):
 def drawn(mask: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
     """``mask``, ``uint32 [words]``, with k of its bits left, each as likely as any other; with all, if it has no more.
 
-    Each bit is in by a toss of its own of the chance k / number. Of the few that are then too many, or missing, the first comes
-    by lot and the others next to it: a lot for every coordinate, and a search among lots, would take four times as long.
+    Each bit is in by a toss of its own, of the chance k / number. Of those that are then too many or missing, some sqrt(k), the
+    first comes by lot, and the others are next to it, in the order of `places`: so not all sets of k are as likely. A lot for
+    every coordinate, and a search among lots, would take three times as long.
     """
     words, number = len(mask), num_set(mask)
+    precision = (32 * words).bit_length() + 2  # the chance is then right to a quarter of a coordinate
     k = jnp.minimum(jnp.asarray(k, jnp.int32), number)
     # Digit by digit, so that it is the same on all processors: of random words, those of a digit 1 are joined by "or", and
     # those of a digit 0 by "and".
     digits, rest, whole = [], k.astype(jnp.uint32), number.astype(jnp.uint32)
-    for _ in range(_DIGITS):
+    for _ in range(precision):
         digits.append(2 * rest >= whole)
         rest = 2 * rest - jnp.where(digits[-1], whole, 0)
-    tosses = rng.hashed(key, _DIGITS * words).reshape(_DIGITS, words)
+    tosses = rng.hashed(key, precision * words).reshape(precision, words)
     tossed = jnp.zeros_like(mask)
     for digit, toss in zip(reversed(digits), tosses, strict=True):
         tossed = jnp.where(digit, tossed | toss, tossed & toss)
@@ -91,13 +89,12 @@ def num_set(mask: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def largest(x: jax.Array, k: jax.Array | int, near: tuple[Any, Any] | None = None) -> jax.Array:
+def largest(x: jax.Array, k: jax.Array | int) -> jax.Array:
     """The mask ``uint32 [words]`` of the k coordinates of ``float32 [d]`` that are largest in magnitude, exactly k of 1 to d.
 
     Which of several of the very magnitude that divides them are in is decided by place. NaN is larger than anything.
-    ``near``: see `divided`.
     """
-    sure, tied = divided(x, k, near)
+    sure, tied = divided(x, k)
     return sure | _first(tied, jnp.asarray(k, jnp.int32) - num_set(sure))
 
 
@@ -200,7 +197,7 @@ def _ranks(mask: jax.Array) -> jax.Array:
     counts = jax.lax.population_count(mask).astype(jnp.int32)
     start = jnp.cumsum(counts) - counts
 
-    # A bit of all words at a time, as in `unpack`: in one expression, XLA works out all sums anew for each coordinate.
+    # A bit of all words at a time: in one expression, XLA works out all sums anew for each coordinate.
     def row(bit: jax.Array) -> jax.Array:
         before = mask & ((jnp.uint32(1) << bit) - jnp.uint32(1))
         return start + jax.lax.population_count(before).astype(jnp.int32)

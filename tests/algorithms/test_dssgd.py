@@ -12,7 +12,7 @@ import fedsim
 from fedsim import algorithms
 from fedsim.aggregators import Clipped, Mean, Sum
 from fedsim.algorithms._vector_part import Part
-from fedsim.compressors._selection import chosen, largest, num_set
+from fedsim.compressors._selection import chosen, mask_of, num_set
 
 RATE = 0.25
 SIZE = 5
@@ -160,32 +160,55 @@ def test_all_that_comes_down_needs_no_places_and_no_seed():
 def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_shorter(size, count, packed):
     draw = np.random.default_rng(size)
     vector, chosen = draw.normal(size=size).astype(np.float32), np.sort(draw.permutation(size)[:count])
-    part = Part.of(jnp.asarray(vector), largest(jnp.zeros(size).at[chosen].set(1.0), count), count, packed=packed)
+    wanted = np.isin(np.arange(size), chosen)
+    part = jax.jit(lambda x, wanted: Part.of(x, mask_of(wanted), count, packed=packed))(vector, wanted)
     places = 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
     which = 0 if count == size else min(places, 32 * int(np.ceil(size / 32)))
     assert fedsim.tree.num_bits({"part": part}) == 32 * count + which
-    assert sorted(part.where(size).tolist()) == chosen.tolist()
-    assert packed is False or part.values.tolist() == vector[part.where(size)].tolist()
+    places = np.asarray(jax.jit(Part.where, static_argnums=1)(part, size))
+    assert sorted(places.tolist()) == chosen.tolist()
+    assert packed is False or part.values.tolist() == vector[places].tolist()
     before = draw.normal(size=size).astype(np.float32)
     arrived = before.copy()
     arrived[chosen] = vector[chosen]
     for at in (0, size // 3):  # a tree of two leaves
-        leaves = part.put_into([jnp.asarray(before[:at]), jnp.asarray(before[at:])[:, None]])
+        leaves = jax.jit(Part.put_into)(part, [before[:at], before[at:, None]])
         np.testing.assert_array_equal(leaves[0], arrived[:at])
         np.testing.assert_array_equal(leaves[1], arrived[at:, None])
 
 
-@pytest.mark.parametrize("theta", [0.1, 0.5])  # as places, as a mask
-def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
+@pytest.mark.parametrize(("theta", "form"), [(0.1, jnp.uint8), (0.6, jnp.uint32)])  # places, a mask
+def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta, form):
     data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)
     for downlink, width in ((None, 32), (fedsim.compressors.Cast(), 16)):
         algorithm = make(model=federation.model(), batches=batches, theta_d=theta, downlink=downlink)
         state = algorithm.init(jax.random.key(0))
         size = len(fedsim.tree.flat(state.params))
         _, info = algorithm.apply(state, federation.cohort(data))
-        sent = int(theta * size)
+        sent, part = int(theta * size), jax.jit(algorithm.broadcast)(state).part
+        assert part.which.dtype == form and len(part.values) == (size if form == jnp.uint32 and downlink is None else sent)
         which = min(8 * -(-sent * (size - 1).bit_length() // 8), 32 * -(-size // 32))
         assert info.clients["bits_down"].tolist() == [sent * width + which + 32 + 64]
+
+
+@pytest.mark.parametrize("more", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
+@pytest.mark.filterwarnings("ignore:.*held a NaN")
+def test_who_diverged_is_dropped_whatever_it_would_send(more):
+    """Numbers are finite and their squares are not; clipped, or left out, they would look harmless."""
+    data = population(sizes=(1, 1))
+    data.columns["x"][:], data.columns["y"][:] = np.float32([[1, 0, 0, 0, 0]]), -1e25
+    algorithm = make(theta_u=0.4, **more)
+    state = algorithm.init(jax.random.key(0))
+    after, info = algorithm.apply(state, federation.cohort(data))
+    assert int(info.num_dropped) == 2
+    np.testing.assert_array_equal(params(after), params(state))
+
+
+def test_random_selection_without_a_threshold_takes_as_many_as_may_go_up():
+    data = population(sizes=(8,))
+    algorithm = make(theta_u=0.6, selection="random")
+    state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
+    assert np.sum(params(state) != 1) <= 3 and info.clients["bits_up"].tolist() == [3 * 35]
 
 
 def test_random_selection_takes_only_changes_above_the_threshold():

@@ -89,6 +89,11 @@ def compiled(compressor):
     return jax.jit(compressor.transmit)
 
 
+@functools.cache
+def encoder(compressor):
+    return jax.jit(compressor.encode)
+
+
 def send(compressor, x, seed=0):
     return compiled(compressor)(x, jax.random.key(seed), compressor.init(x))
 
@@ -127,7 +132,7 @@ def test_transmit_is_encode_decode_and_size(compressor):
     """The receiver has the message, the key and the shapes: nothing that depends on the value."""
     x, key = value(), jax.random.key(1)
     sent = send(compressor, x, 1)
-    message, kept = jax.jit(compressor.encode)(x, key, compressor.init(x))
+    message, kept = encoder(compressor)(x, key, compressor.init(x))
     message = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), message)
     shapes = shapes_of(x)
     arrived, size = jax.jit(lambda m, key: (compressor.decode(m, key, shapes), compressor.size(m, shapes)))(message, key)
@@ -140,7 +145,7 @@ def test_transmit_is_encode_decode_and_size(compressor):
 def test_bits_are_those_of_the_message(compressor):
     """All words of all arrays of the message; but for what fills last words, and what a mask leaves out."""
     x = value()
-    message, _ = jax.jit(compressor.encode)(x, jax.random.key(0), compressor.init(x))
+    message, _ = encoder(compressor)(x, jax.random.key(0), compressor.init(x))
     bits = int(send(compressor, x).bits)
     if isinstance(compressor, MagnitudePruning):
         message = [[each._replace(values=each.values[each.values != 0]) for each in message[0]], message[1]]
@@ -222,7 +227,8 @@ def test_memory_keeps_its_form_and_none_is_that_of_the_start(compressor):
     x = value()
     kept = send(compressor, x).memory
     assert_same_form(kept, compressor.init(x))
-    assert_trees_close(compiled(compressor)(x, jax.random.key(0)).memory, kept)
+    if jax.tree.leaves(kept):
+        assert_trees_close(compiled(compressor)(x, jax.random.key(0)).memory, kept)
 
 
 def test_init_looks_at_shapes_only(compressor):

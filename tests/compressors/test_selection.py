@@ -73,6 +73,14 @@ def test_so_many_are_drawn_or_all(number, k):
     np.testing.assert_array_equal(mine, chosen(draw(jax.random.key(19)), 20_000))
 
 
+def test_a_few_of_many_are_apart():
+    """Each by a toss of its own, not one by lot and the others next to it."""
+    mask, _ = some_bits(200_000, 200_000)
+    draw = jax.jit(lambda key: places(drawn(mask, 6, key), 6) % len(mask))
+    words = [np.unique(draw(jax.random.key(seed))) for seed in range(50)]
+    assert np.mean([len(each) for each in words]) > 4
+
+
 @pytest.mark.parametrize(("number", "k"), [(70, 20), (70, 69), (500, 2), (96, 48)])
 def test_each_is_as_likely_to_be_drawn(number, k):
     """Of 20,000 draws; their variance is k / number (1 - k / number), and their sum is fixed: a chi-square of number - 1."""
@@ -83,8 +91,8 @@ def test_each_is_as_likely_to_be_drawn(number, k):
     assert abs(far - (number - 1)) < 4 * np.sqrt(2 * (number - 1))
 
 
-def test_those_drawn_say_nothing_of_one_another():
-    """How many of one half are drawn varies as for draws without replacement: k / 4 (d - k) / (d - 1)."""
+def test_as_many_are_drawn_from_one_half_as_without_replacement():
+    """And they vary as such: k / 4 (d - k) / (d - 1). (Not of a half of all words: the last ones are next to each other.)"""
     mask, _ = some_bits(20_000, 20_000)
     draws = jax.jit(jax.vmap(lambda key, half: num_set(drawn(mask, 2_000, key) & half), (0, None)))
     for half in (mask_of(jnp.arange(20_000) < 10_000), mask_of(jnp.arange(20_000) % 2 == 0)):
@@ -114,33 +122,52 @@ def test_few_coordinates(d):
 MOST_PASSES = {"gaussian": 25, "heavy tails": 25, "mostly zero": 25, "tiny to huge": 25, "counts": 10, "all the same": 5}
 
 
-@pytest.mark.parametrize("case", MOST_PASSES)
-@pytest.mark.parametrize("k", [40, 4000, 40_000])
-def test_many_coordinates_take_few_passes(case, k, monkeypatch):
-    """A pass reads all of them, so their number is what selecting costs."""
-    x = np.concatenate([CASES[case](np.random.default_rng(seed)) for seed in range(20)]).astype(np.float32)
-    passes, narrowed = [], _selection._narrowed
+@pytest.fixture(scope="module")
+def counted():
+    """The k largest as a mask, and how often that took counting: a pass reads all numbers, so it is what selecting costs."""
+    passes, narrowed, divide = [], _selection._narrowed, _selection.divided.__wrapped__
 
     def watched(*arguments):
-        passes.append(arguments)
+        jax.debug.callback(lambda: passes.append(0))
         return narrowed(*arguments)
 
-    monkeypatch.setattr(_selection, "_narrowed", watched)
-    with jax.disable_jit():  # a loop of Python's
-        mask = unpack(largest(jnp.asarray(x), k)[None], len(x))
-    assert int(mask.sum()) == k
-    np.testing.assert_array_equal(np.sort(np.abs(x[np.asarray(mask) == 1])), np.sort(np.abs(x))[len(x) - k :])
-    assert 0 < len(passes) <= MOST_PASSES[case]
+    def largest_and_passes(x, k, near=None):
+        passes.clear()
+        mask = np.asarray(chosen(of(x, k) if near is None else of_divided(x, k, near), len(x)))
+        jax.effects_barrier()
+        return mask, len(passes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_selection, "_narrowed", watched)
+        patch.setattr(_selection, "divided", lambda *arguments: divide(*arguments))
+        of, of_divided = jax.jit(lambda x, k: largest.__wrapped__(x, k)), jax.jit(lambda *arguments: divide(*arguments)[0])
+        yield largest_and_passes
 
 
-def test_passes_end_where_the_first_of_those_in_question_is_always_the_least(monkeypatch):
-    passes, narrowed = [], _selection._narrowed
-    monkeypatch.setattr(_selection, "_narrowed", lambda *arguments: passes.append(0) or narrowed(*arguments))
+@pytest.mark.parametrize("case", MOST_PASSES)
+@pytest.mark.parametrize("k", [40, 4000, 40_000])
+def test_many_coordinates_take_few_passes(case, k, counted):
+    x = np.concatenate([CASES[case](np.random.default_rng(seed)) for seed in range(20)]).astype(np.float32)
+    mask, passes = counted(x, k)
+    assert mask.sum() == k
+    np.testing.assert_array_equal(np.sort(np.abs(x[mask])), np.sort(np.abs(x))[len(x) - k :])
+    assert 0 < passes <= MOST_PASSES[case]
+
+
+def test_a_right_guess_saves_passes(counted):
+    x = np.random.default_rng(0).binomial(1000, 0.1, 100_000).astype(np.float32)
+    at = np.sort(x)[-50_000]
+    for near, most in [((at, at + 1), 4), ((at - 1, at), 4), (None, 25)]:
+        mask, passes = counted(x, 50_000, near)
+        assert 0 < passes <= most
+        assert near is None or np.array_equal(mask, x > at)
+
+
+def test_passes_end_where_the_first_of_those_in_question_is_always_the_least(counted):
     numbers = (0x3F800000 - 1.5 ** np.arange(44)).astype(np.int32)
     x = np.sort(numbers).view(np.float32)
-    with jax.disable_jit():
-        mask = unpack(largest(jnp.asarray(x), 1)[None], len(x))
-    assert np.flatnonzero(mask).tolist() == [len(x) - 1] and len(passes) <= 60
+    mask, passes = counted(x, 1)
+    assert np.flatnonzero(mask).tolist() == [len(x) - 1] and 20 < passes <= 60
 
 
 @pytest.mark.parametrize(
