@@ -9,7 +9,8 @@ participant a round, by a `ShuffledSampler` of ``clients=1`` or a `ScheduleSampl
 robin. Uploads are added, not averaged, so that many together want a smaller rate. The counters of updates decay once a round,
 and ties between them are broken at random, by the seed and the round. Participants start from common initial parameters, told
 as the seed that makes them. Noise is Laplace noise by the sparse vector technique, as in the paper, where each coordinate is
-looked at once a round at most; its budget is a participant's for one round, by the paper's analysis. Bits are those of the
+looked at once a round at most; its budget is a participant's for one round, by the paper's analysis. Random choices give each
+parameter the same chance, but not each set of them: some that complete the number are neighbours. Bits are those of the
 paper's messages, values of 32 bits and their places of ceil(log2 d) each (none, if all are sent); down a mask of d bits
 instead, where that is shorter, and also those of the round and, where participants keep parameters, of the seed: 32 and 64.
 """
