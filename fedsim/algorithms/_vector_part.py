@@ -22,7 +22,8 @@ class Part(tree.Message):
     `fedsim.compressors._selection`, a bit for every coordinate, in whole words ``uint32``.
 
     Attributes:
-      values: ``[count]``; or, beside a mask, ``[size]`` where they belong, 0 elsewhere, so that nobody has to spread them.
+      values: ``[count]``; or, beside a mask and not packed, ``[size]``: where they belong, and 0 elsewhere, so that nobody has
+        to spread them.
       which: of one of the forms, ``[bytes]`` or ``[words]``, or ``[0]``.
       count: how many are sent.
 

@@ -72,7 +72,7 @@ def unpack(planes: jax.Array, d: int) -> jax.Array:
     """
     dtype = jnp.uint8 if len(planes) <= 8 else jnp.uint32
 
-    # Some rows at a time: all 32 in one expression take three to five times as long on a CPU, and one by one up to twice.
+    # Some rows at a time: all 32 in one expression take two to six times as long on a CPU, and one by one up to twice.
     def rows(place: jax.Array) -> jax.Array:
         codes = jnp.zeros((_ROWS, planes.shape[1]), dtype)
         for p in range(len(planes)):

@@ -1,4 +1,4 @@
-"""The k largest, against sorting."""
+"""The k largest, against sorting, and k at random, against what chance gives."""
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +124,7 @@ MOST_PASSES = {"gaussian": 25, "heavy tails": 25, "mostly zero": 25, "tiny to hu
 
 @pytest.fixture(scope="module")
 def counted():
-    """The k largest as a mask, and how often that took counting: a pass reads all numbers, so it is what selecting costs."""
+    """The k largest (with a guess, those that are sure), and how many passes that took: each reads all numbers."""
     passes, narrowed, divide = [], _selection._narrowed, _selection.divided.__wrapped__
 
     def watched(*arguments):
