@@ -1,24 +1,26 @@
-"""The program that test_kill.py kills: ``python killed_run.py FOLDER PAUSE ALGORITHM``; small rounds, many checkpoints, seconds
-long."""
+"""The run that test_kill.py kills: small rounds, many checkpoints, seconds long."""
 
-import sys
+from __future__ import annotations
+
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
+from remembering import Drifting, bits
 
 import fedsim
 from fedsim import experiment
 from fedsim.data import _row_store
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from remembering import Drifting, bits
-
 ROUNDS = 400
 
-if __name__ == "__main__":
-    folder, pause, name = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+
+def run(name: str, folder: Path, cache: Path, pause: float) -> None:
+    """Train, and write the state's bits beside ``folder`` at the end."""
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     draw = np.random.default_rng(0)
     columns = {"x": draw.integers(0, 17, (400, 8, 8, 1)).astype(np.uint8), "y": draw.integers(0, 10, 400).astype(np.int32)}
     data = fedsim.FederatedData.from_arrays(columns, sizes=[10, 30] * 10)
@@ -42,5 +44,4 @@ if __name__ == "__main__":
         # A short rest gives the test moments to strike at that are not in the middle of a checkpoint.
         callbacks=[lambda line, state: time.sleep(pause)],
     )
-    for leaf in bits(result.state):
-        print(leaf.hex())
+    folder.with_suffix(".bits").write_text("\n".join(leaf.hex() for leaf in bits(result.state)))
