@@ -1,4 +1,5 @@
-# Each target does everything by itself, set-up included. Needs Python 3.11 or newer, and nothing else.
+# Each target does everything by itself, set-up included. Needs Python 3.11 or newer, and nothing else. Modules are compiled
+# when they are first imported (--no-compile): most that are installed never are.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +10,7 @@ ARGS ?=
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "fedsim needs Python 3.11 or newer; say: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
 demo: $(VENV)/.installed  ## federated averaging on real handwritten digits
@@ -19,7 +20,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 
 types: $(VENV)/.installed
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers=2
 
 test: lint types  ## lint, types, tests, doctests, notebooks
 	$(BIN)/python -m pytest --numprocesses=logical --dist loadgroup $(ARGS)

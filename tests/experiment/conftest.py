@@ -23,7 +23,7 @@ def data() -> fedsim.FederatedData:
     return fedsim.FederatedData.from_arrays({"x": x, "y": y}, sizes=[4, 16] * 6)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model() -> fedsim.Model:
     return fedsim.Model.from_haiku(
         hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
@@ -32,7 +32,7 @@ def model() -> fedsim.Model:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_algorithm(model: fedsim.Model) -> Callable[..., fedsim.algorithms.FedAvg]:
     """FedAvg with momentum on the server, so that its state is more than parameters; keywords replace its fields."""
 
@@ -49,9 +49,9 @@ def make_algorithm(model: fedsim.Model) -> Callable[..., fedsim.algorithms.FedAv
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def algorithm(make_algorithm: Callable[..., fedsim.algorithms.FedAvg]) -> fedsim.algorithms.FedAvg:
-    """One instance for the session: its compiled programs are kept with it."""
+    """One instance for a module, whose way of compiling its programs have: they are kept with it."""
     return make_algorithm()
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from fedsim.experiment import Checkpoints
 
-
 # What a run imports, which is most of a short life: done once, by the process that the others are forked from.
 IMPORTED = ["fedsim", "matplotlib.pyplot", "orbax.checkpoint", "tensorboardX"]
 

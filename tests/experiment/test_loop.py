@@ -36,13 +36,6 @@ def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
     assert result.evaluation.overall["accuracy"] == pytest.approx(expected.overall["accuracy"])
 
 
-@pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
-def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
-    auto = run(algorithm, sampler, rounds=9, progress=False)
-    fixed = run(algorithm, sampler, rounds=9, progress=False, rounds_per_dispatch=rounds_per_dispatch)
-    assert bits(fixed.state) == bits(auto.state)
-
-
 def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorithm, sampler, data):
     algorithm, traces = make_algorithm(), []
     original = type(algorithm).client_step
@@ -153,32 +146,6 @@ def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_a
     run(algorithm, sampler, rounds=6, progress=False)
     (compiled,) = algorithm._compiled.values()
     assert compiled.rounds._cache_size() == 1
-
-
-def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
-    algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
-    whole = run(algorithm, sampler, rounds=6, progress=False)
-    seen = []
-
-    def stop(line, state):
-        seen.append(line)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(
-            algorithm,
-            sampler,
-            rounds=6,
-            folder=tmp_path / "r",
-            checkpoint_every=1,
-            callbacks=[stop],
-            rounds_per_dispatch=1,
-            progress=False,
-        )
-    again = run(algorithm, sampler, rounds=6, folder=tmp_path / "r", checkpoint_every=1, rounds_per_dispatch=1, progress=False)
-    assert bits(again.state) == bits(whole.state)
-    assert [line["round"] for line in again.history] == [1, 2, 3, 4, 5, 6]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import NamedTuple
 
+import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,39 @@ def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path)
     assert bits(result.state) == unbroken
     assert _rounds(result.history) == list(range(1, 13)) == _rounds(read_metrics(tmp_path / "r/metrics.jsonl"))
     assert _rounds(result.history, "test_accuracy") == [4, 8, 12]
+
+
+def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
+    algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
+    whole = run(algorithm, sampler, rounds=6, progress=False)
+    seen = []
+
+    def stop(line, state):
+        seen.append(line)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            algorithm,
+            sampler,
+            rounds=6,
+            folder=tmp_path / "r",
+            checkpoint_every=1,
+            callbacks=[stop],
+            rounds_per_dispatch=1,
+            progress=False,
+        )
+    again = run(algorithm, sampler, rounds=6, folder=tmp_path / "r", checkpoint_every=1, rounds_per_dispatch=1, progress=False)
+    assert bits(again.state) == bits(whole.state)
+    assert [line["round"] for line in again.history] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
+def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
+    auto = run(algorithm, sampler, rounds=9, progress=False)
+    fixed = run(algorithm, sampler, rounds=9, progress=False, rounds_per_dispatch=rounds_per_dispatch)
+    assert bits(fixed.state) == bits(auto.state)
 
 
 def test_resuming_a_finished_run_returns_its_state(arguments, unbroken, bits, tmp_path, monkeypatch):
