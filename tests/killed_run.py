@@ -14,10 +14,8 @@ import fedsim
 from fedsim import experiment
 from fedsim.data import _row_store
 
-ROUNDS = 400
 
-
-def run(name: str, folder: Path, cache: Path, pause: float) -> None:
+def run(name: str, rounds: int, folder: Path, cache: Path, pause: float) -> None:
     """Train, and write the state's bits beside ``folder`` at the end."""
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -35,7 +33,7 @@ def run(name: str, folder: Path, cache: Path, pause: float) -> None:
     result = experiment.run(
         algorithm,
         fedsim.UniformSampler(data, clients=3, seed=3),
-        rounds=ROUNDS,
+        rounds=rounds,
         folder=folder,
         test_data=data,
         evaluate_every=10,

@@ -41,7 +41,7 @@ def make(name, **fields):
     return cls(**given)
 
 
-def train(algorithm, rounds=2, clients=6):
+def train(algorithm, rounds=2, clients=3):
     data = fedsim.datasets.load("digits").train
     state = algorithm.init(jax.random.key(3))
     for cohort in fedsim.UniformSampler(data, clients=clients, seed=3).rounds(rounds):

@@ -15,12 +15,14 @@ import pytest
 from fedsim.experiment import Checkpoints
 
 # What a run imports, which is most of a short life: done once, by the process that the others are forked from.
-IMPORTED = ["fedsim", "matplotlib.pyplot", "orbax.checkpoint", "tensorboardX"]
+_IMPORTED = ["fedsim", "matplotlib.pyplot", "orbax.checkpoint", "tensorboardX"]
+# Seconds between rounds: so long that the lives, five seconds in all, are over before the run is, however fast its rounds.
+_PAUSE = 0.03
 
 
 def _start(*arguments: object) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context.set_forkserver_preload(_IMPORTED)
     process = context.Process(target=killed_run.run, args=arguments)
     process.start()
     return process
@@ -38,14 +40,14 @@ def _saved(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "kills"), [("fedavg", 20), ("remembering", 3)])
-def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, kills, tmp_path):
+@pytest.mark.parametrize(("algorithm", "rounds", "kills"), [("fedavg", 250, 20), ("remembering", 100, 3)])
+def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, rounds, kills, tmp_path):
     unbroken, folder, cache = (tmp_path / name for name in ("unbroken", "killed", "cache"))
-    _finish(algorithm, unbroken, cache, 0.0)
+    _finish(algorithm, rounds, unbroken, cache, 0.0)
 
     draw, lives = random.Random(2), []
     for life in range(kills):
-        process, before = _start(algorithm, folder, cache, 0.01), _saved(folder)
+        process, before = _start(algorithm, rounds, folder, cache, _PAUSE), _saved(folder)
         # Every fifth life may end before it did anything; the others save at least once, and mostly die while saving.
         while life % 5 and _saved(folder) == before and process.is_alive():
             time.sleep(0.005)
@@ -55,7 +57,7 @@ def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, kill
         process.join()
         lives.append(_saved(folder))
     assert lives == sorted(lives) and len(set(lives)) > kills // 2, lives
-    _finish(algorithm, folder, cache, 0.0)
+    _finish(algorithm, rounds, folder, cache, 0.0)
     assert folder.with_suffix(".bits").read_text() == unbroken.with_suffix(".bits").read_text()
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [line["round"] for line in lines if "loss" in line]
