@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import rng
+from fedsim import rng, tree
 
 # A vector of up to so many is one block, for short ones are less Gaussian.
 _SHORTEST = 2**10
@@ -58,6 +58,8 @@ def hadamard(n: int) -> np.ndarray:
 def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
     """``float32 [d]``, padded with zeros and rotated block by block: ``float32 [a, blocks, b]``, see `layout`."""
     shape = layout(x.shape[0])
+    # All of it first: who flips signs as tensors are put end to end, asks of every coordinate which tensor it is of.
+    x = tree.after(x, x)
     # Written over what is zero behind, for XLA's CPU compiler takes elements one by one to pad what it computes.
     behind = jnp.maximum(x.shape[0] - jnp.arange(math.prod(shape), dtype=jnp.int32), 0).astype(x.dtype)
     return _transform(jax.lax.dynamic_update_slice(behind, _flip(x, key), (0,)).reshape(shape))
