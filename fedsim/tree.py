@@ -51,17 +51,21 @@ def pulled(slope: Tree, strength: jax.Array | float, a: Tree, b: Tree) -> Tree:
     return add(slope, scale(subtract(a, b), strength))
 
 
-def flat(a: Tree) -> jax.Array:
+def flat(a: Tree, length: int | None = None) -> jax.Array:
     """All elements of all leaves in one vector ``[size]``, in the order of `jax.tree.leaves`, in their common dtype.
 
-    >>> flat({"b": jnp.array([1.0]), "w": jnp.array([[2.0], [3.0]])}).tolist()
-    [1.0, 2.0, 3.0]
+    Or ``[length]``, if that is given and more: with zeros behind.
+
+    >>> flat({"b": jnp.array([1.0]), "w": jnp.array([[2.0], [3.0]])}, 5).tolist()
+    [1.0, 2.0, 3.0, 0.0, 0.0]
     """
     leaves = [jnp.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(a)]
     dtype = jnp.result_type(*leaves) if leaves else jnp.float32
+    size = sum(leaf.size for leaf in leaves)
     # Not a concatenation, and no zeros to write on: XLA makes one with what comes before or after. It then reads each leaf
     # beyond its end, masked, and where memory ends there, that takes fifty times as long on a CPU.
-    vector, at = jnp.arange(sum(leaf.size for leaf in leaves)).astype(dtype), 0
+    vector = jnp.maximum(size - jnp.arange(max(size, length or 0)), 0).astype(dtype)
+    at = 0
     for leaf in leaves:
         vector = jax.lax.dynamic_update_slice(vector, leaf.astype(dtype), (at,))
         at += leaf.size

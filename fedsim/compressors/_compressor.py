@@ -146,7 +146,7 @@ class VectorCompressor(Compressor):
         checks.truth(per_tensor=self.per_tensor)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Message:
-        """The message for a vector ``float32 [d]``, d >= 1."""
+        """The message for a vector ``float32 [d]``, d >= 1, of a `length`."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_vector.")
 
     def decode_vector(self, message: Message, key: jax.Array, d: int) -> jax.Array:
@@ -157,29 +157,42 @@ class VectorCompressor(Compressor):
         """As `Compressor.size_part`."""
         raise NotImplementedError(f"{type(self).__name__} must define size_vector.")
 
+    def length(self, d: int) -> int:
+        """How long a vector of ``d`` is made, with zeros behind, before it is encoded."""
+        return d
+
     def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
-        return self.encode_vector(x.reshape(-1), key), memory
+        return self.encode_vector(x, key), memory
 
     def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return self.decode_vector(message, key, math.prod(shape)).reshape(shape)
+        return self.decode_vector(message, key, *shape)
 
     def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
-        return self.size_vector(message, math.prod(shape))
+        return self.size_vector(message, *shape)
+
+    def _vectors(self, tensors: list[Any]) -> list[list[Any]]:
+        """Which tensors, or shapes, make which vector."""
+        return [[x] for x in tensors] if self.per_tensor else [tensors] if tensors else []
 
     def _split(self, tensors: list[jax.Array]) -> list[jax.Array]:
-        return tensors if self.per_tensor or not tensors else [tree.flat(tensors)]
+        return [self._vector(group) for group in self._vectors(tensors)]
+
+    def _vector(self, tensors: list[jax.Array]) -> jax.Array:
+        size = sum(x.size for x in tensors)
+        whole = len(tensors) == 1 and self.length(size) == size
+        return tensors[0].reshape(-1) if whole else tree.flat(tensors, self.length(size))
 
     def _join(self, parts: list[jax.Array], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-        if self.per_tensor or not parts:
-            return parts
-        ends = np.cumsum([math.prod(shape) for shape in shapes])
-        return [x.reshape(shape) for x, shape in zip(jnp.split(parts[0], ends[:-1]), shapes, strict=True)]
+        tensors = []
+        for vector, group in zip(parts, self._vectors(shapes), strict=True):
+            ends = np.cumsum([math.prod(shape) for shape in group])
+            pieces = jnp.split(vector[: ends[-1]], ends[:-1])
+            tensors += [x.reshape(shape) for x, shape in zip(pieces, group, strict=True)]
+        return tensors
 
     def _parts(self, shapes: Value) -> list[Part]:
-        parts = super()._parts(shapes)
-        if self.per_tensor or not parts:
-            return parts
-        return [jax.ShapeDtypeStruct((sum(math.prod(part.shape) for part in parts),), jnp.float32)]
+        sizes = [sum(math.prod(part.shape) for part in group) for group in self._vectors(super()._parts(shapes))]
+        return [jax.ShapeDtypeStruct((self.length(size),), jnp.float32) for size in sizes]
 
 
 def _any(memories: list[Memory]) -> Memory:

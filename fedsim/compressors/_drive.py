@@ -16,7 +16,6 @@ vanishes for long vectors without a few coordinates that dominate.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
@@ -26,7 +25,7 @@ from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._norm import largest
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
-from fedsim.compressors._rotation import layout, rotate, unrotate
+from fedsim.compressors._rotation import layout, rotate, unrotate, whole_blocks
 
 BLOCK = (0, 2)  # the axes of one block
 
@@ -60,19 +59,22 @@ class Drive(VectorCompressor):
         super().__post_init__()
         checks.truth(unbiased=self.unbiased)
 
+    def length(self, d: int) -> int:
+        return whole_blocks(d)
+
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
         unit = largest(x)
-        y = rotate(x / unit, key)
+        y = rotate(x, key, unit)
         scale = unit * matching_scale(y, jnp.where(y >= 0, 1.0, -1.0), self.unbiased)
-        return ScaledCodes(pack((y >= 0).astype(jnp.uint32).reshape(-1), 1), scale)
+        return ScaledCodes(pack(y >= 0, 1), scale)
 
     def decode_vector(self, message: ScaledCodes, key: jax.Array, d: int) -> jax.Array:
         shape = layout(d)
-        signs = unpack(message.planes, math.prod(shape)).astype(jnp.float32).reshape(shape) * 2 - 1
-        return unrotate(message.scale * signs, key, d)
+        signs = unpack(message.planes, d).astype(jnp.float32).reshape(shape) * 2 - 1
+        return unrotate(message.scale * signs, key)
 
     def size_vector(self, message: ScaledCodes, d: int) -> Size:
-        return size_of_scaled(message, math.prod(layout(d)))
+        return size_of_scaled(message, d)
 
 
 def matching_scale(y: jax.Array, q: jax.Array, unbiased: bool) -> jax.Array:

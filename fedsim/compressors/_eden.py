@@ -26,7 +26,7 @@ from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._drive import BLOCK, ScaledCodes, matching_scale, size_of_scaled
 from fedsim.compressors._norm import largest
 from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._rotation import layout, rotate, unrotate
+from fedsim.compressors._rotation import layout, rotate, unrotate, whole_blocks
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,23 +57,27 @@ class Eden(VectorCompressor):
         checks.whole(1, 4, bits=self.bits)
         checks.truth(unbiased=self.unbiased)
 
+    def length(self, d: int) -> int:
+        return whole_blocks(d)
+
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
         unit = largest(x)
-        y = rotate(x / unit, key)
+        y = rotate(x, key, unit)
         deviation = jnp.sqrt(jnp.mean(y * y, BLOCK, keepdims=True))
-        codes = jnp.zeros(y.shape, jnp.int32)
-        for below, above in itertools.pairwise(gaussian_centroids(self.bits)):
-            codes = codes + (y >= deviation * float((below + above) / 2)).astype(jnp.int32)
-        planes = pack(codes.astype(jnp.uint32).reshape(-1), self.bits)
+        half = 2 ** (self.bits - 1)
+        rank = jnp.zeros(y.shape, jnp.int32)  # among the centroids of its sign, from 0 on
+        for below, above in itertools.pairwise(gaussian_centroids(self.bits)[half:]):
+            rank = rank + (jnp.abs(y) >= deviation * float((below + above) / 2)).astype(jnp.int32)
+        planes = pack(jnp.where(y >= 0, half + rank, half - 1 - rank), self.bits)
         # From the planes, not the codes: XLA would compare anew for every use of them.
         return ScaledCodes(planes, unit * matching_scale(y, self._centroids(planes, y.shape), self.unbiased))
 
     def decode_vector(self, message: ScaledCodes, key: jax.Array, d: int) -> jax.Array:
         shape = layout(d)
-        return unrotate(message.scale * self._centroids(message.planes, shape), key, d)
+        return unrotate(message.scale * self._centroids(message.planes, shape), key)
 
     def size_vector(self, message: ScaledCodes, d: int) -> Size:
-        return size_of_scaled(message, math.prod(layout(d)))
+        return size_of_scaled(message, d)
 
     def _centroids(self, planes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         codes = unpack(planes, math.prod(shape)).reshape(shape)

@@ -61,8 +61,8 @@ class IntegerQuantizer(Compressor):
         low, high = jnp.minimum(jnp.min(x), 0.0), jnp.maximum(jnp.max(x), 0.0)
         scale = jnp.maximum(high / last - low / last, float(jnp.finfo(jnp.float32).tiny))
         zero = jnp.clip(-jnp.round(low / scale), 0, last)
-        codes = jnp.clip(jnp.round(x / scale) + zero, 0, last).astype(jnp.int32).astype(jnp.uint32)
-        return Integers(pack(codes.reshape(-1), self.bits), _to_double(scale), zero.astype(jnp.int32)), memory
+        codes = jnp.clip(jnp.round(x / scale) + zero, 0, last).astype(jnp.int32)
+        return Integers(pack(codes, self.bits), _to_double(scale), zero.astype(jnp.int32)), memory
 
     def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if len(shape) < 2:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 _COUNTED_AS_SETS = 4
 # Words so many apart share lines of a processor's first cache: to read 32 of them again and again takes fifteen times as long.
 _SAME_LINES = 1024
-# That many bits of every word are unpacked together.
-_ROWS = 8
+# That many bits of every word are packed together, and unpacked.
+_PACKED, _UNPACKED = 4, 8
 
 
 def words_for(d: int) -> int:
@@ -41,26 +42,37 @@ def bits_for(symbols: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """``uint32 [d]``, each below ``2**bits``, as ``uint32 [bits, words]``.
+    """d whole numbers, each below ``2**bits``, an array of any shape read in its order: ``uint32 [bits, words]``.
 
-    >>> pack(jnp.array([1, 0, 3], jnp.uint32), 2).tolist()
+    >>> pack(jnp.array([1, 0, 3]), 2).tolist()
     [[5], [4]]
     """
-    d, words = codes.shape[0], words_for(codes.shape[0])
+    d, words = codes.size, words_for(codes.size)
     full = d // words
-    rows, rest = codes[: full * words].reshape(full, words), jnp.pad(codes[full * words :], (0, -d % words))
+    # In memory lies a quarter of what is computed, and in the shape in which it is: index by index, XLA's CPU compiler would
+    # find the one shape's place in the other.
+    codes = codes.astype(_narrow(bits))
     planes = jnp.arange(bits, dtype=jnp.uint32)[:, None]
 
-    def of(row: jax.Array, place: jax.Array) -> jax.Array:
-        return ((row[None] >> planes) & jnp.uint32(1)) << place
+    def spread(row: jax.Array, place: jax.Array) -> jax.Array:
+        return ((row[None].astype(jnp.uint32) >> planes) & jnp.uint32(1)) << place.astype(jnp.uint32)
+
+    def several(i: jax.Array, packed: jax.Array) -> jax.Array:
+        for place in (_PACKED * i + j for j in range(_PACKED)):
+            packed = packed | spread(jax.lax.dynamic_slice(codes.reshape(-1), (place * words,), (words,)), place)
+        return packed
 
     if bits > 1 or words % _SAME_LINES == 0:
-        packed = jnp.zeros((bits, words), jnp.uint32)
-        packed = jax.lax.fori_loop(0, full, lambda i, packed: packed | of(rows[i], i.astype(jnp.uint32)), packed)
+        packed = jax.lax.fori_loop(0, full // _PACKED, several, jnp.zeros((bits, words), jnp.uint32))
+        done = full - full % _PACKED
     else:  # In one expression, with what comes before: masks need not be in memory.
         places = jnp.arange(full, dtype=jnp.uint32)[:, None]
-        packed = jnp.sum(rows << places, axis=0, dtype=jnp.uint32)[None]
-    return packed if d == full * words else packed | of(rest, jnp.uint32(full))
+        rows = codes.reshape(-1)[: full * words].reshape(full, words)
+        packed, done = jnp.sum(rows.astype(jnp.uint32) << places, axis=0, dtype=jnp.uint32)[None], full
+    for place in range(done, -(-d // words)):
+        row = codes.reshape(-1)[place * words : (place + 1) * words]
+        packed = packed | spread(jnp.pad(row, (0, words - row.shape[0])), jnp.uint32(place))
+    return packed
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -70,17 +82,21 @@ def unpack(planes: jax.Array, d: int) -> jax.Array:
     >>> unpack(jnp.array([[5], [4]], jnp.uint32), 3).tolist()
     [1, 0, 3]
     """
-    dtype = jnp.uint8 if len(planes) <= 8 else jnp.uint32
+    dtype = _narrow(len(planes))
 
     # Some rows at a time: all 32 in one expression take two to six times as long on a CPU, and one by one up to twice.
     def rows(place: jax.Array) -> jax.Array:
-        codes = jnp.zeros((_ROWS, planes.shape[1]), dtype)
+        codes = jnp.zeros((_UNPACKED, planes.shape[1]), dtype)
         for p in range(len(planes)):
-            bits = (planes[p][None] >> (place + jnp.arange(_ROWS, dtype=jnp.uint32)[:, None])) & jnp.uint32(1)
+            bits = (planes[p][None] >> (place + jnp.arange(_UNPACKED, dtype=jnp.uint32)[:, None])) & jnp.uint32(1)
             codes = codes | (bits << jnp.uint32(p)).astype(dtype)
         return codes
 
-    return jax.lax.map(rows, jnp.arange(0, 32, _ROWS, dtype=jnp.uint32)).reshape(-1)[:d]
+    return jax.lax.map(rows, jnp.arange(0, 32, _UNPACKED, dtype=jnp.uint32)).reshape(-1)[:d]
+
+
+def _narrow(bits: int) -> Any:
+    return jnp.uint8 if bits <= 8 else jnp.uint32
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -56,7 +56,7 @@ class MagnitudePruning(VectorCompressor):
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Masked:
         # Not "above": what is not a number must be sent.
         kept = ~(jnp.abs(x) <= self.threshold * root_mean_square(x))
-        return Masked(pack(kept.astype(jnp.uint32), 1), jnp.where(kept, x, 0.0))
+        return Masked(pack(kept, 1), jnp.where(kept, x, 0.0))
 
     def decode_vector(self, message: Masked, key: jax.Array, d: int) -> jax.Array:
         return jnp.where(unpack(message.planes, d) == 1, message.values, 0.0)

@@ -9,14 +9,13 @@ independent.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax
 
 from fedsim import rng
 from fedsim.compressors._compressor import Size
 from fedsim.compressors._drive import BLOCK
-from fedsim.compressors._rotation import layout, rotate, unrotate
+from fedsim.compressors._rotation import layout, rotate, unrotate, whole_blocks
 from fedsim.compressors._uniform import Levels, UniformQuantizer, from_levels, size_of_levels, to_levels
 
 
@@ -41,11 +40,14 @@ class RotatedUniformQuantizer(UniformQuantizer):
     levels: int = 16
     per_tensor: bool = False
 
+    def length(self, d: int) -> int:
+        return whole_blocks(d)
+
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Levels:
         return to_levels(rotate(x, key), self.levels, rng.stream(key, "rounding"), BLOCK)
 
     def decode_vector(self, message: Levels, key: jax.Array, d: int) -> jax.Array:
-        return unrotate(from_levels(message, self.levels, layout(d)), key, d)
+        return unrotate(from_levels(message, self.levels, layout(d)), key)
 
     def size_vector(self, message: Levels, d: int) -> Size:
-        return size_of_levels(message, math.prod(layout(d)))
+        return size_of_levels(message, d)

@@ -54,21 +54,26 @@ def hadamard(n: int) -> np.ndarray:
     return ((1 - 2 * parity) / math.sqrt(n)).astype(np.float32)
 
 
+def whole_blocks(d: int) -> int:
+    """The length of so many blocks as hold ``d`` coordinates.
+
+    >>> whole_blocks(5), whole_blocks(4096)
+    (8, 4096)
+    """
+    return math.prod(layout(d))
+
+
 @jax.jit
-def rotate(x: jax.Array, key: jax.Array) -> jax.Array:
-    """``float32 [d]``, padded with zeros and rotated block by block: ``float32 [a, blocks, b]``, see `layout`."""
-    shape = layout(x.shape[0])
+def rotate(x: jax.Array, key: jax.Array, unit: jax.Array | float = 1.0) -> jax.Array:
+    """``float32 [d]`` of whole blocks, divided by ``unit`` and rotated block by block: ``float32 [a, blocks, b]``."""
     # All of it first: who flips signs as tensors are put end to end, asks of every coordinate which tensor it is of.
-    x = tree.after(x, x)
-    # Written over what is zero behind, for XLA's CPU compiler takes elements one by one to pad what it computes.
-    behind = jnp.maximum(x.shape[0] - jnp.arange(math.prod(shape), dtype=jnp.int32), 0).astype(x.dtype)
-    return _transform(jax.lax.dynamic_update_slice(behind, _flip(x, key), (0,)).reshape(shape))
+    return _transform(_flip(tree.after(x, x) / unit, key).reshape(layout(x.shape[0])))
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def unrotate(y: jax.Array, key: jax.Array, d: int) -> jax.Array:
+@jax.jit
+def unrotate(y: jax.Array, key: jax.Array) -> jax.Array:
     """The ``float32 [d]`` that `rotate` made ``y`` of with this key; of another ``y``, the nearest."""
-    return _flip(_transform(y).reshape(-1), key)[:d]
+    return _flip(_transform(y).reshape(-1), key)
 
 
 def _transform(x: jax.Array) -> jax.Array:

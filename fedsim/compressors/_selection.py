@@ -75,7 +75,7 @@ def drawn(mask: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
 
 def mask_of(which: jax.Array) -> jax.Array:
     """``bool [d]`` as a mask ``uint32 [words]``."""
-    return pack(which.astype(jnp.uint32), 1)[0]
+    return pack(which, 1)[0]
 
 
 def chosen(mask: jax.Array, d: int) -> jax.Array:

@@ -38,7 +38,7 @@ class ScaledSign(VectorCompressor):
     """
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Signs:
-        return Signs(pack((x < 0).astype(jnp.uint32), 1), jnp.mean(jnp.abs(x)))
+        return Signs(pack(x < 0, 1), jnp.mean(jnp.abs(x)))
 
     def decode_vector(self, message: Signs, key: jax.Array, d: int) -> jax.Array:
         return message.scale * (1 - 2 * unpack(message.planes, d).astype(jnp.float32))

@@ -63,7 +63,7 @@ class TopK(VectorCompressor):
         mask = largest(x, k)
         where = places(mask, k)
         bits = self._place_bits(x.shape[0])
-        return Sparse(pack(where.astype(jnp.uint32), bits) if bits else mask[None], x[where])
+        return Sparse(pack(where, bits) if bits else mask[None], x[where])
 
     def decode_vector(self, message: Sparse, key: jax.Array, d: int) -> jax.Array:
         k = message.values.shape[0]

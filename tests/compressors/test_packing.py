@@ -14,6 +14,8 @@ def test_packing_there_and_back_is_exact(bits, d):
     planes = pack(jnp.asarray(codes), bits)
     assert planes.shape == (bits, words_for(d)) and planes.dtype == jnp.uint32
     np.testing.assert_array_equal(unpack(planes, d), codes)
+    of_another_shape = jnp.asarray(codes, jnp.int32 if d % 2 else jnp.float32).reshape(-1, 2 - d % 2, 1)
+    np.testing.assert_array_equal(pack(of_another_shape, bits), planes)
     np.testing.assert_array_equal(histogram(planes, d), np.bincount(codes, minlength=2**bits))
 
 
