@@ -87,3 +87,40 @@ def test_steps_of_a_network_are_taken_in_place(ordered, copies):
     train = jax.jit(lambda w: jax.lax.fori_loop(0, 9, step, w)).lower(start).compile().as_text()
     body = max(train.split("\n\n"), key=lambda text: text.count(" dot(") + text.count("ynn_fusion"))
     assert body.count("f32[50,30]{1,0} copy(") == copies
+
+
+@pytest.mark.parametrize("known", [1.0, np.nan, np.inf])
+def test_a_dot_product_is_that_of_all_numbers(known):
+    draw = np.random.default_rng(0)
+    a, b = (
+        {
+            "matrix": draw.normal(size=(4, 5)).astype(np.float32) * [[known], [1], [1], [1]],
+            "halves": draw.integers(-9, 9, 7).astype(jnp.bfloat16),
+            "counts": draw.integers(-9, 9, (2, 3)).astype(np.int32),
+            "empty": np.zeros((2, 0), np.float32),
+            "a number": draw.normal(),
+        }
+        for _ in range(2)
+    )
+    leaves = [[np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(of)] for of in (a, b)]
+    with np.errstate(invalid="ignore"):
+        expected = np.dot(*map(np.concatenate, leaves))
+    for product in (tree.dot(a, b), jax.jit(tree.dot)(a, b)):
+        assert (product.shape, product.dtype) == ((), jnp.float32)
+        np.testing.assert_allclose(product, expected, rtol=1e-5)
+    x, y = (jax.tree.map(jnp.float32, of) for of in (a, b))
+    for slope, other in zip(jax.tree.leaves(jax.grad(tree.dot)(x, y)), jax.tree.leaves(y), strict=True):
+        np.testing.assert_array_equal(slope, other)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")
+def test_products_are_there_before_they_are_summed():
+    x = jnp.ones((784, 62))
+
+    def within_a_sum(function):
+        """Whether a computation of the compiled program both multiplies and sums."""
+        computations = jax.jit(function).lower(x, x).compile().as_text().split("\n\n")
+        return any(" multiply(" in text and " reduce(" in text for text in computations if not text.startswith("ENTRY"))
+
+    assert not within_a_sum(tree.dot)
+    assert within_a_sum(jnp.vdot)
