@@ -94,7 +94,7 @@ def test_a_dot_product_is_that_of_all_numbers(known):
     draw = np.random.default_rng(0)
     a, b = (
         {
-            "matrix": draw.normal(size=(4, 5)).astype(np.float32) * [[known], [1], [1], [1]],
+            "matrix": draw.uniform(1, 2, size=(4, 5)).astype(np.float32),
             "halves": draw.integers(-9, 9, 7).astype(jnp.bfloat16),
             "counts": draw.integers(-9, 9, (2, 3)).astype(np.int32),
             "empty": np.zeros((2, 0), np.float32),
@@ -102,15 +102,38 @@ def test_a_dot_product_is_that_of_all_numbers(known):
         }
         for _ in range(2)
     )
+    a["matrix"][1, 2] = known
     leaves = [[np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(of)] for of in (a, b)]
-    with np.errstate(invalid="ignore"):
-        expected = np.dot(*map(np.concatenate, leaves))
+    expected = np.dot(*map(np.concatenate, leaves))
+    assert np.isnan(expected) == np.isnan(known) and np.isinf(expected) == np.isinf(known)
     for product in (tree.dot(a, b), jax.jit(tree.dot)(a, b)):
         assert (product.shape, product.dtype) == ((), jnp.float32)
         np.testing.assert_allclose(product, expected, rtol=1e-5)
     x, y = (jax.tree.map(jnp.float32, of) for of in (a, b))
     for slope, other in zip(jax.tree.leaves(jax.grad(tree.dot)(x, y)), jax.tree.leaves(y), strict=True):
         np.testing.assert_array_equal(slope, other)
+
+
+@pytest.mark.parametrize("shapes", [((3,), (1,)), ((), (3,)), ((3, 1), (3,)), ((2, 3), (3, 2))])
+def test_a_dot_product_of_different_shapes_is_refused(shapes):
+    with pytest.raises(ValueError, match="equal shapes"):
+        tree.dot(*map(jnp.ones, shapes))
+
+
+@pytest.mark.parametrize("length", [None, 0, 11, 12, 20])
+def test_one_vector_of_all_numbers(length):
+    leaves = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.zeros((0, 4), np.float32),
+        np.float32(7),
+        np.arange(4, dtype=np.float32),
+    ]
+    expected = np.zeros(max(11, length or 0), np.float32)
+    expected[:11] = np.concatenate([np.ravel(leaf) for leaf in leaves])
+    vector = tree.flat(leaves, length)
+    assert vector.dtype == jnp.float32
+    np.testing.assert_array_equal(vector, expected)
+    assert tree.flat([], length).tolist() == [0.0] * (length or 0)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")

@@ -146,19 +146,19 @@ class VectorCompressor(Compressor):
         checks.truth(per_tensor=self.per_tensor)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Message:
-        """The message for a vector ``float32 [d]``, d >= 1, of a `length`."""
+        """The message for a vector ``float32 [d]``, d >= 1, which ends in zeros if `length` made it longer."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_vector.")
 
     def decode_vector(self, message: Message, key: jax.Array, d: int) -> jax.Array:
-        """What arrives: ``float32 [d]``."""
+        """What arrives: ``float32 [d]`` for a vector of ``d`` with its zeros, which are cut off afterwards."""
         raise NotImplementedError(f"{type(self).__name__} must define decode_vector.")
 
     def size_vector(self, message: Message, d: int) -> Size:
-        """As `Compressor.size_part`."""
+        """As `Compressor.size_part`; what is sent of a vector's zeros counts, too."""
         raise NotImplementedError(f"{type(self).__name__} must define size_vector.")
 
     def length(self, d: int) -> int:
-        """How long a vector of ``d`` is made, with zeros behind, before it is encoded."""
+        """``d`` or more: how long a vector of ``d`` is made, by zeros at its end, before it is encoded."""
         return d
 
     def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
@@ -172,7 +172,9 @@ class VectorCompressor(Compressor):
 
     def _vectors(self, tensors: list[Any]) -> list[list[Any]]:
         """Which tensors, or shapes, make which vector."""
-        return [[x] for x in tensors] if self.per_tensor else [tensors] if tensors else []
+        if self.per_tensor:
+            return [[x] for x in tensors]
+        return [tensors] if tensors else []
 
     def _split(self, tensors: list[jax.Array]) -> list[jax.Array]:
         return [self._vector(group) for group in self._vectors(tensors)]

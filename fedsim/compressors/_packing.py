@@ -42,15 +42,15 @@ def bits_for(symbols: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """d whole numbers, each below ``2**bits``, an array of any shape read in its order: ``uint32 [bits, words]``.
+    """d whole numbers from 0 to ``2**bits - 1``, an array of any shape read in its order: ``uint32 [bits, words]``.
 
     >>> pack(jnp.array([1, 0, 3]), 2).tolist()
     [[5], [4]]
     """
     d, words = codes.size, words_for(codes.size)
     full = d // words
-    # In memory lies a quarter of what is computed, and in the shape in which it is: index by index, XLA's CPU compiler would
-    # find the one shape's place in the other.
+    # Kept as bytes, a quarter of the memory, and in the shape they come in: where they are put in another one before that,
+    # XLA's CPU compiler computes them by finding each one's place in the first.
     codes = codes.astype(_narrow(bits))
     planes = jnp.arange(bits, dtype=jnp.uint32)[:, None]
 
