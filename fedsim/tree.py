@@ -116,8 +116,8 @@ def dot(a: Tree, b: Tree) -> jax.Array:
         x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
         if x.shape != y.shape:
             raise ValueError(f"Expected leaves of equal shapes, got {x.shape} and {y.shape}.")
-        # XLA's sum on a CPU takes two to three times as long where it makes the products itself. What is selected it does not
-        # make there, but of few numbers.
+        # XLA's sum on a CPU takes two to three times as long where it makes the products itself. What `after` selects, it makes
+        # in a loop before the sum, unless the numbers are few.
         return jnp.sum(after(x * y, y))
 
     return sum(jax.tree.leaves(jax.tree.map(of_leaves, a, b)), jnp.zeros((), jnp.float32))
@@ -130,7 +130,7 @@ def squared_norm(a: Tree) -> jax.Array:
     25.0
     """
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), a)
-    squares = jax.tree.map(lambda x: jnp.vdot(x, x), wide)  # Of an array with itself, the fastest way to read it once.
+    squares = jax.tree.map(lambda x: jnp.vdot(x, x), wide)  # `vdot` of an array with itself is the fastest way to read it once.
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
 
 
