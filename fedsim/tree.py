@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,22 @@ def flat(a: Tree, length: int | None = None) -> jax.Array:
     return vector
 
 
+def unflat(vector: jax.Array, like: Tree) -> Tree:
+    """The inverse of `flat`: the elements of ``vector`` ``[size]`` in the structure and shapes of ``like``, in its own dtype.
+
+    What is behind them is left out.
+
+    >>> [leaf.tolist() for leaf in unflat(jnp.arange(4), (jnp.zeros(()), jnp.zeros([1, 2])))]
+    [0, [[1, 2]]]
+    """
+    leaves, structure = jax.tree.flatten(like)
+    at = 0
+    for i, leaf in enumerate(leaves):
+        size = math.prod(leaf.shape)
+        leaves[i], at = vector[at : at + size].reshape(leaf.shape), at + size
+    return jax.tree.unflatten(structure, leaves)
+
+
 def psum(a: Tree, axis: str) -> Tree:
     """Sums over the devices of ``axis``, inside a `jax.shard_map`: `jax.lax.psum`, with small leaves side by side in one.
 
@@ -98,10 +115,8 @@ def psum(a: Tree, axis: str) -> Tree:
     for place, leaf in zip(alone, of_alone, strict=True):
         leaves[place] = leaf
     for places, vector in zip(groups, sums, strict=True):
-        at = 0
-        for place in places:
-            size, shape = leaves[place].size, leaves[place].shape
-            leaves[place], at = vector[at : at + size].reshape(shape), at + size
+        for place, leaf in zip(places, unflat(vector, [leaves[place] for place in places]), strict=True):
+            leaves[place] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -134,6 +134,9 @@ def test_one_vector_of_all_numbers(length):
     assert vector.dtype == jnp.float32
     np.testing.assert_array_equal(vector, expected)
     assert tree.flat([], length).tolist() == [0.0] * (length or 0)
+    for leaf, again in zip(leaves, tree.unflat(vector, leaves), strict=True):
+        assert again.dtype == leaf.dtype
+        np.testing.assert_array_equal(again, leaf)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")

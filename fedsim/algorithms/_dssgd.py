@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Sum
@@ -116,8 +115,7 @@ class DSSGD(FedAvg):
         values, seed = tree.flat(state.params), state.more.seed
         if self.theta_d == 1:
             return Download(Part.of(values), state.round, seed[:0])
-        # Attackers may send fewer updates than none.
-        updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
+        updates, count = state.more.updates, share_of(self.theta_d, values.size)
         # Between which whole numbers what divides them would be if they were Gaussian: a guess, and good while none decay.
         mean, square = jnp.vdot(updates, jnp.ones_like(updates)) / values.size, jnp.vdot(updates, updates) / values.size
         above = statistics.NormalDist().inv_cdf(1 - (count - 0.5) / values.size)
@@ -134,7 +132,6 @@ class DSSGD(FedAvg):
         return self.set_out(shared, self._start(shared, client))
 
     def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
-        _, tree_of = ravel_pytree(state.params)
         moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
         change, mask = self.upload().of(moved, rng.stream(client.key, "select"))
         sent = chosen(mask, moved.size)
@@ -145,14 +142,15 @@ class DSSGD(FedAvg):
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = (tree_of(change), () if self.theta_d == 1 else sent.astype(jnp.float32))
+        update = (change, () if self.theta_d == 1 else sent)
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
     def server_update(self, state: ServerState, update: Any) -> ServerState:
-        movement, chosen = update
-        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, chosen)
-        return super().server_update(state, movement)._replace(more=state.more._replace(updates=updates))
+        movement, times = update
+        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, times)
+        moved = super().server_update(state, tree.unflat(movement, state.params))
+        return moved._replace(more=state.more._replace(updates=updates))
 
     def _start(self, shared: Download, client: Client) -> Params:
         """The participant's parameters, after the download."""

@@ -73,14 +73,9 @@ class Part(tree.Message):
 
     def put_into(self, params: Params) -> Params:
         """The tree, of ``size`` elements in all, with these values in their places in the order of `fedsim.tree.flat`."""
-        leaves, structure = jax.tree.flatten(params)
-        size, at = sum(leaf.size for leaf in leaves), 0
         # Before they meet a client's own: a compiler spreads what is the same for all clients once a round.
-        values, there = self._spread(size)
-        for i, leaf in enumerate(leaves):
-            new, which = (x[at : at + leaf.size].reshape(leaf.shape) for x in (values, there))
-            leaves[i], at = jnp.where(which, new.astype(leaf.dtype), leaf), at + leaf.size
-        return jax.tree.unflatten(structure, leaves)
+        values, there = (tree.unflat(x, params) for x in self._spread(sum(leaf.size for leaf in jax.tree.leaves(params))))
+        return jax.tree.map(lambda which, new, leaf: jnp.where(which, new.astype(leaf.dtype), leaf), there, values, params)
 
     def _spread(self, size: int) -> tuple[jax.Array, jax.Array]:
         """The values in their places, and where there are any, both ``[size]``."""

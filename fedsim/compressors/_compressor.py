@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedsim import checks, tree
 
@@ -80,7 +79,7 @@ class Compressor:
             self.decode_part(m, jax.random.fold_in(key, i), part.shape)
             for i, (m, part) in enumerate(zip(messages, parts, strict=True))
         ]
-        floats, rest = iter(self._join(tensors, [x.shape for x in _floats(shapes)])), iter(others)
+        floats, rest = iter(self._join(tensors, _floats(shapes))), iter(others)
         leaves, structure = jax.tree.flatten(shapes)
         return jax.tree.unflatten(structure, [next(floats).astype(x.dtype) if _has_floats(x) else next(rest) for x in leaves])
 
@@ -123,7 +122,7 @@ class Compressor:
     def _split(self, tensors: list[jax.Array]) -> list[jax.Array]:
         return tensors
 
-    def _join(self, parts: list[jax.Array], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    def _join(self, parts: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
         return parts
 
     def _parts(self, shapes: Value) -> list[Part]:
@@ -184,12 +183,10 @@ class VectorCompressor(Compressor):
         whole = len(tensors) == 1 and self.length(size) == size
         return tensors[0].reshape(-1) if whole else tree.flat(tensors, self.length(size))
 
-    def _join(self, parts: list[jax.Array], shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    def _join(self, parts: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
         tensors = []
         for vector, group in zip(parts, self._vectors(shapes), strict=True):
-            ends = np.cumsum([math.prod(shape) for shape in group])
-            pieces = jnp.split(vector[: ends[-1]], ends[:-1])
-            tensors += [x.reshape(shape) for x, shape in zip(pieces, group, strict=True)]
+            tensors += tree.unflat(vector, group)
         return tensors
 
     def _parts(self, shapes: Value) -> list[Part]:

@@ -1,5 +1,7 @@
 """Distributed selective SGD: against NumPy, as plain SGD, and what its noise and its memory promise."""
 
+import dataclasses
+
 import federation
 import haiku as hk
 import jax
@@ -138,13 +140,15 @@ def test_ties_are_broken_by_the_seed_of_the_run():
     assert places(7) == places(7)
 
 
-def test_counts_below_zero_count_as_none():
-    """As an attacker's may be who flips signs: as many come down as ever, the most updated first."""
-    algorithm = make(theta_d=0.6)
+def test_attackers_do_not_change_how_often_parameters_were_updated():
+    """They flip signs of what they send, which is not what it is of."""
+    cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
+    attack = dataclasses.replace(cohort, attack=fedsim.attacks.SignFlip(), attackers=np.ones(len(cohort), bool))
     state = algorithm.init(jax.random.key(0))
-    state = state._replace(more=state.more._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0])))
-    places = algorithm.broadcast(state).part.where(SIZE).tolist()
-    assert len(set(places)) == 3 and {1, 4} < set(places)
+    (honest, _), (attacked, _) = (algorithm.apply(state, each) for each in (cohort, attack))
+    np.testing.assert_array_equal(attacked.server.more.updates, honest.server.more.updates)
+    assert honest.server.more.updates.sum() == 3 * 2
+    np.testing.assert_allclose(params(attacked) - 1, 1 - params(honest), rtol=1e-6)
 
 
 def test_all_that_comes_down_needs_no_places_and_no_seed():
