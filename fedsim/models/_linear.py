@@ -8,6 +8,7 @@ tangent is written by hand, with ``x`` transposed: JAX transposes that into a pr
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import haiku as hk
@@ -31,8 +32,11 @@ class Linear(hk.Linear):
     ``w_init`` is given, and ``b float [output_size]``, zeros unless ``b_init`` is given, both of the input's dtype.
 
     Guarantees:
-      - Outputs are those of `hk.Linear` to the bit, gradients beyond float summation order.
-      - Forward, reverse and repeated differentiation, and `jax.vmap`.
+      - Outputs are those of `hk.Linear` to the bit, gradients up to the order in which they are summed.
+      - Forward, reverse and repeated differentiation, `jax.vmap`, and all that `hk.Linear` can do: symbolic shapes, explicit
+        sharding, every precision.
+
+    Haiku's policies of mixed precision are for a class and not for what inherits it: this one is to be named itself.
 
     Raises:
       ValueError: for an input without axes.
@@ -45,13 +49,20 @@ class Linear(hk.Linear):
     (20, 62)
     """
 
-    def __call__(self, inputs: jax.Array, *, precision: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, *, precision: jax.lax.PrecisionLike = None) -> jax.Array:
+        """``float [..., output_size]``, multiplied at this precision, by default that of `jax.default_matmul_precision`."""
+        if not inputs.shape:
+            raise ValueError("Expected inputs with an axis of features, got a scalar.")
         inputs = jnp.asarray(inputs)
-        if inputs.ndim != 2 or precision is not None or not _pays(inputs, self.output_size):
-            return super().__call__(inputs, precision=precision)
-        self.input_size = width = inputs.shape[1]
-        w_init = self.w_init or hk.initializers.TruncatedNormal(stddev=1 / np.sqrt(width))
-        outputs = _product(inputs, hk.get_parameter("w", [width, self.output_size], inputs.dtype, init=w_init))
+        self.input_size = width = inputs.shape[-1]
+        w_init = hk.initializers.TruncatedNormal(stddev=1 / np.sqrt(width)) if self.w_init is None else self.w_init
+        w = hk.get_parameter("w", [width, self.output_size], inputs.dtype, init=w_init)
+        if _pays(inputs, self.output_size):
+            # A rule for derivatives is traced later, where the default may be another one.
+            default = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+            outputs = _product(inputs, w, default if precision is None else precision)
+        else:
+            outputs = jnp.dot(inputs, w, precision=precision)
         if self.with_bias:
             b = hk.get_parameter("b", [self.output_size], inputs.dtype, init=self.b_init)
             outputs = outputs + jnp.broadcast_to(b, outputs.shape)
@@ -59,24 +70,27 @@ class Linear(hk.Linear):
 
 
 def _pays(x: jax.Array, outputs: int) -> bool:
+    # What is not known yet, or is on several devices that JAX itself is to watch, is not reshaped.
+    if x.ndim != 2 or not all(isinstance(n, int) for n in x.shape) or any(jax.typeof(x).sharding.spec):
+        return False
     rows, width = x.shape
     few = rows <= _MOST_ROWS and outputs <= _MOST_OUTPUTS
     return few and rows * outputs >= _LEAST_NUMBERS and width % _BLOCK == 0
 
 
-@jax.custom_jvp
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.dot(x, w)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _product(x: jax.Array, w: jax.Array, precision: Any) -> jax.Array:
+    return jnp.dot(x, w, precision=precision)
 
 
-def _product_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _product_jvp(precision: Any, primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     (x, w), (x_dot, w_dot) = primals, tangents
-    outputs = _product(x, w)
+    outputs = _product(x, w, precision)
     parts = []
     if not isinstance(x_dot, SymbolicZero):
-        parts.append(jnp.dot(x_dot, w))
+        parts.append(jnp.dot(x_dot, w, precision=precision))
     if not isinstance(w_dot, SymbolicZero):
-        parts.append(jnp.tensordot(_transposed(x), w_dot, ((0,), (0,))))
+        parts.append(jnp.tensordot(_transposed(x), w_dot, ((0,), (0,)), precision=precision))
     return outputs, sum(parts, jnp.zeros_like(outputs))
 
 

@@ -1,5 +1,8 @@
 """`fedsim.models.Linear` against `hk.Linear`: the same parameters must give the same outputs and derivatives."""
 
+import functools
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,8 @@ import pytest
 
 from fedsim.models import Linear, _linear
 
-TRANSPOSED = [(20, 784, 62), (5, 16, 62), (32, 8, 128)]
-PLAIN = [(33, 16, 62), (20, 60, 10), (20, 16, 200), (2, 16, 10)]  # too many rows, no blocks, wide, small
+TRANSPOSED = [(20, 784, 62), (5, 16, 62), (32, 8, 128), (8, 16, 25)]
+PLAIN = [(33, 16, 62), (20, 60, 10), (20, 16, 129), (9, 16, 22)]  # too many rows, no blocks, wide, small
 
 
 def network(layer, *args, **kwargs):
@@ -32,12 +35,17 @@ def loss(net, params, x):
     return jnp.mean(jnp.tanh(net.apply(params, x)) ** 2)
 
 
+def of_both(function, *args):
+    """``function`` of the two networks, each in a program of its own: XLA takes two equal ones for one, and of constants."""
+    return [jax.jit(functools.partial(function, network(layer, 62)))(*args) for layer in (Linear, hk.Linear)]
+
+
 @pytest.mark.parametrize(("rows", "width", "outputs"), TRANSPOSED + PLAIN)
 def test_outputs_and_gradients_equal_haiku(rows, width, outputs):
     x, params = normal(0, rows, width), parameters(1, width, outputs)
     ours, haikus = network(Linear, outputs), network(hk.Linear, outputs)
-    np.testing.assert_array_equal(*jax.jit(lambda: [net.apply(params, x) for net in (ours, haikus)])())
-    close(*jax.jit(lambda: [jax.grad(loss, argnums=(1, 2))(net, params, x) for net in (ours, haikus)])())
+    np.testing.assert_array_equal(*(jax.jit(net.apply)(params, x) for net in (ours, haikus)))
+    close(*(jax.jit(jax.grad(functools.partial(loss, net), argnums=(0, 1)))(params, x) for net in (ours, haikus)))
 
 
 @pytest.mark.parametrize(("rows", "width", "outputs"), TRANSPOSED + PLAIN)
@@ -45,6 +53,22 @@ def test_the_input_is_transposed_where_that_pays_and_nowhere_else(rows, width, o
     net, params = network(Linear, outputs), parameters(1, width, outputs)
     text = jax.jit(jax.grad(lambda params, x: loss(net, params, x))).lower(params, normal(0, rows, width)).as_text()
     assert (f"-> tensor<{width // 8}x8x{rows}xf32>" in text) == ((rows, width, outputs) in TRANSPOSED)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")
+@pytest.mark.parametrize("clients", [None, 2])
+def test_compiled_the_weights_gradient_is_a_product_in_the_plain_order(clients):
+    def first_contracted(layer):
+        slope = jax.grad(functools.partial(loss, network(layer, 62)))
+        args = parameters(1, 784, 62), normal(0, 20, 784)
+        if clients is not None:
+            slope, args = jax.vmap(slope), jax.tree.map(lambda leaf: np.stack([leaf] * clients), args)
+        text = jax.jit(slope).lower(*args).compile().as_text()
+        shape = "784,62" if clients is None else f"{clients},784,62"
+        (product,) = re.findall(rf"= f32\[{shape}\]\S* dot\(.*lhs_contracting_dims={{(\d)}}", text)
+        return int(product) - (clients is not None)
+
+    assert (first_contracted(Linear), first_contracted(hk.Linear)) == (1, 0)  # of [rows, in]: transposed, as it is
 
 
 def test_gradient_of_a_first_layer_leaves_out_the_input():
@@ -80,7 +104,7 @@ def test_vmap_over_weights_equals_haiku_one_by_one():
 def test_forward_and_second_derivatives_equal_haiku():
     x, params, direction = normal(0, 20, 16), parameters(1, 16, 62), (parameters(2, 16, 62), normal(3, 20, 16))
 
-    def derivatives(net):
+    def derivatives(net, params, x):
         def of(*at):
             return loss(net, *at)
 
@@ -94,7 +118,7 @@ def test_forward_and_second_derivatives_equal_haiku():
             "reverse of forward": jax.grad(lambda p: jax.jvp(of, (p, x), direction)[1])(params),
         }
 
-    close(*jax.jit(lambda: [derivatives(network(layer, 62)) for layer in (Linear, hk.Linear)])())
+    close(*of_both(derivatives, params, x))
 
 
 def test_a_nan_of_an_input_reaches_its_own_weights_only():
@@ -118,6 +142,59 @@ def test_half_precision():
 def test_an_input_without_axes_is_refused():
     with pytest.raises(ValueError, match="scalar"):
         network(Linear, 62).init(jax.random.key(0), jnp.float32(1))
+
+
+@pytest.mark.parametrize("rows", [20, 40])
+@pytest.mark.parametrize("given", [False, True])
+def test_all_products_are_of_the_precision_that_was_asked_for(given, rows):
+    """Also where a derivative is asked for outside of the default's context."""
+
+    def text(layer):
+        def forward(x):
+            return layer(62)(x, precision="highest" if given else None)
+
+        def lossy(params, x):
+            with jax.default_matmul_precision("default" if given else "highest"):
+                return jnp.sum(hk.without_apply_rng(hk.transform(forward)).apply(params, x) ** 2)
+
+        args = parameters(1, 16, 62), normal(0, rows, 16)
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(lossy), argnums=(0, 1)))(*args))
+
+    for jaxpr in (text(Linear), text(hk.Linear)):
+        assert jaxpr.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == jaxpr.count("dot_general[") >= 3
+
+
+def test_a_batch_of_any_size_is_exported():
+    net, params = network(Linear, 62), parameters(1, 16, 62)
+    (rows,) = jax.export.symbolic_shape("rows")
+    whole = jax.export.export(jax.jit(net.apply))(params, jax.ShapeDtypeStruct((rows, 16), jnp.float32))
+    for size in (1, 20, 40):
+        x = normal(0, size, 16)
+        close(whole.call(params, x), x @ params["linear"]["w"] + params["linear"]["b"])
+
+
+@pytest.mark.parametrize("of_input", [("d", None), (None, "d"), (None, None)])
+def test_of_explicitly_sharded_inputs_the_gradient_is_the_same(of_input):
+    x, params = normal(0, 20, 16), parameters(1, 16, 62)
+    (expected,) = of_both(jax.grad(loss, argnums=1), params, x)[1:]
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        slope = jax.jit(jax.grad(functools.partial(loss, network(Linear, 62))))(params, jax.device_put(x, jax.P(*of_input)))
+    close(slope, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_interceptors_meet_one_call(rows):
+    def doubled(call, args, kwargs, context):
+        return 2 * call(*args, **kwargs) if context.method_name == "__call__" else call(*args, **kwargs)
+
+    def forward(x):
+        with hk.intercept_methods(doubled):
+            return Linear(62)(x)
+
+    x, params = normal(0, rows, 16), parameters(1, 16, 62)
+    outputs = hk.without_apply_rng(hk.transform(forward)).apply(params, x)
+    np.testing.assert_array_equal(outputs, 2 * network(hk.Linear, 62).apply(params, x))
 
 
 def test_other_platforms_get_a_transposition_to_fold():
