@@ -74,9 +74,9 @@ def flat(a: Tree, length: int | None = None) -> jax.Array:
 
 
 def unflat(vector: jax.Array, like: Tree) -> Tree:
-    """The inverse of `flat`: the elements of ``vector`` ``[size]`` in the structure and shapes of ``like``, in its own dtype.
+    """The elements of a vector that `flat` made, in the structure and shapes of ``like``, all in the vector's dtype.
 
-    What is behind them is left out.
+    Leaves of ``like`` need a shape and nothing else; what the vector has behind their elements is left out.
 
     >>> [leaf.tolist() for leaf in unflat(jnp.arange(4), (jnp.zeros(()), jnp.zeros([1, 2])))]
     [0, [[1, 2]]]

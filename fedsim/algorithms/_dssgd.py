@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators import Aggregator, Sum
+from fedsim.aggregators import Aggregator, Noted, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState
@@ -115,7 +115,8 @@ class DSSGD(FedAvg):
         values, seed = tree.flat(state.params), state.more.seed
         if self.theta_d == 1:
             return Download(Part.of(values), state.round, seed[:0])
-        updates, count = state.more.updates, share_of(self.theta_d, values.size)
+        # A user's own server may count fewer updates than none.
+        updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
         # Between which whole numbers what divides them would be if they were Gaussian: a guess, and good while none decay.
         mean, square = jnp.vdot(updates, jnp.ones_like(updates)) / values.size, jnp.vdot(updates, updates) / values.size
         above = statistics.NormalDist().inv_cdf(1 - (count - 0.5) / values.size)
@@ -142,14 +143,13 @@ class DSSGD(FedAvg):
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = (change, () if self.theta_d == 1 else sent)
+        update = Noted(change, () if self.theta_d == 1 else sent.astype(jnp.float32))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 
-    def server_update(self, state: ServerState, update: Any) -> ServerState:
-        movement, times = update
-        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, times)
-        moved = super().server_update(state, tree.unflat(movement, state.params))
+    def server_update(self, state: ServerState, update: Noted) -> ServerState:
+        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, update.notes)
+        moved = super().server_update(state, tree.unflat(update.update, state.params))
         return moved._replace(more=state.more._replace(updates=updates))
 
     def _start(self, shared: Download, client: Client) -> Params:

@@ -207,7 +207,7 @@ def deliver(
     """
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
-    finite = _is_finite((result.update, result.memory)) & jnp.isfinite(weight)
+    finite = jnp.isfinite(tree.squared_norm((result.update, result.memory))) & jnp.isfinite(weight)
     update = tree.select(took_part & finite, result.update, jax.tree.map(jnp.zeros_like, result.update))
     info = {name: jnp.asarray(value) for name, value in result.info.items()}
     taken = _NAMES - _NAMES_OF_SENDING if program.aggregator.plain and info.keys() >= _NAMES_OF_SENDING else _NAMES
@@ -220,7 +220,7 @@ def deliver(
     if not program.aggregator.plain:
         sent = program.aggregator.send(update, common, old[1], rng.stream(client.key, "send"))
         # Half of a precision is a way of sending, and may overflow.
-        finite &= _is_finite((sent.update, sent.memory))
+        finite &= jnp.isfinite(tree.squared_norm((sent.update, sent.memory)))
         update = tree.select(took_part & finite, sent.update, jax.tree.map(jnp.zeros_like, sent.update))
         memory = program.client_sent(result, client, update)
         info |= {
@@ -233,12 +233,6 @@ def deliver(
     # All of one dtype with the updates, so that one all-reduce brings everything together.
     info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}
     return update, info, (kept, of_aggregator)
-
-
-def _is_finite(a: Any) -> jax.Array:
-    """Whether the squared norm is, of all but whole numbers and flags, which always are."""
-    inexact = [leaf for leaf in jax.tree.leaves(a) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
-    return jnp.isfinite(tree.squared_norm(inexact))
 
 
 def _as_known(hook: str, result: str, kept: Any, known: Any) -> Any:

@@ -33,8 +33,7 @@ class Linear(hk.Linear):
 
     Guarantees:
       - Outputs are those of `hk.Linear` to the bit, gradients up to the order in which they are summed.
-      - Forward, reverse and repeated differentiation, `jax.vmap`, and all that `hk.Linear` can do: symbolic shapes, explicit
-        sharding, every precision.
+      - Forward, reverse and repeated differentiation, `jax.vmap`, symbolic shapes, explicit sharding, every precision.
 
     Haiku's policies of mixed precision are for a class and not for what inherits it: this one is to be named itself.
 
@@ -70,7 +69,7 @@ class Linear(hk.Linear):
 
 
 def _pays(x: jax.Array, outputs: int) -> bool:
-    # What is not known yet, or is on several devices that JAX itself is to watch, is not reshaped.
+    # JAX reshapes neither a batch of unknown size nor an input whose axes are explicitly sharded.
     if x.ndim != 2 or not all(isinstance(n, int) for n in x.shape) or any(jax.typeof(x).sharding.spec):
         return False
     rows, width = x.shape

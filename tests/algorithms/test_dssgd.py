@@ -140,15 +140,41 @@ def test_ties_are_broken_by_the_seed_of_the_run():
     assert places(7) == places(7)
 
 
-def test_attackers_do_not_change_how_often_parameters_were_updated():
-    """They flip signs of what they send, which is not what it is of."""
+class Scaling(fedsim.attacks.Attack):
+    """What a user may write, who does not know of counts."""
+
+    def corrupt(self, update, key):
+        return jax.tree.map(lambda x: -2 * x, update)
+
+
+@pytest.mark.parametrize("attack", [fedsim.attacks.SignFlip(), Scaling(), fedsim.attacks.GaussianNoise()])
+def test_attackers_tell_truly_which_parameters_they_update(attack):
     cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
-    attack = dataclasses.replace(cohort, attack=fedsim.attacks.SignFlip(), attackers=np.ones(len(cohort), bool))
+    attacked = dataclasses.replace(cohort, attack=attack, attackers=np.array([True, False, True, False]))
     state = algorithm.init(jax.random.key(0))
-    (honest, _), (attacked, _) = (algorithm.apply(state, each) for each in (cohort, attack))
-    np.testing.assert_array_equal(attacked.server.more.updates, honest.server.more.updates)
+    (honest, _), (harmed, _) = (algorithm.apply(state, each) for each in (cohort, attacked))
+    np.testing.assert_array_equal(harmed.server.more.updates, honest.server.more.updates)
     assert honest.server.more.updates.sum() == 3 * 2
-    np.testing.assert_allclose(params(attacked) - 1, 1 - params(honest), rtol=1e-6)
+    assert np.abs(params(harmed) - params(honest)).max() > 0.1
+
+
+@pytest.mark.parametrize("attack", [fedsim.attacks.ALittleIsEnough(), fedsim.attacks.InnerProduct()])
+def test_colluding_attackers_count_as_the_others_do_in_the_mean(attack):
+    cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
+    state = algorithm.init(jax.random.key(0))
+    attacked, others = np.array([True, False, False, False]), fedsim.Cohort.of(cohort.data, ["2", "3"])
+    after, _ = algorithm.apply(state, dataclasses.replace(cohort, attack=attack, attackers=attacked))
+    honest, _ = algorithm.apply(state, others)
+    np.testing.assert_allclose(after.server.more.updates, 1.5 * honest.server.more.updates, rtol=1e-6)
+
+
+def test_counts_below_zero_count_as_none():
+    """As a user's own server may make them: as many come down as ever, the most updated first."""
+    algorithm = make(theta_d=0.6)
+    state = algorithm.init(jax.random.key(0))
+    state = state._replace(more=state.more._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0])))
+    places = algorithm.broadcast(state).part.where(SIZE).tolist()
+    assert len(set(places)) == 3 and {1, 4} < set(places)
 
 
 def test_all_that_comes_down_needs_no_places_and_no_seed():

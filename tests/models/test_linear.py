@@ -36,7 +36,7 @@ def loss(net, params, x):
 
 
 def of_both(function, *args):
-    """``function`` of the two networks, each in a program of its own: XLA takes two equal ones for one, and of constants."""
+    """``function`` of the two networks, each in a program of its own: in one, XLA computes once what is equal."""
     return [jax.jit(functools.partial(function, network(layer, 62)))(*args) for layer in (Linear, hk.Linear)]
 
 
