@@ -325,6 +325,16 @@ def test_min_norm_stops_where_a_step_goes_nowhere():
     assert bool(found.there) and int(found.steps) < 10
 
 
+def test_min_norm_takes_few_steps_however_alike_directions_are():
+    """What they have in common makes no step shorter: with it in the bound, some 200 steps would be taken, or all 300."""
+    rows = np.random.default_rng(0).normal(size=(10, 40)) + 6 * np.ones(40)
+    expected, directions = shortest(rows, np.ones(10), 0.1)
+    products, low, high = jnp.asarray(directions @ directions.T, jnp.float32), jnp.zeros(10), jnp.full(10, 0.2)
+    found = _shortest(products, jnp.full(10, 0.1), low, high)
+    np.testing.assert_allclose(np.asarray(found.here) @ directions, expected, atol=1e-5)
+    assert bool(found.there) and int(found.steps) < 60
+
+
 def test_min_norm_of_opposed_clients_is_nothing():
     update = jnp.array([[1.0, 1.0], [-3.0, -3.0], [0.0, 0.0]])
     found = fedsim.aggregators.MinNorm(1.0).combine(update, jnp.array([1.0, 5.0, 1.0]))
