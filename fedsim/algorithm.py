@@ -161,9 +161,9 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} must define client_final, or override apply.")
 
     def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Any:
-        """What the client keeps where of its update, ``result.update``, something else ``arrived``: clipped, compressed.
+        """What the client keeps, now that this ``arrived`` of its update: ``result.update`` as it was, or clipped, compressed.
 
-        By default ``result.memory``, as where it arrives as it was sent.
+        By default ``result.memory``; who keeps what goes by the update has this instead.
         """
         return result.memory
 

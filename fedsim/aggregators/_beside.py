@@ -15,7 +15,7 @@ _MEAN = Mean()
 
 
 class Noted(NamedTuple):
-    """An update, and floats beside it: a loss, say, or how far the client could have gone.
+    """An update, and numbers beside it: a loss, say, or how far the client could have gone, or flags.
 
     What the server makes of a round has the same form: the aggregate, and the notes' weighted mean.
 

@@ -143,7 +143,8 @@ class DSSGD(FedAvg):
         of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
         dtype = tree.bits_dtype(of_each * change.size)
         bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        update = Noted(change, () if self.theta_d == 1 else sent.astype(jnp.float32))
+        # Flags in bytes: they are read in every round as often as the changes.
+        update = Noted(change, () if self.theta_d == 1 else sent.astype(jnp.uint8))
         info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
 

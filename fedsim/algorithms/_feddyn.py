@@ -71,10 +71,6 @@ class FedDyn(Tilted):
         apart = tree.squared_norm(tree.subtract(params, shared.params))
         return super().objective(shared, params, batch) + self.alpha / 2 * apart
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state, client)
-        return result._replace(memory=self.client_sent(result, client, result.update))
-
     def client_sent(self, result: ClientUpdate, client: Client, arrived: Params) -> Params:
         return tree.add(client.memory, tree.scale(arrived, self.alpha))
 

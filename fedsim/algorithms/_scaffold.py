@@ -23,6 +23,7 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import ClientState
@@ -98,13 +99,13 @@ class SCAFFOLD(Tilted):
         return super().client_step(shared, state, batch)._replace(more=Control(correction, source))
 
     def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result, (correction, source) = super().client_final(shared, state, client), state.more
+        result, source = super().client_final(shared, state, client), state.more.source
         if isinstance(source, FullGradient):
-            control = source.mean(shared.params)
+            change = tree.subtract(source.mean(shared.params), client.memory)
         else:  # Who has not come anywhere, at a rate of 0, has learnt nothing of its gradients.
-            control = tree.subtract(source.mean(result.update), correction)
-            control = tree.select(source.come == 0, client.memory, control)
-        return result._replace(update=(result.update, tree.subtract(control, client.memory)), memory=control)
+            change = tree.subtract(source.mean(result.update), shared.more)
+            change = tree.select(source.come == 0, jax.tree.map(jnp.zeros_like, change), change)
+        return result._replace(update=(result.update, change))
 
     def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Params:
         return tree.add(client.memory, arrived[1])

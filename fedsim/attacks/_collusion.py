@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, Wrapper, with_notes_of
+from fedsim.aggregators import Aggregator, Noted, Wrapper, with_notes_of
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -88,7 +88,8 @@ class Overheard(Wrapper):
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(update):
+        attacked = update.update if isinstance(update, Noted) else update
+        for path, leaf in jax.tree_util.tree_leaves_with_path(attacked):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs means of all that clients send, and cannot attack what {self.inner} "
@@ -98,13 +99,15 @@ class Overheard(Wrapper):
                 )
 
     def zero(self, update: Update, slots: int) -> Heard:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), update)
+        # Notes may be counts or flags, of which there is a mean, too.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype if tree.is_float(x) else jnp.float32), update)
         return Heard(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), jnp.zeros(slots, jnp.float32))
 
     def accumulate(self, accumulator: Heard, update: Update, weight: jax.Array, slot: jax.Array) -> Heard:
         attacks = self.attackers[slot]
         honest = jnp.where(attacks, 0, weight)
-        one = Moments((honest != 0).astype(jnp.float32), update, jax.tree.map(jnp.zeros_like, update))
+        mean = jax.tree.map(lambda x, mean: x.astype(mean.dtype), update, accumulator.moments.mean)
+        one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean))
         return Heard(
             super().accumulate(accumulator.inner, update, honest, slot),
             accumulator.moments.merge(one),

@@ -45,8 +45,8 @@ class ClientUpdate(NamedTuple):
       weight: ``float32 []``, its share in the aggregate. 0: as if it had not taken part.
       info: name to scalar or small array, reported per client in the round's info, whose own names (see `RoundInfo`) it leaves
         alone. Where the aggregator sends updates as they are, it may hold ``bits_up`` and ``entropy_bits_up``, both or neither.
-      memory: what the client keeps for its next round, in the shape of ``client_memory``. If the update does not count (no
-        step, not finite, weight 0), it keeps what it had.
+      memory: what the client keeps for its next round, in the shape of ``client_memory``, unless ``client_sent`` makes that of
+        what arrived of the update. If the update does not count (no step, not finite, weight 0), it keeps what it had.
     """
 
     update: Any

@@ -21,7 +21,7 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import RoundPlan
 
 # Of what a dispatch writes, whose room is kept for the next one.
-_ROOM_BYTES = 2**27
+_ROOM_BYTES = 2**28
 # Where rows are gathered for it: a C library keeps blocks of up to 32 MiB, and larger ones are new pages each time.
 _GATHERED_BYTES = 2**25
 

@@ -165,11 +165,23 @@ def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
         assert bool(compiled) == (call == 0), compiled
 
 
+class Telling(Counting):
+    """What is sent is what is written over."""
+
+    def client_final(self, shared, state, client):
+        result = super().client_final(shared, state, client)
+        return result._replace(update=result.update + client.memory.total - jnp.stack([shared, state[0]]))
+
+    def server_update(self, state, update):
+        return state + update.sum()
+
+
+@pytest.mark.parametrize("kind", [Counting, Telling])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_rows_are_written_in_their_place_and_not_sent_around(lie, devices, dispatches):
+def test_rows_are_written_in_their_place_and_not_sent_around(lie, devices, kind, dispatches):
     """What `python -m benchmarks --only algorithms` is about: no table is copied, and no all-reduce carries a row."""
     population = federation.data()
-    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
+    algorithm = kind(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="stream"))
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
     (((mesh, layout, *_), compiled),) = algorithm._compiled.items()
     before, room, plans, _ = dispatches[0]
