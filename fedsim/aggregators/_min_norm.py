@@ -74,12 +74,14 @@ class _At(NamedTuple):
 def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> _At:
     """``here``: the λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
     mass = jnp.sum(start)
-    # All allowed λ have one sum. So of the gradient only what differs from client to client counts, and steps may be as long as
-    # the curvature across the simplex allows, which is a fraction of what it is along their sum, where directions are alike.
+    # All allowed λ have one sum. So of the gradient only what differs from client to client counts (in what does not it would
+    # drown), and steps may be as long as the curvature across the simplex allows: where directions are alike, it is a fraction
+    # of what it is along the sum.
     free = jnp.asarray(high > 0, jnp.float32)
     across = free / jnp.maximum(jnp.sum(free), 1)
     means = products @ across
     curvature = (products - means[:, None] - means[None, :] + across @ means) * free[:, None] * free[None, :]
+    slope = mass * (means - across @ means) * free
     # Of the fourth power the largest sum of a row bounds it more closely: to a fifth, where that of a row itself does to 2.
     fourth = jnp.linalg.matrix_power(curvature, 4)
     rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(fourth), axis=1)) ** 0.25, 1e-6)
@@ -97,7 +99,7 @@ def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.A
 
     def step(at: _At) -> _At:
         here, ahead, momentum, steps, _ = at
-        new = nearest(ahead - rate * (curvature @ ahead + mass * means))
+        new = nearest(ahead - rate * (curvature @ ahead + slope))
         restart = jnp.vdot(ahead - new, new - here) > 0
         momentum = jnp.where(restart, 1.0, momentum)
         faster = (1 + jnp.sqrt(1 + 4 * momentum**2)) / 2

@@ -38,7 +38,8 @@ class Collusion(Attack):
     only that they keep no memory of it (a residual, say).
 
     Raises:
-      ValueError: before the first round, updates with a leaf that is not a float, of which there is no mean.
+      ValueError: before the first round, updates with a leaf that is not a float, of which there is no mean. (Of notes beside
+        an update there is one, whatever they are.)
 
     >>> class Copy(Collusion):
     ...     def collude(self, honest): return honest.mean
@@ -88,8 +89,7 @@ class Overheard(Wrapper):
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        attacked = update.update if isinstance(update, Noted) else update
-        for path, leaf in jax.tree_util.tree_leaves_with_path(attacked):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(with_notes_of(Noted((), ()), update)):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs means of all that clients send, and cannot attack what {self.inner} "

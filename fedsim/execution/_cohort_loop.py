@@ -136,14 +136,19 @@ class Lane:
 
     def deliver(self, position: jax.Array, result: ClientUpdate, client: Client, old: tuple[Any, Any]) -> tuple[Any, Info, Any]:
         """What arrives of an update, the client's line of the info, and what it keeps if it counts; ``old``: its `row`."""
-        if self.attack is not None:
-            corrupt = with_notes_of(result.update, self.attack.corrupt(result.update, rng.stream(client.key, "attack")))
-            result = result._replace(update=tree.select(self.people.attacker[position], corrupt, result.update))
-        update, line, kept = deliver(self.program, result, client, old, self.common)
-        if self.attack is not None and type(self.attack).surround is not Attack.surround:
+        if self.attack is None:
+            return deliver(self.program, result, client, old, self.common)
+        attacks = self.people.attacker[position]
+        corrupt = with_notes_of(result.update, self.attack.corrupt(result.update, rng.stream(client.key, "attack")))
+        sent = result._replace(update=tree.select(attacks, corrupt, result.update))
+        update, line, (kept, of_aggregator) = deliver(self.program, sent, client, old, self.common)
+        # An attacker keeps what its own work gave: what it says would come back to it, and grow from round to round.
+        own = _as_known("client_final", "ClientUpdate", self.program.client_sent(result, client, result.update), kept)
+        kept = tree.select(attacks, tree.select(_is_finite(own), own, client.memory), kept)
+        if type(self.attack).surround is not Attack.surround:
             # What a colluding attacker would have sent is thrown away, and so is what its message left behind.
-            kept = kept[0], tree.select(self.people.attacker[position], old[1], kept[1])
-        return update, line, kept
+            of_aggregator = tree.select(attacks, old[1], of_aggregator)
+        return update, line, (kept, of_aggregator)
 
     def keep(self, table: ClientTable | tuple[()], position: jax.Array, line: Info, kept: Any) -> ClientTable | tuple[()]:
         """``table`` with what these clients keep, one or several side by side, of those whose update counts."""
@@ -230,6 +235,8 @@ def deliver(
         }
         of_aggregator = _as_known(f"{type(program.aggregator).__name__}.send", "Sent", sent.memory, old[1])
     kept = _as_known("client_final", "ClientUpdate", program.client_sent(result, client, update), client.memory)
+    # Of half a precision what is kept may overflow where what it is made of does not.
+    finite &= _is_finite([leaf for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize < 4])
     counts = took_part & finite
     # All of one dtype with the updates, so that one all-reduce brings everything together.
     info |= {"weight": jnp.where(counts, weight, 0.0), "dropped": (took_part & ~finite).astype(jnp.float32)}

@@ -230,7 +230,9 @@ class _Look(_Program):
         return self.algorithm.client_begin(shared.shared, state, self.remembering(shared, client))
 
     def client_final(self, shared: Told, state: Any, client: Client) -> ClientUpdate:
-        return self.leave(self.algorithm.client_final(shared.shared, state, self.remembering(shared, client)).memory)
+        client = self.remembering(shared, client)
+        result = self.algorithm.client_final(shared.shared, state, client)
+        return self.leave(self.algorithm.client_sent(result, client, result.update))
 
 
 class _Tuning(NamedTuple):

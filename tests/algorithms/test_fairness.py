@@ -325,14 +325,19 @@ def test_min_norm_stops_where_a_step_goes_nowhere():
     assert bool(found.there) and int(found.steps) < 10
 
 
-def test_min_norm_takes_few_steps_however_alike_directions_are():
+@pytest.mark.parametrize("absent", [0, 3])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.03, 0.2])
+def test_min_norm_takes_few_steps_however_alike_directions_are(noise, absent):
     """What they have in common makes no step shorter: with it in the bound, some 200 steps would be taken, or all 300."""
-    rows = np.random.default_rng(0).normal(size=(10, 40)) + 6 * np.ones(40)
-    expected, directions = shortest(rows, np.ones(10), 0.1)
-    products, low, high = jnp.asarray(directions @ directions.T, jnp.float32), jnp.zeros(10), jnp.full(10, 0.2)
-    found = _shortest(products, jnp.full(10, 0.1), low, high)
-    np.testing.assert_allclose(np.asarray(found.here) @ directions, expected, atol=1e-5)
-    assert bool(found.there) and int(found.steps) < 60
+    rows = 1 + noise * np.random.default_rng(0).normal(size=(10, 40))
+    expected, directions = shortest(rows, np.ones(10), 0.1) if noise else (np.full(40, 40**-0.5), np.full((10, 40), 40**-0.5))
+    present = np.pad(np.ones(10), (0, absent))
+    products = np.pad(directions @ directions.T, (0, absent))
+    found = _shortest(*(jnp.asarray(x, jnp.float32) for x in (products, 0.1 * present, 0 * present, 0.2 * present)))
+    shares = np.asarray(found.here)
+    np.testing.assert_allclose(shares[:10] @ directions, expected, atol=1e-5)
+    np.testing.assert_allclose(shares.sum(), 1, atol=1e-6)
+    assert bool(found.there) and int(found.steps) < 60 and not shares[10:].any()
 
 
 def test_min_norm_of_opposed_clients_is_nothing():

@@ -386,3 +386,22 @@ def test_the_mean_breaks_and_the_median_survives(algorithm_name, attack):
 def test_half_an_attack_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(federation.cohort(POPULATION), **changes)
+
+
+@pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.Clipped(1e3), aggregators.CoordinateMedian()], ids=str)
+@pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
+@pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)
+def test_an_attacker_keeps_what_its_own_work_gave(attack, kind, aggregator):
+    """Of what it says, its next lie would be made, and so on: it would grow by the attack's scale every round."""
+    algorithm = kind(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=4),
+        aggregator=aggregator,
+        execution=fedsim.Jit(memory="stream"),
+    )
+    start = algorithm.init(jax.random.key(0))
+    honest, harmed = (algorithm.apply(start, attacked(attack, who))[0] for who in (np.zeros(8, bool), ATTACKERS))
+    kept, kept_by_attackers = (state.clients.gather(np.arange(POPULATION.num_clients)) for state in (honest, harmed))
+    federation.assert_trees_equal(kept_by_attackers, kept)
+    assert not np.allclose(harmed.params["linear"]["w"], honest.params["linear"]["w"])

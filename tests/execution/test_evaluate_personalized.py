@@ -426,6 +426,28 @@ def test_what_beside_the_algorithm_is_remembered_does_not_matter():
     federation.assert_trees_close(found, expected)
 
 
+def test_a_look_leaves_what_is_kept_by_what_arrives():
+    """Whoever keeps the same by ``client_final`` ends with the same models."""
+
+    class Own(algorithms.SCAFFOLD):
+        def personal_params(self, shared, memory):
+            return jax.tree.map(lambda x, c: x - 0.5 * c, shared.params, memory)
+
+    class Told(Own):
+        def client_final(self, shared, state, client):
+            result = super().client_final(shared, state, client)
+            return result._replace(memory=jax.tree.map(lambda c, change: c + change, client.memory, result.update[1]))
+
+        def client_sent(self, result, client, arrived):
+            return result.memory
+
+    own, told = (make(cls, option="I") for cls in (Own, Told))
+    train, test = federation.data(), test_data()
+    found, expected = (fedsim.evaluate_personalized(one, trained(own), train, test) for one in (own, told))
+    federation.assert_trees_close(found, expected)
+    assert found.overall["loss"] != fedsim.evaluate(own.model, trained(own).params, test).overall["loss"]
+
+
 def test_what_fine_tunes_on_the_side_starts_from_what_the_client_keeps():
     """Clients of this one keep parameters that nobody else has: a step of length 0 from there leads nowhere."""
     data = federation.data()

@@ -38,3 +38,36 @@ def test_states_keep_their_dtypes_and_rounds_go_together(cls):
     server = fedsim.execution.split(alone).server
     assert [x.dtype for x in jax.tree.leaves(server)] == [x.dtype for x in jax.tree.leaves(start)]
     assert np.any(np.asarray(server.params["linear"]["w"] != start.params["linear"]["w"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*were left out")
+def test_what_overflows_where_it_is_kept_is_dropped():
+    """What was sent is finite, and so is the old row; their sum in half precision is not."""
+
+    class Adding(fedsim.Algorithm):
+        def init(self, key):
+            return jnp.float32(0)
+
+        def client_memory(self, shared):
+            return jnp.full(2, 6e4, jnp.float16)
+
+        def client_init(self, shared, client):
+            return jnp.float32(0)
+
+        def client_step(self, shared, state, batch):
+            return state
+
+        def client_final(self, shared, state, client):
+            update = jnp.where(client.position == 0, 1e4, 1.0).astype(jnp.float16)
+            return fedsim.ClientUpdate(update, jnp.float32(1))
+
+        def client_sent(self, result, client, arrived):
+            return client.memory + arrived
+
+        def server_update(self, state, update):
+            return state + update
+
+    algorithm = Adding(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="stream"))
+    state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(federation.data()))
+    assert info.clients["dropped"].tolist() == [True] + 7 * [False]
+    assert state.clients.index[0] == -1 and float(state.server) == 1
