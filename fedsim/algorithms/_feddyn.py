@@ -10,9 +10,9 @@ last parameters), h what the server keeps, all 0 at first, P the cohort, m the c
 
 Deviations: the argmin is approached by ``client_optimizer``, as in the paper's experiments (and hence h_k approaches the
 gradient). With ``weighting="examples"`` the mean is weighted, and 1 / m is a client's part of all examples, so that h stays the
-mean of all h_k. Where what arrives of a client's movement is clipped or compressed, h_k goes by that, as h does; an aggregator
-that is no mean (a median, Krum), or that adds noise, leaves h apart from their mean. ``server_optimizer`` takes x minus the
-last line for its gradient; with its default that line holds.
+mean of all h_k. Where what arrives of a client's movement is clipped or compressed, h_k goes by that, as h does; an attack, or
+an aggregator that is no mean (a median, Krum) or adds noise, leaves h apart from their mean. ``server_optimizer`` takes x minus
+the last line for its gradient; with its default that line holds.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ keeps, both 0 at first, S the cohort, N the clients that have examples, g_i(·) 
 measured (`fedsim.algorithms._reach`), which for momentum or a rate that changes gives its weighted mean of gradients; and with
 ``weighting="examples"`` both means are weighted, and |S| / N is the cohort's part of all examples, so that c stays the mean of
 all c_i. Where what arrives of a client's change is clipped or compressed, its variate changes by that, so that this stays so;
-an aggregator that is no mean (a median, Krum), or that adds noise, leaves c apart from the mean of c_i. The paper starts its
-experiments with c_i = 0, its theorems with c_i = g_i(x).
+an attack, or an aggregator that is no mean (a median, Krum) or adds noise, leaves c apart from the mean of c_i. The paper
+starts its experiments with c_i = 0, its theorems with c_i = g_i(x).
 """
 
 from __future__ import annotations

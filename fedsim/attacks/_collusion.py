@@ -89,7 +89,8 @@ class Overheard(Wrapper):
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(with_notes_of(Noted((), ()), update)):
+        without_notes = with_notes_of(Noted((), ()), update)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(without_notes):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs means of all that clients send, and cannot attack what {self.inner} "

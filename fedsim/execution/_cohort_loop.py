@@ -206,9 +206,9 @@ def deliver(
 ) -> tuple[Any, Info, Any]:
     """Sends an update: what arrives, the client's line of the info, and what it keeps if it counts (algorithm, aggregator).
 
-    Keeps out of the fold who took no step and whose update is not finite. An update counts as finite if its squared norm is:
-    so no sum of weighted updates overflows either. One that is not is replaced by zeros and not only weighted by 0, since 0
-    times NaN is NaN.
+    Keeps out of the fold who took no step and whose update, or what it keeps, is not finite. These count as finite if their
+    squared norm is: so no sum of weighted updates overflows either. An update that is not is replaced by zeros and not only
+    weighted by 0, since 0 times NaN is NaN.
     """
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
@@ -243,9 +243,9 @@ def deliver(
     return update, info, (kept, of_aggregator)
 
 
-def _is_finite(sent: Any) -> jax.Array:
-    """Whether the squared norm of all leaves is; but for counts and flags, which always are."""
-    arrays = map(jnp.asarray, jax.tree.leaves(sent))
+def _is_finite(a: Any) -> jax.Array:
+    """Whether the squared norm of all leaves is, ``bool []``; but for counts and flags, which always are."""
+    arrays = map(jnp.asarray, jax.tree.leaves(a))
     return jnp.isfinite(tree.squared_norm([leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]))
 
 
