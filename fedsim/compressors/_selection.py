@@ -208,9 +208,13 @@ def _ranks(mask: jax.Array) -> jax.Array:
 def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
     """``mask`` with only its first ``count`` bits left."""
     counts = jax.lax.population_count(mask).astype(jnp.int32)
-    wanted = count - (jnp.cumsum(counts) - counts)
-    part = mask & ((jnp.uint32(1) << _length(mask, jnp.clip(wanted, 0, 31)).astype(jnp.uint32)) - jnp.uint32(1))
-    return jnp.where(wanted >= counts, mask, jnp.where(wanted <= 0, jnp.uint32(0), part))
+    until = jnp.cumsum(counts)
+    # Of one word only a part may be left: the first that is not there as a whole.
+    at = jnp.minimum(jnp.sum(until <= count, dtype=jnp.int32), len(mask) - 1)
+    wanted = jnp.clip(count - (until - counts)[at], 0, 31)
+    part = mask[at] & ((jnp.uint32(1) << _length(mask[at], wanted).astype(jnp.uint32)) - jnp.uint32(1))
+    others = jnp.where(until <= count, mask, jnp.uint32(0))
+    return jnp.where((jnp.arange(len(mask), dtype=jnp.int32) == at) & (until > count), part, others)
 
 
 def _length(words: jax.Array, count: jax.Array) -> jax.Array:
