@@ -114,6 +114,14 @@ class Aggregator:
         """Merges one accumulator per device, inside a `jax.shard_map` over ``axis``."""
         return self.merge_stacked(jax.lax.all_gather(accumulator, axis))
 
+    def zero_devices(self, update: Update, slots: int, axis: str) -> Accumulator:
+        """`zero` on each device of ``axis``, inside a `jax.shard_map`, for a fold that `conclude_devices` ends."""
+        return self.zero(update, slots)
+
+    def conclude_devices(self, accumulator: Accumulator, memory: Memory, key: jax.Array, axis: str) -> tuple[Update, Memory]:
+        """`conclude` of one accumulator per device, inside a `jax.shard_map`: for those who share this work out."""
+        return self.conclude(self.merge_devices(accumulator, axis), memory, key)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SumAggregator(Aggregator):

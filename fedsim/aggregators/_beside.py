@@ -73,6 +73,9 @@ class Beside(Wrapper):
     def zero(self, update: Noted, slots: int) -> Accumulator:
         return Noted(self.inner.zero(update.update, slots), _MEAN.zero(update.notes, slots))
 
+    def zero_devices(self, update: Noted, slots: int, axis: str) -> Accumulator:
+        return Noted(self.inner.zero_devices(update.update, slots, axis), _MEAN.zero(update.notes, slots))
+
     def accumulate(self, accumulator: Noted, update: Noted, weight: jax.Array, slot: jax.Array) -> Accumulator:
         updates = self.inner.accumulate(accumulator.update, update.update, weight, slot)
         return Noted(updates, _MEAN.accumulate(accumulator.notes, update.notes, weight, slot))
@@ -92,6 +95,10 @@ class Beside(Wrapper):
     def conclude(self, accumulator: Noted, memory: Memory, key: jax.Array) -> tuple[Noted, Memory]:
         update, memory = self.inner.conclude(accumulator.update, memory, key)
         return Noted(update, _MEAN.finish(accumulator.notes)), memory
+
+    def conclude_devices(self, accumulator: Noted, memory: Memory, key: jax.Array, axis: str) -> tuple[Noted, Memory]:
+        update, memory = self.inner.conclude_devices(accumulator.update, memory, key, axis)
+        return Noted(update, _MEAN.finish(_MEAN.merge_devices(accumulator.notes, axis))), memory
 
 
 def with_notes_of(other: Update, update: Update) -> Update:

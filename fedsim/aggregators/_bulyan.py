@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fedsim import checks
 from fedsim.aggregators._krum import neighbours
 from fedsim.aggregators._rows import check_attackers, in_order, middle, squared_distances, wide
-from fedsim.aggregators._side_by_side import SideBySide, Update
+from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,9 +46,9 @@ class Bulyan(SideBySide):
         super().check(update, slots)
         check_attackers("Bulyan", self.attackers, slots, per_attacker=4)
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         exists = weights != 0
-        chosen = self._choose(squared_distances(updates, exists), exists)
+        chosen = self._choose(squared_distances(updates, exists, summed), exists)
         theta = jnp.sum(chosen)
         kept = jnp.maximum(theta - 2 * self.attackers, 1)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.aggregators._rows import in_order, middle, wide
-from fedsim.aggregators._side_by_side import SideBySide, Update
+from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,6 +31,6 @@ class CoordinateMedian(SideBySide):
     [2.0, 5.0]
     """
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         exists = weights != 0
         return jax.tree.map(lambda rows: middle(in_order(wide(rows), exists), jnp.sum(exists)), updates)

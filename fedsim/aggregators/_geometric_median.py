@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators._rows import mean, squared_norms, wide
-from fedsim.aggregators._side_by_side import SideBySide, Update
+from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class GeometricMedian(SideBySide):
         checks.positive(smoothing=self.smoothing)
         checks.number(least=0, below=1, tolerance=self.tolerance)
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         updates = jax.tree.map(wide, updates)
         share = weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
 
@@ -59,10 +59,10 @@ class GeometricMedian(SideBySide):
 
         def step(carry: tuple[jax.Array, Update, jax.Array]) -> tuple[jax.Array, Update, jax.Array]:
             done, v, _ = carry
-            distance = jnp.sqrt(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v)))
+            distance = jnp.sqrt(summed(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v))))
             pull = share / jnp.maximum(distance, self.smoothing)
             after = centre(pull)
-            moved = jnp.sqrt(tree.squared_norm(tree.subtract(after, v)))
+            moved = jnp.sqrt(summed(tree.squared_norm(tree.subtract(after, v))))
             # Not the arithmetic mean: a single update far away would make any step a small one.
             return done + 1, after, moved * jnp.sum(pull) > self.tolerance
 

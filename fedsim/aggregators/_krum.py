@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedsim import checks
 from fedsim.aggregators._rows import check_attackers, mean, squared_distances, wide
-from fedsim.aggregators._side_by_side import SideBySide, Update
+from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
 
 
 def neighbours(exists: jax.Array, attackers: int) -> jax.Array:
@@ -63,9 +63,9 @@ class Krum(SideBySide):
                 f"selected={self.selected}: more would take in attackers for sure."
             )
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         exists = weights != 0
-        nearest = jnp.sort(squared_distances(updates, exists), axis=1)
+        nearest = jnp.sort(squared_distances(updates, exists, summed), axis=1)
         counts = jnp.arange(len(weights)) < neighbours(exists, self.attackers)
         score = jnp.where(exists, jnp.sum(jnp.where(counts, nearest, 0), axis=1), jnp.inf)
         # In a round that not all have come to, no more than n - f.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from fedsim import checks
 from fedsim.aggregators._aggregator import Update
 from fedsim.aggregators._rows import inner_products, total, wide
-from fedsim.aggregators._side_by_side import SideBySide
+from fedsim.aggregators._side_by_side import SideBySide, Summed
 
 _STEPS = 300
 _STILL = 2.0**-23  # How far shares, whose sum is 1, may go in a last step.
@@ -47,10 +47,10 @@ class MinNorm(SideBySide):
     def __post_init__(self) -> None:
         checks.number(least=0, most=1, epsilon=self.epsilon)
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         weight = jnp.sum(weights)
         shares = weights / jnp.where(weight == 0, 1, weight)
-        products = inner_products(updates, lambda rows: rows)
+        products = summed(inner_products(updates, lambda rows: rows))
         norms = jnp.sqrt(jnp.diagonal(products))
         per_norm = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
         products = per_norm[:, None] * products * per_norm[None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +86,18 @@ def inner_products(updates: Update, prepared: Callable[[jax.Array], jax.Array]) 
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
-def squared_distances(updates: Update, exists: jax.Array) -> jax.Array:
+def squared_distances(updates: Update, exists: jax.Array, summed: Callable[[Any], Any]) -> jax.Array:
     """Between any two rows, ``float32 [slots, slots]``; infinite from a row to itself and to rows that do not exist.
+
+    Of coordinates that devices share out, ``summed`` makes sums over all.
 
     From a Gram matrix, which reads the rows once instead of once for every pair. What all have in common would drown the
     differences in rounding, so it is taken off first: the row whose norm is the median, for a mean is anybody's to spoil.
     """
     slots = exists.shape[0]
-    norms = jnp.where(exists, squared_norms(updates), jnp.inf)
+    norms = jnp.where(exists, summed(squared_norms(updates)), jnp.inf)
     typical = jnp.argsort(norms)[(jnp.sum(exists) - 1) // 2]
-    products = inner_products(updates, lambda rows: jnp.where(exists[:, None], rows - rows[typical][None], 0))
+    products = summed(inner_products(updates, lambda rows: jnp.where(exists[:, None], rows - rows[typical][None], 0)))
     own = jnp.diagonal(products)
     distances = (own[:, None] - products) + (own[None, :] - products.T)
     # Squares of huge updates overflow, and the difference of two infinities is none.

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedsim.aggregators._aggregator import SumAggregator, Update
+from fedsim import tree
+from fedsim.aggregators._aggregator import Memory, SumAggregator, Update
+
+_SMALL = 2**15  # coordinates of a leaf that is not shared out: devices meet once for each that is
+
+Summed = Callable[[Any], Any]
 
 
 class Gathered(NamedTuple):
-    """Updates so far, leaves ``[slots, ...]``, and their weights, ``float32 [slots]``; rows that nobody wrote are zeros."""
+    """Updates so far and their weights, ``float32 [slots]``; rows that nobody wrote are zeros.
+
+    A leaf ``[n, ...]`` is kept in as many parts as there are devices, or in one: ``[parts, slots, n / parts, ...]``.
+    """
 
     updates: Update
     weights: jax.Array
@@ -20,7 +29,7 @@ class Gathered(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SideBySide(SumAggregator):
-    """Keeps the cohort's updates side by side; subclasses write `combine`.
+    """Keeps the cohort's updates side by side; subclasses write `combine`, or `combine_part`.
 
     Its memory grows with the cohort: slots times the size of an update, on every device and in each of its lanes. What cannot
     fit is refused before the first round.
@@ -38,14 +47,68 @@ class SideBySide(SumAggregator):
 
     def combine(self, updates: Update, weights: jax.Array) -> Update:
         """The aggregate of updates ``[slots, ...]`` with weights ``float32 [slots]``; a row of weight 0 does not exist."""
+        return self.combine_part(updates, weights, lambda sums: sums)
+
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
+        """`combine` of some coordinates, for who needs to know of the others no more than sums: devices share them out.
+
+        Args:
+          updates: of these coordinates, ``[slots, ...]``; of leaves that are not shared out one device has the rows, and the
+            others have zeros.
+          weights: ``float32 [slots]``.
+          summed: makes of sums over these coordinates sums over all. To be called equally often on all devices.
+        """
         raise NotImplementedError
 
     def zero(self, update: Update, slots: int) -> Gathered:
-        return Gathered(jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), update), jnp.zeros(slots, jnp.float32))
+        return self._zero(update, slots, parts=1)
+
+    def zero_devices(self, update: Update, slots: int, axis: str) -> Gathered:
+        shares = type(self).combine_part is not SideBySide.combine_part
+        return self._zero(update, slots, parts=jax.lax.axis_size(axis) if shares else 1)
+
+    def _zero(self, update: Update, slots: int, parts: int) -> Gathered:
+        def leaf(x: jax.Array) -> jax.Array:
+            if not x.shape:
+                return jnp.zeros((1, slots), x.dtype)
+            of = parts if x.size > _SMALL and x.shape[0] % parts == 0 else 1
+            return jnp.zeros((of, slots, x.shape[0] // of, *x.shape[1:]), x.dtype)
+
+        return Gathered(jax.tree.map(leaf, update), jnp.zeros(slots, jnp.float32))
 
     def accumulate(self, accumulator: Gathered, update: Update, weight: jax.Array, slot: jax.Array) -> Gathered:
-        updates = jax.tree.map(lambda rows, row: rows.at[slot].add(jnp.where(weight == 0, 0, row)), accumulator.updates, update)
-        return Gathered(updates, accumulator.weights.at[slot].add(weight))
+        def leaf(rows: jax.Array, row: jax.Array) -> jax.Array:
+            row = jnp.where(weight == 0, 0, row).astype(rows.dtype).reshape(rows.shape[0], *rows.shape[2:])
+            return rows.at[:, slot].set(row)
+
+        return Gathered(jax.tree.map(leaf, accumulator.updates, update), accumulator.weights.at[slot].add(weight))
 
     def finish(self, accumulator: Gathered) -> Update:
-        return self.combine(*accumulator)
+        return self.combine(jax.tree.map(_whole, accumulator.updates), accumulator.weights)
+
+    def conclude_devices(self, accumulator: Gathered, memory: Memory, key: jax.Array, axis: str) -> tuple[Update, Memory]:
+        leaves, structure = jax.tree.flatten(accumulator.updates)
+        parts = [rows.shape[0] for rows in leaves]
+        if max(parts, default=1) == 1:
+            return super().conclude_devices(accumulator, memory, key, axis)
+        shared = [i for i, of in enumerate(parts) if of > 1]
+        others = [i for i, of in enumerate(parts) if of == 1]
+        first = jax.lax.axis_index(axis) == 0
+        # One device wrote a row, all others have zeros there.
+        whole, weights = tree.psum(([leaves[i] for i in others], accumulator.weights), axis)
+        for i, rows in zip(others, whole, strict=True):
+            leaves[i] = jnp.where(first, rows[0], 0)
+        for i in shared:
+            leaves[i] = jax.lax.psum_scatter(leaves[i], axis, tiled=True)[0]
+        part = self.combine_part(jax.tree.unflatten(structure, leaves), weights, lambda sums: tree.psum(sums, axis))
+        leaves = jax.tree.leaves(part)
+        for i, x in zip(others, tree.psum([jnp.where(first, leaves[i], 0) for i in others], axis), strict=True):
+            leaves[i] = x
+        for i in shared:
+            leaves[i] = jax.lax.all_gather(leaves[i], axis, tiled=True)
+        return jax.tree.unflatten(structure, leaves), memory
+
+
+def _whole(rows: jax.Array) -> jax.Array:
+    """``[slots, n, ...]`` of ``[parts, slots, n / parts, ...]``."""
+    return rows[0] if len(rows) == 1 else jnp.concatenate(list(rows), axis=1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.aggregators._rows import in_order, wide
-from fedsim.aggregators._side_by_side import SideBySide, Update
+from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
 
 
 class _Sums(NamedTuple):
@@ -63,7 +63,7 @@ class TrimmedMean(SideBySide):
     def __post_init__(self) -> None:
         checks.number(least=0, below=0.5, trim=self.trim, remedy="the part to leave out at either end")
 
-    def combine(self, updates: Update, weights: jax.Array) -> Update:
+    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
         exists = weights != 0
         n = jnp.sum(exists)
         # By a table, for 0.29 of 100 is 29 whatever float32 makes of it.

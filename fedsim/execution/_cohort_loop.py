@@ -13,6 +13,7 @@ from fedsim.aggregators import Aggregator, with_notes_of
 from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
 from fedsim.execution._contract import Client, ClientTable, ClientUpdate, FederatedProgram, RoundInfo, Shared, update_shape
+from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import RoundPlan
 
 Info = dict[str, jax.Array]
@@ -171,7 +172,7 @@ class Lane:
         update, line, _ = jax.eval_shape(report, jax.ShapeDtypeStruct((), jnp.int32))
         self.aggregator.check(update, slots)
         lines = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), line)
-        return Carry(self.aggregator.zero(update, slots), lines, table)
+        return Carry(self.aggregator.zero_devices(update, slots, AXIS), lines, table)
 
 
 def _read(table: ClientTable, at: jax.Array) -> tuple[jax.Array, Any]:

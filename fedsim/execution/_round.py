@@ -96,10 +96,9 @@ def _compile(
         return run_side_by_side(lane, plan.queue[device], windows[device], carry, 1 if platform == "cpu" else 8)
 
     def gather(turn: Turn, state: State, key: jax.Array, plan: RoundPlan, carry: Carry) -> tuple[State, RoundInfo]:
-        accumulator = folding(turn.phase, attack, plan.attacker > 0).merge_devices(carry.accumulator, AXIS)
         lines, table = together(carry, plan.keeps)
         came = jnp.sum(plan.length, dtype=jnp.int32)
-        return finish_round(turn, state, key, plan, accumulator, lines, table, came, attack)
+        return finish_round(turn, state, key, plan, carry.accumulator, lines, table, came, attack, axis=AXIS)
 
     def together(carry: Carry, keeps: jax.Array) -> tuple[Info, ClientTable | tuple[()]]:
         # Every client's line was written by one device only; elsewhere it is 0.
@@ -200,6 +199,7 @@ def finish_round(
     num_clients: jax.Array,
     attack: Attack | None = None,
     update: Any = None,
+    axis: str | None = None,
 ) -> tuple[State, RoundInfo]:
     """The server's part: a round in which nothing arrived leaves the state as it was.
 
@@ -208,12 +208,13 @@ def finish_round(
       state: before it.
       key: the run's root key.
       plan: of the round.
-      accumulator: everybody's fold.
+      accumulator: everybody's fold; with an ``axis``, this device's.
       lines: what `deliver` wrote, ``[slots, ...]``.
       table: what clients keep from now on; () if nothing.
       num_clients: of the cohort, ``int32 []``.
       attack: of the cohort.
       update: a client's update, for its shape, if one is at hand.
+      axis: of the devices that make the round together, each of which has a fold.
     """
     phase, whole, key = turn.phase, split(state), turn.key(key)
     parts = turn.sees(whole)
@@ -221,11 +222,11 @@ def finish_round(
     shared, downlink, bits_down = down(phase, phase.broadcast(parts.server), parts.downlink, round_key)
     bits_down = tree.add_bits(bits_down, most=turn.of * tree.num_bits(shared))
     update = update_shape(phase, jax.eval_shape(phase.broadcast, parts.server)) if update is None else update
-    aggregate, aggregator = folding(phase, attack, plan.attacker > 0).conclude(
-        accumulator,
-        parts.aggregator,
-        rng.round_key(key, plan.round, "aggregator"),
-    )
+    fold, fold_key = folding(phase, attack, plan.attacker > 0), rng.round_key(key, plan.round, "aggregator")
+    if axis is None:
+        aggregate, aggregator = fold.conclude(accumulator, parts.aggregator, fold_key)
+    else:
+        aggregate, aggregator = fold.conclude_devices(accumulator, parts.aggregator, fold_key, axis)
     attackers = {} if attack is None else {"attacker": plan.attacker > 0}
     info = round_info(lines | attackers, plan, num_clients, bits_down, update, turn.of)
     weight = jnp.sum(lines["weight"], dtype=jnp.float32)

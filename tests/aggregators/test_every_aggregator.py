@@ -19,6 +19,8 @@ AGGREGATORS = {
     "multi-krum": aggregators.Krum(attackers=2, selected=3),
     "bulyan": aggregators.Bulyan(attackers=1),
     "geometric": aggregators.GeometricMedian(),
+    "shortest": aggregators.MinNorm(),
+    "beside": aggregators.Beside(inner=aggregators.TrimmedMean(0.2)),
     "clipped": aggregators.Clipped(1.0),
     "clipped median": aggregators.Clipped(1.0, inner=aggregators.CoordinateMedian()),
     "centred": aggregators.CentredClipping(1.0),
@@ -32,12 +34,17 @@ EXECUTIONS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _devices_share_out_small_leaves(monkeypatch):
+    monkeypatch.setattr("fedsim.aggregators._side_by_side._SMALL", 4)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOfExamples(fedsim.Algorithm):
-    """Each client sends its mean example; the server adds up what the aggregator makes of them."""
+    """Each client sends its mean example, and sines of it; the server adds up what the aggregator makes of them."""
 
     def init(self, key):
-        return {"x": jnp.zeros(3), "y": jnp.float32(0)}
+        return {"x": jnp.zeros(3), "y": jnp.float32(0), "z": jnp.zeros((16, 3))}
 
     def client_init(self, shared, client):
         return jax.tree.map(jnp.zeros_like, shared)
@@ -45,15 +52,17 @@ class MeanOfExamples(fedsim.Algorithm):
     def client_step(self, shared, state, batch):
         mask = batch.mask.astype(jnp.float32)
         x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
-        return {"x": state["x"] + x, "y": state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))}
+        y = state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))
+        return {"x": state["x"] + x, "y": y, "z": state["z"] + jnp.sin(jnp.outer(jnp.arange(16.0), x))}
 
     def client_final(self, shared, state, client):
         size = client.num_examples.astype(jnp.float32)
         mean = jax.tree.map(lambda total: total / jnp.maximum(size, 1), state)
-        return fedsim.ClientUpdate(mean, size)
+        beside = isinstance(self.aggregator, aggregators.Beside)
+        return fedsim.ClientUpdate(aggregators.Noted(mean, size) if beside else mean, size)
 
     def server_update(self, state, update):
-        return jax.tree.map(jnp.add, state, update)
+        return jax.tree.map(jnp.add, state, update.update if isinstance(update, aggregators.Noted) else update)
 
 
 @functools.cache

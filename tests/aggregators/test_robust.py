@@ -218,7 +218,7 @@ def test_distances_survive_what_all_have_in_common_and_what_nobody_has():
     x = (100 + 0.1 * draw.normal(size=(8, 500))).astype(np.float32)
     x[6:] = 1e6 * draw.normal(size=(2, 500))
     exact = np.square(x[:, None].astype(np.float64) - x[None]).sum(-1)
-    ours = np.asarray(squared_distances({"x": jnp.asarray(x)}, jnp.ones(8, bool)))
+    ours = np.asarray(squared_distances({"x": jnp.asarray(x)}, jnp.ones(8, bool), lambda sums: sums))
     off = ~np.eye(8, dtype=bool)
     np.testing.assert_allclose(ours[off], exact[off], rtol=1e-3)
     assert np.all(np.isinf(ours[~off]))
@@ -302,6 +302,82 @@ def test_integers_and_half_precision_are_aggregated_in_float32(name):
     assert half.dtype == whole.dtype == jnp.float32
     np.testing.assert_array_equal(wide, half)
     np.testing.assert_array_equal(wide, whole)
+
+
+class Largest(aggregators.SideBySide):
+    """A user's, who knows nothing of devices."""
+
+    def combine(self, updates, weights):
+        return jax.tree.map(
+            lambda rows: jnp.max(jnp.where(weights.reshape(-1, *[1] * (rows.ndim - 1)) > 0, rows, -9), 0), updates
+        )
+
+
+@pytest.mark.parametrize(
+    ("devices", "around"), [(2, lambda a: a), (8, lambda a: a), (2, lambda a: aggregators.Noised(0.1, inner=a))]
+)
+@pytest.mark.parametrize("name", [*AGGREGATORS, "shortest", "largest"])
+def test_devices_combine_together_what_one_combines(name, around, devices):
+    """Leaves that are shared out, those that cannot be, small ones, and of other dtypes; nobody writes the last slot."""
+    others = {"shortest": aggregators.MinNorm(), "largest": Largest()}
+    aggregator = around(others[name] if name in others else AGGREGATORS[name][0])
+    draw, slots = np.random.default_rng(30), 12
+    shapes = {
+        "even": (160, 256),
+        "odd": (131, 300),
+        "half": (1024, 64),
+        "flat": (40_000,),
+        "small": (7,),
+        "one": (),
+        "none": (0, 2),
+    }
+    rows = {
+        key: jnp.asarray(draw.normal(size=(slots, *shape)), jnp.bfloat16 if key == "half" else jnp.float32)
+        for key, shape in shapes.items()
+    }
+    weights = jnp.asarray([*draw.integers(1, 9, slots - 2), 0, 0], jnp.float32)
+    like, key = jax.tree.map(lambda leaf: leaf[0], rows), jax.random.key(31)
+
+    def fold(zero, its):
+        def add(slot, fold):
+            return jax.tree.map(
+                lambda new, old: jnp.where(its(slot), new, old),
+                aggregator.accumulate(fold, jax.tree.map(lambda leaf: leaf[slot], rows), weights[slot], slot),
+                fold,
+            )
+
+        return jax.lax.fori_loop(0, slots - 1, add, zero)
+
+    def together(_):
+        device = jax.lax.axis_index("devices")
+        mine = fold(aggregator.zero_devices(like, slots, "devices"), lambda slot: slot * 5 % devices == device)
+        return jax.tree.map(lambda x: x[None], aggregator.conclude_devices(mine, (), key, "devices")[0])
+
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:devices], "devices"), jax.P("devices")
+    shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.zeros(devices))
+    alone = aggregator.conclude(fold(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
+    for leaf, shape in shapes.items():
+        assert shared[leaf].shape == (devices, *shape) and shared[leaf].dtype == alone[leaf].dtype
+        close = {"rtol": 2e-5, "atol": 2e-6} if shared[leaf].dtype == jnp.float32 else {"atol": 2**-6}
+        np.testing.assert_array_equal(shared[leaf], np.broadcast_to(shared[leaf][:1], shared[leaf].shape))
+        np.testing.assert_allclose(shared[leaf][0].astype(np.float32), alone[leaf].astype(np.float32), **close)
+
+
+def test_devices_share_out_large_leaves(name):
+    """No more than its part of them is combined on a device."""
+    like = {"even": jnp.zeros((160, 256)), "odd": jnp.zeros((131, 300)), "small": jnp.zeros(8)}
+    mesh = jax.sharding.Mesh(jax.devices()[:4], "devices")
+
+    def shapes(_):
+        folds = AGGREGATORS[name][0].zero_devices(like, 12, "devices")
+        return jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros((0, *x.shape)), folds.updates)
+
+    folds = jax.shard_map(shapes, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))[1]
+    assert {key: x.shape[1:] for key, x in folds.items()} == {
+        "even": (4, 12, 40, 256),
+        "odd": (1, 12, 131, 300),
+        "small": (1, 12, 8),
+    }
 
 
 def fold(aggregator, x, weights, memory=None, key=None):
