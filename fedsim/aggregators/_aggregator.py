@@ -123,6 +123,12 @@ class Aggregator:
         return self.conclude(self.merge_devices(accumulator, axis), memory, key)
 
 
+def folds_as(kind: type[Aggregator], aggregator: Aggregator, *more: str) -> bool:
+    """Whether a subclass changed nothing of the fold, nor of these methods: so that devices may do it in another way."""
+    names = "zero", "accumulate", "merge", "merge_stacked", "merge_devices", "finish", "conclude", *more
+    return all(getattr(type(aggregator), name) is getattr(kind, name) for name in names)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class SumAggregator(Aggregator):
     """An aggregator whose accumulators merge by addition: one all-reduce instead of a scan over gathered ones."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import tree
-from fedsim.aggregators._aggregator import Accumulator, Aggregator, Mean, Memory, Sent, Update, Wrapper
+from fedsim.aggregators._aggregator import Accumulator, Aggregator, Mean, Memory, Sent, Update, Wrapper, folds_as
 
 _MEAN = Mean()
 
@@ -74,6 +74,8 @@ class Beside(Wrapper):
         return Noted(self.inner.zero(update.update, slots), _MEAN.zero(update.notes, slots))
 
     def zero_devices(self, update: Noted, slots: int, axis: str) -> Accumulator:
+        if not folds_as(Beside, self):
+            return self.zero(update, slots)
         return Noted(self.inner.zero_devices(update.update, slots, axis), _MEAN.zero(update.notes, slots))
 
     def accumulate(self, accumulator: Noted, update: Noted, weight: jax.Array, slot: jax.Array) -> Accumulator:
@@ -97,6 +99,8 @@ class Beside(Wrapper):
         return Noted(update, _MEAN.finish(accumulator.notes)), memory
 
     def conclude_devices(self, accumulator: Noted, memory: Memory, key: jax.Array, axis: str) -> tuple[Noted, Memory]:
+        if not folds_as(Beside, self):
+            return super().conclude_devices(accumulator, memory, key, axis)
         update, memory = self.inner.conclude_devices(accumulator.update, memory, key, axis)
         return Noted(update, _MEAN.finish(_MEAN.merge_devices(accumulator.notes, axis))), memory
 

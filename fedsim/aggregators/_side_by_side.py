@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import tree
-from fedsim.aggregators._aggregator import Memory, SumAggregator, Update
+from fedsim.aggregators._aggregator import Memory, SumAggregator, Update, folds_as
 
 _SMALL = 2**15  # coordinates of a leaf that is not shared out: devices meet once for each that is
 
@@ -30,6 +30,9 @@ class Gathered(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class SideBySide(SumAggregator):
     """Keeps the cohort's updates side by side; subclasses write `combine`, or `combine_part`.
+
+    With `combine_part`, by itself or within `Beside`, devices share out leaves of more than 32,768 coordinates whose first
+    dimension they divide.
 
     Its memory grows with the cohort: slots times the size of an update, on every device and in each of its lanes. What cannot
     fit is refused before the first round.
@@ -53,10 +56,17 @@ class SideBySide(SumAggregator):
         """`combine` of some coordinates, for who needs to know of the others no more than sums: devices share them out.
 
         Args:
-          updates: of these coordinates, ``[slots, ...]``; of leaves that are not shared out one device has the rows, and the
-            others have zeros.
+          updates: of these coordinates, ``[slots, ...]``; of leaves that are not shared out the first device has the rows, and
+            the others have zeros: what they make of them is not used.
           weights: ``float32 [slots]``.
-          summed: makes of sums over these coordinates sums over all. To be called equally often on all devices.
+          summed: makes of sums over these coordinates, to which zeros add nothing, sums over all. Whether it is called may
+            depend on weights and on what it gave: a device that calls it alone waits for ever.
+
+        Returns:
+          of the form of one row.
+
+        Raises:
+          ValueError: before the first round, on several devices, it is not.
         """
         raise NotImplementedError
 
@@ -64,22 +74,21 @@ class SideBySide(SumAggregator):
         return self._zero(update, slots, parts=1)
 
     def zero_devices(self, update: Update, slots: int, axis: str) -> Gathered:
-        shares = type(self).combine_part is not SideBySide.combine_part
-        return self._zero(update, slots, parts=jax.lax.axis_size(axis) if shares else 1)
+        return self._zero(update, slots, parts=jax.lax.axis_size(axis)) if self._shared_out else self.zero(update, slots)
 
     def _zero(self, update: Update, slots: int, parts: int) -> Gathered:
         def leaf(x: jax.Array) -> jax.Array:
             if not x.shape:
                 return jnp.zeros((1, slots), x.dtype)
-            of = parts if x.size > _SMALL and x.shape[0] % parts == 0 else 1
+            of = parts if x.size > _SMALL and x.shape[0] % parts == 0 and x.dtype != bool else 1
             return jnp.zeros((of, slots, x.shape[0] // of, *x.shape[1:]), x.dtype)
 
         return Gathered(jax.tree.map(leaf, update), jnp.zeros(slots, jnp.float32))
 
     def accumulate(self, accumulator: Gathered, update: Update, weight: jax.Array, slot: jax.Array) -> Gathered:
         def leaf(rows: jax.Array, row: jax.Array) -> jax.Array:
-            row = jnp.where(weight == 0, 0, row).astype(rows.dtype).reshape(rows.shape[0], *rows.shape[2:])
-            return rows.at[:, slot].set(row)
+            row = row.astype(rows.dtype).reshape(rows.shape[0], *rows.shape[2:])
+            return rows.at[:, slot].set(jnp.where(weight == 0, rows[:, slot], row))
 
         return Gathered(jax.tree.map(leaf, accumulator.updates, update), accumulator.weights.at[slot].add(weight))
 
@@ -87,7 +96,7 @@ class SideBySide(SumAggregator):
         return self.combine(jax.tree.map(_whole, accumulator.updates), accumulator.weights)
 
     def conclude_devices(self, accumulator: Gathered, memory: Memory, key: jax.Array, axis: str) -> tuple[Update, Memory]:
-        leaves, structure = jax.tree.flatten(accumulator.updates)
+        leaves, structure = jax.tree.flatten(accumulator.updates if self._shared_out else ())
         parts = [rows.shape[0] for rows in leaves]
         if max(parts, default=1) == 1:
             return super().conclude_devices(accumulator, memory, key, axis)
@@ -100,13 +109,29 @@ class SideBySide(SumAggregator):
             leaves[i] = jnp.where(first, rows[0], 0)
         for i in shared:
             leaves[i] = jax.lax.psum_scatter(leaves[i], axis, tiled=True)[0]
-        part = self.combine_part(jax.tree.unflatten(structure, leaves), weights, lambda sums: tree.psum(sums, axis))
+        own = jax.tree.unflatten(structure, leaves)
+        part = self.combine_part(own, weights, lambda sums: tree.psum(sums, axis))
+        forms = [_form(part), _form(jax.eval_shape(lambda rows: jax.tree.map(lambda leaf: leaf[0], rows), own))]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"{type(self).__name__}.combine_part makes {forms[0]} of coordinates {forms[1]}: give an aggregate of their "
+                "form, or write combine, which gets whole updates."
+            )
         leaves = jax.tree.leaves(part)
         for i, x in zip(others, tree.psum([jnp.where(first, leaves[i], 0) for i in others], axis), strict=True):
             leaves[i] = x
         for i in shared:
             leaves[i] = jax.lax.all_gather(leaves[i], axis, tiled=True)
         return jax.tree.unflatten(structure, leaves), memory
+
+    @property
+    def _shared_out(self) -> bool:
+        """Whether `combine_part` is all there is to it: a subclass may change what is done with whole updates."""
+        return type(self).combine_part is not SideBySide.combine_part and folds_as(SideBySide, self, "combine")
+
+
+def _form(of: Any) -> str:
+    return f"{jax.tree.structure(of)} {[leaf.shape for leaf in jax.tree.leaves(of)]}"
 
 
 def _whole(rows: jax.Array) -> jax.Array:

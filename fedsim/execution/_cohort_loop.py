@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -142,10 +142,16 @@ class Lane:
         attacks = self.people.attacker[position]
         corrupt = with_notes_of(result.update, self.attack.corrupt(result.update, rng.stream(client.key, "attack")))
         sent = result._replace(update=tree.select(attacks, corrupt, result.update))
-        update, line, (kept, of_aggregator) = deliver(self.program, sent, client, old, self.common)
-        # An attacker keeps what its own work gave: what it says would come back to it, and grow from round to round.
-        own = _as_known("client_final", "ClientUpdate", self.program.client_sent(result, client, result.update), kept)
-        kept = tree.select(attacks, tree.select(_is_finite(own), own, client.memory), kept)
+
+        def kept_of(arrived: Any) -> Any:
+            # An attacker keeps what its own work gave: what it says would come back to it, and grow from round to round.
+            own, kept = (
+                _as_known("client_final", "ClientUpdate", self.program.client_sent(of, client, what), client.memory)
+                for of, what in ((result, result.update), (sent, arrived))
+            )
+            return tree.select(attacks, tree.select(_is_finite(own), own, client.memory), kept)
+
+        update, line, (kept, of_aggregator) = deliver(self.program, sent, client, old, self.common, kept_of)
         if type(self.attack).surround is not Attack.surround:
             # What a colluding attacker would have sent is thrown away, and so is what its message left behind.
             of_aggregator = tree.select(attacks, old[1], of_aggregator)
@@ -203,13 +209,19 @@ def folding(program: FederatedProgram, attack: Attack | None, attackers: jax.Arr
 
 
 def deliver(
-    program: FederatedProgram, result: ClientUpdate, client: Client, old: tuple[Any, Any], common: Any
+    program: FederatedProgram,
+    result: ClientUpdate,
+    client: Client,
+    old: tuple[Any, Any],
+    common: Any,
+    kept_of: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Info, Any]:
     """Sends an update: what arrives, the client's line of the info, and what it keeps if it counts (algorithm, aggregator).
 
     Keeps out of the fold who took no step and whose update, or what it keeps, is not finite. These count as finite if their
     squared norm is: so no sum of weighted updates overflows either. An update that is not is replaced by zeros and not only
-    weighted by 0, since 0 times NaN is NaN.
+    weighted by 0, since 0 times NaN is NaN. ``kept_of``: what the client keeps by what arrived, if not the program's
+    `client_sent`.
     """
     weight = jnp.asarray(result.weight, jnp.float32)
     took_part = client.num_steps > 0
@@ -235,7 +247,8 @@ def deliver(
             "entropy_bits_up": jnp.where(took_part, sent.entropy_bits, 0.0),
         }
         of_aggregator = _as_known(f"{type(program.aggregator).__name__}.send", "Sent", sent.memory, old[1])
-    kept = _as_known("client_final", "ClientUpdate", program.client_sent(result, client, update), client.memory)
+    kept = kept_of(update) if kept_of else program.client_sent(result, client, update)
+    kept = _as_known("client_final", "ClientUpdate", kept, client.memory)
     # Of half a precision what is kept may overflow where what it is made of does not.
     finite &= _is_finite([leaf for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize < 4])
     counts = took_part & finite

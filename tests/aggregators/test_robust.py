@@ -313,13 +313,19 @@ class Largest(aggregators.SideBySide):
         )
 
 
+class LargestOfKrum(aggregators.Krum):
+    """What a user changed about one of ours."""
+
+    combine = Largest.combine
+
+
 @pytest.mark.parametrize(
     ("devices", "around"), [(2, lambda a: a), (8, lambda a: a), (2, lambda a: aggregators.Noised(0.1, inner=a))]
 )
-@pytest.mark.parametrize("name", [*AGGREGATORS, "shortest", "largest"])
+@pytest.mark.parametrize("name", [*AGGREGATORS, "shortest", "largest", "largest of Krum"])
 def test_devices_combine_together_what_one_combines(name, around, devices):
     """Leaves that are shared out, those that cannot be, small ones, and of other dtypes; nobody writes the last slot."""
-    others = {"shortest": aggregators.MinNorm(), "largest": Largest()}
+    others = {"shortest": aggregators.MinNorm(), "largest": Largest(), "largest of Krum": LargestOfKrum(attackers=2)}
     aggregator = around(others[name] if name in others else AGGREGATORS[name][0])
     draw, slots = np.random.default_rng(30), 12
     shapes = {
@@ -361,6 +367,74 @@ def test_devices_combine_together_what_one_combines(name, around, devices):
         close = {"rtol": 2e-5, "atol": 2e-6} if shared[leaf].dtype == jnp.float32 else {"atol": 2**-6}
         np.testing.assert_array_equal(shared[leaf], np.broadcast_to(shared[leaf][:1], shared[leaf].shape))
         np.testing.assert_allclose(shared[leaf][0].astype(np.float32), alone[leaf].astype(np.float32), **close)
+
+
+class Counting(aggregators.SideBySide):
+    """A user's accumulator of his own."""
+
+    def zero(self, update, slots):
+        return super().zero(update, slots), jnp.float32(0)
+
+    def accumulate(self, accumulator, update, weight, slot):
+        return super().accumulate(accumulator[0], update, weight, slot), accumulator[1] + 1
+
+    def finish(self, accumulator):
+        return jax.tree.map(lambda x: x + accumulator[1], super().finish(accumulator[0]))
+
+    combine = Largest.combine
+
+
+class Twice(aggregators.Beside):
+    def conclude(self, accumulator, memory, key):
+        noted, memory = super().conclude(accumulator, memory, key)
+        return noted._replace(update=jax.tree.map(lambda x: 2 * x, noted.update)), memory
+
+
+class NormsBeside(aggregators.SideBySide):
+    def combine_part(self, updates, weights, summed):
+        return {**jax.tree.map(lambda rows: rows[0], updates), "a norm": jnp.float32(1)}
+
+
+def on_devices(aggregator, rows, devices=2):
+    """What devices make together of equally weighted updates, each of every other one."""
+    slots = len(jax.tree.leaves(rows)[0])
+
+    def together(_):
+        device = jax.lax.axis_index("devices")
+        fold = aggregator.zero_devices(jax.tree.map(lambda leaf: leaf[0], rows), slots, "devices")
+        for slot in range(slots):
+            row = jax.tree.map(lambda leaf, slot=slot: leaf[slot], rows)
+            added = aggregator.accumulate(fold, row, jnp.float32(1), jnp.int32(slot))
+            fold = jax.tree.map(lambda a, b, slot=slot: jnp.where(slot % devices == device, a, b), added, fold)
+        return aggregator.conclude_devices(fold, (), jax.random.key(0), "devices")[0]
+
+    mesh = jax.sharding.Mesh(jax.devices()[:devices], "devices")
+    return jax.shard_map(together, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))
+
+
+def test_what_users_change_is_not_passed_over_on_devices():
+    x = jnp.asarray(np.random.default_rng(32).normal(size=(6, 160, 256)), jnp.float32)
+    np.testing.assert_allclose(on_devices(Counting(), {"x": x})["x"], jnp.max(x, 0) + 6, rtol=1e-6)
+    twice = on_devices(Twice(inner=aggregators.CoordinateMedian()), aggregators.Noted({"x": x}, jnp.arange(6.0)))
+    np.testing.assert_allclose(twice.update["x"], 2 * np.median(x, 0), rtol=1e-5, atol=1e-6)
+    assert twice.notes == 2.5
+    with pytest.raises(
+        ValueError, match=r"NormsBeside.combine_part makes .* of coordinates .*: give an aggregate of their form"
+    ):
+        on_devices(NormsBeside(), {"x": x})
+
+
+def test_flags_are_combined_whole_on_devices():
+    flags = jnp.asarray(np.random.default_rng(33).integers(0, 2, (5, 40_000)), bool)
+    median = on_devices(aggregators.CoordinateMedian(), {"x": flags})["x"]
+    np.testing.assert_array_equal(median, np.median(flags, 0))
+
+
+def test_a_weight_of_zero_leaves_a_row_as_it_was():
+    aggregator = aggregators.TrimmedMean(0.0)
+    fold = aggregator.accumulate(aggregator.zero(jnp.zeros(2), 2), jnp.array([1.0, 2.0]), jnp.float32(1), jnp.int32(0))
+    fold = aggregator.accumulate(fold, jnp.array([9.0, 9.0]), jnp.float32(0), jnp.int32(0))
+    assert aggregator.finish(fold).tolist() == [1.0, 2.0]
 
 
 def test_devices_share_out_large_leaves(name):

@@ -40,34 +40,59 @@ def test_states_keep_their_dtypes_and_rounds_go_together(cls):
     assert np.any(np.asarray(server.params["linear"]["w"] != start.params["linear"]["w"]))
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Adding(fedsim.Algorithm):
+    """Each client sends one number, the first its own, and adds what arrives to what it keeps, in half precision."""
+
+    start: float
+    first: float
+    dtype: type
+
+    def init(self, key):
+        return jnp.float32(0)
+
+    def client_memory(self, shared):
+        return jnp.full(2, self.start, jnp.float16)
+
+    def client_init(self, shared, client):
+        return jnp.float32(0)
+
+    def client_step(self, shared, state, batch):
+        return state
+
+    def client_final(self, shared, state, client):
+        update = jnp.where(client.position == 0, self.first, 1.0).astype(self.dtype)
+        return fedsim.ClientUpdate(update, jnp.float32(1))
+
+    def client_sent(self, result, client, arrived):
+        return client.memory + arrived.astype(jnp.float16)
+
+    def server_update(self, state, update):
+        return state + update
+
+
+def adding(**options):
+    return Adding(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="stream"), **options)
+
+
 @pytest.mark.filterwarnings("ignore:.*were left out")
 def test_what_overflows_where_it_is_kept_is_dropped():
     """What was sent is finite, and so is the old row; their sum in half precision is not."""
-
-    class Adding(fedsim.Algorithm):
-        def init(self, key):
-            return jnp.float32(0)
-
-        def client_memory(self, shared):
-            return jnp.full(2, 6e4, jnp.float16)
-
-        def client_init(self, shared, client):
-            return jnp.float32(0)
-
-        def client_step(self, shared, state, batch):
-            return state
-
-        def client_final(self, shared, state, client):
-            update = jnp.where(client.position == 0, 1e4, 1.0).astype(jnp.float16)
-            return fedsim.ClientUpdate(update, jnp.float32(1))
-
-        def client_sent(self, result, client, arrived):
-            return client.memory + arrived
-
-        def server_update(self, state, update):
-            return state + update
-
-    algorithm = Adding(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="stream"))
+    algorithm = adding(start=6e4, first=1e4, dtype=jnp.float16)
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(federation.data()))
     assert info.clients["dropped"].tolist() == [True] + 7 * [False]
     assert state.clients.index[0] == -1 and float(state.server) == 1
+
+
+def test_a_lie_that_would_overflow_where_it_is_not_kept_counts():
+    """An attacker sends -1e5, more than half precision holds, and keeps its own 1."""
+    algorithm, cohort = adding(start=0.0, first=1.0, dtype=jnp.float32), federation.cohort(federation.data())
+    attackers = np.arange(len(cohort)) == 0
+    cohort = dataclasses.replace(cohort, attack=fedsim.attacks.SignFlip(scale=1e5), attackers=attackers)
+    state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+    counts = np.asarray(info.clients["weight"]) > 0
+    assert counts[0] and not np.any(info.clients["dropped"])
+    assert float(state.server) == pytest.approx((np.sum(counts) - 1 - 1e5) / np.sum(counts), rel=1e-6)
+    rows, seen = state.clients.gather(np.flatnonzero(counts))
+    assert np.all(seen)
+    np.testing.assert_array_equal(jax.tree.leaves(rows)[0], 1)
