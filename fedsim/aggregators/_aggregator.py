@@ -115,7 +115,10 @@ class Aggregator:
         return self.merge_stacked(jax.lax.all_gather(accumulator, axis))
 
     def zero_devices(self, update: Update, slots: int, axis: str) -> Accumulator:
-        """`zero` on each device of ``axis``, inside a `jax.shard_map`, for a fold that `conclude_devices` ends."""
+        """`zero` on each device of ``axis``, inside a `jax.shard_map`, for a fold that `conclude_devices` ends.
+
+        Who writes one of the two writes both: they may agree on an accumulator of another form than `zero` gives.
+        """
         return self.zero(update, slots)
 
     def conclude_devices(self, accumulator: Accumulator, memory: Memory, key: jax.Array, axis: str) -> tuple[Update, Memory]:

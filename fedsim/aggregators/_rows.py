@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 
 from fedsim.aggregators._aggregator import Update
 from fedsim.aggregators._aggregator import wide as wide_dtype
+from fedsim.aggregators._side_by_side import Summed
 
 # Coordinates that are sorted together on a CPU: those of a hundred clients stay in its cache.
 _COLUMNS = 4096
@@ -86,7 +86,7 @@ def inner_products(updates: Update, prepared: Callable[[jax.Array], jax.Array]) 
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
-def squared_distances(updates: Update, exists: jax.Array, summed: Callable[[Any], Any]) -> jax.Array:
+def squared_distances(updates: Update, exists: jax.Array, summed: Summed) -> jax.Array:
     """Between any two rows, ``float32 [slots, slots]``; infinite from a row to itself and to rows that do not exist.
 
     Of coordinates that devices share out, ``summed`` makes sums over all.

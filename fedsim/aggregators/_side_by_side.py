@@ -67,6 +67,12 @@ class SideBySide(SumAggregator):
 
         Raises:
           ValueError: before the first round, on several devices, it is not.
+
+        >>> class Longest(SideBySide):
+        ...     def combine_part(self, updates, weights, summed):
+        ...         return updates[jnp.argmax(summed(jnp.sum(updates**2, axis=1)))]
+        >>> Longest().combine(jnp.array([[1.0, 5.0], [4.0, 2.0]]), jnp.ones(2)).tolist()
+        [1.0, 5.0]
         """
         raise NotImplementedError
 
@@ -131,6 +137,7 @@ class SideBySide(SumAggregator):
 
 
 def _form(of: Any) -> str:
+    """Structure and shapes, to be compared and shown."""
     return f"{jax.tree.structure(of)} {[leaf.shape for leaf in jax.tree.leaves(of)]}"
 
 

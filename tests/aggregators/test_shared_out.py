@@ -1,0 +1,162 @@
+"""Aggregators that keep updates side by side, their coordinates shared out to devices: against one device, and NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedsim import aggregators
+
+AGGREGATORS = {
+    "median": aggregators.CoordinateMedian(),
+    "trimmed": aggregators.TrimmedMean(0.2),
+    "krum": aggregators.Krum(attackers=2),
+    "multi-krum": aggregators.Krum(attackers=2, selected=5),
+    "bulyan": aggregators.Bulyan(attackers=2),
+    "geometric": aggregators.GeometricMedian(),
+    "shortest": aggregators.MinNorm(),
+}
+
+
+class Largest(aggregators.SideBySide):
+    """A user's, who knows nothing of devices."""
+
+    def combine(self, updates, weights):
+        return jax.tree.map(
+            lambda rows: jnp.max(jnp.where(weights.reshape(-1, *[1] * (rows.ndim - 1)) > 0, rows, -9), 0), updates
+        )
+
+
+class LargestOfKrum(aggregators.Krum):
+    """What a user changed about one of ours."""
+
+    combine = Largest.combine
+
+
+@pytest.mark.parametrize(
+    ("devices", "around"), [(2, lambda a: a), (8, lambda a: a), (2, lambda a: aggregators.Noised(0.1, inner=a))]
+)
+@pytest.mark.parametrize("name", [*AGGREGATORS, "largest", "largest of Krum"])
+def test_devices_combine_together_what_one_combines(name, around, devices):
+    """Leaves that are shared out, those that cannot be, small ones, and of other dtypes; nobody writes the last slot."""
+    others = {"largest": Largest(), "largest of Krum": LargestOfKrum(attackers=2)}
+    aggregator = around(others[name] if name in others else AGGREGATORS[name])
+    draw, slots = np.random.default_rng(30), 12
+    shapes = {
+        "even": (160, 256),
+        "odd": (131, 300),
+        "half": (1024, 64),
+        "flat": (40_000,),
+        "small": (7,),
+        "one": (),
+        "none": (0, 2),
+    }
+    rows = {
+        key: jnp.asarray(draw.normal(size=(slots, *shape)), jnp.bfloat16 if key == "half" else jnp.float32)
+        for key, shape in shapes.items()
+    }
+    weights = jnp.asarray([*draw.integers(1, 9, slots - 2), 0, 0], jnp.float32)
+    like, key = jax.tree.map(lambda leaf: leaf[0], rows), jax.random.key(31)
+
+    def fold(zero, its):
+        def add(slot, fold):
+            return jax.tree.map(
+                lambda new, old: jnp.where(its(slot), new, old),
+                aggregator.accumulate(fold, jax.tree.map(lambda leaf: leaf[slot], rows), weights[slot], slot),
+                fold,
+            )
+
+        return jax.lax.fori_loop(0, slots - 1, add, zero)
+
+    def together(_):
+        device = jax.lax.axis_index("devices")
+        mine = fold(aggregator.zero_devices(like, slots, "devices"), lambda slot: slot * 5 % devices == device)
+        return jax.tree.map(lambda x: x[None], aggregator.conclude_devices(mine, (), key, "devices")[0])
+
+    mesh, spec = jax.sharding.Mesh(jax.devices()[:devices], "devices"), jax.P("devices")
+    shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.zeros(devices))
+    alone = aggregator.conclude(fold(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
+    for leaf, shape in shapes.items():
+        assert shared[leaf].shape == (devices, *shape) and shared[leaf].dtype == alone[leaf].dtype
+        close = {"rtol": 2e-5, "atol": 2e-6} if shared[leaf].dtype == jnp.float32 else {"atol": 2**-6}
+        np.testing.assert_array_equal(shared[leaf], np.broadcast_to(shared[leaf][:1], shared[leaf].shape))
+        np.testing.assert_allclose(shared[leaf][0].astype(np.float32), alone[leaf].astype(np.float32), **close)
+
+
+class Counting(aggregators.SideBySide):
+    """A user's accumulator of his own."""
+
+    def zero(self, update, slots):
+        return super().zero(update, slots), jnp.float32(0)
+
+    def accumulate(self, accumulator, update, weight, slot):
+        return super().accumulate(accumulator[0], update, weight, slot), accumulator[1] + 1
+
+    def finish(self, accumulator):
+        return jax.tree.map(lambda x: x + accumulator[1], super().finish(accumulator[0]))
+
+    combine = Largest.combine
+
+
+class Twice(aggregators.Beside):
+    def conclude(self, accumulator, memory, key):
+        noted, memory = super().conclude(accumulator, memory, key)
+        return noted._replace(update=jax.tree.map(lambda x: 2 * x, noted.update)), memory
+
+
+class NormsBeside(aggregators.SideBySide):
+    def combine_part(self, updates, weights, summed):
+        return {**jax.tree.map(lambda rows: rows[0], updates), "a norm": jnp.float32(1)}
+
+
+def on_devices(aggregator, rows, devices=2):
+    """What devices make together of equally weighted updates, each of every other one."""
+    slots = len(jax.tree.leaves(rows)[0])
+
+    def together(_):
+        device = jax.lax.axis_index("devices")
+        fold = aggregator.zero_devices(jax.tree.map(lambda leaf: leaf[0], rows), slots, "devices")
+        for slot in range(slots):
+            row = jax.tree.map(lambda leaf, slot=slot: leaf[slot], rows)
+            added = aggregator.accumulate(fold, row, jnp.float32(1), jnp.int32(slot))
+            fold = jax.tree.map(lambda a, b, slot=slot: jnp.where(slot % devices == device, a, b), added, fold)
+        return aggregator.conclude_devices(fold, (), jax.random.key(0), "devices")[0]
+
+    mesh = jax.sharding.Mesh(jax.devices()[:devices], "devices")
+    return jax.shard_map(together, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))
+
+
+def test_what_users_change_is_not_passed_over_on_devices():
+    x = jnp.asarray(np.random.default_rng(32).normal(size=(6, 160, 256)), jnp.float32)
+    np.testing.assert_allclose(on_devices(Counting(), {"x": x})["x"], jnp.max(x, 0) + 6, rtol=1e-6)
+    twice = on_devices(Twice(inner=aggregators.CoordinateMedian()), aggregators.Noted({"x": x}, jnp.arange(6.0)))
+    np.testing.assert_allclose(twice.update["x"], 2 * np.median(x, 0), rtol=1e-5, atol=1e-6)
+    assert twice.notes == 2.5
+    with pytest.raises(
+        ValueError, match=r"NormsBeside.combine_part makes .* of coordinates .*: give an aggregate of their form"
+    ):
+        on_devices(NormsBeside(), {"x": x})
+
+
+def test_flags_are_combined_whole_on_devices():
+    flags = jnp.asarray(np.random.default_rng(33).integers(0, 2, (5, 40_000)), bool)
+    median = on_devices(aggregators.CoordinateMedian(), {"x": flags})["x"]
+    np.testing.assert_array_equal(median, np.median(flags, 0))
+
+
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_devices_share_out_large_leaves(name):
+    """No more than its part of them is combined on a device."""
+    like = {"even": jnp.zeros((160, 256)), "odd": jnp.zeros((131, 300)), "small": jnp.zeros(8)}
+    mesh = jax.sharding.Mesh(jax.devices()[:4], "devices")
+
+    def shapes(_):
+        folds = AGGREGATORS[name].zero_devices(like, 12, "devices")
+        return jnp.zeros(()), jax.tree.map(lambda x: jnp.zeros((0, *x.shape)), folds.updates)
+
+    folds = jax.shard_map(shapes, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))[1]
+    assert {key: x.shape[1:] for key, x in folds.items()} == {
+        "even": (4, 12, 40, 256),
+        "odd": (1, 12, 131, 300),
+        "small": (1, 12, 8),
+    }
