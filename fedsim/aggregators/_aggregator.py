@@ -143,7 +143,8 @@ class SumAggregator(Aggregator):
         return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), accumulators)
 
     def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
-        return tree.psum(accumulator, axis)
+        # A sum of flags over devices is a number: any of them is a flag, as for the lanes of one.
+        return jax.tree.map(lambda total, one: total.astype(one.dtype), tree.psum(accumulator, axis), accumulator)
 
 
 def wide(dtype: Any) -> Any:

@@ -112,11 +112,11 @@ class SideBySide(SumAggregator):
         # One device wrote a row, all others have zeros there.
         whole, weights = tree.psum(([leaves[i] for i in others], accumulator.weights), axis)
         for i, rows in zip(others, whole, strict=True):
-            leaves[i] = jnp.where(first, rows[0], 0)
+            leaves[i] = jnp.where(first, rows[0], jnp.zeros_like(rows[0])).astype(leaves[i].dtype)
         for i in shared:
             leaves[i] = jax.lax.psum_scatter(leaves[i], axis, tiled=True)[0]
         own = jax.tree.unflatten(structure, leaves)
-        part = self.combine_part(own, weights, lambda sums: tree.psum(sums, axis))
+        part = jax.tree.map(jnp.asarray, self.combine_part(own, weights, lambda sums: tree.psum(sums, axis)))
         forms = [_form(part), _form(jax.eval_shape(lambda rows: jax.tree.map(lambda leaf: leaf[0], rows), own))]
         if forms[0] != forms[1]:
             raise ValueError(
@@ -124,8 +124,9 @@ class SideBySide(SumAggregator):
                 "form, or write combine, which gets whole updates."
             )
         leaves = jax.tree.leaves(part)
-        for i, x in zip(others, tree.psum([jnp.where(first, leaves[i], 0) for i in others], axis), strict=True):
-            leaves[i] = x
+        firsts = tree.psum([jnp.where(first, leaves[i], jnp.zeros_like(leaves[i])) for i in others], axis)
+        for i, x in zip(others, firsts, strict=True):
+            leaves[i] = x.astype(leaves[i].dtype)  # A sum of flags is a number.
         for i in shared:
             leaves[i] = jax.lax.all_gather(leaves[i], axis, tiled=True)
         return jax.tree.unflatten(structure, leaves), memory
