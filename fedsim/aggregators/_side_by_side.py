@@ -66,7 +66,7 @@ class SideBySide(SumAggregator):
           of the form of one row.
 
         Raises:
-          ValueError: before the first round, on several devices, it is not.
+          ValueError: it is not, where a leaf is shared out; before a round that is one program.
 
         >>> class Longest(SideBySide):
         ...     def combine_part(self, updates, weights, summed):
@@ -112,7 +112,7 @@ class SideBySide(SumAggregator):
         # One device wrote a row, all others have zeros there.
         whole, weights = tree.psum(([leaves[i] for i in others], accumulator.weights), axis)
         for i, rows in zip(others, whole, strict=True):
-            leaves[i] = jnp.where(first, rows[0], jnp.zeros_like(rows[0])).astype(leaves[i].dtype)
+            leaves[i] = jnp.where(first, rows[0], 0).astype(leaves[i].dtype)
         for i in shared:
             leaves[i] = jax.lax.psum_scatter(leaves[i], axis, tiled=True)[0]
         own = jax.tree.unflatten(structure, leaves)

@@ -144,20 +144,22 @@ def test_flags_are_combined_whole_on_devices():
     np.testing.assert_array_equal(median, np.median(flags, 0))
 
 
-class Any(aggregators.SideBySide):
+class Unflagged(aggregators.SideBySide):
     """A user's, whose aggregate is of flags beside numbers that are shared out."""
 
-    def combine_part(self, rows, weights, total):
+    def combine_part(self, rows, weights, summed):
         assert rows["flags"].dtype == bool
         return {"large": rows["large"].max(0), "flags": ~rows["flags"].any(0)}
 
 
-class AnyOfWhole(Any):
+class UnflaggedOfWhole(Unflagged):
+    """Which gets whole updates, for it says what is done with them."""
+
     def combine(self, updates, weights):
         return self.combine_part(updates, weights, lambda sums: sums)
 
 
-@pytest.mark.parametrize("aggregator", [Any(), AnyOfWhole()])
+@pytest.mark.parametrize("aggregator", [Unflagged(), UnflaggedOfWhole()])
 def test_flags_beside_what_is_shared_out_stay_flags(aggregator):
     draw = np.random.default_rng(34)
     rows = {"large": draw.normal(size=(5, 40_000)).astype(np.float32), "flags": draw.integers(0, 4, (5, 9)) == 0}
