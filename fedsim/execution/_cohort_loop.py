@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ def put_rows(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
     """``table`` with rows at a place, or at several; those beyond its end go nowhere."""
     written = ClientTable(rows, jnp.ones(at.shape, bool))
     if at.ndim or not isinstance(at, jax.core.Tracer):  # Out of a program, a loop is compiled every time.
-        return jax.tree.map(lambda leaf, row: leaf.at[at].set(row, mode="drop"), table, written)
+        return jax.tree.map(functools.partial(_put, at), table, written)
 
     def write(_: jax.Array, table: ClientTable) -> ClientTable:
         return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row, at, 0), table, written)
@@ -348,7 +349,16 @@ def run_sequential(lane: Lane, queue: jax.Array, window: jax.Array, carry: Carry
 
 def _write(room: Info, position: jax.Array, lines: Info) -> Info:
     """Lines into the room, at one position or at several; a position beyond the end goes nowhere."""
-    return {name: rows.at[position].set(lines[name], mode="drop") for name, rows in room.items()}
+    return {name: _put(position, rows, lines[name]) for name, rows in room.items()}
+
+
+def _put(at: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
+    """Rows at one place or at several, which are different; those beyond the end go nowhere."""
+    if not at.ndim:
+        return rows.at[at].set(new, mode="drop")
+    # Nowhere is as many places, so that a GPU writes all at once: it would sort them to write the last of equals last.
+    at = jnp.where(at < len(rows), at, len(rows) + jnp.arange(len(at), dtype=at.dtype))
+    return rows.at[at].set(new, mode="drop", unique_indices=True)
 
 
 def run_side_by_side(lane: Lane, queues: jax.Array, windows: jax.Array, carry: Carry, steps_per_check: int) -> Carry:

@@ -156,4 +156,4 @@ def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: 
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())
-    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False))
+    return _placement.compiled(sums, mesh, specs, P(AXIS))

@@ -175,9 +175,7 @@ def _compile(
         )
 
     def compiled(function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Callable[..., Any]:
-        # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-        function = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
-        return jax.jit(function, donate_argnums=donated)
+        return _placement.compiled(function, mesh, specs, out, donated)
 
     data = Given(P() if resident else P(AXIS), before)
     kept, own = P(AXIS) if moving else P(), P(AXIS)

@@ -1,0 +1,38 @@
+"""What only a GPU can show; skipped where there is none."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+
+_TRAINS = """
+import hashlib
+import jax, numpy as np, optax
+import fedsim
+
+draws = np.random.default_rng(0)
+columns = {"x": draws.integers(0, 256, (1200, 28, 28, 1), np.uint8), "y": draws.integers(0, 10, 1200, np.int32)}
+data = fedsim.FederatedData.from_arrays(columns, sizes=[60] * 20)
+batches = fedsim.Batches(size=20)
+algorithm = fedsim.algorithms.FedAvg(model=fedsim.models.mnist_cnn(), client_optimizer=optax.sgd(0.05), batches=batches)
+state = algorithm.init(jax.random.key(0))
+for cohort in fedsim.UniformSampler(data, clients=5, seed=0).rounds(3):
+    state, _ = algorithm.apply(state, cohort)
+print(hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(state.params))).hexdigest())
+print(fedsim.evaluate(algorithm.model, state.params, data).overall["loss"])
+"""
+
+
+def _gpus() -> list[jax.Device]:
+    try:
+        return jax.devices("gpu")
+    except RuntimeError:
+        return []
+
+
+@pytest.mark.skipif(not _gpus(), reason="needs a GPU")
+def test_a_seed_repeats_a_run_bit_for_bit_in_another_process():
+    """Each process looks for the fastest products and convolutions by itself, and not all of them add up in one order."""
+    of_each = [subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, check=True) for _ in range(3)]
+    assert len({run.stdout for run in of_each}) == 1, [run.stdout for run in of_each]
