@@ -141,7 +141,8 @@ FEDAVG = Reproduction(
     title="FedAvg on MNIST: rounds to 97 % (2NN) and 99 % (CNN), C = 0.1, IID and two shards a client",
     paper="B. McMahan et al. Communication-efficient learning of deep networks from decentralized data. AISTATS, 2017, "
     "Tables 1 and 2. https://arxiv.org/abs/1602.05629",
-    takes="2NN: 1 min IID, 10 min all; CNN: half an hour IID, 2 h non-IID; CNN with B = ∞: many hours",
+    takes="2NN: 1 min IID, 10 min all; CNN: half an hour IID, 2 h non-IID; CNN with B = ∞: many hours; on a GPU (H200) a case "
+    "of the CNN takes 1 to 5 min",
     needs="MNIST: DIR/mnist with the four idx files, or a download of 12 MB",
     cases=_cases,
     about="The learning rate is searched on a grid, a factor of 10^(1/3) apart, by the first seed's rounds on the test "
