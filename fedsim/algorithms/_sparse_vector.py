@@ -34,4 +34,4 @@ def above_noisy_threshold(
 
     _, passes = jax.lax.scan(look, jnp.int32(0), tests[order])
     noisy = jnp.clip(values + telling * jax.random.laplace(of_value, values.shape), -clip, clip)
-    return noisy, jnp.zeros(values.size, bool).at[order].set(passes)
+    return noisy, jnp.zeros(values.size, bool).at[order].set(passes, unique_indices=True)

@@ -170,16 +170,24 @@ def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cu
 def places(mask: jax.Array, k: int) -> jax.Array:
     """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]
-    if 2 * k > words:  # All coordinates together are fewer than the steps of so many searches.
+
+    def of_all() -> jax.Array:
         # Those that are not set have one place to go to behind all: not to write them is a branch that no processor foresees.
         to = jnp.where(chosen(mask, 32 * words), _ranks(mask), k)
         return jnp.zeros(k + 1, jnp.int32).at[to].set(jnp.arange(32 * words, dtype=jnp.int32))[:k]
-    counts = jax.lax.population_count(mask).astype(jnp.int32)
-    until = jnp.cumsum(counts)
-    nth = jnp.arange(k, dtype=jnp.int32)
-    word = jnp.searchsorted(until, nth, side="right").astype(jnp.int32)
-    bit = _length(mask[word], nth - (until - counts)[word] + 1) - 1
-    return bit * words + word
+
+    def of_each() -> jax.Array:
+        counts = jax.lax.population_count(mask).astype(jnp.int32)
+        until = jnp.cumsum(counts)
+        nth = jnp.arange(k, dtype=jnp.int32)
+        word = jnp.searchsorted(until, nth, side="right").astype(jnp.int32)
+        bit = _length(mask[word], nth - (until - counts)[word] + 1) - 1
+        return bit * words + word
+
+    if 2 * k <= words:
+        return of_each()
+    # All coordinates together are fewer than the steps of so many searches; but to write to one place is no work for a GPU.
+    return jax.lax.platform_dependent(cpu=of_all, default=of_each)
 
 
 @jax.jit

@@ -356,7 +356,8 @@ def _put(at: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
     """Rows at one place or at several, which are different; those beyond the end go nowhere."""
     if not at.ndim:
         return rows.at[at].set(new, mode="drop")
-    # Nowhere is as many places, so that a GPU writes all at once: it would sort them to write the last of equals last.
+    # Each that goes nowhere has a place of its own beyond the end, so that all differ, as is promised: without that promise a
+    # GPU that must give the same bits every time may write one after another.
     at = jnp.where(at < len(rows), at, len(rows) + jnp.arange(len(at), dtype=at.dtype))
     return rows.at[at].set(new, mode="drop", unique_indices=True)
 

@@ -52,6 +52,14 @@ def test_places_go_word_by_word_and_values_return_to_them(k):
     np.testing.assert_array_equal(spread(mask, jnp.asarray(x[where]), jnp.zeros(999)), np.where(x >= 999 - k, x, 0))
 
 
+@pytest.mark.parametrize("k", [17, 500, 999])
+def test_places_are_the_same_by_searches_alone_as_off_a_cpu(k, monkeypatch):
+    mask = largest(jnp.asarray(np.random.default_rng(k).permutation(999).astype(np.float32)), k)
+    expected = places(mask, k)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, cpu, default: default(*given))
+    np.testing.assert_array_equal(places.__wrapped__(mask, k), expected)
+
+
 def some_bits(number, d):
     """A mask of so many of d coordinates, and which they are."""
     which = np.random.default_rng(number).permutation(d) < number

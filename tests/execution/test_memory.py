@@ -6,12 +6,14 @@ import functools
 
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from counting import BATCHES, EXECUTIONS, Counting, Damped, Upper, Variance, by_hand, cohorts
 
 import fedsim
 from fedsim import execution
+from fedsim.execution._cohort_loop import put_rows
 
 
 @pytest.mark.parametrize(("how", "refuse"), [*((how, 3.0) for how in EXECUTIONS), ("jit", -1.0)])
@@ -195,3 +197,18 @@ def test_stragglers_take_a_share_of_their_steps(how):
     assert int(info.num_aggregated) == 3
     with pytest.raises(ValueError, match=r"Expected work in \[0, 1\]"):
         dataclasses.replace(cohort, work=work + 0.1)
+
+
+def test_rows_of_several_clients_go_to_their_places_and_those_beyond_the_end_nowhere():
+    draw = np.random.default_rng(0)
+    old, new = draw.normal(size=(6, 3)).astype(np.float32), draw.normal(size=(5, 3)).astype(np.float32)
+    at = np.array([4, 6, 0, 6, 9], np.int32)
+    table = execution.ClientTable({"w": jnp.asarray(old)}, jnp.zeros(6, bool))
+    expected, seen = old.copy(), np.zeros(6, bool)
+    expected[[4, 0]], seen[[4, 0]] = new[[0, 2]], True
+    write = jax.jit(put_rows)
+    for written in (put_rows(table, jnp.asarray(at), {"w": new}), write(table, at, {"w": new})):
+        np.testing.assert_array_equal(written.rows["w"], expected)
+        np.testing.assert_array_equal(written.seen, seen)
+    # All places are different, and XLA knows: else it may write them one after another, to be sure which is the last.
+    assert write.lower(table, at, {"w": new}).as_text().count("unique_indices = true") == 2
