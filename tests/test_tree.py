@@ -114,13 +114,15 @@ def test_a_dot_product_is_that_of_all_numbers(known):
         np.testing.assert_array_equal(slope, other)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (93, 51), (4103,)])
+@pytest.mark.parametrize("shape", [(64, 64), (93, 51), (4103,), (3, 3, 32, 64), (9, 5, 128), (2048, 8)])
 def test_a_dot_product_of_many_numbers_has_all_of_them_once(shape):
     draw = np.random.default_rng(0)
     x, y = (draw.normal(size=shape).astype(np.float32) for _ in range(2))
     np.testing.assert_allclose(jax.jit(tree.dot)(x, y), np.vdot(x.astype(float), y.astype(float)), rtol=1e-4)
     for slope, other in zip(jax.grad(tree.dot, argnums=(0, 1))(x, y), (y, x), strict=True):
         np.testing.assert_array_equal(slope, other)
+    _, slope = jax.jvp(tree.dot, (x, y), (y, x))
+    np.testing.assert_allclose(slope, np.vdot(x, x).astype(float) + np.vdot(y, y), rtol=1e-4)
     for place in (0, x.size // 8, x.size - 1):
         x.flat[place], before = np.nan, x.flat[place]
         assert np.isnan(tree.dot(x, y))

@@ -168,7 +168,7 @@ def _narrowed(size: jax.Array, k: jax.Array, cut: _Cut, guess: jax.Array) -> _Cu
 
 @functools.partial(jax.jit, static_argnums=1)
 def places(mask: jax.Array, k: int) -> jax.Array:
-    """Where the k bits of ``mask`` are set, ``int32 [k]`` in ``0 .. d-1``."""
+    """Where the bits of ``mask`` are set, of which there are k: ``int32 [k]`` in ``0 .. d-1``."""
     words = mask.shape[0]
 
     def of_all() -> jax.Array:
@@ -186,7 +186,8 @@ def places(mask: jax.Array, k: int) -> jax.Array:
 
     if 2 * k <= words:
         return of_each()
-    # All coordinates together are fewer than the steps of so many searches; but to write to one place is no work for a GPU.
+    # All coordinates together are fewer than the steps of so many searches; but a GPU that must repeat bits may write those
+    # that are not set one after another.
     return jax.lax.platform_dependent(cpu=of_all, default=of_each)
 
 

@@ -39,5 +39,5 @@ def test_a_seed_repeats_a_run_bit_for_bit_in_another_process():
     ours = {"JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in ours} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     of_each = [subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, env=env) for _ in range(3)]
-    assert not any(run.returncode for run in of_each), of_each[0].stderr
+    assert not any(run.returncode for run in of_each), [run.stderr for run in of_each]
     assert len({run.stdout for run in of_each}) == 1, [run.stdout for run in of_each]
