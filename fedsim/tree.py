@@ -143,15 +143,15 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
     # unless the numbers are few.
     if x.size < _MANY or len(x) < 8 or x.shape[-1] < 16:
         return jnp.sum(after(x * y, y))
-    # Products of eight parts are added to each other first: in one pass, and the sum reads an eighth. Parts of the first axis,
-    # for those of all numbers in a row XLA would look for one by one where rows are of 64, 96 or 128.
+    # Products of eight parts are added to each other first: in one pass, and the sum reads an eighth. Parts of the first axis:
+    # those of a flattened leaf XLA reads number by number where rows are of 64, 96 or 128.
     part = len(x) // 8
     rows = [x[i * part : (i + 1) * part] * y[i * part : (i + 1) * part] for i in range(8)]
     rest = jnp.sum(x[8 * part :] * y[8 * part :])
     return jnp.sum(after(sum(rows[1:], rows[0]), y)) + rest
 
 
-# Gradients of parts would be put together again.
+# Left to itself, a gradient would be padded from parts and added up: four times as long.
 _sum_of_products.defjvps(lambda dx, _, x, y: jnp.sum(dx * y), lambda dy, _, x, y: jnp.sum(x * dy))
 
 

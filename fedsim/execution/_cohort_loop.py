@@ -353,7 +353,7 @@ def _write(room: Info, position: jax.Array, lines: Info) -> Info:
 
 
 def _put(at: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    """Rows at one place or at several, which are different; those beyond the end go nowhere."""
+    """``rows`` with ``new`` ones at one place or at several, which are different; those beyond the end go nowhere."""
     if not at.ndim:
         return rows.at[at].set(new, mode="drop")
     # Each that goes nowhere has a place of its own beyond the end, so that all differ, as is promised: without that promise a

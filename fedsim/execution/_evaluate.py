@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
 from fedsim.data import FederatedData
-from fedsim.execution import _placement
+from fedsim.execution import _devices, _placement
 from fedsim.execution._execution import Auto, Execution, Jit
 from fedsim.execution._placement import AXIS
 from fedsim.metrics import Mean
@@ -156,4 +156,4 @@ def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: 
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())
-    return _placement.compiled(sums, mesh, specs, P(AXIS))
+    return _devices.compiled(sums, mesh, specs, P(AXIS))

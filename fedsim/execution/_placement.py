@@ -1,9 +1,8 @@
-"""What devices run side by side, and where a population's columns live: whole on each, or gathered for each dispatch."""
+"""Where a population's columns live: whole on every device, or gathered for the cohorts of each dispatch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,28 +19,9 @@ from fedsim.execution._plan import RoundPlan
 Memory = Literal["auto", "resident", "stream"]
 
 AXIS = "devices"
-_GPUS = {"gpu", "cuda", "rocm"}  # what `jax.Device.platform` calls them, or may
-_IN_ONE_ORDER = "xla_gpu_deterministic_ops"
 _RESIDENT_SHARE = 0.25
 _ONE_SHAPE_BYTES = 256 * 2**20
 _CHUNK_BYTES = 64 * 2**20
-
-
-def compiled(
-    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donated: int | None = None
-) -> Callable[..., Any]:
-    """``function``, compiled, on all devices of a mesh side by side; of its ``donated`` argument the memory is used again.
-
-    On a GPU XLA times several forms of a product and takes the fastest, and lets some sums add up in the order in which
-    threads come. So no seed would repeat a run: of a CNN, accuracies differed in the second digit after eight rounds. What it
-    takes here adds up in one order, whoever compiles, unless ``XLA_FLAGS`` say something of that themselves. On an H200, with
-    jax 0.11.2 (a7e55b7, 2026-11-26), that takes 1.1 to 1.3 of the time of a dense model's rounds, and 1.33 of a CNN's.
-    """
-    # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-    function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    if mesh.devices.flat[0].platform not in _GPUS or _IN_ONE_ORDER in os.environ.get("XLA_FLAGS", ""):
-        return jax.jit(function, donate_argnums=donated)
-    return jax.jit(function, donate_argnums=donated, compiler_options={_IN_ONE_ORDER: True})
 
 
 def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
 from fedsim.attacks import Attack
-from fedsim.execution import _placement
+from fedsim.execution import _devices, _placement
 from fedsim.execution._cohort_loop import (
     Carry,
     Info,
@@ -175,7 +175,7 @@ def _compile(
         )
 
     def compiled(function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Callable[..., Any]:
-        return _placement.compiled(function, mesh, specs, out, donated)
+        return _devices.compiled(function, mesh, specs, out, donated)
 
     data = Given(P() if resident else P(AXIS), before)
     kept, own = P(AXIS) if moving else P(), P(AXIS)
