@@ -1,29 +1,45 @@
-# Each target does everything by itself, set-up included. Needs Python 3.11 or newer, and nothing else. Modules are compiled
-# when they are first imported (--no-compile): most that are installed never are.
+# Each target does everything itself, including the installation. It needs Python 3.11 or newer, and nothing else. Modules are
+# compiled when they are first imported (--no-compile), because most of those that are installed never are.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 ARGS ?=
 
-.PHONY: demo test lint types clean
+.PHONY: demo test test-all lint types clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.created:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "fedsim needs Python 3.11 or newer; say: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[test]'
 	touch $@
 
-demo: $(VENV)/.installed  ## federated averaging on real handwritten digits
+$(VENV)/.run: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) -e '.[run]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) -e '.[test]'
+	touch $@
+
+# The compiler for TPUs lies beside the other packages, because JAX looks for a TPU wherever it finds it.
+$(VENV)/.test-all: $(VENV)/.test
+	$(PIP) --target $(VENV)/tpu-compiler libtpu
+	touch $@
+
+demo: $(VENV)/.run  ## federated averaging on real handwritten digits
 	$(BIN)/fedsim run $(ARGS)
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 
-types: $(VENV)/.installed
+types: $(VENV)/.test
 	$(BIN)/mypy --num-workers=2
 
-test: lint types  ## lint, types, tests, doctests, notebooks
-	$(BIN)/python -m pytest --numprocesses=logical --dist loadgroup $(ARGS)
+test: lint types  ## lint, types, doctests, and the tests that matter most
+	$(BIN)/python -m pytest --numprocesses=logical --dist loadgroup -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.test-all  ## the tests that `make test` leaves out, notebooks included
+	$(BIN)/python -m pytest --numprocesses=logical --dist loadgroup -m slow $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,6 +24,8 @@ _NAMES = {
 def block(device: str = "cpu") -> str:
     """The README's text between its two marks, from ``results/<device>-*.json``."""
     tables = {path.stem.partition("-")[2]: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{device}-*.json"))}
+    if (gpu := RESULTS / "gpu-rounds.json").exists():
+        tables["gpu"] = json.loads(gpu.read_text())
     return f"{_rounds(tables['rounds'])}\n\n{_others(tables)}\n"
 
 
@@ -54,95 +55,35 @@ def _rounds(table: dict[str, Any]) -> str:
 
 
 def _others(tables: dict[str, Any]) -> str:
-    scale = "; ".join(
-        f"{row['model']} {row['us_per_step']:.2f}× time a step, {row['peak_mib']:.2f}× peak memory"
+    evaluation = {row["contender"]: row for row in tables["evaluation"]["parts"][0]["rows"]}
+    scale = ", ".join(
+        f"{row['model']} {row['us_per_step']:.2f}×"
         for part in tables["scale"]["parts"]
         for row in part["rows"]
         if row["clients"] == "ratio"
     )
-    (mnist,) = tables["mnist"]["parts"][0]["rows"]
-    femnist = {row["contender"]: row for row in tables["femnist"]["parts"][0]["rows"]}
-    evaluation = {row["contender"]: row for row in tables["evaluation"]["parts"][0]["rows"]}
-    ours, theirs = femnist["fedsim"], femnist["fedjax"]
+    rounds = tables["data"]["parts"][1]["rows"]
+    large = next(row["relative_to_smallest"] for row in rounds if row["population"] == 10**6 and row["memory"] == "stream")
     return "\n".join(
         [
-            f"- 1,000 clients a round against 10: {scale}.",
-            f"- Softmax regression, 1,000 clients of 69 examples, 10 a round, 100 rounds: {mnist['seconds']:.2f} s.",
-            f"- Real FEMNIST (300 writers), dense, {ours['rounds']} rounds, {ours['seeds']} seeds: test accuracy "
-            f"{ours['accuracy']:.3f} in {ours['seconds']:.1f} s; FedJAX {theirs['accuracy']:.3f} in {theirs['seconds']:.1f} s.",
             f"- Evaluation of 77,483 examples of 3,400 clients, dense: {evaluation['fedsim']['seconds']:.2f} s; FedJAX "
             f"{evaluation['fedjax']['seconds']:.2f} s ({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
-            *_catalogues(tables),
-            *_keeping(tables),
-            *_large(tables),
+            f"- Scale: with 1,000 clients a round instead of 10, a client step takes {scale} as long. With a population of "
+            f"1,000,000 clients instead of 1,000, streamed from a file, a round takes {large:.2f}× as long.",
+            _gpu(tables.get("gpu")),
         ]
     )
 
 
-def _catalogues(tables: dict[str, Any]) -> list[str]:
-    """The tables over whole registries, of those that have been measured: the rows that have a bound."""
-    heads = {
-        "algorithms": ("per_gradient", "Every algorithm that trains: time of a round per gradient, of FedAvg's"),
-        "aggregators": (
-            "to_mean",
-            "Every streaming aggregator and compressor: time of a round, of the plain mean's",
-        ),
-        "fedjax-algorithms": (
-            "times_as_fast",
-            "FedJAX's own algorithms and quantizers, time of a step, of fedsim's",
-        ),
-    }
-    lines = []
-    for table, (figure, what) in heads.items():
-        # Each table was measured by itself, and not always on the machine of the others.
-        what = f"{what} ({tables[table]['cpu']})" if table in tables else what
-        measured = [row for part in tables.get(table, {"parts": []})["parts"] for row in part["rows"]]
-        for model in dict.fromkeys(row["model"] for row in measured):
-            bound = (row for row in measured if row["model"] == model and "holds" in row)
-            rows = sorted(bound, key=lambda row: row[figure])
-            named = [f"{row.get('algorithm') or row['aggregator']} {row[figure]:.2f}×" for row in rows]
-            if not rows:
-                continue
-            if table != "fedjax-algorithms":
-                middle = f"{median(row[figure] for row in rows):.2f}× in the middle, most:"
-                named = [f"{middle} {named[-1]}", *named[-2:-4:-1]]
-            lines.append(f"- {what}, {model}: {', '.join(named)}.")
-    return lines
-
-
-def _keeping(tables: dict[str, Any]) -> list[str]:
-    """Clients that keep something, if that has been measured."""
-    rows = tables["memory"]["parts"][0]["rows"] if "memory" in tables else []
-    return [
-        f"- SCAFFOLD over {row['clients']:,} clients that keep {row['row_mb']:.2f} MB each, {row['cohort']} a round, stopped "
-        f"and resumed half way: {row['ms_per_round']:.0f} ms a round, {row['peak_mb']:,.0f} MB of memory at most, and "
-        f"{row['disk_mb'] / 1e3:.1f} GB of disk for the {row['seen']:,} that came."
-        for row in rows[:1]
-    ]
-
-
-def _large(tables: dict[str, Any]) -> list[str]:
-    lstm = {row["contender"]: row for row in tables["lstm"]["parts"][0]["rows"]}
-    (tokens,), rounds, memory = (part["rows"] for part in tables["data"]["parts"])
-    conversion = {row["contender"]: row for row in tables["conversion"]["parts"][0]["rows"]}
-    large = " and ".join(f"{row['relative_to_smallest']:.2f} ({row['memory']})" for row in rounds if row["population"] == 10**6)
-    streamed = ", ".join(f"{row['stream_to_resident']:.2f} ({row['what']})" for row in memory if row["what"] != "both")
-    on = tables["data"]
-    return [
-        "",
-        f"Text and large populations, on another machine ({on['cpu']}, {on['cores']} cores, {on['date'][:10]}):",
-        "",
-        f"- Next word, LSTM of 670, 10 clients a round, batch 16: {lstm['fedsim']['us_per_step'] / 1e3:.0f} ms a client step; "
-        f"bare SGD steps {lstm['floor']['relative_to_fedsim']:.2f}×, FedJAX {lstm['fedjax']['relative_to_fedsim']:.2f}×.",
-        f"- A file of {tokens['clients']:,} clients and {tokens['sequences']:,} sequences opens in "
-        f"{1e3 * tokens['seconds']:.0f} ms and {tokens['resident_mb']:.0f} MB; a cohort of 1,000 of it is sampled in "
-        f"{tokens['sample_ms']:.1f} ms and gathered in {tokens['gather_ms']:.1f} ms ({tokens['gb_per_s']:.1f} GB/s).",
-        f"- A round of 100 clients of 1,000,000 takes, against one of 1,000, times {large}.",
-        f"- EMNIST's true client sizes, CNN, streamed cohort by cohort against resident on the device: {streamed}.",
-        f"- Conversion of FedJAX's SQLite into a packed file: {conversion['fedsim']['seconds']:.2f} s, at most "
-        f"{conversion['fedsim']['peak_mib']:.0f} MiB; FedJAX reads it in {conversion['fedjax']['seconds']:.2f} s "
-        f"({conversion['fedjax']['relative_to_fedsim']:.2f}×).",
-    ]
+def _gpu(table: dict[str, Any] | None) -> str:
+    if table is None:
+        return "- GPUs: not measured yet; `python -m benchmarks.gpu` prints the table in six minutes."
+    rows = ", ".join(
+        f"{row['model']} {row['clients']:,} clients {row['ms a round']:.3g} ms"
+        + (" (deterministic)" if row["deterministic"] else "")
+        for row in table["rows"]
+    )
+    return f"- {table['device']} (jax {table['jax']}, {table['date'][:10]}), a round: {rows}."
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Depth 2: a new algorithm from its parts. Here FedNova, in which a client that takes more steps does not pull harder.
+"""An algorithm of your own: `init`, `client_update` and `server_update`. Here FedNova for clients with unequal step counts.
 
 J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, "Tackling the objective inconsistency problem in heterogeneous federated
-optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481, for clients with plain SGD; fedsim.algorithms.FedNova takes more.
+optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481. Clients use plain SGD; `fedsim.algorithms.FedNova` takes more
+optimizers.
 From the command line: fedsim run --algorithm examples/custom_algorithm.py:FedNova --client-learning-rate 0.1
 """
 
@@ -14,12 +15,12 @@ import jax.numpy as jnp
 import fedsim
 from fedsim import experiment, tree
 
-State = namedtuple("State", ["params"])  # a pytree; what has .params can be evaluated
+State = namedtuple("State", ["params"])  # a pytree; states with .params can be evaluated
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedNova(fedsim.Algorithm):
-    """Clients send their mean movement per step; the server goes as many steps along it as they took on average."""
+    """Clients send their mean change per step; the server takes as many of these steps as clients took on average."""
 
     model: fedsim.Model
     client_learning_rate: float = 0.2
@@ -27,23 +28,21 @@ class FedNova(fedsim.Algorithm):
     def init(self, key):
         return State(self.model.init(key))
 
-    def client_init(self, shared, client):
-        return shared.params, jnp.float32(0)
+    def client_update(self, shared, client):
+        def step(state, batch):
+            params, _ = state
+            loss, gradient = jax.value_and_grad(self.model.train_loss)(params, batch)
+            return tree.subtract(params, tree.scale(gradient, self.client_learning_rate)), loss
 
-    def client_step(self, shared, state, batch):
-        params, _ = state
-        loss, gradient = jax.value_and_grad(self.model.train_loss)(params, batch)
-        return tree.subtract(params, tree.scale(gradient, self.client_learning_rate)), loss
+        params, last_loss = client.for_each_batch(self.batches, step, (shared.params, jnp.float32(0)))
+        num_steps = jnp.maximum(client.num_steps, 1).astype(jnp.float32)
+        per_step = tree.scale(tree.subtract(params, shared.params), 1 / num_steps)
+        weight = client.num_examples.astype(jnp.float32)
+        return fedsim.ClientUpdate((per_step, num_steps), weight, info={"loss": last_loss})
 
-    def client_final(self, shared, state, client):
-        params, last_loss = state
-        steps = jnp.maximum(client.num_steps, 1).astype(jnp.float32)
-        per_step = tree.scale(tree.subtract(params, shared.params), 1 / steps)
-        return fedsim.ClientUpdate((per_step, steps), client.num_examples.astype(jnp.float32), {"loss": last_loss})
-
-    def server_update(self, state, update):
-        per_step, steps = update  # weighted means over the clients
-        return State(tree.add(state.params, tree.scale(per_step, steps)))
+    def server_update(self, state, update, info):
+        per_step, num_steps = update  # the weighted means over the clients
+        return State(tree.add(state.params, tree.scale(per_step, num_steps)))
 
 
 def main(rounds: int = 60) -> float:

@@ -1,8 +1,8 @@
-"""Depth 1: override one hook of FedAvg. Here the client's loss, which makes it FedProx.
+"""FedAvg with one method overridden: the loss of the clients, which makes it FedProx.
 
 T. Li et al., "Federated optimization in heterogeneous networks", MLSys 2020: https://arxiv.org/abs/1812.06127.
 
-Run it with ``python examples/fedprox.py``, or with the command line, which turns ``mu`` into an option::
+Run it with ``python examples/fedprox.py``, or with the command line, where ``mu`` becomes an option::
 
     fedsim run --algorithm examples/fedprox.py:FedProx --mu 0.01
 """
@@ -20,14 +20,14 @@ class FedProx(fedsim.algorithms.FedAvg):
     """FedAvg whose clients stay close to the server: loss + mu/2 ||w - x||².
 
     Attributes:
-      mu: how much a client pays for moving away; 0 is FedAvg.
+      mu: weight of the squared distance to the server's parameters; 0 is FedAvg.
     """
 
     mu: float = 0.1
 
     def client_loss(self, shared, params, batch):
-        moved = tree.subtract(params, shared.params)
-        return self.model.train_loss(params, batch) + self.mu / 2 * tree.squared_norm(moved)
+        distance = tree.squared_norm(tree.subtract(params, shared.params))
+        return self.model.train_loss(params, batch) + self.mu / 2 * distance
 
 
 def main(rounds: int = 60) -> float:

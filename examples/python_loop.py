@@ -1,7 +1,7 @@
-"""Depth 3: override ``apply`` and loop over the cohort in plain Python, for what does not fit the parts of a round.
+"""An algorithm that overrides ``apply`` with a Python loop over the cohort, for what is not a round of independent clients.
 
-Here a model that goes from client to client, each training from where the last one stopped, which no executor may run side
-by side: K. Chang et al., "Distributed deep learning networks among institutions for medical imaging", JAMIA 25(8), 2018
+Here a model visits one client after another, and each trains from where the last one stopped: K. Chang et al., "Distributed
+deep learning networks among institutions for medical imaging", JAMIA 25(8), 2018
 (cyclical weight transfer). From the command line::
 
     fedsim run --algorithm examples/python_loop.py:WeightTransfer --rounds 30 --client-learning-rate 0.05

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -11,25 +11,27 @@ import jax
 from fedsim import checks
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
-from fedsim.data import Batch, Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, ClientUpdate, Execution, RoundInfo, Turnout, remember, watch_dropped
+from fedsim.data import Batches, Cohort, FederatedData
+from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, watch_dropped
+from fedsim.execution._execution import cut_rows
+from fedsim.execution._memory import remembered
+from fedsim.execution._state import FederatedState
 from fedsim.model import Model
 
 State = Any
 Shared = Any
-ClientState = Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an algorithm promises beyond the contract; who tests algorithms asks for no more.
+    """What an algorithm promises beyond the contract of `Algorithm`. Tests of all algorithms rely on it.
 
     Attributes:
-      minimizes: its server's parameters go to the minimizer of the clients' mean loss, where clients are alike in size and
-        their losses are quadratics.
-      quadratic: hyperparameters with which it does so to two digits within 400 rounds.
-      ordered: its answer depends on the order in which a client's examples come.
-      aggregators: any aggregator of updates may stand in its `aggregator`, robust ones and compressing ones, too.
+      minimizes: the server's parameters converge to the minimizer of the clients' mean loss if clients have equally many
+        examples and quadratic losses.
+      quadratic: hyperparameters for which this takes at most 400 rounds to two digits.
+      ordered: the result depends on the order of a client's examples.
+      aggregators: every aggregator of updates may be its `aggregator`, also robust and compressing ones.
 
     >>> Algorithm.capabilities.minimizes
     True
@@ -43,45 +45,49 @@ class Capabilities:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Algorithm:
-    """A federated algorithm: subclass it as ``@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)``.
+    """A federated algorithm. Subclass it as ``@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)``.
 
-    Either write the parts of a round, `client_init`, `client_step`, `client_final` and `server_update` (and `broadcast`,
-    if clients do not get the whole state), and any executor runs them compiled; or override `apply` with a loop in plain
-    Python: ``for client_id, dataset, key in cohort: ...``. All hooks are pure.
+    A typical algorithm defines three methods: `init`, `client_update` (one client's round) and `server_update`. Clients
+    receive what `broadcast` returns. If a round needs its clients more than once, override `round`. These methods are pure
+    functions and are compiled. For what cannot be compiled, override `apply` with a Python loop: ``for client_id, dataset, key
+    in cohort: ...``.
+
+    Fields that are floats are arguments of the compiled round, so algorithms that differ only in these share one program. If
+    the code needs the value of a float, as in ``if self.mu:``, all floats are constants of the program. Code that does not fail
+    on a traced number, such as ``isinstance(self.mu, float)`` or ``f"{self.mu}"``, sees a JAX tracer in its place. Global
+    variables that methods use are read when an algorithm first runs.
 
     Attributes:
-      capabilities: what it promises beyond this contract; a class says so, not an object.
+      capabilities: what the class promises beyond this contract.
       batches: how a client cuts its examples into batches, and how many steps it takes.
-      aggregator: how updates become one.
-      execution: how a cohort is run. It changes the speed and never the answer.
-      downlink: a compressor of the parameters that the server sends, ``shared.params`` (of all floats, where `broadcast` gives
-        nothing of that name); None: clients get them as they are. These are parameters and not a change of them: what leaves
-        many out (top-k, also with error feedback) is not for them.
-      averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds: ``state.params``,
-        which is evaluated, and from which clients' own are made where these are evaluated, is then the average, while
-        ``state.server.params`` goes on as ever. It starts from the first round's (as optax.ema, debiased). 0 is the last
-        round's, None: there is no average.
+      aggregator: how updates are aggregated.
+      execution: how a cohort is run. It affects the speed and never the answer.
+      downlink: a compressor of the floats in ``shared.params``, or of all floats if `broadcast` returns something without
+        ``params``. None sends them uncompressed. These are parameters and not a difference of parameters, so
+        compressors that leave many coordinates out (top-k, for example, also with error feedback) do not suit.
+      averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds, as ``optax.ema``
+        with debiasing computes it. The average is ``state.params``, which is evaluated and from which clients' own parameters
+        are computed in evaluation; training goes on with ``state.server.params``. None: there is no average.
       nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
-        once (no round waits for that: the warning comes with a later call); ``"raise"`` raises ``FloatingPointError``, and
-        waits for every round to see whether it must.
+        once, at a later call. ``"raise"`` raises ``FloatingPointError``; it waits for every round.
 
     Guarantees:
-      - `apply` does not change its arguments, and its answer depends on them alone.
-      - An empty client contributes nothing; a round in which nothing arrives returns the state as it was.
-      - A non-finite update never reaches the aggregator.
+      - `apply` does not change its arguments, and its result depends on nothing else.
+      - A client without examples contributes nothing. A round in which no update arrives returns the state unchanged.
+      - An update that is not finite never reaches the aggregator.
 
-    A federated count of examples, which is not about neural networks at all:
+    As an example, the mean of all clients' numbers:
 
     >>> import jax.numpy as jnp, numpy as np
     >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     ... class MeanOfX(Algorithm):
     ...     def init(self, key): return jnp.zeros(())
-    ...     def client_init(self, shared, client): return jnp.zeros(())
-    ...     def client_step(self, shared, state, batch): return state + jnp.sum(batch.examples["x"], where=batch.mask)
-    ...     def client_final(self, shared, state, client):
+    ...     def client_update(self, shared, client):
+    ...         def add(total, batch): return total + jnp.sum(batch.examples["x"], where=batch.mask)
+    ...         total = client.for_each_batch(self.batches, add, jnp.zeros(()))
     ...         size = client.num_examples.astype(jnp.float32)
-    ...         return ClientUpdate(state / size, size)
-    ...     def server_update(self, state, update): return update
+    ...         return ClientUpdate(total / jnp.maximum(size, 1), weight=size)
+    ...     def server_update(self, state, update, info): return update
     >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
     >>> algorithm = MeanOfX(batches=Batches(size=2))
     >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), Cohort.of(data, ["0", "1"]))
@@ -98,16 +104,6 @@ class Algorithm:
     averaging: float | None = None
     nonfinite: Literal["drop", "raise"] = "drop"
 
-    @property
-    def preview(self) -> Batches | None:
-        """How each client reads its examples once before it trains (`client_preview`); None, the default: it does not."""
-        return None
-
-    @property
-    def phases(self) -> tuple[Algorithm, ...]:
-        """The passes over the cohort that make a round, each with its own hooks on the same server state; the last is self."""
-        return (self,)
-
     def __post_init__(self) -> None:
         checks.one_of("drop", "raise", nonfinite=self.nonfinite)
         checks.number(least=0, below=1, or_none=True, averaging=self.averaging, remedy="None is no average")
@@ -117,10 +113,14 @@ class Algorithm:
         checks.instance(Batches, "fedsim.Batches(size=20)", batches=self.batches)
         for field in dataclasses.fields(self):
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
-                self._must_fold_by(field.default_factory())
+                self._check_aggregator(field.default_factory())
 
-    def _must_fold_by(self, own: Aggregator) -> None:
-        """Raises ``ValueError`` if what folds updates is of another class than its ``own``, whatever is around it."""
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: without compiled programs."""
+        return {name: value for name, value in vars(self).items() if name != "_execution"}
+
+    def _check_aggregator(self, own: Aggregator) -> None:
+        """Raises ``ValueError`` if the innermost aggregator is of another class than ``own``'s."""
         if type(self.aggregator.innermost) is not type(own.innermost):
             raise ValueError(
                 f"{type(self).__name__} folds updates by {own}, got aggregator={self.aggregator}: give that, or one that has "
@@ -128,92 +128,91 @@ class Algorithm:
             )
 
     def init(self, key: jax.Array) -> State:
-        """The state before the first round: a pytree of arrays holding exactly what the next round needs."""
+        """The server's state before the first round: a pytree of arrays that holds what the next round needs."""
         raise NotImplementedError(f"{type(self).__name__} must define init(key).")
 
     def broadcast(self, state: State) -> Shared:
-        """What the server sends to every client; by default its whole state."""
+        """What the server sends to every client; by default the state."""
         return state
 
     def client_memory(self, shared: Shared) -> Any:
-        """What a client that was never seen starts with; what it keeps later is ``ClientUpdate.memory``, and it gets it back as
-        ``client.memory``. A pytree of numeric arrays of fixed shapes; by default clients keep nothing."""
+        """What a client that was never seen starts with, as ``client.memory``; by default nothing.
+
+        It is a pytree of numeric arrays of fixed shapes. What the client keeps later is ``ClientUpdate.memory``.
+        """
         return ()
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        """A client's state before its first step: a pytree of arrays of fixed shapes."""
-        raise NotImplementedError(f"{type(self).__name__} must define client_init, or override apply.")
+    def client_update(self, shared: Shared, client: Client) -> ClientUpdate:
+        """One client's round, in plain JAX. To loop over batches, call `Client.for_each_batch`."""
+        raise NotImplementedError(f"{type(self).__name__} must define client_update, or override round or apply.")
 
-    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        """Looks at one batch of `preview` before the first step."""
-        raise NotImplementedError(f"{type(self).__name__} must define client_preview, or leave preview None.")
+    def server_update(self, state: State, update: Any, info: RoundInfo) -> State:
+        """The server's state after the round.
 
-    def client_begin(self, shared: Shared, state: ClientState, client: Client) -> ClientState:
-        """After the preview, if there is one, and before the first step."""
-        return state
-
-    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        """One step on one batch; what ``batch.mask`` marks False must not count."""
-        raise NotImplementedError(f"{type(self).__name__} must define client_step, or override apply.")
-
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        """What the client sends back after its last step."""
-        raise NotImplementedError(f"{type(self).__name__} must define client_final, or override apply.")
-
-    def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Any:
-        """What the client keeps, now that this ``arrived`` of its update: ``result.update`` as it was, or clipped, compressed.
-
-        By default ``result.memory``; who keeps what goes by the update has this instead.
+        Args:
+          state: before the round.
+          update: the aggregate of the clients' updates.
+          info: weights of clients and who took part, see `RoundInfo`.
         """
-        return result.memory
+        raise NotImplementedError(f"{type(self).__name__} must define server_update, or override round or apply.")
 
-    def server_update(self, state: State, update: Any) -> State:
-        """The state after the round, from the state before it and the aggregated update."""
-        raise NotImplementedError(f"{type(self).__name__} must define server_update, or override apply.")
+    def round(self, state: State, clients: Clients) -> tuple[State, Any]:
+        """One round. Override it to call `Clients.aggregate` or `Clients.map` more than once.
 
-    def server_round(self, state: State, update: Any, turnout: Turnout) -> State:
-        """`server_update` for those who must know how many of the population came; by default that, without knowing."""
-        return self.server_update(state, update)
+        Returns:
+          The server's state after the round, and the round's info: that of the last ``clients.aggregate``. A round that only
+          calls ``clients.map`` may return any pytree of arrays as its info.
+        """
+        shared = self.broadcast(state)
+        update, info = clients.aggregate(self.client_update, shared)
+        return self.server_update(state, update, info), info
 
     def check(self, data: FederatedData) -> None:
-        """Raises ``ValueError`` if this algorithm cannot read ``data``; called once per population, before compiling.
-
-        An algorithm that has a ``model`` asks it; others override this if there is anything to check.
-        """
+        """Raises ``ValueError`` if the algorithm cannot read ``data``. It is called once per population, before compilation."""
         self.batches.check(data.sizes)
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data)
 
-    def remember(self, state: State, data: FederatedData) -> State:
-        """``state`` as it will be from the first round on: joined by what clients, the aggregator and the downlink keep.
+    @property
+    def has_memory(self) -> bool:
+        """Whether clients, aggregators or the downlink may keep something from round to round."""
+        own = any(getattr(type(self), name) is not getattr(Algorithm, name) for name in ("client_memory", "round"))
+        folds = type(self.aggregator)
+        folds_keep = folds.init is not Aggregator.init or folds.client_memory is not Aggregator.client_memory
+        return own or folds_keep or self.downlink is not None or self.averaging is not None
 
-        If they keep nothing, it is ``state`` itself; else a `fedsim.execution.Remembered`, whose ``server`` is ``state``.
-        `apply` does this where it has not been done. An algorithm without `client_init`, whose `apply` is its own, has none of
-        this.
+    def with_memory(self, state: State, data: FederatedData) -> State:
+        """Adds to a server's state what clients, aggregators and the downlink keep from round to round.
+
+        `apply` does this itself where it has not been done.
+
+        Returns:
+          A `fedsim.execution.FederatedState` whose ``server`` is ``state``; ``state`` itself if nothing is kept, or if the
+          algorithm overrides `apply`.
         """
-        if type(self).client_init is Algorithm.client_init:
+        if type(self).apply is not Algorithm.apply or not (self.has_memory or isinstance(state, FederatedState)):
             return state
-        return remember(self, state, data)
+        return remembered(self, state, data)
 
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        """One round: broadcast, every client's steps, fold, server update."""
+        """Runs one round: broadcast, the clients' work, aggregation and the server's update."""
         state, info = self.execution.run_one(self, state, cohort)
-        watch_dropped(self, info, [cohort], self.nonfinite)
+        watch_dropped(self, info, [cohort])
         return state, info
 
     def apply_rounds(
         self, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
-        """Several rounds in one dispatch, which keeps the host out of the loop; the same answer as `apply` one by one.
+        """Runs several rounds in one dispatch, without the host in between; the result is that of `apply` one by one.
 
         Args:
           state: the state before the first round.
           cohorts: one per round.
-          max_rounds: calls with up to this many cohorts share one compiled program.
+          max_rounds: all calls with at most this many cohorts share one compiled program.
 
         Returns:
-          The state after the last round, and infos stacked along a new first axis ``[rounds]``.
+          The state after the last round, and the infos, stacked along a new first axis ``[rounds]``.
         """
         checks.whole(1, or_none=True, max_rounds=max_rounds)
         cohorts = list(cohorts)
@@ -226,5 +225,48 @@ class Algorithm:
                 infos.append(info)
             return state, jax.tree.map(lambda *rows: jax.numpy.stack(rows), *infos)
         state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
-        watch_dropped(self, stacked, cohorts, self.nonfinite)
+        watch_dropped(self, stacked, cohorts)
         return state, stacked
+
+
+def map_clients(
+    work: Callable[[Shared, Client], Any],
+    shared: Shared,
+    cohort: Cohort,
+    *,
+    batches: Batches | None = None,
+    execution: Execution | None = None,
+) -> Any:
+    """Returns each client's ``work(shared, client)``, outside of any algorithm: leaves ``[slots, ...]`` in cohort order.
+
+    A program is compiled once per function ``work``. To share it between calls, pass the same function object.
+
+    Args:
+      work: one client's work, in plain JAX; see `Client.for_each_batch`.
+      shared: what all clients get, a pytree of arrays.
+      cohort: the clients.
+      batches: what ``client.num_steps`` counts; default: one example at a time.
+      execution: how clients are run; default `Auto`.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> data = FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
+    >>> def largest(shared, client):
+    ...     def step(so_far, batch): return jnp.maximum(so_far, jnp.max(batch.examples["x"]))
+    ...     return client.for_each_batch(Batches(size=1), step, shared)
+    >>> map_clients(largest, jnp.float32(1.5), Cohort.of(data, ["0", "1"])).tolist()
+    [2.0, 6.0]
+    """
+    algorithm = _Map(work=work, batches=batches or Batches(size=1, shuffle=False), execution=execution or Auto())
+    return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Map(Algorithm):
+    """A round that maps ``work`` over its clients and changes nothing."""
+
+    work: Callable[[Shared, Client], Any]
+    has_memory = False
+
+    def round(self, state: Shared, clients: Clients) -> tuple[Shared, Any]:
+        # Named like the call of a round, so that clients have the shuffle and keys of their round.
+        return state, clients.map(self.work, state, name="update")

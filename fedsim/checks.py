@@ -11,6 +11,7 @@ import numbers
 import operator
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 
@@ -37,6 +38,8 @@ def number(
     ValueError: Expected mu >= 0 and finite, got mu=inf.
     """
     for name, value in values.items():
+        if isinstance(value, jax.core.Tracer):  # inside `jax.grad` or `jax.jit`, where it has no value yet
+            continue
         if (value is None and or_none) or _lies(_as_number(value), above, least, below, most):
             continue
         left = f"{above} < " if above is not None else f"{least} <= " if least is not None else ""

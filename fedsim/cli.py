@@ -20,6 +20,7 @@ import jax
 import fedsim
 from fedsim import _datasets_command, _reproduce_command, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
+from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import own_hyperparameters, ready_models
 from fedsim.names import absolute, did_you_mean, parse_call
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if command not in commands:
             raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
+        if command in ("run", "resume", "reproduce"):
+            _keep_compiled_programs()
         return commands[command](rest)
     except KeyboardInterrupt:
         print("fedsim: aborted", file=sys.stderr)
@@ -163,6 +166,13 @@ def _train(config: RunConfig, settings: Settings) -> int:
         rounds_per_dispatch=settings.rounds_per_dispatch or "auto",
     )
     return 128 + result.interrupted if result.interrupted else 0
+
+
+def _keep_compiled_programs() -> None:
+    """Makes JAX keep compiled programs in fedsim's cache folder, unless the user has chosen another folder for them."""
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def _parse(

@@ -88,9 +88,7 @@ class Model:
 
         @jit  # as one program: one by one, its operations take twice as long to compile, and the forward pass's are for naught
         def init(key: jax.Array) -> Params:
-            first = {name: _accepted(feature)[0] for name, feature in features.items()}
-            examples = {name: jnp.zeros((1, *spec.shape), spec.dtype) for name, spec in first.items()}
-            return transformed.init(key, examples, **train_kwargs)
+            return transformed.init(key, jax.tree.map(jnp.asarray, _zeros(features, 1)), **train_kwargs)
 
         return cls(
             init=init,
@@ -106,6 +104,10 @@ class Model:
         """Mean training loss over the real examples of ``batch``: a scalar ``float32``, 0 for an all-padding batch."""
         outputs = self.apply_for_train(params, batch.examples, batch.key)
         return metrics_lib.masked_mean(self.loss(batch.examples, outputs), batch.mask)
+
+    def dummy_examples(self, count: int) -> dict[str, np.ndarray]:
+        """Zeros in the shapes and dtypes that the model reads, ``[count, ...]``."""
+        return _zeros(self.features, count)
 
     def check(self, data: FederatedData) -> None:
         """Raises ``ValueError`` unless ``data`` has what the model reads: features, shapes, dtypes, labels, finite values."""
@@ -134,6 +136,11 @@ class Model:
 
 def _accepted(feature: Feature) -> tuple[jax.ShapeDtypeStruct, ...]:
     return feature if isinstance(feature, tuple) else (feature,)
+
+
+def _zeros(features: Mapping[str, Feature], count: int) -> dict[str, np.ndarray]:
+    first = {name: _accepted(feature)[0] for name, feature in features.items()}
+    return {name: np.zeros((count, *spec.shape), spec.dtype) for name, spec in first.items()}
 
 
 def _kind(dtype: Any) -> str:

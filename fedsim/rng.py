@@ -6,10 +6,11 @@ A run has one root key. All else is derived from it by position, never by order 
     client c in round r        client_key(root, r, c) = fold_in(fold_in(stream(root, "clients"), r), c)
     its shuffle, epoch e       permutation of its examples keyed by    words(stream(client key, "shuffle")), e
     its step t (dropout, ...)  fold_in(stream(client key, "step"), t)
-    its pass before training   as the two above, of stream(client key, "preview")
+    its loops with a purpose   as the two above, of stream(client key, purpose)
     its message                stream(client key, "send")
     what an attacker sends     stream(client key, "attack")
     server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
+    a named call of a round    all of the above, of stream(root, name) instead of root, unless the name is "update"
     fine-tuning to evaluate    as a client's in round 0, of stream(root, "personal") instead of root
     initial parameters         stream(root, "init"); of clusters spread over clients, stream(root, "clusters")
 
@@ -53,9 +54,10 @@ def root(seed: int | jax.Array) -> jax.Array:
         raise ValueError(f"Expected seed to be a whole number or a key of jax.random, got seed={seed!r}.") from None
     if not 0 <= seed < 2**63:
         raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}.")
-    key = jax.random.key(seed & 0xFFFFFFFF)
-    # Without x64, jax.random.key would drop the upper word of a large seed without a word of warning.
-    return key if seed < 2**32 else jax.random.fold_in(key, np.uint32(seed >> 32))
+    with jax.ensure_compile_time_eval():  # a constant, also where `jax.jit` traces
+        key = jax.random.key(seed & 0xFFFFFFFF)
+        # Without x64, jax.random.key would drop the upper word of a large seed without a word of warning.
+        return key if seed < 2**32 else jax.random.fold_in(key, np.uint32(seed >> 32))
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:

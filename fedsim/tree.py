@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 Tree = Any
 
 _SMALL = 2**16  # elements of a leaf that `psum` sends beside others
-_MANY = 2**12  # elements of a leaf of which `dot` adds products side by side
 
 
 def add(a: Tree, b: Tree) -> Tree:
@@ -132,27 +130,9 @@ def dot(a: Tree, b: Tree) -> jax.Array:
         x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
         if x.shape != y.shape:
             raise ValueError(f"Expected leaves of equal shapes, got {x.shape} and {y.shape}.")
-        return _sum_of_products(x, y)
+        return jnp.vdot(x, y)
 
     return sum(jax.tree.leaves(jax.tree.map(of_leaves, a, b)), jnp.zeros((), jnp.float32))
-
-
-@jax.custom_jvp
-def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
-    # A sum on a CPU takes two to three times as long where XLA makes the products in it: what `after` selects is there before,
-    # unless the numbers are few.
-    if x.size < _MANY or len(x) < 8 or x.shape[-1] < 16:
-        return jnp.sum(after(x * y, y))
-    # Products of eight parts are added to each other first: in one pass, and the sum reads an eighth. Parts of the first axis:
-    # those of a flattened leaf XLA reads number by number where rows are of 64, 96 or 128.
-    part = len(x) // 8
-    rows = [x[i * part : (i + 1) * part] * y[i * part : (i + 1) * part] for i in range(8)]
-    rest = jnp.sum(x[8 * part :] * y[8 * part :])
-    return jnp.sum(after(sum(rows[1:], rows[0]), y)) + rest
-
-
-# Left to itself, a gradient would be padded from parts and added up: four times as long.
-_sum_of_products.defjvps(lambda dx, _, x, y: jnp.sum(dx * y), lambda dy, _, x, y: jnp.sum(x * dy))
 
 
 def squared_norm(a: Tree) -> jax.Array:
@@ -196,22 +176,6 @@ def after(a: Tree, b: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), a)
 
 
-def value_and_grad(loss_fn: Callable[[Tree], jax.Array], at: Tree) -> tuple[jax.Array, Tree]:
-    """A loss and its gradient, all of it known before any of it is used: so a step can overwrite where it is taken.
-
-    The loss is a scalar in its own dtype, the gradient has shapes and dtypes of ``at``; both are those of
-    `jax.value_and_grad` to the bit.
-
-    Of weights that are also read to compute gradients of earlier layers, XLA would otherwise keep a copy in every step. What is
-    added to the gradient and reads parameters, as `pulled` does, is to be added afterwards, for the same reason.
-
-    >>> value_and_grad(lambda w: w["a"] ** 2, {"a": jnp.float32(3)})[1]["a"].tolist()
-    6.0
-    """
-    slope = jax.value_and_grad(loss_fn)(at)
-    return after(slope, slope)
-
-
 def is_float(leaf: Any) -> bool:
     """Whether a leaf, or its shape and dtype, is of floating-point numbers.
 
@@ -221,41 +185,18 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-class Message:
-    """A part of what is sent whose arrays are not what goes out, such as a vector of which some values are sent.
-
-    >>> import dataclasses
-    >>> @jax.tree_util.register_dataclass
-    ... @dataclasses.dataclass
-    ... class Halved(Message):
-    ...     values: jax.Array
-    ...     num_bits = property(lambda self: 16 * self.values.size)
-    >>> num_bits({"w": Halved(jnp.zeros(3)), "b": jnp.zeros(1)})
-    80
-    """
-
-    @property
-    def num_bits(self) -> int:
-        """How many bits go out, told from shapes alone."""
-        raise NotImplementedError
-
-
 def num_bits(a: Tree) -> int:
     """Size of all leaves in bits, by their shapes and dtypes; a PRNG key counts for its words.
-
-    A `Message` within is asked.
 
     >>> num_bits({"w": jnp.zeros([3, 4]), "b": jnp.zeros(4, jnp.bfloat16)})
     448
     """
 
     def bits(leaf: Any) -> int:
-        if isinstance(leaf, Message):
-            return leaf.num_bits
         words = jax.eval_shape(jax.random.key_data, leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         return words.size * words.dtype.itemsize * 8
 
-    return sum(bits(leaf) for leaf in jax.tree.leaves(a, is_leaf=lambda node: isinstance(node, Message)))
+    return sum(map(bits, jax.tree.leaves(a)))
 
 
 def bits_dtype(most: int) -> Any:

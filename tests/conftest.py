@@ -16,7 +16,17 @@ _OLDEST = jax.__version_info__ < (0, 11)
 # Their many programs are compiled in half of the time, and round otherwise: where bits are compared over executions, it is as
 # users compile.
 _QUICKLY = {"xla_backend_optimization_level": 0} | ({"xla_cpu_use_fusion_emitters": False} if _OLDEST else {})
-_QUICK = {"aggregators", "algorithms", "attacks", "compressors", "execution", "models", "test_reproductions", "test_examples"}
+_QUICK = {
+    "aggregators",
+    "algorithms",
+    "attacks",
+    "compressors",
+    "evaluation",
+    "execution",
+    "models",
+    "test_reproductions",
+    "test_examples",
+}
 _QUICK |= {"test_notebooks", "test_readme", "test_cli", "test_client_memory", "test_identity", "test_loop", "test_personal"}
 if not _OLDEST:  # where all else is tested as users run it
     _QUICK = {"algorithms"}

@@ -1,4 +1,4 @@
-"""Algorithms whose clients count and remember, aggregators that remember, a round of two phases; and ways of executing them."""
+"""Algorithms and aggregators for tests: clients that count and remember, rounds that call clients twice; and executions."""
 
 import dataclasses
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsim
-from fedsim import aggregators, execution
+from fedsim import aggregators
 
 EXECUTIONS = {
     "jit": fedsim.Jit(),
@@ -23,6 +23,10 @@ BATCHES = fedsim.Batches(size=4, epochs=2)
 LOOK = fedsim.Batches(size=3, shuffle=False)
 
 
+def look(seen, batch):
+    return seen + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
+
+
 class Kept(NamedTuple):
     visits: jax.Array
     total: jax.Array
@@ -34,37 +38,21 @@ class Counting(fedsim.Algorithm):
 
     refuse: float = -1.0
 
-    @property
-    def preview(self):
-        return LOOK
-
     def init(self, key):
         return jnp.float32(0)
 
     def client_memory(self, shared):
         return Kept(jnp.int32(0), jnp.full((2,), 100.0))
 
-    def client_init(self, shared, client):
-        return jnp.float32(0), jnp.float32(0), client.memory.visits
-
-    def client_preview(self, shared, state, batch):
-        seen, steps, visits = state
-        return seen + jnp.sum(batch.examples["x"][:, 0], where=batch.mask), steps, visits
-
-    def client_begin(self, shared, state, client):
-        return state[0], state[1] + 1000, state[2]
-
-    def client_step(self, shared, state, batch):
-        return state[0], state[1] + 1, state[2]
-
-    def client_final(self, shared, state, client):
-        seen, steps, visits = state
-        kept = Kept(visits + 1, client.memory.total + jnp.stack([shared, seen]))
+    def client_update(self, shared, client):
+        seen = client.for_each_batch(LOOK, look, jnp.float32(0), "look")
+        steps = client.for_each_batch(self.batches, lambda steps, batch: steps + 1, jnp.float32(1000))
+        kept = Kept(client.memory.visits + 1, client.memory.total + jnp.stack([shared, seen]))
         bad = client.position == jnp.int32(self.refuse)
         update = jnp.where(bad, jnp.nan, seen + steps)
-        return execution.ClientUpdate(update, jnp.float32(1), {"seen": seen, "visits": kept.visits}, kept)
+        return fedsim.ClientUpdate(update, jnp.float32(1), {"seen": seen, "visits": kept.visits}, kept)
 
-    def server_update(self, state, update):
+    def server_update(self, state, update, info):
         return state + update
 
 
@@ -115,33 +103,27 @@ class Damped(aggregators.Wrapper):
         return update + jax.random.uniform(key), memory + 1
 
 
-class MeanFirst(fedsim.Algorithm):
-    """Two phases: the mean of x over the cohort, then the mean of the squared distance to it, which needs the first."""
+class Variance(fedsim.Algorithm):
+    """Two calls: the mean of x over the cohort, then the mean of the squared distance to it, which needs the first."""
 
     def init(self, key):
         return {"mean": jnp.float32(0), "variance": jnp.float32(0)}
 
-    def client_init(self, shared, client):
-        return jnp.float32(0)
+    def round(self, state, clients):
+        mean, _ = clients.aggregate(self.client_mean, state, name="mean")
+        state = state | {"mean": mean}
+        variance, info = clients.aggregate(self.client_variance, state)
+        return state | {"variance": variance}, info
 
-    def client_final(self, shared, state, client):
+    def client_mean(self, shared, client):
+        return self.mean_of(client, lambda x: x)
+
+    def client_variance(self, shared, client):
+        return self.mean_of(client, lambda x: jnp.square(x - shared["mean"]))
+
+    def mean_of(self, client, f):
+        def add(total, batch):
+            return total + jnp.sum(f(batch.examples["x"][:, 0]), where=batch.mask)
+
         size = jnp.maximum(client.num_examples, 1).astype(jnp.float32)
-        return execution.ClientUpdate(state / size, size)
-
-    def client_step(self, shared, state, batch):
-        return state + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
-
-    def server_update(self, state, update):
-        return state | {"mean": update}
-
-
-class Variance(MeanFirst):
-    @property
-    def phases(self):
-        return MeanFirst(batches=self.batches), self
-
-    def client_step(self, shared, state, batch):
-        return state + jnp.sum(jnp.square(batch.examples["x"][:, 0] - shared["mean"]), where=batch.mask)
-
-    def server_update(self, state, update):
-        return state | {"variance": update}
+        return fedsim.ClientUpdate(client.for_each_batch(self.batches, add, jnp.float32(0)) / size, size)

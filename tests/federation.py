@@ -27,6 +27,11 @@ def singletons(clients: int) -> fedsim.FederatedData:
     return fedsim.FederatedData(columns, np.arange(clients + 1), np.arange(clients).astype(str).tolist())
 
 
+def data_of_zeros(sizes) -> fedsim.FederatedData:
+    """Clients of these sizes, in little memory."""
+    return fedsim.FederatedData.from_arrays({"x": np.zeros(int(sum(sizes)), np.int8)}, sizes=sizes)
+
+
 def model() -> fedsim.Model:
     return fedsim.Model.from_haiku(
         hk.transform(lambda examples: hk.Linear(NUM_CLASSES)(examples["x"])), features=FEATURES, num_classes=NUM_CLASSES
@@ -85,3 +90,9 @@ def assert_trees_equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def round_programs(algorithm):
+    """The compiled programs that an algorithm runs, those that it shares with others included."""
+    shared, _ = algorithm._execution["programs"]
+    return [compiled for programs in shared._by_shapes.values() for compiled in programs._by_setting.values()]

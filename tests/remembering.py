@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsim
-from fedsim import execution, tree
+from fedsim import tree
 
 
 class State(NamedTuple):
@@ -34,20 +34,16 @@ class Drifting(fedsim.Algorithm):
     def client_memory(self, shared):
         return Kept(jax.tree.map(jnp.zeros_like, shared.params), jnp.int32(0))
 
-    def client_init(self, shared, client):
-        return shared.params, client.memory
+    def client_update(self, shared, client):
+        def step(params, batch):
+            gradient = jax.grad(self.model.train_loss)(params, batch)
+            return jax.tree.map(lambda x, g, d: x - self.learning_rate * (g + d / 10), params, gradient, client.memory.drift)
 
-    def client_step(self, shared, state, batch):
-        params, memory = state
-        gradient = jax.grad(self.model.train_loss)(params, batch)
-        return jax.tree.map(lambda x, g, d: x - self.learning_rate * (g + d / 10), params, gradient, memory.drift), memory
-
-    def client_final(self, shared, state, client):
-        params, memory = state
+        params = client.for_each_batch(self.batches, step, shared.params)
         went = tree.subtract(shared.params, params)
-        return execution.ClientUpdate(went, jnp.float32(1), {}, Kept(went, memory.visits + 1))
+        return fedsim.ClientUpdate(went, jnp.float32(1), {}, Kept(went, client.memory.visits + 1))
 
-    def server_update(self, state, update):
+    def server_update(self, state, update, info):
         return State(tree.subtract(state.params, update), state.round + 1)
 
 

@@ -1,9 +1,10 @@
 """The benchmarks' tables over whole registries hold all of them."""
 
+import jax
 import pytest
 
 import fedsim
-from benchmarks import workload
+from benchmarks import gpu, workload
 from benchmarks.peers import fedsim_catalogue
 
 
@@ -17,3 +18,14 @@ def test_everything_registered_is_measured_and_needs_some_gradients(catalogue):
 def test_what_is_registered_and_in_no_row_is_named():
     with pytest.raises(ValueError, match="is registered: FedAvg, FedProx"):
         fedsim_catalogue._complete({fedsim.algorithms.FedProx, fedsim.algorithms.FedAvg}, set())
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_small_on_a_cpu_and_writes_nothing(capsys):
+    written = gpu.RESULT.exists()
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it, and conftest.py sets strict promotion
+        logistic, lstm = gpu.main(["--rows", "0", "6"])
+    assert (logistic["model"], lstm["model"]) == ("emnist_logistic", "stackoverflow_lstm")
+    assert all(row["ms a round"] > 0 and row["clients"] == 2 for row in (logistic, lstm))
+    assert "ms a round" in capsys.readouterr().out
+    assert gpu.RESULT.exists() == written

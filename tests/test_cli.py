@@ -92,6 +92,21 @@ def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finish
     assert "after round 4 of 4" in out and "worst 10%" in out and "metrics.jsonl" in out
 
 
+@pytest.mark.slow
+def test_a_second_run_finds_the_compiled_rounds_of_the_first(tmp_path):
+    """In processes without the cache of compiled programs that these tests share."""
+    hidden = ("JAX_COMPILATION_CACHE_DIR", "FEDSIM_TEST_PROGRAMS")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"FEDSIM_CACHE": str(tmp_path / "cache")}
+
+    def programs(folder):
+        command = [sys.executable, "-m", "fedsim", "run", *SMALL, "--folder", str(tmp_path / folder), "--no-progress"]
+        subprocess.run(command, check=True, capture_output=True, env=environment, timeout=300)
+        return {path.name for path in (tmp_path / "cache" / "compiled").glob("jit__rounds-*-cache")}
+
+    first = programs("first")
+    assert first and programs("second") == first
+
+
 def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["run", *SMALL, "--rounds", "1", "--no-progress"]) == 0
@@ -441,6 +456,7 @@ def test_schedules_run(schedule, tmp_path):
     assert read_metrics(tmp_path / "r/metrics.jsonl")[-1]["test_loss"] < 2.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tmp_path):
     folder, environment = tmp_path / "r", {**os.environ, "PYTHONPATH": str(Path(fedsim.__file__).parents[1])}

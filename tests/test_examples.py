@@ -1,4 +1,4 @@
-"""The examples: each depth of extension trains, does not depend on the execution, and runs from the command line."""
+"""The examples: they train, do not depend on the execution, and run from the command line."""
 
 import dataclasses
 import importlib.util
@@ -61,7 +61,7 @@ def test_example_trains_and_says_so(name, capsys):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate"}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -117,6 +117,14 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
     assert "after round 2 of 2" in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert (config["algorithm"], config["client_learning_rate"]) == (reference, 0.05)
+
+
+def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # Only an outermost jit may have the options of conftest.
+    derivative, difference = load("differentiate").main(steps=2)
+    assert derivative == pytest.approx(difference, rel=5e-3) and abs(derivative) > 0.1
+    losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert losses[1] < losses[0]
 
 
 def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys):

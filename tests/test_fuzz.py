@@ -17,6 +17,7 @@ class Reader:
         return eval, (self.source,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("on_damage", "message"),
     [
@@ -31,6 +32,7 @@ def test_a_reader_that_fails_otherwise_is_found(on_damage, message):
         assert_only_format_errors(Reader(on_damage), b"whole", ".x", 3)
 
 
+@pytest.mark.slow
 def test_a_reader_that_raises_format_errors_passes():
     empty = "fedsim.data.ClientStream(lambda: iter([]), source=p).load()"
     assert_only_format_errors(Reader(empty), b"whole", ".x", 3)

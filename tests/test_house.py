@@ -32,6 +32,7 @@ FLOORS: list[set[str]] = [
     {"plots"},
     {"execution"},
     {"algorithm"},
+    {"evaluation"},
     {"algorithms"},
     {"models", "datasets"},
     {"experiment"},
@@ -51,6 +52,7 @@ PUBLIC_MODULES = [
     "fedsim.compressors",
     "fedsim.data",
     "fedsim.datasets",
+    "fedsim.evaluation",
     "fedsim.execution",
     "fedsim.experiment",
     "fedsim.experiment.reproductions",
@@ -70,8 +72,6 @@ PUBLIC_MODULES = [
 WITHOUT_EXAMPLE: set[str] = {
     # Records, protocols, errors, and bases that say nothing alone: what makes or takes them has the example.
     "fedsim.Batch",
-    "fedsim.Client",
-    "fedsim.ClientUpdate",
     "fedsim.Execution",
     "fedsim.RoundInfo",
     "fedsim.aggregators.Aggregator",
@@ -93,10 +93,8 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.datasets.FederatedSplits",
     "fedsim.execution.Average",
     "fedsim.execution.ClientTable",
-    "fedsim.execution.Remembered",
+    "fedsim.execution.FederatedState",
     "fedsim.execution.StageError",
-    "fedsim.execution.Turnout",
-    "fedsim.execution.remember",
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
@@ -196,6 +194,32 @@ def test_downward_and_type_checking_imports_are_fine():
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fedsim.data import Batch\n"
     assert upward_imports("model", guarded, "fedsim") == []
     assert upward_imports("execution", "import jax\nfrom fedsim import tree\nfrom . import _plan", "fedsim.execution") == []
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports for type checkers and inside functions count. A package stands for its modules without its ``__init__``."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
+    imports = {}
+    for name, path in names.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        imports[name] = sorted(found & names.keys() - {name})
+    done, path = set(), []
+
+    def visit(name: str) -> None:
+        assert name not in path, f"a circle of imports: {[*path[path.index(name) :], name]}"
+        if name not in done:
+            path.append(name)
+            for other in imports[name]:
+                visit(other)
+            done.add(path.pop())
+
+    for name in names:
+        visit(name)
 
 
 def tracked() -> list[Path]:

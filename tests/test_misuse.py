@@ -196,6 +196,7 @@ def test_positions_out_of_range():
             federation.data().client(index)
 
 
+@pytest.mark.slow
 def test_more_lanes_than_clients_are_not_made():
     states = [train_with(fedsim.Jit(lanes=lanes)) for lanes in (8, 100_000)]
     federation.assert_trees_equal(*states)

@@ -38,7 +38,7 @@ def test_quickstart_runs_and_is_short(namespace, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:JAX had already started")
-def test_depths_of_extension_run(namespace):
+def test_algorithms_of_one_s_own_run(namespace):
     code = blocks("python")
     if "data" not in namespace:  # this test alone
         exec(code[0].replace("rounds(100)", "rounds(1)"), namespace)
@@ -53,7 +53,7 @@ def test_depths_of_extension_run(namespace):
     state, _ = prox.apply(prox.init(jax.random.key(0)), cohort)
     assert int(state.round) == 1
 
-    mean = namespace["MeanInk"](batches=batches)
+    mean = namespace["MeanPixel"](batches=batches)
     everyone = fedsim.Cohort.of(data, data.client_ids)
     state, _ = mean.apply(mean.init(jax.random.key(0)), everyone)
     assert float(state) == pytest.approx(data.columns["x"].mean(), rel=1e-5)

@@ -72,23 +72,6 @@ def test_what_comes_after_is_as_it_was(known):
             assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")
-@pytest.mark.parametrize(("ordered", "copies"), [(True, 0), (False, 1)])
-def test_steps_of_a_network_are_taken_in_place(ordered, copies):
-    x, start = jnp.ones((8, 40)), {"first": jnp.ones((40, 50)) / 40, "second": jnp.ones((50, 30)) / 50}
-
-    def loss(w):
-        return jnp.mean(jnp.square(jax.nn.relu(x @ w["first"]) @ w["second"] - 1))
-
-    def step(_, w):
-        _, slope = tree.value_and_grad(loss, w) if ordered else jax.value_and_grad(loss)(w)
-        return tree.subtract(w, tree.scale(slope, 0.1))
-
-    train = jax.jit(lambda w: jax.lax.fori_loop(0, 9, step, w)).lower(start).compile().as_text()
-    body = max(train.split("\n\n"), key=lambda text: text.count(" dot(") + text.count("ynn_fusion"))
-    assert body.count("f32[50,30]{1,0} copy(") == copies
-
-
 @pytest.mark.parametrize("known", [1.0, np.nan, np.inf])
 def test_a_dot_product_is_that_of_all_numbers(known):
     draw = np.random.default_rng(0)
@@ -152,16 +135,3 @@ def test_one_vector_of_all_numbers(length):
     for leaf, again in zip(leaves, tree.unflat(vector, leaves), strict=True):
         assert again.dtype == leaf.dtype
         np.testing.assert_array_equal(again, leaf)
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of XLA's CPU compiler")
-def test_products_are_there_before_they_are_summed():
-    x = jnp.ones((784, 62))
-
-    def within_a_sum(function):
-        """Whether a computation of the compiled program both multiplies and sums."""
-        computations = jax.jit(function).lower(x, x).compile().as_text().split("\n\n")
-        return any(" multiply(" in text and " reduce(" in text for text in computations if not text.startswith("ENTRY"))
-
-    assert not within_a_sum(tree.dot)
-    assert within_a_sum(jnp.vdot)

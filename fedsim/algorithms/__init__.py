@@ -1,4 +1,4 @@
-"""Federated algorithms, one a file."""
+"""Federated algorithms, one per file."""
 
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._adaptive_fedprox import AdaptiveFedProx as AdaptiveFedProx
@@ -54,10 +54,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family i
 
 
 def get(name: str) -> type[Algorithm]:
-    """The algorithm class of a name, in any case.
+    """Returns the algorithm class with this name, in any letter case.
 
     Raises:
-      ValueError: unknown; the message has the nearest names.
+      ValueError: there is no algorithm with this name. The message lists similar names.
 
     >>> get("FedProx").__name__
     'FedProx'

@@ -1,52 +1,71 @@
-"""FedProx with a mu that follows the training loss.
+"""FedProx with a mu that adapts to the training loss.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated optimization in heterogeneous networks", MLSys
-2020, section 5.3.2 and appendix C.3.3 (dynamic mu): https://arxiv.org/abs/1812.06127. mu is raised by 0.1 whenever the loss
-increases, and lowered by 0.1 when it decreases five times in a row. Deviation: the paper looks at the loss of all devices
-after every round; here it is the mean loss, at the parameters that they are sent, of a round's own clients. So what a round
-does to the loss changes mu in the round after the next, and if few clients take part the loss also moves with who they are; it
-is the loss of training, which dropout makes random.
+2020, section 5.3.2 and appendix C.3.3 (dynamic mu): https://arxiv.org/abs/1812.06127. mu increases by 0.1 whenever the loss
+increases. It decreases by 0.1 when the loss has decreased five times in a row.
+
+Deviation: the paper uses the loss of all devices after every round. Here it is the mean training loss of the round's clients at
+the parameters that they receive. Therefore the effect of a round on the loss changes mu only in the round after the next. If
+few clients participate, the loss also depends on which clients these are. With dropout the loss is random.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedsim import checks
 from fedsim.aggregators import Beside, Noted
-from fedsim.algorithms._fedavg import ClientState
 from fedsim.algorithms._fedprox import FedProx
-from fedsim.algorithms._gradient_server import ServerState, Shared
-from fedsim.algorithms._loss_before import LossBefore
-from fedsim.execution import Client, ClientUpdate
+from fedsim.execution import Client, ClientUpdate, RoundInfo
+from fedsim.model import Params
 
 
-class Trend(NamedTuple):
-    """``mu`` of the next round and the ``loss`` of the last, ``float32 []``; how often it fell in a row, ``int32 []``."""
+class AdaptiveState(NamedTuple):
+    """`ServerState` with mu and the history of the loss.
 
+    Attributes:
+      params, opt_state, round: see `ServerState`.
+      mu: mu of the next round, ``float32 []``.
+      loss: the loss of the last round, ``float32 []``.
+      falls: how many times in a row the loss has decreased, ``int32 []``.
+    """
+
+    params: Params
+    opt_state: Any
+    round: jax.Array
     mu: jax.Array
     loss: jax.Array
     falls: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AdaptiveFedProx(LossBefore, FedProx):
-    """FedProx that raises mu when the loss rises and lowers it, never below 0, when it keeps falling.
+class AdaptiveShared(NamedTuple):
+    """What clients receive: `Shared` and the ``mu`` of the round."""
 
-    A client takes one more pass over its examples, for their loss before it trains. ``state.more`` has mu and the loss.
+    params: Params
+    round: jax.Array
+    mu: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class AdaptiveFedProx(FedProx):
+    """FedProx that increases mu when the loss increases, and decreases mu (never below 0) when the loss keeps decreasing.
+
+    A client makes one more pass over its examples before it trains, to compute their loss. ``state.mu`` and ``state.loss`` hold
+    the current values.
 
     Attributes:
-      mu: in the first rounds. The paper starts from 1 on IID data and from 0 on other, to show that either is mended.
-      mu_step: how much mu changes at a time.
-      patience: falls in a row that lower it.
+      mu: the initial value. The paper starts from 1 on IID data and from 0 on non-IID data, to show that the rule corrects
+        both.
+      mu_step: by how much mu changes at a time.
+      patience: after how many decreases of the loss in a row mu decreases.
       model, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
-      ValueError: ``mu`` below 0, ``mu_step`` not above 0, ``patience`` below 1.
+      ValueError: ``mu`` is below 0, ``mu_step`` is not above 0, or ``patience`` is below 1.
 
     >>> import optax, fedsim
     >>> AdaptiveFedProx(
@@ -66,24 +85,26 @@ class AdaptiveFedProx(LossBefore, FedProx):
         checks.positive(mu_step=self.mu_step)
         checks.whole(1, patience=self.patience)
 
-    def init(self, key: jax.Array) -> ServerState:
-        return super().init(key)._replace(more=Trend(jnp.float32(self.mu), jnp.float32(jnp.nan), jnp.int32(0)))
+    def init(self, key: jax.Array) -> AdaptiveState:
+        # The loss starts as NaN, so that the first round counts neither as an increase nor as a decrease.
+        return AdaptiveState(
+            **super().init(key)._asdict(), mu=jnp.float32(self.mu), loss=jnp.float32(jnp.nan), falls=jnp.int32(0)
+        )
 
-    def broadcast(self, state: ServerState) -> Shared:
-        return Shared(state.params, state.round, state.more.mu)
+    def broadcast(self, state: AdaptiveState) -> AdaptiveShared:
+        return AdaptiveShared(state.params, state.round, state.mu)
 
-    def proximity(self, shared: Shared) -> jax.Array:
-        return shared.more
+    def mu_of(self, shared: AdaptiveShared) -> jax.Array:
+        return shared.mu
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state, client)
-        return result._replace(update=Noted(result.update, self.loss_before(state)))
+    def client_update(self, shared: AdaptiveShared, client: Client) -> ClientUpdate:
+        before, result = self.mean_loss(shared, client), super().client_update(shared, client)
+        return result._replace(update=Noted(result.update, before))
 
-    def server_update(self, state: ServerState, update: Noted) -> ServerState:
+    def server_update(self, state: AdaptiveState, update: Noted, info: RoundInfo) -> AdaptiveState:
         movement, loss = update
-        mu, last, falls = state.more  # last is NaN in the first round: neither a rise nor a fall
-        falls = jnp.where(loss < last, falls + 1, 0)
+        falls = jnp.where(loss < state.loss, state.falls + 1, 0)
         lower = falls == self.patience
-        change = self.mu_step * ((loss > last).astype(jnp.float32) - lower.astype(jnp.float32))
-        trend = Trend(jnp.maximum(mu + change, 0.0), loss, jnp.where(lower, 0, falls))
-        return super().server_update(state, movement)._replace(more=trend)
+        change = self.mu_step * ((loss > state.loss).astype(jnp.float32) - lower.astype(jnp.float32))
+        after = super().server_update(state, movement, info)
+        return after._replace(mu=jnp.maximum(state.mu + change, 0.0), loss=loss, falls=jnp.where(lower, 0, falls))

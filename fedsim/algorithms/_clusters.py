@@ -1,4 +1,4 @@
-"""What k-means and mixtures share: rounds that find starting points among the clients' examples, then their own; evaluation."""
+"""Base class of k-means and Gaussian mixtures: initial points, updates from moments of the examples, and evaluation."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import jax.numpy as jnp
 
 from fedsim.algorithms._seeding import Seeding
 from fedsim.data import FederatedData
-from fedsim.execution import Evaluation, Jit, evaluate, split
+from fedsim.evaluation import Evaluation, evaluate
+from fedsim.execution import Jit, server_state
 from fedsim.metrics import per_example
 from fedsim.model import Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Clusters(Seeding):
-    """Clusters of examples: k points to start from, moments, a maximization, and `scores` of examples that are evaluated.
+    """Base class of clustering algorithms: initial points, moments, a maximization step, and `scores` for evaluation.
 
-    Points are started as in k-means++ from the examples of the clients that take part, a point a round, or given. Only then
-    does `maximize` get moments. Subclasses write ``no_moments``, `moments`, `maximize` and `scores`.
+    The initial points are ``start``, or are chosen by k-means++ from the examples of the clients that participate, one point
+    per round. `maximize` receives moments only after that. Subclasses define ``no_moments``, `moments`, `maximize` and
+    `scores`.
 
     Attributes:
-      num_features: numbers per example; an example of another shape is flattened.
+      num_features: numbers per example. An example of another shape is flattened.
       num_clusters: k.
-      start: points to start from, ``[num_clusters, num_features]``; None: k-means++.
+      start: the initial points, ``[num_clusters, num_features]``. None uses k-means++.
       feature, batches: see `Statistics`.
 
     >>> Clusters(num_features=2, num_clusters=0)
@@ -36,12 +38,12 @@ class Clusters(Seeding):
     """
 
     def scores(self, shared: Any, x: jax.Array) -> dict[str, jax.Array]:
-        """What `evaluate` reports of examples ``float32 [n, features]``: by name, ``float32 [n]``."""
+        """Returns what `evaluate` reports for examples ``float32 [n, features]``: a dict from name to ``float32 [n]``."""
         raise NotImplementedError(f"{type(self).__name__} must define scores.")
 
     def evaluate(self, state: Any, data: FederatedData) -> Evaluation:
-        """Means of `scores` over all examples, and over each client's."""
-        state = split(state).server
+        """Returns the means of `scores` over all examples, and over the examples of each client."""
+        state = server_state(state)
         self.check(data)
         execution = self.execution if isinstance(self.execution, Jit) else None
         return evaluate(self._scorer, self.broadcast(state), data, execution=execution)

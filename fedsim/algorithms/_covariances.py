@@ -1,4 +1,4 @@
-"""Covariances of k Gaussians side by side: diagonal ones, which are kept as variances, and full ones."""
+"""Covariances of k Gaussians, stacked in one array. Diagonal covariances are stored as variances, full ones as matrices."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 class Diagonal:
-    """Variances ``[k, features]``.
+    """Diagonal covariances, stored as variances ``[k, features]``.
 
     >>> Diagonal().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
     [[4.5, 2.0]]
     """
 
     def unit(self, features: int) -> jax.Array:
-        """The identity: of one Gaussian, without the axis k."""
+        """Returns the identity covariance of one Gaussian, without the axis k."""
         return jnp.ones(features, jnp.float32)
 
     def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
-        """Sums over examples of shares ``[n, k]`` times squares of differences ``[n, k, features]``."""
+        """Returns sums over examples of ``shares [n, k]`` times the squared differences ``apart [n, k, features]``."""
         return _einsum("nk,nki,nki->ki", shares, apart, apart)
 
     def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
-        """Covariances that rounding may have spoiled, with variances of at least ``least [k, features]``.
+        """Corrects rounding errors in covariances. Variances become at least ``least [k, features]``.
 
         >>> Diagonal().mended(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]])).tolist()
         [[0.5, 2.0]]
@@ -34,20 +34,20 @@ class Diagonal:
         return jnp.maximum(covariances, least)
 
     def factors(self, covariances: jax.Array) -> jax.Array:
-        """What `white` multiplies with."""
+        """Returns the factors for `white`."""
         return jax.lax.rsqrt(covariances)
 
     def white(self, apart: jax.Array, factors: jax.Array) -> jax.Array:
-        """Differences ``[n, k, features]`` in units in which their covariance is the identity."""
+        """Returns differences ``[n, k, features]``, transformed so that their covariance is the identity."""
         return apart * factors[None]
 
     def scales(self, factors: jax.Array) -> jax.Array:
-        """``[k, features]``, whose product is one over the root of the determinant."""
+        """Returns ``[k, features]``. The product over the features is one over the square root of the determinant."""
         return factors
 
 
 class Full(Diagonal):
-    """Matrices ``[k, features, features]``.
+    """Full covariances, matrices ``[k, features, features]``.
 
     >>> Full().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
     [[[4.5, 3.0], [3.0, 2.0]]]
@@ -60,7 +60,7 @@ class Full(Diagonal):
         return _einsum("nk,nki,nkj->kij", shares, apart, apart)
 
     def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
-        """The same; of one that is not positive definite even so, the diagonal alone.
+        """Does the same. If a covariance is still not positive definite, only its diagonal is kept.
 
         >>> Full().mended(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2))).tolist()
         [[[1.0, 0.0], [0.0, 1.0]]]

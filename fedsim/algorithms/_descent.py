@@ -1,4 +1,4 @@
-"""Whether an optax transformation goes down: a learning rate of the wrong sign shows before the first round."""
+"""Checks that optax optimizers descend, to find a learning rate of the wrong sign before the first round."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import optax
 
 from fedsim.model import Model, Params
 
-# Steps of a rate of 0 that pass for the start of a warm-up.
+# At least one of this many first steps must be nonzero. A warm-up may start with learning rate 0.
 _WARM_UP = 100
 
 
 def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` naming the first optimizer that goes up, nowhere finite, or not at all.
+    """Raises ``ValueError`` if an optimizer ascends, returns NaN, or does not move. The error names the first such optimizer.
 
-    A learning rate cannot be read off an optax transformation. But from zero, where every slope is 1, its first step that
-    is not zero must not climb, and there must be one among the first hundred (a warm-up may start with a rate of 0) unless
-    it ``may_rest``. Half the way between its steps where slopes are 1 and -1 is taken, in which noise cancels.
-    Parameters keep their names here and shrink to one number each.
+    The learning rate of an optax transformation cannot be read. Instead, the optimizer takes steps from parameters that are 0,
+    with gradients that are 1. Its first nonzero step must not increase any parameter. One of the first hundred steps must be
+    nonzero, because a warm-up may start with learning rate 0. With ``may_rest`` only the first step is checked, and it may be
+    zero.
+
+    The checked step is half of the difference between the steps for gradients 1 and -1, in which noise cancels. The parameters
+    have the names of the model's parameters, but every array has only one element.
 
     >>> import fedsim
     >>> must_descend(fedsim.models.digits_logistic(), server_optimizer=optax.sgd(-0.5))  # doctest: +ELLIPSIS
@@ -33,7 +36,7 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
     zeros, up, down = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1, -1))
 
     def step(optimizer: optax.GradientTransformationExtraArgs, slope: Params, state: Any) -> tuple[Params, Any]:
-        def loss(params: Params) -> jax.Array:  # for those that ask for it: Polyak steps, line searches
+        def loss(params: Params) -> jax.Array:  # for optimizers that need it: Polyak steps, line searches
             return 1 + jnp.sum(jnp.stack([jnp.sum(x) for x in jax.tree.leaves(jax.tree.map(jnp.multiply, slope, params))]))
 
         return optimizer.update(slope, state, zeros, value=jnp.float32(1), grad=slope, value_fn=loss)
@@ -44,8 +47,10 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
         for _ in range(1 if may_rest else _WARM_UP):
             along, uphill = step(optimizer, up, uphill)
             against, downhill = step(optimizer, down, downhill)
-            change = jax.tree.map(lambda a, b: float(jnp.mean(a - b)) / 2, along, against)
-            climbs = np.array(jax.tree.leaves(change))
+            change = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.mean(a - b) / 2, along, against))
+            if any(isinstance(x, jax.core.Tracer) for x in change):  # The learning rate is traced, as under jax.grad.
+                return
+            climbs = np.array([float(x) for x in change])
             if np.any(climbs) or may_rest:
                 break
         rests = not np.any(climbs)

@@ -1,6 +1,6 @@
-"""Domains that examples belong to: who belongs where, losses by domain, and two ways up along them for weights in a simplex.
+"""Domains of examples: a check of the data, losses by domain, and two ascent updates of the domains' weights in the simplex.
 
-Either way, the weights that were ``seen`` keep together what they had, and the others stay.
+Both updates preserve the sum of the weights of the domains that are ``seen``, and do not change the other weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedsim.data import FederatedData
 
 
 def check_domains(data: FederatedData, column: str, num_domains: int) -> None:
-    """Raises ``ValueError`` unless a column says of every example in which domain it is."""
+    """Raises ``ValueError`` unless a column holds a domain for every example."""
     domains = np.asarray(data.columns.get(column, np.zeros(1)))
     if domains.ndim != 1 or domains.dtype.kind not in "iu" or not np.all((domains >= 0) & (domains < num_domains)):
         raise ValueError(
@@ -24,7 +24,7 @@ def check_domains(data: FederatedData, column: str, num_domains: int) -> None:
 
 
 def by_domain(values: jax.Array, mask: jax.Array, domains: jax.Array, num_domains: int) -> metrics.Mean:
-    """Sums of the values ``[n]`` where ``mask [n]`` is True, and how many these are, for each domain.
+    """Returns for each domain the sum of the values ``[n]`` where ``mask [n]`` is True, and the number of these values.
 
     >>> by_domain(jnp.array([1.0, 3.0, 5.0]), jnp.array([True, True, False]), jnp.array([0, 0, 1]), 2).result().tolist()
     [2.0, 0.0]
@@ -34,20 +34,20 @@ def by_domain(values: jax.Array, mask: jax.Array, domains: jax.Array, num_domain
 
 
 def exponentiated(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array:
-    """weights exp(step), made to sum to what it was: who has no weight never gets any.
+    """Returns weights * exp(step), normalized to the previous sum. A weight of 0 stays 0.
 
     >>> seen, weights = jnp.array([True, True, False]), jnp.array([0.25, 0.25, 0.5])
     >>> (1000 * exponentiated(weights, jnp.log(jnp.array([3.0, 1.0, 9.0])), seen)).round().tolist()
     [375.0, 125.0, 500.0]
     """
-    # Relative to the largest, so that no exponential overflows.
+    # The largest step is subtracted, so that no exponential overflows.
     stepped = jnp.where(seen, weights * jnp.exp(step - jnp.max(step, where=seen, initial=0)), 0.0)
     stepped *= jnp.sum(weights, where=seen) / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
     return jnp.where(seen, stepped, weights)
 
 
 def projected(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array:
-    """The nearest point to weights + step that is nowhere negative and has the sum that it was.
+    """Returns the nearest point to weights + step that has no negative element and has the previous sum.
 
     >>> projected(jnp.array([0.25, 0.25, 0.5]), jnp.array([0.75, 0.0, 9.0]), jnp.array([True, True, False])).tolist()
     [0.5, 0.0, 0.5]

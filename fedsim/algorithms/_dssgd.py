@@ -1,74 +1,93 @@
 """Distributed selective SGD.
 
 R. Shokri, V. Shmatikov, "Privacy-preserving deep learning", CCS 2015: https://doi.org/10.1145/2810103.2813687. The paper's θ_u,
-θ_d, γ, τ, ε and β are ``theta_u``, ``theta_d``, ``clip``, ``threshold``, ``epsilon`` and ``decay``; its epoch is a round.
+θ_d, γ, τ, ε and β are ``theta_u``, ``theta_d``, ``clip``, ``threshold``, ``epsilon`` and ``decay``. A paper's epoch is a round.
 
-Deviations: the paper's participants meet its parameter server one after another (round robin, or in random order), or
-asynchronously. Here those of one cohort download together and upload together, the extreme of asynchrony; with one
-participant a round, by a `ShuffledSampler` of ``clients=1`` or a `ScheduleSampler`, it is the paper's random order or round
-robin. Uploads are added, not averaged, so that many together want a smaller rate. The counters of updates decay once a round,
-and ties between them are broken at random, by the seed and the round. Participants start from common initial parameters, told
-as the seed that makes them. Noise is Laplace noise by the sparse vector technique, as in the paper, where each coordinate is
-looked at once a round at most; its budget is a participant's for one round, by the paper's analysis. Random choices give each
-parameter the same chance, but not each set of them: some that complete the number are neighbours. Bits are those of the
-paper's messages, values of 32 bits and their places of ceil(log2 d) each (none, if all are sent); down a mask of d bits
-instead, where that is shorter, and also those of the round and, where participants keep parameters, of the seed: 32 and 64.
+Deviations from the paper:
+
+- The paper's participants meet its parameter server one after another (round robin or in random order), or asynchronously. Here
+  the participants of a cohort download together and upload together. With one participant a round this is the paper's random
+  order (a `ShuffledSampler` of ``clients=1``) or round robin (a `ScheduleSampler`).
+- Uploads are added and not averaged, as in the paper. A large cohort therefore needs a smaller learning rate.
+- The counters of updates decay once a round. Ties between them are broken at random.
+- Participants start from the same initial parameters, which they compute from a seed that the server sends.
+- The noise is the paper's: Laplace noise by the sparse vector technique, which looks at each coordinate at most once a
+  round. Its budget is that of one participant for one round, by the paper's analysis.
+- Bits up are those of the paper's messages: 32 for a value and ceil(log2 d) for its place (none if all are sent). Bits down
+  are 32 for a value, a mask of d bits, 32 for the round, and 64 for the seed where participants keep parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Noted, Sum
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState
-from fedsim.algorithms._upload import Upload
-from fedsim.algorithms._vector_part import Part, bits_of_place, share_of
-from fedsim.compressors._selection import chosen, divided, drawn, num_set
-from fedsim.execution import Client, ClientUpdate
+from fedsim.algorithms._sparse_vector import above_noisy_threshold
+from fedsim.compressors._selection import drawn, largest, places
+from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
 
-class Selection(NamedTuple):
-    """What the server's state has ``more``: how often each parameter was updated, ``float32 [size]``, or () where all are sent
-    down, so that nobody asks; and the start's seed."""
+class DSSGDState(NamedTuple):
+    """The state of DSSGD's server.
 
-    updates: jax.Array | tuple[()]
+    Attributes:
+      params, opt_state, round: see `ServerState`.
+      updates: how often each parameter was updated, ``float32 [size]``. Empty if all are downloaded.
+      seed: of the initial parameters.
+    """
+
+    params: Params
+    opt_state: Any
+    round: jax.Array
+    updates: Any
     seed: jax.Array
 
 
 class Download(NamedTuple):
-    """The parameters that were updated most; and the seed of all, for who has none of its own (nothing, if all are sent)."""
+    """What participants receive.
 
-    part: Part
+    Attributes:
+      values: the parameters that were updated most often, ``[count]``.
+      which: a bit for each parameter, packed in bytes, ``uint8 [ceil(size / 8)]``: whether ``values`` holds it. Empty if all
+        are sent.
+      round: the server's round.
+      seed: of the initial parameters. Empty if all parameters are sent.
+    """
+
+    values: jax.Array
+    which: jax.Array
     round: jax.Array
     seed: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DSSGD(FedAvg):
-    """Participants train parameters of their own, and exchange a share of them with the server.
+    """Participants train their own parameters and exchange a share of them with the server.
 
-    A participant replaces the ``theta_d`` most updated of its parameters by the server's, trains, and uploads ``theta_u`` of
-    the changes, which the server adds up. It keeps its parameters for its next round, unless they would be replaced anyway.
+    A participant downloads the share ``theta_d`` of parameters that were updated most often, trains, and uploads the share
+    ``theta_u`` of its changes. The server adds these up. If it does not download all parameters, a participant keeps its own
+    for its next round.
 
     Attributes:
-      theta_u: in (0, 1], the share of changes to upload, at most.
-      theta_d: in (0, 1], the share of parameters to download.
-      selection: ``"largest"``: the largest changes; ``"random"``: random ones among those of at least ``threshold``.
-      threshold: at least 0.
-      clip: changes are clipped to [-clip, clip]; None: not at all.
-      epsilon: privacy budget of a participant's upload, spent on Laplace noise on threshold and changes; None: no noise. Needs
-        ``"random"`` and ``clip``.
-      decay: in (0, 1], a round's factor of the counts of updates.
-      model, batches, client_optimizer, server_optimizer: see `FedAvg`; the paper's are SGD. ``weighting`` has no meaning here.
+      theta_u: largest share of changes to upload, in (0, 1].
+      theta_d: share of parameters to download, in (0, 1].
+      selection: ``"largest"`` uploads the largest changes, ``"random"`` random ones among those of at least ``threshold``.
+      threshold: smallest change to upload with ``selection="random"``, at least 0.
+      clip: changes are clipped to [-clip, clip]. None does not clip.
+      epsilon: privacy budget of a participant's upload, for Laplace noise on the threshold and the changes. None adds no noise.
+        It needs ``selection="random"`` and ``clip``.
+      decay: factor of the counts of updates in each round, in (0, 1].
+      model, batches, client_optimizer, server_optimizer: see `FedAvg`. The paper's optimizers are SGD. ``weighting`` has no
+        effect.
 
     >>> import optax, fedsim
     >>> DSSGD(
@@ -93,68 +112,86 @@ class DSSGD(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.number(above=0, most=1, theta_u=self.theta_u, theta_d=self.theta_d, decay=self.decay)
-        self.upload()
+        checks.one_of("largest", "random", selection=self.selection)
+        checks.number(least=0, threshold=self.threshold)
+        checks.positive(or_none=True, clip=self.clip, epsilon=self.epsilon)
+        if self.epsilon is not None and (self.clip is None or self.selection != "random"):
+            raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
 
-    def _must_fold_by(self, own: Aggregator) -> None:
+    def _check_aggregator(self, own: Aggregator) -> None:
         if type(self.aggregator) is not type(own):
             raise ValueError(
                 f"DSSGD selects, clips and noises what participants send itself, got aggregator={self.aggregator}: leave it "
                 "out, and give clip and epsilon."
             )
 
-    def upload(self) -> Upload:
-        """What a participant makes of its changes."""
-        return Upload(self.theta_u, self.selection, self.threshold, self.clip, self.epsilon)
-
-    def init(self, key: jax.Array) -> ServerState:
+    def init(self, key: jax.Array) -> DSSGDState:
         state = super().init(key)
-        updates = () if self.theta_d == 1 else jnp.zeros_like(tree.flat(state.params))
-        return state._replace(more=Selection(updates, jax.random.key_data(key)))
+        updates = () if self.theta_d == 1 else jnp.zeros(tree.flat(state.params).shape, jnp.float32)
+        return DSSGDState(**state._asdict(), updates=updates, seed=jax.random.key_data(key))
 
-    def broadcast(self, state: ServerState) -> Any:
-        values, seed = tree.flat(state.params), state.more.seed
+    def broadcast(self, state: DSSGDState) -> Download:
+        values = tree.flat(state.params)
         if self.theta_d == 1:
-            return Download(Part.of(values), state.round, seed[:0])
-        # A user's own server may count fewer updates than none.
-        updates, count = jnp.maximum(state.more.updates, 0.0), share_of(self.theta_d, values.size)
-        # Between which whole numbers what divides them would be if they were Gaussian: a guess, and good while none decay.
-        mean, square = jnp.vdot(updates, jnp.ones_like(updates)) / values.size, jnp.vdot(updates, updates) / values.size
-        above = statistics.NormalDist().inv_cdf(1 - (count - 0.5) / values.size)
-        guess = jnp.floor(mean + above * jnp.sqrt(jnp.maximum(square - mean**2, 0.0)))
-        sure, tied = divided(updates, count, (guess, guess + 1))
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed), state.round)
-        some = drawn(tied, count - num_set(sure), rng.stream(key, "ties"))
-        return Download(Part.of(values, sure | some, count, packed=self.downlink is not None), state.round, seed)
+            return Download(values, jnp.zeros(0, jnp.uint8), state.round, state.seed[:0])
+        count = _share(self.theta_d, values.size)
+        key = rng.stream(jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round), "ties")
+        which = largest(jnp.maximum(state.updates, 0.0), count, key)
+        return Download(values[places(which, count)], jnp.packbits(which), state.round, state.seed)
 
-    def client_memory(self, shared: Any) -> Any:
+    def client_memory(self, shared: Download) -> Params:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
 
-    def client_init(self, shared: Any, client: Client) -> Any:
-        return self.set_out(shared, self._start(shared, client))
-
-    def client_final(self, shared: Any, state: Any, client: Client) -> ClientUpdate:
-        moved = tree.flat(tree.subtract(self._start(shared, client), state.params))
-        change, mask = self.upload().of(moved, rng.stream(client.key, "select"))
-        sent = chosen(mask, moved.size)
-        change = jnp.where(sent, change, 0.0)
-        if self.theta_d == 1:  # Neither clipping nor selection may hide that it diverged; who keeps parameters tells by these.
-            change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), change, jnp.nan)
-        number = jnp.where(client.num_steps > 0, num_set(mask), 0)
-        of_each = 32 + (0 if self.theta_u == 1 else bits_of_place(change.size))
-        dtype = tree.bits_dtype(of_each * change.size)
-        bits = number.astype(dtype) * jnp.asarray(of_each, dtype)
-        # Flags in bytes: they are read in every round as often as the changes.
-        update = Noted(change, () if self.theta_d == 1 else sent.astype(jnp.uint8))
-        info = {"loss": state.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
-        return ClientUpdate(update, jnp.float32(1), info, () if self.theta_d == 1 else state.params)
-
-    def server_update(self, state: ServerState, update: Noted) -> ServerState:
-        updates = jax.tree.map(lambda known, new: self.decay * known + new, state.more.updates, update.notes)
-        moved = super().server_update(state, tree.unflat(update.update, state.params))
-        return moved._replace(more=state.more._replace(updates=updates))
-
-    def _start(self, shared: Download, client: Client) -> Params:
-        """The participant's parameters, after the download."""
+    def client_params(self, shared: Download, client: Client) -> Params:
+        """A participant's parameters after the download."""
         like = jax.eval_shape(self.model.init, jax.random.key(0))
-        own = client.memory if self.theta_d < 1 else jax.tree.map(jnp.zeros_like, like)
-        return shared.part.put_into(own)
+        if self.theta_d == 1:
+            vector = shared.values
+        else:
+            own = tree.flat(client.memory)
+            which = jnp.unpackbits(shared.which, count=own.size).astype(bool)
+            vector = own.at[places(which, shared.values.size)].set(shared.values, unique_indices=True)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), tree.unflat(vector, like), like)
+
+    def client_update(self, shared: Download, client: Client) -> ClientUpdate:
+        local = self.train(shared, client)
+        moved = tree.flat(tree.subtract(self.client_params(shared, client), local.params))
+        change, sent = self.selected(moved, rng.stream(client.key, "select"))
+        # Neither clipping nor selection may hide that it diverged.
+        change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
+        bits_of_each = 32 + (0 if self.theta_u == 1 else _place_bits(change.size))
+        dtype = tree.bits_dtype(bits_of_each * change.size)
+        number = jnp.where(client.num_steps > 0, jnp.sum(sent, dtype=jnp.int32), 0)
+        bits = number.astype(dtype) * jnp.asarray(bits_of_each, dtype)
+        info = {"loss": local.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
+        notes, memory = ((), ()) if self.theta_d == 1 else (sent.astype(jnp.float32), local.params)
+        return ClientUpdate(Noted(change, notes), jnp.float32(1), info, memory)
+
+    def selected(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the changes ``[size]``, clipped and with noise, and which of them are uploaded, ``bool [size]``."""
+        count = _share(self.theta_u, change.size)
+        if self.clip is not None:
+            change = jnp.clip(change, -self.clip, self.clip)
+            if self.epsilon is not None:
+                return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
+        if self.selection == "largest":
+            return change, largest(change, count)
+        return change, drawn(jnp.abs(change) >= self.threshold, count, key)
+
+    def server_update(self, state: DSSGDState, update: Noted, info: RoundInfo) -> DSSGDState:
+        moved = super().server_update(state, tree.unflat(update.update, state.params), info)
+        return moved._replace(updates=jax.tree.map(lambda old, new: self.decay * old + new, state.updates, update.notes))
+
+
+def _share(theta: float, size: int) -> int:
+    """How many of ``size`` parameters a share is, rounded down, and at least one.
+
+    >>> _share(0.3, 10), _share(0.01, 10)
+    (3, 1)
+    """
+    return max(1, int(np.floor(theta * size + 1e-6)))
+
+
+def _place_bits(size: int) -> int:
+    """Bits that an index below ``size`` needs: ceil(log2 size)."""
+    return (size - 1).bit_length()

@@ -1,9 +1,9 @@
 """Federated averaging.
 
 B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-efficient learning of deep networks from
-decentralized data", AISTATS 2017 (Algorithm 1), generalized to any client and server optimizer by S. Reddi, Z. Charles,
-M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated optimization", ICLR 2021
-(Algorithm 1, FedOpt): https://arxiv.org/abs/1602.05629, https://arxiv.org/abs/2003.00295.
+decentralized data", AISTATS 2017 (Algorithm 1): https://arxiv.org/abs/1602.05629. The generalization to any client and server
+optimizer: S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated
+optimization", ICLR 2021 (Algorithm 1, FedOpt): https://arxiv.org/abs/2003.00295.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ import optax
 
 from fedsim import checks, metrics, tree
 from fedsim.algorithms._descent import must_descend
-from fedsim.algorithms._gradient_server import GradientServer, Shared
+from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 Schedule = Callable[[jax.Array], optax.GradientTransformation]
-Loss = Callable[[Params], jax.Array]
+Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]
 
 
-class ClientState(NamedTuple):
-    """Local parameters, the client optimizer's state, the sum of training losses over examples seen, what a subclass adds."""
+class Local(NamedTuple):
+    """A client's local parameters, the state of its optimizer, and its training loss over the examples seen so far."""
 
     params: Params
     opt_state: optax.OptState
     loss: metrics.Mean
-    more: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAvg(GradientServer):
-    """FedAvg: clients train from the server's parameters, the server steps along the mean of their movements.
+    """FedAvg: clients train from the server's parameters, and the server takes a step along the mean of their updates.
 
-    Each client i takes its local steps with ``client_optimizer`` from x and sends x - x_i; the server treats the weighted
-    mean as a gradient of ``server_optimizer``. With the default, SGD of rate 1, x becomes the weighted mean of the x_i.
+    Each client i takes local steps with ``client_optimizer`` from the server's parameters x to x_i, and sends the update
+    x - x_i. The weighted mean of the updates is the gradient for ``server_optimizer``. With the default, SGD with learning rate
+    1, x becomes the weighted mean of the x_i.
 
     Attributes:
-      client_optimizer: an optax transformation, made anew for every client and round; or, for a schedule over rounds, a
-        function from the number of server updates so far, ``int32 []``, to one: ``lambda round: optax.sgd(0.1 * 0.99**round)``.
+      client_optimizer: an optax transformation. Every client starts every round with a new optimizer state. For a schedule over
+        rounds, use a function from the number of server updates so far, ``int32 []``, to a transformation: ``lambda round:
+        optax.sgd(0.1 * 0.99**round)``.
       model, server_optimizer, weighting: see `GradientServer`.
 
     >>> import numpy as np, fedsim
@@ -67,64 +68,109 @@ class FedAvg(GradientServer):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        # A schedule over rounds may start from 0, which its first optimizer alone would never leave.
+        # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
-        must_descend(self.model, client_optimizer=self._client_optimizer(jnp.int32(0)), may_rest=scheduled)
+        must_descend(self.model, client_optimizer=self.optimizer_of(jnp.int32(0)), may_rest=scheduled)
 
-    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        """All that a step descends, for optimizers that ask for its value: of those whose `client_gradient` adds terms that
-        are not linear in the parameters; those that are follow from the gradient."""
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        return self.update_of(shared, client, self.train(shared, client))
+
+    def update_of(self, shared: Any, client: Client, local: Local) -> ClientUpdate:
+        """Returns what a client sends after its local steps."""
+        movement = tree.subtract(shared.params, local.params)
+        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()})
+
+    def train(self, shared: Any, client: Client) -> Local:
+        """Runs a client's local steps."""
+        gradient = self.gradient_of(shared, client)
+
+        def step(local: Local, batch: Batch) -> Local:
+            return self.step(shared, local, batch, gradient(local.params, batch))
+
+        return client.for_each_batch(self.batches, step, self.start(shared, self.client_params(shared, client)))
+
+    def local_params(self, shared: Any, client: Client) -> Params:
+        """Returns a client's parameters after its local steps, for fine-tuning."""
+        return self.train(shared, client).params
+
+    def client_params(self, shared: Any, client: Client) -> Params:
+        """Returns the parameters from which a client's local steps start."""
+        return shared.params
+
+    def gradient_of(self, shared: Any, client: Client) -> Gradient:
+        """Returns the gradient of a client's local steps, as a function of parameters and batch.
+
+        Override this method if the gradient depends on the client.
+        """
+        return functools.partial(self.client_gradient, shared)
+
+    def mean_loss(self, shared: Any, client: Client) -> jax.Array:
+        """Returns a client's mean training loss over all its examples at the server's parameters, ``float32 []``.
+
+        With dropout it is random.
+        """
+
+        def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
+            seen = jnp.sum(batch.mask, dtype=jnp.float32)
+            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * seen, seen))
+
+        zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
+        return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
+
+    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        """Returns the loss of a batch, which is reported, and the gradient for the client's optimizer.
+
+        Override this method to add terms to the gradient.
+        """
+        return jax.value_and_grad(self.client_loss, argnums=1)(shared, params, batch)
+
+    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        """Returns the value that local steps minimize, for optimizers that need it.
+
+        Terms that are linear in the parameters may be left out, because they follow from the gradient.
+        """
         return self.client_loss(shared, params, batch)
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        """The loss to report of a batch, and the gradient for the client's optimizer: the hook of SCAFFOLD and its kin, which
-        add to this one."""
-        return tree.value_and_grad(lambda params: self.client_loss(shared, params, batch), state.params)
+    def start(self, shared: Any, params: Params) -> Local:
+        """Returns the state before the first local step from these parameters."""
+        return Local(params, self.optimizer_of(shared.round).init(params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        return self.set_out(shared, shared.params)
+    def step(
+        self, shared: Any, local: Local, batch: Batch, slope: tuple[jax.Array, Params],
+        objective: Callable[[Params], jax.Array] | None = None,
+    ) -> Local:  # fmt: skip
+        """Takes one step of the client's optimizer.
 
-    def set_out(self, shared: Shared, params: Params) -> ClientState:
-        """A client's state before its first step from these parameters."""
-        optimizer = self._client_optimizer(shared.round)
-        return ClientState(params, optimizer.init(params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
-
-    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        slope = self.client_gradient(shared, state, batch)
-        objective = functools.partial(self.objective, shared, batch=batch)
-        if type(self).client_gradient is FedAvg.client_gradient:
-            return self.walk(shared, state, batch, slope, objective)
-        # Who corrects the gradient by what is constant in a step descends this. Where nobody asks for it, it is left out.
-        more = tree.subtract(slope[1], jax.grad(objective)(state.params))
-
-        def corrected(params: Params) -> jax.Array:
-            return objective(params).astype(jnp.float32) + tree.dot(more, tree.subtract(params, state.params))
-
-        return self.walk(shared, state, batch, slope, corrected)
-
-    def descend(self, shared: Shared, state: ClientState, batch: Batch, loss_fn: Loss) -> ClientState:
-        """One step of the client optimizer down a loss: for those who train several models, or parts of one."""
-        return self.walk(shared, state, batch, tree.value_and_grad(loss_fn, state.params), loss_fn)
-
-    def walk(
-        self, shared: Shared, state: ClientState, batch: Batch, slope: tuple[jax.Array, Params], loss_fn: Loss
-    ) -> ClientState:
-        """One step of the client optimizer along a gradient of ``loss_fn``; ``slope``: the loss to report, and the gradient,
-        made by `tree.value_and_grad` if the step is to be in place."""
-        loss, gradient = slope
-        optimizer = optax.with_extra_args_support(self._client_optimizer(shared.round))
-        # value, grad and value_fn are for those that ask for them (Polyak steps, line searches). The value is that of what is
-        # descended, the loss what is reported; what nobody asks for, and what is computed already, a compiler leaves out.
-        updates, opt_state = optimizer.update(
-            gradient, state.opt_state, state.params, value=loss_fn(state.params), grad=gradient, value_fn=loss_fn
-        )
+        Args:
+          shared: what the server sent.
+          local: the state before the step.
+          batch: the examples of the step.
+          slope: the loss to report, and the gradient of the step.
+          objective: the function that the step minimizes, for optimizers that need it; default `objective`.
+        """
+        (loss, gradient), optimizer, extra = slope, self.optimizer_of(shared.round), {}
+        if isinstance(optimizer, optax.GradientTransformationExtraArgs):
+            # The optimizer may need the loss, as Polyak steps and line searches do.
+            descended = _with_gradient(
+                objective or functools.partial(self.objective, shared, batch=batch), gradient, local.params
+            )
+            extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
+        updates, opt_state = optimizer.update(gradient, local.opt_state, local.params, **extra)
         seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state, loss=state.loss.merge(metrics.Mean(loss * seen, seen)))
+        losses = local.loss.merge(metrics.Mean(loss * seen, seen))
+        return Local(optax.apply_updates(local.params, updates), opt_state, losses)
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        return ClientUpdate(tree.subtract(shared.params, state.params), self.weight(client), {"loss": state.loss.result()})
-
-    def _client_optimizer(self, round_number: jax.Array) -> optax.GradientTransformation:
+    def optimizer_of(self, round_number: jax.Array) -> optax.GradientTransformation:
+        """Returns the clients' optimizer in a round."""
         optimizer = self.client_optimizer
         return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)
+
+
+def _with_gradient(objective: Callable[[Params], jax.Array], gradient: Params, at: Params) -> Callable[[Params], jax.Array]:
+    """Returns ``objective`` plus the linear function with which its gradient at the parameters ``at`` is ``gradient``."""
+    missing = tree.subtract(gradient, jax.grad(objective)(at))
+
+    def descended(params: Params) -> jax.Array:
+        return objective(params).astype(jnp.float32) + tree.dot(missing, tree.subtract(params, at))
+
+    return descended

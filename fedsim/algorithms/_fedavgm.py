@@ -1,7 +1,7 @@
 """Federated averaging with server momentum.
 
-T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for federated visual
-classification", 2019 (FedAvgM): https://arxiv.org/abs/1909.06335. Default momentum 0.9 as in Reddi et al. 2021.
+T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for federated visual classification",
+2019 (FedAvgM): https://arxiv.org/abs/1909.06335. The default momentum of 0.9 is from Reddi et al. 2021.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAvgM(FedAvg):
-    """FedAvg whose server keeps a velocity of mean movements: v = momentum v + Δ, x = x - server_learning_rate v.
+    """FedAvg with server momentum: v = momentum v + Δ, x = x - server_learning_rate v, where Δ is the mean of the clients'
+    updates.
 
     Attributes:
-      server_learning_rate: step along the velocity.
+      server_learning_rate: learning rate of the step along v.
       momentum: in [0, 1).
 
     >>> import optax, fedsim
@@ -39,4 +40,6 @@ class FedAvgM(FedAvg):
         super().__post_init__()
         checks.positive(server_learning_rate=self.server_learning_rate)
         checks.number(least=0, below=1, momentum=self.momentum)
-        object.__setattr__(self, "server_optimizer", optax.sgd(self.server_learning_rate, self.momentum))
+
+    def _server_optimizer(self) -> optax.GradientTransformation:
+        return optax.sgd(self.server_learning_rate, self.momentum)

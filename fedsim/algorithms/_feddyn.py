@@ -1,44 +1,55 @@
 """FedDyn: dynamic regularization.
 
 D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama, "Federated learning based on dynamic
-regularization", ICLR 2021, Algorithm 1: https://arxiv.org/abs/2111.04263. With h_k what client k keeps (the paper's ∇L_k at its
-last parameters), h what the server keeps, all 0 at first, P the cohort, m the clients that have examples::
+regularization", ICLR 2021, Algorithm 1: https://arxiv.org/abs/2111.04263. Client k keeps h_k (the paper's ∇L_k at the client's
+last parameters), and the server keeps h. All are 0 at first. With P the cohort and m the number of clients that have examples::
 
     θ_k = argmin_θ L_k(θ) - <h_k, θ> + α/2 ‖θ - x‖²
     h_k = h_k - α (θ_k - x)
     h = h - α / m Σ_P (θ_k - x),     x = mean_P θ_k - h / α
 
-Deviations: the argmin is approached by ``client_optimizer``, as in the paper's experiments (and hence h_k approaches the
-gradient). With ``weighting="examples"`` the mean is weighted, and 1 / m is a client's part of all examples, so that h stays the
-mean of all h_k. Where what arrives of a client's movement is clipped or compressed, h_k goes by that, as h does; an attack, or
-an aggregator that is no mean (a median, Krum) or adds noise, leaves h apart from their mean. ``server_optimizer`` takes x minus
-the last line for its gradient; with its default that line holds.
+Deviations: ``client_optimizer`` approximates the argmin, as in the paper's experiments, and hence h_k approximates the
+gradient. With ``weighting="examples"`` the mean is weighted, and 1 / m becomes the client's fraction of all examples, so that h
+remains the mean of all h_k. If a client's update is clipped or compressed, h_k and h both use the update that the server
+receives. An attack, an aggregator that is not a mean (a median, Krum), or one that adds noise makes h differ from the mean of
+the h_k. The gradient for ``server_optimizer`` is x minus the new x of the last equation. With the default server optimizer,
+this equation holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState
-from fedsim.algorithms._gradient_server import ServerState, Shared
-from fedsim.algorithms._tilted import Tilted
+from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate, Turnout
+from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedDyn(Tilted):
-    """FedAvg whose clients' losses are tilted, each round anew, so that they agree with the others' at the common optimum.
+class FedDynState(NamedTuple):
+    """`ServerState` and the server's h, which has the shapes of the parameters."""
 
-    A client keeps h_k between rounds (as much as the parameters), and sends and gets no more than in FedAvg.
+    params: Params
+    opt_state: Any
+    round: jax.Array
+    h: Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedDyn(FedAvg):
+    """FedAvg that adds a linear and a proximal term to the clients' losses, so that clients agree at the common optimum.
+
+    The terms change in every round. A client keeps h_k between rounds, which is as large as the parameters. It sends and
+    receives no more than in FedAvg.
 
     Attributes:
-      alpha: above 0. The paper tries 0.1, 0.01 and 0.001; large is careful.
-      weighting: default ``"uniform"``, the paper's; see `GradientServer`.
+      alpha: above 0. The paper tries 0.1, 0.01 and 0.001. Larger values keep clients closer to the server's parameters.
+      weighting: default ``"uniform"``, as in the paper; see `GradientServer`.
       model, client_optimizer, server_optimizer: see `FedAvg`.
 
     Raises:
@@ -53,27 +64,38 @@ class FedDyn(Tilted):
     """
 
     alpha: float = 0.01
+    weighting: Literal["examples", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(alpha=self.alpha)
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        # α (θ - x) - h_k is a pull to here: of two arrays a step reads one.
+    def init(self, key: jax.Array) -> FedDynState:
+        state = super().init(key)
+        return FedDynState(**state._asdict(), h=jax.tree.map(jnp.zeros_like, state.params))
+
+    def client_memory(self, shared: Any) -> Params:
+        return jax.tree.map(jnp.zeros_like, shared.params)
+
+    def gradient_of(self, shared: Any, client: Client) -> Gradient:
+        # α (θ - x) - h_k is the gradient of a proximal term around this point. So a step reads one array instead of two.
         center = tree.add(shared.params, tree.scale(client.memory, 1 / self.alpha))
-        return super().client_init(shared, client)._replace(more=center)
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = super().client_gradient(shared, state, batch)
-        return loss, tree.pulled(gradient, self.alpha, state.params, state.more)
+        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+            loss, gradient = self.client_gradient(shared, params, batch)
+            return loss, tree.pulled(gradient, self.alpha, params, center)
 
-    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        apart = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().objective(shared, params, batch) + self.alpha / 2 * apart
+        return gradient
 
-    def client_sent(self, result: ClientUpdate, client: Client, arrived: Params) -> Params:
-        return tree.add(client.memory, tree.scale(arrived, self.alpha))
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        result = super().client_update(shared, client)
+        memory = lambda arrived: tree.add(client.memory, tree.scale(arrived, self.alpha))  # noqa: E731
+        return result._replace(memory=memory)
 
-    def server_round(self, state: ServerState, update: Params, turnout: Turnout) -> ServerState:
-        tilt = tree.add(state.more, tree.scale(update, self.alpha * self.share(turnout)))
-        return self.server_update(state, tree.add(update, tree.scale(tilt, 1 / self.alpha)))._replace(more=tilt)
+    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        distance = tree.squared_norm(tree.subtract(params, shared.params))
+        return super().objective(shared, params, batch) + self.alpha / 2 * distance
+
+    def server_update(self, state: FedDynState, update: Params, info: RoundInfo) -> FedDynState:
+        h = tree.add(state.h, tree.scale(update, self.alpha * self.participation(info)))
+        return super().server_update(state, tree.add(update, tree.scale(h, 1 / self.alpha)), info)._replace(h=h)

@@ -1,8 +1,8 @@
-"""FedMGDA+: federated averaging that nobody loses from.
+"""FedMGDA+: federated averaging as multi-objective optimization.
 
 Z. Hu, K. Shaloudegi, G. Zhang, Y. Yu, "Federated learning meets multi-objective optimization", 2020 (FedMGDA+, Algorithm 1),
 IEEE Transactions on Network Science and Engineering, 2022: https://arxiv.org/abs/2006.11489. The paper's global step size η is
-that of ``server_optimizer``. No deviations beside that of `fedsim.aggregators.MinNorm`.
+the learning rate of ``server_optimizer``. The only deviation is the one of `fedsim.aggregators.MinNorm`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedMGDA(FedAvg):
-    """FedMGDA+: FedAvg along the shortest combination of the clients' directions, of all that are not far from their mean.
+    """FedMGDA+: FedAvg along the shortest combination of the clients' normalized updates, among combinations close to their
+    mean.
 
-    It goes to a point where no client can be helped without harm to another, not to the least mean loss. A step is as long as
-    the server's learning rate at most, however far clients moved.
+    It moves towards a point where no client can improve without harm to another, not towards the minimum of the mean loss. The
+    length of a step is at most the server's learning rate, however far clients moved.
 
     Attributes:
-      aggregator: `fedsim.aggregators.MinNorm`, or what has it inside.
-      epsilon: how far a client's share may be from that by weight, in [0, 1]; None: as the aggregator says, 0.1 by default.
+      aggregator: `fedsim.aggregators.MinNorm`, or an aggregator that contains it.
+      epsilon: how much a client's share in the combination may differ from its share by weight, in [0, 1]. None uses the value
+        of the aggregator, 0.1 by default.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     >>> import optax, fedsim
@@ -41,7 +43,7 @@ class FedMGDA(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._must_fold_by(MinNorm())
+        self._check_aggregator(MinNorm())
         checks.number(least=0, most=1, or_none=True, epsilon=self.epsilon)
         if self.epsilon is not None:
             if type(self.aggregator) is not MinNorm:

@@ -1,7 +1,8 @@
 """Adaptive federated optimization: FedAdagrad, FedAdam, FedYogi.
 
-S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated optimization",
-ICLR 2021, Algorithm 2: https://arxiv.org/abs/2003.00295. With Δ the clients' mean movement (the server sees -Δ)::
+S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated optimization", ICLR
+2021, Algorithm 2: https://arxiv.org/abs/2003.00295. With Δ the mean movement of the clients (the server optimizer receives -Δ
+as its gradient)::
 
     m = b1 m + (1 - b1) Δ
     v = v + Δ²                                   FedAdagrad
@@ -9,9 +10,10 @@ ICLR 2021, Algorithm 2: https://arxiv.org/abs/2003.00295. With Δ the clients' m
     v = v - (1 - b2) Δ² sign(v - Δ²)             FedYogi
     x = x + server_learning_rate m / (sqrt(v) + tau),     m = 0 and v = tau² at the start
 
-No deviations: in particular there is no bias correction, which `optax.adam` has. For that one (it is also what FedJAX and
-TFF run under the name) write ``FedAvg(server_optimizer=optax.adam(...))``. Defaults: the paper's b1 = 0.9 (0 for FedAdagrad),
-b2 = 0.99, tau = 1e-3; the learning rate depends on the task (the paper's appendix D), 10^-2 is in the middle of its grid.
+There are no deviations. In particular, there is no bias correction, unlike in `optax.adam`. For Adam with bias correction,
+which FedJAX and TFF run under this name, use ``FedAvg(server_optimizer=optax.adam(...))``. The defaults are the paper's
+b1 = 0.9 (0 for FedAdagrad), b2 = 0.99 and tau = 1e-3. The learning rate depends on the task (the paper's appendix D). The
+default 10^-2 is in the middle of the paper's grid.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from fedsim.model import Params
 
 
 class Moments(NamedTuple):
-    """m and v of Algorithm 2, each shaped like the parameters."""
+    """m and v of Algorithm 2, each with the shapes of the parameters."""
 
     m: Params
     v: Params
@@ -38,12 +40,12 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class AdaptiveFedAvg(FedAvg):
-    """Algorithm 2, but for the line that updates v.
+    """Algorithm 2 without the update of v, which subclasses define.
 
     Attributes:
-      server_learning_rate: η, the step along m / (sqrt(v) + tau).
+      server_learning_rate: η, the learning rate of the step along m / (sqrt(v) + tau).
       b1: decay of the first moment, in [0, 1).
-      tau: degree of adaptivity τ, above 0: small is more adaptive.
+      tau: degree of adaptivity τ, above 0. Smaller values are more adaptive.
     """
 
     server_learning_rate: float = 1e-2
@@ -56,6 +58,7 @@ class AdaptiveFedAvg(FedAvg):
         checks.positive(server_learning_rate=self.server_learning_rate, tau=self.tau)
         checks.number(least=0, below=1, b1=self.b1, b2=getattr(self, "b2", 0.0))  # FedAdagrad has no b2
 
+    def _server_optimizer(self) -> optax.GradientTransformation:
         def init(params: Params) -> Moments:
             return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params))
 
@@ -65,16 +68,16 @@ class AdaptiveFedAvg(FedAvg):
             step = jax.tree.map(lambda m, v: -self.server_learning_rate * m / (jnp.sqrt(v) + self.tau), m, v)
             return step, Moments(m, v)
 
-        object.__setattr__(self, "server_optimizer", optax.GradientTransformation(init, update))
+        return optax.GradientTransformation(init, update)
 
     def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
-        """v after a movement whose square is ``square``."""
+        """Returns the new v for a movement whose square is ``square``."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAdagrad(AdaptiveFedAvg):
-    """FedAdagrad: the second moment is a sum, so steps only shrink.
+    """FedAdagrad: the second moment is a sum, so the effective learning rates only decrease.
 
     >>> import fedsim
     >>> FedAdagrad(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b1
@@ -113,10 +116,10 @@ class FedAdam(AdaptiveFedAvg):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedYogi(AdaptiveFedAvg):
-    """FedYogi: the second moment moves by a step that does not depend on how far it has to go.
+    """FedYogi: the second moment v moves towards Δ² by a step that does not depend on its distance from Δ².
 
     Attributes:
-      b2: in [0, 1); 1 - b2 is the size of that step relative to Δ².
+      b2: in [0, 1). 1 - b2 is the size of this step relative to Δ².
 
     >>> import fedsim
     >>> FedYogi(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b2

@@ -1,9 +1,9 @@
 """Federated learning with personalization layers (FedPer).
 
 M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, "Federated learning with personalization layers", 2019, Algorithms 1
-and 2: https://arxiv.org/abs/1912.00818. Its base layers are the body here, its personalization layers the head. Deviations: a
-cohort takes part in a round where the paper has all clients do so; and all heads start from the same random parameters, which
-clients draw for themselves, from a seed that the server sends.
+and 2: https://arxiv.org/abs/1912.00818. The paper's base layers are called the body here, and its personalization layers the
+head. Deviations: a cohort participates in each round, while in the paper all clients do. All heads start from the same random
+parameters, which clients generate from a seed that the server sends.
 """
 
 from __future__ import annotations
@@ -11,31 +11,47 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from fedsim import rng
-from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
 
+class FedPerState(NamedTuple):
+    """`ServerState` of the body only, and the seed of the initial head, ``uint32 []``."""
+
+    params: Params
+    opt_state: Any
+    round: jax.Array
+    head_seed: jax.Array
+
+
+class FedPerShared(NamedTuple):
+    """What clients receive: `Shared` of the body only, and the seed of the initial head."""
+
+    params: Params
+    round: jax.Array
+    head_seed: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedPer(FedAvg):
-    """FedAvg of the body of a network, whose head every client keeps for itself: no head is ever sent.
+    """FedAvg of the body of a network. Every client keeps its own head, which is never sent.
 
-    Clients train both together. ``state.params`` is the body alone, so `fedsim.evaluate` has no model to evaluate;
-    `fedsim.evaluate_personalized` joins it to each client's head.
+    Clients train both together. ``state.params`` holds only the body, so `fedsim.evaluate` cannot evaluate it.
+    `fedsim.evaluate_personalized` combines the body with each client's head.
 
     Attributes:
-      head: of a Haiku module's name and a parameter's, whether it is the head's: ``lambda module, name: "norm" in module``.
-        None: all of the module that the model makes last, its output layer as a rule. If nothing is the head, this is FedAvg;
-        if everything is, clients train alone.
+      head: a function from a Haiku module's name and a parameter's name to whether the parameter belongs to the head: ``lambda
+        module, name: "norm" in module``. With None, the head is the module that the model creates last, usually the output
+        layer. If no parameter belongs to the head, the algorithm is FedAvg. If all do, clients train alone.
 
     >>> import optax, fedsim
     >>> algorithm = FedPer(model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=3))
@@ -63,35 +79,36 @@ class FedPer(FedAvg):
 
     @functools.cached_property
     def _modules(self) -> list[str]:
-        """Names in the order in which the model makes them, which a transformation of its parameters would forget."""
+        """Names of the modules, in the order in which the model creates them. Transformed parameters do not keep this order."""
         names: list[str] = []
         jax.eval_shape(lambda key: names.extend(self.model.init(key)), jax.random.key(0))
         return names
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """Body and head; `haiku.data_structures.merge` is the inverse."""
+        """Returns body and head. `haiku.data_structures.merge` is the inverse."""
         is_head = self.head or (lambda module, name: module == self._modules[-1])
         head, body = hk.data_structures.partition(lambda module, name, value: is_head(module, name), params)
         return body, head
 
-    def init(self, key: jax.Array) -> ServerState:
+    def init(self, key: jax.Array) -> FedPerState:
         body, _ = self.split(self.model.init(key))
         head_seed = jax.random.bits(rng.stream(key, "head"), dtype=jnp.uint32)
-        return ServerState(body, self.server_optimizer.init(body), jnp.zeros((), jnp.int32), head_seed)
+        return FedPerState(body, self._server_optimizer().init(body), jnp.zeros((), jnp.int32), head_seed)
 
-    def broadcast(self, state: ServerState) -> Shared:
-        return Shared(state.params, state.round, state.more)
+    def broadcast(self, state: FedPerState) -> FedPerShared:
+        return FedPerShared(state.params, state.round, state.head_seed)
 
-    def client_memory(self, shared: Shared) -> Params:
-        return self.split(self.model.init(jax.random.key(shared.more)))[1]
+    def client_memory(self, shared: FedPerShared) -> Params:
+        return self.split(self.model.init(jax.random.key(shared.head_seed)))[1]
 
-    def personal_params(self, shared: Shared, memory: Params) -> Params:
-        """The parameters that a client with this head uses for itself."""
-        return hk.data_structures.merge(shared.params, memory)
+    def personal_params(self, shared: FedPerShared, client: Client) -> Params:
+        """Returns the parameters of the client's personal model."""
+        return hk.data_structures.merge(shared.params, client.memory)
 
-    def client_init(self, shared: Shared, client: Client) -> Any:
-        return self.set_out(shared, self.personal_params(shared, client.memory))
+    def client_params(self, shared: FedPerShared, client: Client) -> Params:
+        return self.personal_params(shared, client)
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        body, head = self.split(state.params)
-        return super().client_final(shared, state._replace(params=body), client)._replace(memory=head)
+    def client_update(self, shared: FedPerShared, client: Client) -> ClientUpdate:
+        local = self.train(shared, client)
+        body, head = self.split(local.params)
+        return self.update_of(shared, client, local._replace(params=body))._replace(memory=head)

@@ -1,32 +1,32 @@
 """FedProx.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated optimization in heterogeneous networks", MLSys
-2020, equation 2: https://arxiv.org/abs/1812.06127. Deviations: clients are weighted by ``weighting`` as in FedAvg (the paper
-samples them by size and averages uniformly). Its stragglers, who send what they have, are `fedsim.samplers.Stragglers`, its
-adaptive mu `fedsim.algorithms.AdaptiveFedProx`.
+2020, equation 2: https://arxiv.org/abs/1812.06127. Deviations: clients are weighted by ``weighting`` as in FedAvg. The paper
+samples them by size and averages uniformly. The paper's stragglers, which send partial work, are in
+`fedsim.samplers.Stragglers`. Its adaptive mu is in `fedsim.algorithms.AdaptiveFedProx`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import Shared
+from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch
 from fedsim.model import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedProx(FedAvg):
-    """FedAvg with a client loss that keeps close to the server's parameters x: F_i(w) + mu/2 ||w - x||².
+    """FedAvg with a proximal term that keeps clients close to the server's parameters x: F_i(w) + mu/2 ||w - x||².
 
-    The ``loss`` of its rounds' info is F_i alone, which is what other algorithms report, and costs no pass over the parameters.
+    The ``loss`` in a round's info is F_i alone, as in other algorithms.
 
     Attributes:
-      mu: at least 0; with 0 this is FedAvg. The paper tries 0.001 to 1.
+      mu: at least 0. With 0, the algorithm is FedAvg. The paper tries 0.001 to 1.
 
     >>> import fedsim, optax
     >>> FedProx(
@@ -42,14 +42,14 @@ class FedProx(FedAvg):
         super().__post_init__()
         checks.number(least=0, mu=self.mu)
 
-    def proximity(self, shared: Shared) -> float | jax.Array:
-        """The round's mu."""
+    def mu_of(self, shared: Any) -> float | jax.Array:
+        """Returns the mu of the round."""
         return self.mu
 
-    def objective(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
-        apart = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().objective(shared, params, batch) + self.proximity(shared) / 2 * apart
+    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        distance = tree.squared_norm(tree.subtract(params, shared.params))
+        return super().objective(shared, params, batch) + self.mu_of(shared) / 2 * distance
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = super().client_gradient(shared, state, batch)
-        return loss, tree.pulled(gradient, self.proximity(shared), state.params, shared.params)
+    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient = super().client_gradient(shared, params, batch)
+        return loss, tree.pulled(gradient, self.mu_of(shared), params, shared.params)

@@ -1,49 +1,36 @@
 """Federated representation learning (FedRep).
 
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, "Exploiting shared representations for personalized federated learning",
-ICML 2021, Algorithm 1: https://arxiv.org/abs/2102.07078. Its representation φ is the body here. Of a client's steps, the first
-τ_h train the head and the others, τ_φ of them, the body. Deviations: τ_h is a fraction of the steps that ``batches`` gives, so
-that it suits clients of any size; and clients are weighted by ``weighting`` (the paper averages uniformly).
+ICML 2021, Algorithm 1: https://arxiv.org/abs/2102.07078. The paper's representation φ is the body here. The first τ_h steps of
+a client train the head, and the other τ_φ steps train the body. Deviations: τ_h is a fraction of the steps that ``batches``
+determines, so that it suits clients of any size. Clients are weighted by ``weighting`` (the paper averages uniformly).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState
+from fedsim.algorithms._fedavg import Local
 from fedsim.algorithms._fedper import FedPer
-from fedsim.algorithms._gradient_server import Shared
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate
+from fedsim.execution import Client
 from fedsim.model import Params
-
-
-class Halves(NamedTuple):
-    """Body and head, each with an optimizer's state of its own, and how many steps are the head's, ``int32 []``."""
-
-    body: ClientState
-    head: ClientState
-    head_steps: jax.Array
-
-    @property
-    def params(self) -> Params:
-        return hk.data_structures.merge(self.body.params, self.head.params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedRep(FedPer):
-    """FedPer whose clients first fit their head to the server's body, and then the body to their head.
+    """FedPer in which a client first fits its head to the server's body, and then fits the body to its head.
 
     Attributes:
-      head_fraction: in [0, 1], of a client's steps, rounded down to whole ones: those that train the head. The paper's
-        experiments train it for ten epochs of eleven, which is ``10 / 11`` with ``Batches(epochs=11)``: of one epoch alone, the
-        body would get a tenth of FedAvg's steps.
+      head_fraction: the fraction of a client's steps that train the head, in [0, 1]. The number of steps is rounded down. The
+        paper's experiments train the head for ten of eleven epochs, which is ``10 / 11`` with ``Batches(epochs=11)``. With one
+        epoch and the default, the body gets only a tenth of the steps of FedAvg.
       head: see `FedPer`.
 
     >>> import optax, fedsim
@@ -61,20 +48,25 @@ class FedRep(FedPer):
         super().__post_init__()
         checks.number(least=0, most=1, head_fraction=self.head_fraction)
 
-    def client_init(self, shared: Shared, client: Client) -> Any:
-        # 0.7 of 10 is 7, also where a float has it a little below.
+    def train(self, shared: Any, client: Client) -> Local:
+        """Runs the client's local steps: first the steps of the head, then the steps of the body. Each has its own optimizer
+        state.
+        """
+        body, head = self.split(self.client_params(shared, client))
+        # The small term corrects rounding: 0.7 of 10 steps must be 7, also if the product is slightly below 7.
         head_steps = jnp.floor(client.num_steps.astype(jnp.float32) * self.head_fraction + 1e-3).astype(jnp.int32)
-        return Halves(self.set_out(shared, shared.params), self.set_out(shared, client.memory), head_steps)
 
-    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
-        def loss(body: Params, head: Params) -> jax.Array:
-            return self.client_loss(shared, hk.data_structures.merge(body, head), batch)
+        def step(local: tuple[Local, Local], batch: Batch) -> tuple[Local, Local]:
+            body, head = local
 
-        # Both gradients come from one pass back through the network; the half whose turn it is not stays as it was.
-        body = self.descend(shared, state.body, batch, lambda body: loss(body, state.head.params))
-        head = self.descend(shared, state.head, batch, lambda head: loss(state.body.params, head))
-        return tree.select(batch.step < state.head_steps, state._replace(head=head), state._replace(body=body))
+            def loss(body: Params, head: Params) -> jax.Array:
+                return self.client_loss(shared, hk.data_structures.merge(body, head), batch)
 
-    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
-        loss = state.head.loss.merge(state.body.loss)
-        return super().client_final(shared, ClientState(state.params, (), loss), client)
+            # One backward pass computes both gradients. The part that is not trained in this step does not change.
+            value, (of_body, of_head) = jax.value_and_grad(loss, argnums=(0, 1))(body.params, head.params)
+            new_head = self.step(shared, head, batch, (value, of_head), lambda head: loss(body.params, head))
+            new_body = self.step(shared, body, batch, (value, of_body), lambda body: loss(body, head.params))
+            return tree.select(batch.step < head_steps, (body, new_head), (new_body, head))
+
+        body, head = client.for_each_batch(self.batches, step, (self.start(shared, body), self.start(shared, head)))
+        return Local(hk.data_structures.merge(body.params, head.params), (), head.loss.merge(body.loss))

@@ -2,14 +2,15 @@
 
 A. P. Dempster, N. M. Laird, D. B. Rubin, "Maximum likelihood from incomplete data via the EM algorithm", Journal of the Royal
 Statistical Society B 39, 1977: https://doi.org/10.1111/j.2517-6161.1977.tb01600.x. One round is one iteration over the examples
-of the cohort: clients compute responsibilities and send their moments of order 0, 1 and 2; the server maximizes. With everybody
-in every round it is what a single machine with all the data computes, and the likelihood never falls.
+of the cohort. Clients compute responsibilities and send moments of order 0, 1 and 2. The server takes the maximization step. If
+all clients participate in every round, the result is the same as on a single machine with all the data, and the likelihood
+never decreases.
 
-Deviations: ``regularization`` is added to the variances, as everybody does (0 leaves it out); a component that nothing is
-attributed to keeps its mean and covariance. Covariances are E[d d'] - E[d] E[d]' for the difference d from the old mean. Far
-from it (a start that is thousands of standard deviations away) rounding spoils them, so no variance is below the precision of
-E[d]², and a full covariance that is not positive definite loses what lies off its diagonal; the next round's is right again,
-for the mean has come near.
+Deviations: ``regularization`` is added to the variances, which is common practice (0 disables it). A component without
+responsibility for any example keeps its mean and covariance. Covariances are computed as E[d d'] - E[d] E[d]', where d is the
+difference from the old mean. If the old mean is far away (an initial point that is thousands of standard deviations off), this
+has large rounding errors. So no variance is below the precision of E[d]², and a full covariance that is not positive definite
+is reduced to its diagonal. The covariance of the next round is accurate again, because the mean is then close.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ _FORMS = {"diagonal": Diagonal(), "full": Full()}
 
 
 class MixtureState(NamedTuple):
-    """Weights ``[k]``, means ``[k, features]``, covariances ``[k, features]`` or ``[k, features, features]``, and how many
-    means have been started, ``int32 []``."""
+    """The state of the server.
+
+    Attributes:
+      weights: ``[k]``.
+      means: ``[k, features]``.
+      covariances: ``[k, features]`` or ``[k, features, features]``.
+      num_started: how many means have been initialized, ``int32 []``.
+    """
 
     weights: jax.Array
     means: jax.Array
@@ -39,7 +46,7 @@ class MixtureState(NamedTuple):
 
 
 class MixtureShared(NamedTuple):
-    """What clients get: instead of covariances, ``factors`` that whiten: (x - mean) factor' has the identity for covariance."""
+    """What clients receive. ``factors`` replace the covariances: (x - mean) factor' has the identity as its covariance."""
 
     weights: jax.Array
     means: jax.Array
@@ -48,7 +55,13 @@ class MixtureShared(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Sums over examples of responsibilities ``[k]``, and of these times the difference from the old mean, and its square."""
+    """Sums over examples.
+
+    Attributes:
+      counts: of the responsibilities, ``[k]``.
+      first: of the responsibilities times the difference from the old mean, ``[k, features]``.
+      second: of the responsibilities times the square of this difference, in the shape of the covariances.
+    """
 
     counts: jax.Array
     first: jax.Array
@@ -57,16 +70,17 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GaussianMixture(Clusters):
-    """EM: the first ``num_clusters`` rounds draw starting points for the means, each later one is an iteration of EM.
+    """EM: the first ``num_clusters`` rounds choose initial means unless ``start`` is set, and each later round is one iteration
+    of EM.
 
-    `evaluate` gives the ``log_likelihood``, its mean over examples.
+    `evaluate` returns the ``log_likelihood``, its mean over examples.
 
     Attributes:
       covariance: ``"diagonal"`` or ``"full"``.
-      regularization: at least 0, added to every variance: above 0, no component can shrink onto a point. Raise it for a full
-        covariance of features that depend on each other.
-      start_variance: of every component before the first iteration, in all directions.
-      num_features, num_clusters, start: see `Clusters`; a cluster is a component.
+      regularization: at least 0, added to every variance. Above 0, no component can collapse onto a point. Use a larger value
+        for a full covariance of features that depend on each other.
+      start_variance: the variance of every component before the first iteration, in all directions.
+      num_features, num_clusters, start: see `Clusters`. A cluster is a component.
       feature, batches: see `Statistics`.
 
     >>> import numpy as np, fedsim
@@ -123,11 +137,13 @@ class GaussianMixture(Clusters):
         return _FORMS[self.covariance]
 
     def _ones(self) -> jax.Array:
-        """Unit covariances."""
+        """Returns identity covariances."""
         return jnp.stack([self._form.unit(self.num_features)] * self.num_clusters)
 
     def _log_joint(self, shared: MixtureShared, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logarithm of each component's weight times density at each example ``[n, k]``, and differences from its mean."""
+        """Returns two arrays: the logarithm of each component's weight times its density at each example, ``[n, k]``, and the
+        differences of the examples from the means, ``[n, k, features]``.
+        """
         apart = x[:, None, :] - shared.means[None]
         volumes = jnp.sum(jnp.log(self._form.scales(shared.factors)), axis=1)
         constant = jnp.log(shared.weights) + volumes - self.num_features / 2 * math.log(2 * math.pi)

@@ -1,4 +1,4 @@
-"""What FedAvg and FedSGD share: a server that takes the clients' aggregate for a gradient (FedOpt, Reddi et al. 2021)."""
+"""Base class of FedAvg and FedSGD: the server uses the clients' aggregate as a gradient (FedOpt, Reddi et al. 2021)."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim import checks
+from fedsim import checks, metrics, tree
+from fedsim.aggregators._aggregator import wide
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._descent import must_descend
-from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, Turnout
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.execution import Client, RoundInfo
 from fedsim.model import Model, Params
 
 
 class ServerState(NamedTuple):
-    """Parameters, the server optimizer's state, how often the server has updated, ``int32 []``, and what a subclass adds."""
+    """Parameters, the state of the server optimizer, and the number of server updates so far, ``int32 []``."""
 
     params: Params
     opt_state: optax.OptState
     round: jax.Array
-    more: Any = ()
 
 
 class Shared(NamedTuple):
-    """What clients get: parameters, how often the server has updated, ``int32 []``, and what a subclass adds."""
+    """What clients receive: parameters, and the number of server updates so far, ``int32 []``."""
 
     params: Params
     round: jax.Array
-    more: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GradientServer(Algorithm):
-    """An algorithm whose clients send something like a gradient, and whose server descends along the aggregate.
+    """An algorithm whose clients send updates that act as gradients. The server takes an optimizer step along their aggregate.
 
     Attributes:
       model: the model.
-      server_optimizer: an optax transformation; default SGD of rate 1.
+      server_optimizer: an optax transformation. The default is SGD with learning rate 1.
       weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
 
     >>> import fedsim
@@ -57,35 +56,59 @@ class GradientServer(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
-        if hasattr(self, "server_optimizer"):  # FedAdam and its kin make it of their own settings, after this.
+        if hasattr(self, "server_optimizer"):  # FedAdam and similar algorithms create it from their fields.
             checks.optimizer(server_optimizer=self.server_optimizer)
         checks.one_of("examples", "uniform", weighting=self.weighting)
 
-    def init(self, key: jax.Array) -> ServerState:
+    def init(self, key: jax.Array) -> Any:
         params = self.model.init(key)
-        return ServerState(params, self.server_optimizer.init(params), jnp.zeros((), jnp.int32))
+        return ServerState(params, self._server_optimizer().init(params), jnp.zeros((), jnp.int32))
 
-    def broadcast(self, state: ServerState) -> Any:
+    def broadcast(self, state: Any) -> Any:
         return Shared(state.params, state.round)
 
-    def server_update(self, state: ServerState, update: Any) -> ServerState:
-        updates, opt_state = self.server_optimizer.update(update, state.opt_state, state.params)
+    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+        updates, opt_state = self._server_optimizer().update(update, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return state._replace(params=params, opt_state=opt_state, round=state.round + 1)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        must_descend(self.model, server_optimizer=self.server_optimizer)
+        must_descend(self.model, server_optimizer=self._server_optimizer())
 
     def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        """The loss that clients descend, and that is reported: the hook for another one."""
+        """Returns the loss that clients minimize and report. Override this method to use another loss."""
         return self.model.train_loss(params, batch)
 
     def weight(self, client: Client) -> jax.Array:
-        """A client's share in the aggregate, ``float32 []``, by ``weighting``."""
+        """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""
         return client.num_examples.astype(jnp.float32) if self.weighting == "examples" else jnp.float32(1)
 
-    def share(self, turnout: Turnout) -> jax.Array:
-        """The part of the population's weight that came, ``float32 []``: |S| / N, where all weigh the same."""
-        whole = turnout.examples if self.weighting == "examples" else turnout.population
-        return turnout.weight / jnp.maximum(whole, 1).astype(jnp.float32)
+    def participation(self, info: RoundInfo) -> jax.Array:
+        """Returns the fraction of the population's weight that participates, ``float32 []``. It is |S| / N if all weights are
+        equal.
+        """
+        whole = info.population_examples if self.weighting == "examples" else info.num_population
+        return jnp.sum(info.clients["weight"]) / jnp.maximum(whole, 1).astype(jnp.float32)
+
+    def full_gradient(
+        self, shared: Any, client: Client, batches: Batches, purpose: str | None = None
+    ) -> tuple[jax.Array, Params]:
+        """Returns a client's mean loss over all its examples at the server's parameters, and the gradient of this loss."""
+
+        def add(sums: tuple[metrics.Mean, Params], batch: Batch) -> tuple[metrics.Mean, Params]:
+            losses, total = sums
+            loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, shared.params, batch)
+            seen = jnp.sum(batch.mask, dtype=jnp.float32)
+            total = jax.tree.map(lambda sum, g: sum + seen.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
+            return losses.merge(metrics.Mean(loss * seen, seen)), total
+
+        # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), shared.params)
+        losses, total = client.for_each_batch(batches, add, (metrics.Mean(jnp.float32(0), jnp.float32(0)), zeros), purpose)
+        mean = tree.scale(total, 1 / jnp.maximum(losses.weight, 1))
+        return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, shared.params)
+
+    def _server_optimizer(self) -> optax.GradientTransformation:
+        """Returns the server's optimizer. Subclasses create it here if it depends on their fields, which may be traced."""
+        return self.server_optimizer

@@ -1,10 +1,10 @@
-"""Federated analytics: heavy hitters by a sketch.
+"""Federated analytics: heavy hitters from a sketch.
 
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", Journal of
 Algorithms 55, 2005: https://doi.org/10.1016/j.jalgor.2003.12.001. M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent
 items in data streams", Theoretical Computer Science 312, 2004 (the count-sketch):
-https://doi.org/10.1016/S0304-3975(03)00400-6.
-Deviation: items are integers below ``num_items``, all of which are asked for; the papers keep candidates in a heap.
+https://doi.org/10.1016/S0304-3975(03)00400-6. Deviation: items are integers below ``num_items``, and the frequencies of all of
+them are estimated. The papers keep candidates in a heap.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from fedsim import checks, rng
 from fedsim.algorithms._sketch import Sketch
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import split
+from fedsim.execution import RoundInfo, server_state
 
 
 class SketchState(NamedTuple):
-    """Keys of the hash functions, ``uint32 [2, depth, 3]``, and the sketch of all rounds, ``int32 [depth, width]``."""
+    """The state of the server.
+
+    Attributes:
+      words: keys of the hash functions, ``uint32 [2, depth, 3]``.
+      counts: the sketch of all rounds, ``int32 [depth, width]``.
+    """
 
     words: jax.Array
     counts: jax.Array
@@ -32,22 +37,26 @@ class SketchState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeavyHitters(Statistics):
-    """Finds the most frequent values of an integer feature without counting each: in ``depth`` rows of ``width`` counters.
+    """Finds the most frequent values of an integer feature with a sketch of ``depth`` rows of ``width`` counters.
 
-    In each row a hash function gives every item a counter, which it shares with others. Sketches add up.
+    A sketch does not have a counter for each value. In each row, a hash function assigns a counter to every item, and several
+    items share a counter. Sketches can be added.
 
-    Guarantees, for N values of which an item has f, and F = √Σf²:
-      - count-min: the estimate is never below f, and above f + e N / width with probability e^-depth at most.
-      - count-sketch: the estimate is off by more than 2 F / √width with probability e^(-depth/8) at most.
-      - Counts are exact while a round has at most 2**24 values at a counter, and all rounds 2**31.
+    Guarantees, for N values in total, an item with frequency f, and F = √Σf² over all items:
+      - count-min: the estimate is never below f. It is above f + e N / width with probability at most e^-depth.
+      - count-sketch: the error of the estimate is above 2 F / √width with probability at most e^(-depth/8).
+      - Counts are exact while a counter has at most 2**24 values in a round, and fewer than 2**31 in all rounds.
 
-    `evaluate` gives the ``recall``: which share of the ``top`` most frequent items of some data are among those of the sketch.
+    `evaluate` returns the ``recall``: the fraction of the ``top`` most frequent items of some data that the sketch also finds
+    among its ``top`` items.
 
     Attributes:
-      num_items: items are 0 to ``num_items`` - 1; other values do not count, and those that 32 bits cannot hold are refused.
-      sketch: ``"count-min"``, or ``"count-sketch"``, which is unbiased and the better the steeper frequencies fall.
+      num_items: items are 0 to ``num_items`` - 1. Other values do not count. Values that do not fit into 32 bits raise an
+        error.
+      sketch: ``"count-min"`` or ``"count-sketch"``. A count-sketch is unbiased, and more accurate the faster frequencies
+        decrease.
       width: a power of 2, from 2 to 131,072.
-      depth: at least 1; odd for a count-sketch.
+      depth: at least 1, and odd for a count-sketch.
       top: how many items `evaluate` compares.
       feature, batches: see `Statistics`.
 
@@ -93,27 +102,30 @@ class HeavyHitters(Statistics):
         items, mask = self.values(batch)
         return self._sketch().count(shared, items, mask & (items >= 0) & (items < self.num_items))
 
-    def server_update(self, state: SketchState, update: jax.Array) -> SketchState:
+    def server_update(self, state: SketchState, update: jax.Array, info: RoundInfo) -> SketchState:
         return state._replace(counts=state.counts + jnp.rint(update).astype(jnp.int32))
 
     def estimate(self, state: SketchState, items: Any) -> jax.Array:
-        """How often items ``int [n]`` occurred: ``float32 [n]``."""
+        """Returns the estimated frequencies, ``float32 [n]``, of items ``int [n]``."""
         return self._sketch().estimate(state.words, state.counts, jnp.asarray(items))
 
     def heaviest(self, state: SketchState, count: int) -> tuple[jax.Array, jax.Array]:
-        """The items of the largest estimates, ``int32 [count]``, and these, ``float32 [count]``; all, if there are fewer."""
+        """Returns the items with the largest estimates, ``int32 [count]``, and the estimates, ``float32 [count]``.
+
+        If there are fewer than ``count`` items, it returns all of them.
+        """
         checks.whole(1, count=count)
         estimates = self.estimate(state, np.arange(self.num_items, dtype=np.int32))
         estimates, items = jax.lax.top_k(estimates, min(count, self.num_items))
         return items, estimates
 
     def evaluate(self, state: SketchState, data: FederatedData) -> dict[str, float]:
-        """How many of the most frequent items of some data the sketch finds: ``recall``."""
-        state = split(state).server
+        """Returns ``recall``: the fraction of the most frequent items of some data that the sketch finds."""
+        state = server_state(state)
         self.check(data)
         items = np.asarray(data.columns[self.feature]).ravel()
         counts = np.bincount(items[(items >= 0) & (items < self.num_items)], minlength=self.num_items)
         top = min(self.top, int(np.count_nonzero(counts)))
-        # An item that is as frequent as the last of them is as good.
+        # An item that is as frequent as the last of them also counts as found.
         found = counts[np.asarray(self.heaviest(state, top)[0])] if top else counts[:0]
         return {"recall": float(np.mean(found >= np.sort(counts)[-top])) if top else 1.0}

@@ -1,8 +1,9 @@
 """Federated analytics: a histogram.
 
-D. Ramage, S. Mazzocchi, "Federated analytics: collaborative data science without data collection", Google AI blog, 2020; the
+D. Ramage, S. Mazzocchi, "Federated analytics: collaborative data science without data collection", Google AI blog, 2020. The
 sums are those of K. Bonawitz et al., "Practical secure aggregation for privacy-preserving machine learning", CCS 2017:
-https://doi.org/10.1145/3133956.3133982, here without the cryptography, and without noise. No deviations: it is exact.
+https://doi.org/10.1145/3133956.3133982, but without cryptography and without noise. There are no deviations. The result is
+exact.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import split
+from fedsim.execution import RoundInfo, server_state
 
 
 class HistogramState(NamedTuple):
-    """``counts int32 [bins + 2]`` over all rounds: below ``low``, in each bin, and above ``high``."""
+    """``counts int32 [bins + 2]`` over all rounds: values below ``low``, values in each bin, and values above ``high``."""
 
     counts: jax.Array
 
@@ -30,10 +31,11 @@ class HistogramState(NamedTuple):
 class Histogram(Statistics):
     """Counts how many values of a feature lie in each of ``bins`` equal parts of [low, high], over all clients of all rounds.
 
-    Bins are half open, the last one is closed, as in `numpy.histogram`. Sampled without replacement (`ShuffledSampler`), an
-    epoch of rounds counts everybody once. Exact while a round has at most 2**24 values in a bin, and all rounds 2**31.
+    Bins are half-open, and the last one is closed, as in `numpy.histogram`. With sampling without replacement
+    (`ShuffledSampler`), an epoch of rounds counts every client once. Counts are exact while a bin has at most 2**24 values in a
+    round, and fewer than 2**31 in all rounds.
 
-    `evaluate` gives the total variation distance between the histograms of the state and of some data.
+    `evaluate` returns the total variation distance between the histograms of the state and of some data.
 
     Attributes:
       low, high: the range, in the precision of ``float32``.
@@ -60,7 +62,7 @@ class Histogram(Statistics):
 
     @property
     def edges(self) -> np.ndarray:
-        """Where bins begin, and where the last one ends: ``float32 [bins + 1]``."""
+        """The lower edges of the bins and the upper edge of the last bin, ``float32 [bins + 1]``."""
         return np.linspace(self.low, self.high, self.bins + 1).astype(np.float32)
 
     def init(self, key: jax.Array) -> HistogramState:
@@ -78,12 +80,12 @@ class Histogram(Statistics):
         place = jnp.searchsorted(edges, values, side="right") - (values == edges[-1]).astype(jnp.int32)
         return self.nothing(shared).at[place].add(mask.astype(jnp.float32))
 
-    def server_update(self, state: HistogramState, update: jax.Array) -> HistogramState:
+    def server_update(self, state: HistogramState, update: jax.Array, info: RoundInfo) -> HistogramState:
         return HistogramState(state.counts + jnp.rint(update).astype(jnp.int32))
 
     def evaluate(self, state: HistogramState, data: FederatedData) -> dict[str, float]:
-        """How far the histogram is from that of some data: ``total_variation``, in [0, 1]."""
-        state = split(state).server
+        """Returns ``total_variation``, in [0, 1]: the distance between this histogram and the histogram of some data."""
+        state = server_state(state)
         self.check(data)
         values = np.asarray(data.columns[self.feature], np.float32).ravel()
         place = np.searchsorted(self.edges, values, side="right") - (values == self.edges[-1])

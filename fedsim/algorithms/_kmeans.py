@@ -1,9 +1,10 @@
 """Federated k-means.
 
 S. P. Lloyd, "Least squares quantization in PCM", IEEE Transactions on Information Theory 28, 1982:
-https://doi.org/10.1109/TIT.1982.1056489, started as in k-means++ (see `Clusters`). One round is one iteration of Lloyd over the
-examples of the cohort: clients assign their examples, and send sums and counts. With everybody in every round it is what a
-single machine with all the data computes. No deviations; a cluster without examples stays where it is, which Lloyd leaves open.
+https://doi.org/10.1109/TIT.1982.1056489, initialized as in k-means++ (see `Clusters`). One round is one Lloyd iteration over
+the examples of the cohort. Clients assign their examples to clusters, and send sums and counts. If all clients participate in
+every round, the result is the same as on a single machine with all the data. There are no deviations. A cluster without
+examples keeps its mean, which Lloyd does not specify.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedsim.algorithms._seeding import squared_distances
 
 
 class KMeansState(NamedTuple):
-    """The clusters' means ``[clusters, features]``, and how many of them have been started, ``int32 []``."""
+    """The means of the clusters, ``[clusters, features]``, and how many of them have been initialized, ``int32 []``."""
 
     means: jax.Array
     num_started: jax.Array
@@ -27,9 +28,11 @@ class KMeansState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KMeans(Clusters):
-    """k-means: the first ``num_clusters`` rounds draw starting points, each later one moves every mean to its examples' mean.
+    """k-means: the first ``num_clusters`` rounds choose initial points unless ``start`` is set, and each later round updates
+    the means.
 
-    `evaluate` gives the ``cost``: the mean squared distance to the nearest mean.
+    A round moves every mean to the mean of the examples that are assigned to it. `evaluate` returns the ``cost``: the mean
+    squared distance to the nearest mean.
 
     Attributes:
       num_features, num_clusters, start: see `Clusters`.
@@ -50,7 +53,7 @@ class KMeans(Clusters):
         return jnp.zeros((self.num_clusters, self.num_features), jnp.float32), jnp.zeros(self.num_clusters, jnp.float32)
 
     def moments(self, shared: KMeansState, x: jax.Array, mask: jax.Array) -> Any:
-        # Sums of differences from the old means, not of examples: nothing is lost where these are far from zero.
+        # Sums of differences from the old means are more precise than sums of examples if the examples are far from zero.
         nearest = jnp.argmin(squared_distances(x, shared.means), axis=1)
         sums, counts = self.no_moments()
         moved = jnp.where(mask[:, None], x - shared.means[nearest], 0.0)

@@ -1,4 +1,4 @@
-"""A draw over all clients at once: every example has a lot, and the highest lot of all wins."""
+"""Draws one example from all clients at once: every example gets a random number, its lot, and the highest lot is drawn."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ NOBODY = -1e9
 
 
 class Candidate(NamedTuple):
-    """An example, ``float32 [features]``, and its lot in the draw: the highest wins."""
+    """An example, ``float32 [features]``, and its lot. The candidate with the highest lot is drawn."""
 
     lot: jax.Array
     point: jax.Array
 
 
 class Found(NamedTuple):
-    """What a client sends: the statistics, which are added up, and a candidate, of which the one with the highest lot stays."""
+    """What a client sends: statistics, which are summed, and a candidate. The candidate with the highest lot is kept."""
 
     statistics: Any
     candidate: Candidate
 
 
 def nobody(features: int) -> Candidate:
-    """Lower than anybody."""
+    """Returns a placeholder with a lower lot than any example."""
     return Candidate(jnp.float32(NOBODY), jnp.zeros(features, jnp.float32))
 
 
 def drawn(x: jax.Array, chance: jax.Array, mask: jax.Array, key: jax.Array) -> Candidate:
-    """Of examples ``float32 [n, features]`` the one with the highest lot: each has a chance in proportion to ``chance [n]``.
+    """Draws one of the examples ``float32 [n, features]``, with probabilities proportional to ``chance [n]``.
 
-    A lot is the logarithm of the chance plus Gumbel noise; who has none, or is masked, is nobody.
+    A lot is the logarithm of the chance plus Gumbel noise, and the example with the highest lot is returned. Examples that are
+    masked or have no chance get the lowest lot.
     """
     lots = jnp.where(chance > 0, jnp.log(chance), NOBODY) + jax.random.gumbel(key, chance.shape)
     lots = jnp.where(mask & (chance > 0), lots, NOBODY)
@@ -45,13 +46,13 @@ def drawn(x: jax.Array, chance: jax.Array, mask: jax.Array, key: jax.Array) -> C
 
 
 def higher(a: Candidate, b: Candidate) -> Candidate:
-    """That of the higher lot."""
+    """Returns the candidate with the higher lot."""
     return tree.select(b.lot > a.lot, b, a)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SumAndHighest(Aggregator):
-    """Adds statistics up, and keeps the candidate of the highest lot, as an `fedsim.aggregators.Aggregator` of `Found`."""
+    """Sums the statistics and keeps the candidate with the highest lot: a `fedsim.aggregators.Aggregator` of `Found`."""
 
     def zero(self, update: Any, slots: int) -> Any:
         return Found(Sum().zero(update.statistics, slots), nobody(*update.candidate.point.shape))

@@ -1,21 +1,23 @@
-"""Mime and MimeLite: clients that mimic a centralized optimizer.
+"""Mime and MimeLite: clients imitate a centralized optimizer.
 
 S. P. Karimireddy, M. Jaggi, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, "Mime: Mimicking centralized stochastic
 algorithms in federated learning", NeurIPS 2021 ("Breaking the centralized barrier for cross-device federated learning"),
-Algorithm 1: https://arxiv.org/abs/2008.03606. A base algorithm steps by U(g, s) and renews its statistics by V(g, s). With x
-and s from the server, c = mean_S ∇f_i(x), and ζ a batch::
+Algorithm 1: https://arxiv.org/abs/2008.03606. A base algorithm takes steps U(g, s) and updates its statistics by V(g, s). With
+x and s from the server, c = mean_S ∇f_i(x), and ζ a batch::
 
     y = x;  K times:  y = y - η U(g, s)
         g = ∇f_i(y; ζ) - ∇f_i(x; ζ) + c         Mime
         g = ∇f_i(y; ζ)                           MimeLite
     s = V(c, s),     x = mean_S y
 
-Any optax transformation is a base algorithm: U is the step of its ``update`` from the server's s, V what that makes of s for c
-(so a statistic takes the local gradient in before the step, as the paper's momentum does; a rate that counts updates counts
-rounds). Deviations: means are weighted by ``weighting`` (the paper's is ``"uniform"``), and ``server_optimizer`` takes the
-mean of x - y for its gradient; with its default the last line holds. Another ``aggregator`` than the mean takes the place of
-both means, and c is what it makes of the gradients. `MimeLite` sends the pair (movement, gradient), which is clipped and
-compared with others' as one update; in `Mime` they are two, one after the other.
+Any optax transformation can be the base algorithm. U is the step of its ``update`` from the server's s, and V is the state that
+``update`` computes from s and c. So a statistic includes the local gradient before the step, as the paper's momentum does. A
+learning rate that counts updates counts rounds.
+
+Deviations: means are weighted by ``weighting`` (``"uniform"`` is the paper's). The gradient for ``server_optimizer`` is the
+mean of x - y. With the default server optimizer, the last equation holds. An ``aggregator`` other than the mean replaces both
+means, and c is its aggregate of the gradients. `MimeLite` sends the pair (movement, gradient) as one update, which is clipped
+and compared with other updates as one. In `Mime` they are two updates, one after the other.
 """
 
 from __future__ import annotations
@@ -24,139 +26,117 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from fedsim import tree
-from fedsim.algorithm import Algorithm
-from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._fedsgd import FedSGD, FullGradient
-from fedsim.algorithms._gradient_server import ServerState, Shared
-from fedsim.algorithms._part_of import PartOf
-from fedsim.data import Batch, Batches
-from fedsim.execution import Client, ClientUpdate
+from fedsim.algorithms._fedavg import FedAvg, Local
+from fedsim.data import Batch
+from fedsim.execution import Client, Clients, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
 
-class Centre(NamedTuple):
-    """The base algorithm's state, and for Mime the cohort's gradient c at the server's parameters."""
+class MimeState(NamedTuple):
+    """`ServerState` and the base algorithm's statistics s."""
 
-    opt_state: optax.OptState
+    params: Params
+    opt_state: Any
+    round: jax.Array
+    statistics: optax.OptState
+
+
+class MimeShared(NamedTuple):
+    """What clients receive: `Shared`, the base algorithm's statistics s, and for Mime the cohort's gradient c at x."""
+
+    params: Params
+    round: jax.Array
+    statistics: optax.OptState
     gradient: Params = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Mimicking(FedAvg):
-    """FedAvg whose clients step by an optimizer with the server's statistics, frozen while they train; Mime and MimeLite.
+class MimeLite(FedAvg):
+    """FedAvg whose clients use an optimizer with the server's statistics, which do not change during local training.
+
+    A client also sends its full gradient at x, which takes one more pass over its examples per round.
 
     Attributes:
-      client_optimizer: the base algorithm, an optax transformation such as ``optax.sgd(0.1, momentum=0.9)``; its state is the
-        server's. Or a function from the round to one, as in `FedAvg`, all with states of one structure.
-      model, server_optimizer, weighting: see `GradientServer`.
-    """
-
-    def init(self, key: jax.Array) -> ServerState:
-        state = super().init(key)
-        return state._replace(more=Centre(self._client_optimizer(state.round).init(state.params)))
-
-    def broadcast(self, state: ServerState) -> Shared:
-        return Shared(state.params, state.round, state.more)
-
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        return super().client_init(shared, client)._replace(opt_state=shared.more.opt_state)
-
-    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        return super().client_step(shared, state, batch)._replace(opt_state=state.opt_state)
-
-    def mimic(self, state: ServerState, movement: Params, gradient: Params) -> ServerState:
-        """The state after the round, with V(gradient, s) for the statistics."""
-        _, opt_state = self._client_optimizer(state.round).update(gradient, state.more.opt_state, state.params)
-        return super().server_update(state, movement)._replace(more=state.more._replace(opt_state=opt_state))
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class MimeLite(Mimicking):
-    """A client sends its full gradient at x beside its movement, for one more pass over its examples a round.
-
-    Attributes:
-      client_optimizer: see `Mimicking`.
+      client_optimizer: the base algorithm, an optax transformation such as ``optax.sgd(0.1, momentum=0.9)``. The server keeps
+        its state. As in `FedAvg`, it may be a function from the round to a transformation, if all states have the same
+        structure.
       model, server_optimizer, weighting: see `GradientServer`.
 
-    >>> import fedsim
+    >>> import fedsim, jax.numpy as jnp
     >>> algorithm = MimeLite(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1, momentum=0.9),
     ...                      batches=fedsim.Batches(size=20, epochs=5))
     >>> state = algorithm.init(jax.random.key(0))
-    >>> momentum = state.more.opt_state[0].trace
+    >>> momentum = state.statistics[0].trace
     >>> jax.tree.map(jnp.shape, momentum) == jax.tree.map(jnp.shape, state.params)
     True
     """
 
-    @property
-    def preview(self) -> Batches | None:
-        return self.batches.one_pass()
+    def init(self, key: jax.Array) -> MimeState:
+        state = super().init(key)
+        return MimeState(**state._asdict(), statistics=self.optimizer_of(state.round).init(state.params))
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        return super().client_init(shared, client)._replace(more=FullGradient.zero(shared.params))
+    def broadcast(self, state: MimeState) -> MimeShared:
+        return MimeShared(state.params, state.round, state.statistics)
 
-    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        return state._replace(more=state.more.add(self.client_loss, shared, batch))
+    def start(self, shared: MimeShared, params: Params) -> Local:
+        return super().start(shared, params)._replace(opt_state=shared.statistics)
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state, client)
-        return result._replace(update=(result.update, state.more.mean(shared.params)))
+    def step(self, shared: MimeShared, local: Local, *args: Any, **more: Any) -> Local:
+        return super().step(shared, local, *args, **more)._replace(opt_state=shared.statistics)
 
-    def server_update(self, state: ServerState, update: Any) -> ServerState:
-        return self.mimic(state, *update)
+    def client_update(self, shared: MimeShared, client: Client) -> ClientUpdate:
+        _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
+        result = super().client_update(shared, client)
+        return result._replace(update=(result.update, gradient))
 
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FirstPhase(PartOf, FedSGD):
-    """Mime's first pass over the cohort: c, for the second."""
-
-    def server_update(self, state: ServerState, update: Params) -> ServerState:
-        return state._replace(more=state.more._replace(gradient=update))
+    def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
+        movement, gradient = update
+        _, statistics = self.optimizer_of(state.round).update(gradient, state.statistics, state.params)
+        return super().server_update(state, movement, info)._replace(statistics=statistics)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Mime(Mimicking):
-    """Clients also correct every gradient by the cohort's, as SVRG does: g(y) - g(x) + c.
+class Mime(MimeLite):
+    """MimeLite whose clients also correct every gradient by the cohort's gradient, as SVRG does: g(y) - g(x) + c.
 
-    A round has two phases, first c and then training: clients are reached twice, and get x both times. A step takes two
-    gradients. The ``aggregator`` and the ``downlink``, whatever they are, act in both phases, with a memory and with noise of
-    their own in each, and the round's bits are those of both. Attackers attack in both. In the first, `client_loss` gets a
-    ``shared`` of parameters and round alone.
+    A round calls its clients twice, first to compute c and then to train, and they receive x both times. A step computes two
+    gradients. The ``aggregator`` and the ``downlink`` apply both times, each time with a separate memory and separate noise.
+    The round's bits are the sum of both. Attackers attack both times.
 
     Attributes:
-      client_optimizer: see `Mimicking`.
+      client_optimizer: see `MimeLite`.
       model, server_optimizer, weighting: see `GradientServer`.
 
-    >>> import fedsim
-    >>> algorithm = Mime(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1, momentum=0.9),
-    ...                  batches=fedsim.Batches(size=20))
-    >>> [type(phase).__name__ for phase in algorithm.phases]
-    ['FirstPhase', 'Mime']
+    >>> import numpy as np, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    >>> infos = []
+    >>> for cls in (FedAvg, Mime):
+    ...     algorithm = cls(
+    ...         model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2))
+    ...     infos.append(algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))[1])
+    >>> [info.clients["bits_up"].tolist() for info in infos]
+    [[20800, 20800], [41600, 41600]]
     """
 
-    @property
-    def phases(self) -> tuple[Algorithm, ...]:
-        first = FirstPhase(
-            whole=self,
-            model=self.model,
-            batches=self.batches.one_pass(),
-            weighting=self.weighting,
-            aggregator=self.aggregator,
-            downlink=self.downlink,
-        )
-        return first, self
+    def round(self, state: MimeState, clients: Clients) -> tuple[MimeState, RoundInfo]:
+        shared = self.broadcast(state)
+        gradient, _ = clients.aggregate(self.client_full_gradient, shared, name="gradient")
+        movement, info = clients.aggregate(self.client_update, shared._replace(gradient=gradient))
+        return self.server_update(state, (movement, gradient), info), info
 
-    def init(self, key: jax.Array) -> ServerState:
-        state = super().init(key)
-        return state._replace(more=state.more._replace(gradient=jax.tree.map(jnp.zeros_like, state.params)))
+    def client_full_gradient(self, shared: MimeShared, client: Client) -> ClientUpdate:
+        """Returns what a client sends in the first call: its full gradient at x."""
+        _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
+        return ClientUpdate(gradient, self.weight(client))
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, here = super().client_gradient(shared, state, batch)
-        _, there = super().client_gradient(shared, state._replace(params=shared.params), batch)
-        return loss, tree.add(tree.subtract(here, there), shared.more.gradient)
+    def client_update(self, shared: MimeShared, client: Client) -> ClientUpdate:
+        return FedAvg.client_update(self, shared, client)
 
-    def server_update(self, state: ServerState, update: Params) -> ServerState:
-        return self.mimic(state, update, state.more.gradient)
+    def client_gradient(self, shared: MimeShared, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, here = super().client_gradient(shared, params, batch)
+        _, there = super().client_gradient(shared, shared.params, batch)
+        return loss, tree.add(tree.subtract(here, there), shared.gradient)

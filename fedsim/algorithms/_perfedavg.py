@@ -1,52 +1,49 @@
 """Personalized federated averaging (Per-FedAvg).
 
 A. Fallah, A. Mokhtari, A. Ozdaglar, "Personalized federated learning: a meta-learning approach", NeurIPS 2020, Algorithm 1 with
-the two approximations of its experiments: https://arxiv.org/abs/2002.07948. In a client's step from w, on batches D, D', D''::
+the two approximations of its experiments: https://arxiv.org/abs/2002.07948. A client's step from w, on batches D, D', D'',
+computes::
 
     w' = w - alpha ∇f(w; D)
     w  = w - β (g - alpha H),                 g = ∇f(w'; D'),   H ≈ ∇²f(w; D'') g
     H  = 0                                                                        first order (FO)
     H  = (∇f(w + delta g; D'') - ∇f(w - delta g; D'')) / (2 delta)                Hessian-free (HF)
 
-β is the client optimizer's rate. Deviations: D, D' and D'' are a step's batch dealt out in turn, so they are drawn without
-replacement; clients are weighted by ``weighting`` (the paper averages uniformly). The loss reported is f(w'; D'), the mean over
-a client's batches by their sizes, all parts counted: a batch of one example, whose D' is empty, adds a loss of 0.
+β is the learning rate of the client optimizer. Deviations: D, D' and D'' are disjoint parts of the step's batch, so they are
+drawn without replacement. Clients are weighted by ``weighting`` (the paper averages uniformly). The reported loss is f(w'; D'),
+averaged over a client's batches, which are weighted by their sizes including all parts. A batch of one example has an empty D'
+and adds a loss of 0.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import Shared
-from fedsim.algorithms._part_of import LocalTraining
+from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, Batches, FederatedData
+from fedsim.execution import Client
 from fedsim.model import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PerFedAvg(FedAvg):
-    """FedAvg of a start from which one gradient step on a client's own examples does best: min mean F_i(w - alpha ∇F_i(w)).
+    """FedAvg that learns parameters from which one gradient step on a client's examples works best: min mean F_i(w - alpha
+    ∇F_i(w)).
 
-    Give ``batches`` a size of two (first order) or three (Hessian-free) times that of a gradient's batch: a client whose batch
-    holds one example stays where it is. `fedsim.evaluate_personalized` evaluates every client after that one step.
+    Set the size of ``batches`` to two times (first order) or three times (Hessian-free) the batch size of a gradient. A client
+    whose batch holds one example does not move. `fedsim.evaluate_personalized` evaluates every client after that one step.
 
     Attributes:
-      alpha: at least 0, the rate of that step. The paper takes 0.001 to 0.1 or so.
-      variant: ``"first_order"``, of two gradients a step; ``"hessian_free"``, of four on three thirds of a batch.
-      delta: above 0, of the Hessian-free variant: small, and far above the precision of floats.
+      alpha: the learning rate of that step, at least 0. The paper uses about 0.001 to 0.1.
+      variant: ``"first_order"`` computes two gradients per step. ``"hessian_free"`` computes four, on three thirds of a batch.
+      delta: the difference step of the Hessian-free variant, above 0. It must be small, but far above the precision of floats.
 
     >>> import optax, fedsim
-    >>> algorithm = PerFedAvg(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=Batches(size=20))
-    >>> algorithm.fine_tune.batches.num_steps(100)
-    1
     >>> PerFedAvg(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), alpha=-1.0)
     Traceback (most recent call last):
@@ -76,23 +73,27 @@ class PerFedAvg(FedAvg):
                 f"{self.batches.size}."
             )
 
-    @functools.cached_property
-    def fine_tune(self) -> FedAvg:
-        """The one step by which a client makes the server's parameters its own, on a batch of ``batches.size`` examples."""
-        batches = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
-        return LocalTraining(
-            whole=self, model=self.model, batches=batches, client_optimizer=optax.sgd(self.alpha), execution=self.execution
-        )
+    def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the server's parameters after one step of rate ``alpha`` on a batch of ``batches.size`` of the client's
+        examples.
+        """
+        once = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
+        def step(params: Params, batch: Batch) -> Params:
+            gradient = jax.grad(self.client_loss, argnums=1)(shared, params, batch)
+            return tree.subtract(params, tree.scale(gradient, self.alpha))
+
+        return client.for_each_batch(once, step, shared.params)
+
+    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         def slope(params: Params, part: int) -> tuple[jax.Array, Params]:
-            return tree.value_and_grad(lambda params: self.client_loss(shared, params, parts[part]), params)
+            return jax.value_and_grad(self.client_loss, argnums=1)(shared, params, parts[part])
 
         def moved(by: jax.Array | float, along: Params) -> Params:
-            return tree.add(state.params, tree.scale(along, by))
+            return tree.add(params, tree.scale(along, by))
 
         parts = deal(batch, self._parts)
-        loss, gradient = slope(moved(-self.alpha, slope(state.params, 0)[1]), 1)
+        loss, gradient = slope(moved(-self.alpha, slope(params, 0)[1]), 1)
         if self.variant == "first_order":
             return loss, gradient
         ahead, behind = (slope(moved(delta, gradient), 2)[1] for delta in (self.delta, -self.delta))
@@ -100,7 +101,9 @@ class PerFedAvg(FedAvg):
 
 
 def deal(batch: Batch, parts: int) -> list[Batch]:
-    """A batch's examples dealt out in turn, so that of a partial one all get some; those left over are padding.
+    """Distributes a batch's examples over the parts in turn, so that the parts of a partial batch have similar sizes.
+
+    The remaining rows of a part are padding.
 
     >>> batch = Batch({"x": jnp.arange(5)}, jnp.array([True, True, True, True, False]), jax.random.key(0), 0)
     >>> [part.examples["x"][part.mask].tolist() for part in deal(batch, 2)]

@@ -1,33 +1,27 @@
-"""What Ditto, APFL and pFedMe share: FedAvg, and beside it a model of its own for every client."""
+"""Base class of Ditto, APFL and pFedMe: FedAvg in which every client also trains a personal model."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 
-from fedsim import tree
-from fedsim.algorithms._fedavg import ClientState, FedAvg
-from fedsim.algorithms._gradient_server import Shared
+from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
 
-
-class TwoModels(NamedTuple):
-    """The client's copy of the global model, and what it trains for itself."""
-
-    copy: ClientState
-    own: ClientState
+Models = tuple[Local, Local]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PersonalModel(FedAvg):
-    """FedAvg, and beside it every client trains something of its own, which it keeps: subclasses write `personal_loss`.
+    """FedAvg in which every client also trains and keeps a personal model. Subclasses define `personal_loss`.
 
-    In every step both take a step of ``client_optimizer`` on the same batch. `fedsim.evaluate_personalized` evaluates what
-    `personal_params` makes of what clients keep.
+    In every step, the client's copy of the global model and its personal model each take one step of ``client_optimizer`` on
+    the same batch. `fedsim.evaluate_personalized` evaluates `personal_params`, which are computed from what the client keeps.
     """
 
     def __post_init__(self) -> None:
@@ -42,34 +36,35 @@ class PersonalModel(FedAvg):
                 f"{type(self).__mro__[gradient].__name__}: override it, too."
             )
 
-    def client_memory(self, shared: Shared) -> Any:
+    local_params = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
+
+    def client_memory(self, shared: Any) -> Any:
         return shared.params
 
-    def personal_params(self, shared: Shared, memory: Any) -> Params:
-        """The parameters that a client of this memory uses for itself."""
-        return memory
+    def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the parameters of the client's personal model."""
+        return client.memory
 
-    def personal_loss(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> jax.Array:
-        """What ``own`` descends; ``copy`` is the client's copy of the global model before the step."""
+    def personal_loss(self, shared: Any, copy: Params, own: Any, batch: Batch) -> jax.Array:
+        """Returns the loss that ``own`` minimizes. ``copy`` is the client's copy of the global model before the step."""
         raise NotImplementedError(f"{type(self).__name__} must define personal_loss.")
 
-    def personal_gradient(self, shared: Shared, copy: Params, own: Any, batch: Batch) -> tuple[jax.Array, Any]:
-        """The loss that is reported, and the gradient of `personal_loss` in ``own``: whoever overrides one, overrides both, or
-        inherits from this class."""
-        return tree.value_and_grad(lambda own: self.personal_loss(shared, copy, own, batch), own)
+    def personal_gradient(self, shared: Any, copy: Params, own: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """Returns the loss to report, and the gradient of `personal_loss` with respect to ``own``.
 
-    def client_init(self, shared: Shared, client: Client) -> Any:
-        return TwoModels(self.set_out(shared, shared.params), self.set_out(shared, client.memory))
+        A subclass that overrides `personal_loss` must also override this method, unless it inherits it from `PersonalModel`.
+        """
+        return jax.value_and_grad(self.personal_loss, argnums=2)(shared, copy, own, batch)
 
-    def client_step(self, shared: Shared, state: Any, batch: Batch) -> Any:
-        def loss(own: Any) -> jax.Array:
-            return self.personal_loss(shared, state.copy.params, own, batch)
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        start = self.start(shared, shared.params), self.start(shared, client.memory)
+        copy, own = client.for_each_batch(self.batches, functools.partial(self.two_steps, shared), start)
+        result = self.update_of(shared, client, copy)
+        return result._replace(info={**result.info, "personal_loss": own.loss.result()}, memory=own.params)
 
-        slope = self.personal_gradient(shared, state.copy.params, state.own.params, batch)
-        own = self.walk(shared, state.own, batch, slope, loss)
-        later = batch._replace(mask=tree.after(batch.mask, own.params))  # This slope may read the copy.
-        return TwoModels(super().client_step(shared, state.copy, later), own)
-
-    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
-        sent = super().client_final(shared, state.copy, client)
-        return sent._replace(info={**sent.info, "personal_loss": state.own.loss.result()}, memory=state.own.params)
+    def two_steps(self, shared: Any, models: Models, batch: Batch) -> Models:
+        """Takes one step of the client's copy of the global model, and one step of its personal model."""
+        copy, own = models
+        slope = self.personal_gradient(shared, copy.params, own.params, batch)
+        own = self.step(shared, own, batch, slope, lambda own: self.personal_loss(shared, copy.params, own, batch))
+        return self.step(shared, copy, batch, self.client_gradient(shared, copy.params, batch)), own

@@ -1,14 +1,14 @@
 """Fair resource allocation: q-FedAvg and q-FedSGD.
 
 T. Li, M. Sanjabi, A. Beirami, V. Smith, "Fair resource allocation in federated learning", ICLR 2020 (Algorithm 1, q-FedSGD, and
-Algorithm 2, q-FedAvg): https://arxiv.org/abs/1905.10497. The paper's q is ``q``, its L is ``lipschitz``, its F_k(w) is the
-client's mean loss over all its examples at what the server sent (``loss_before`` in the info of q-FedAvg).
+Algorithm 2, q-FedAvg): https://arxiv.org/abs/1905.10497. The paper's q is ``q`` and its L is ``lipschitz``. Its F_k(w) is the
+client's mean loss over all its examples at the server's parameters (``loss_before`` in the info of q-FedAvg).
 
-Deviations: the paper samples client k with probability p_k and sums uniformly; with ``weighting="examples"`` and uniform
-sampling, the default, the sums are weighted by p_k instead, which has the same expectation (for the paper's way take a
-`fedsim.samplers.WeightedSampler` and ``weighting="uniform"``). Losses below 1e-10 count as 1e-10, where F^(q-1) would be
-infinite. F_k is the loss of training: with dropout it is random. What the sums give may pass through any
-``server_optimizer``; the paper's is SGD of rate 1, the default.
+Deviations: the paper samples client k with probability p_k and sums uniformly. With the defaults, ``weighting="examples"`` and
+uniform sampling, the sums are weighted by p_k instead, which has the same expectation. For the paper's sampling, use a
+`fedsim.samplers.WeightedSampler` and ``weighting="uniform"``. Losses below 1e-10 count as 1e-10, because F^(q-1) could be
+infinite. F_k is the training loss, which is random with dropout. The result of the sums is a gradient for any
+``server_optimizer``. The paper uses SGD with learning rate 1, the default.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators import Beside, Noted
-from fedsim.algorithms._fedavg import ClientState
+from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
-from fedsim.algorithms._gradient_server import GradientServer, ServerState, Shared
-from fedsim.algorithms._loss_before import LossBefore
-from fedsim.execution import Client, ClientUpdate
+from fedsim.algorithms._gradient_server import GradientServer
+from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
 _SMALLEST_LOSS = 1e-10
@@ -33,10 +32,12 @@ _SMALLEST_LOSS = 1e-10
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FairServer(GradientServer):
-    """What both have in common: the objective Σ p_k F_k^(q+1) / (q+1), and a step whose size needs no tuning for each q.
+    """Base class of `QFedSGD` and `QFedAvg`: the objective Σ p_k F_k^(q+1) / (q+1), and a step size that does not need to be
+    tuned for each q.
 
     Attributes:
-      q: at least 0; with 0 all clients weigh as in the unfair algorithm, and the larger, the more do those of large losses.
+      q: at least 0. With 0, clients have the same weights as in the algorithm without fairness. Larger values give more weight
+        to clients with large losses.
 
     >>> import fedsim
     >>> FairServer(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), q=-1.0)
@@ -53,25 +54,28 @@ class FairServer(GradientServer):
         checks.number(least=0, q=self.q)
 
     def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Noted:
-        """Δ_k = F_k^q ∇_k and, beside it, h_k = q F_k^(q-1) |∇_k|² + L F_k^q: for a gradient, or what stands for one."""
+        """Returns Δ_k = F_k^q ∇_k, with h_k = q F_k^(q-1) |∇_k|² + L F_k^q beside it.
+
+        ``gradient`` is a gradient, or an update that is used as one.
+        """
         loss = jnp.maximum(loss, _SMALLEST_LOSS)
         delta = tree.scale(gradient, loss**self.q)
         return Noted(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
 
-    def server_update(self, state: ServerState, update: Noted) -> ServerState:
-        """The step is along ΣΔ_k / Σh_k; where nobody could move there is none."""
+    def server_update(self, state: Any, update: Noted, info: RoundInfo) -> Any:
+        """Takes a step along ΣΔ_k / Σh_k. There is no step if no client could move, so that Σh_k is 0."""
         delta, h = update
-        return super().server_update(state, tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0)))
+        return super().server_update(state, tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0)), info)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QFedSGD(FedSGD, FairServer):
-    """q-FedSGD: clients send their gradients and losses, reweighted by how large the losses are.
+    """q-FedSGD: clients send their gradients, weighted by a power of their losses.
 
-    With q = 0 this is `FedSGD` with a learning rate of 1 / ``lipschitz``.
+    With q = 0, the algorithm is `FedSGD` with a learning rate of 1 / ``lipschitz``.
 
     Attributes:
-      lipschitz: estimate of the gradient's Lipschitz constant: 1 over the learning rate that is best for FedSGD.
+      lipschitz: an estimate of the gradient's Lipschitz constant: 1 over the best learning rate for FedSGD.
       q: see `FairServer`.
       model, batches, server_optimizer, weighting: see `FedSGD`.
 
@@ -88,21 +92,22 @@ class QFedSGD(FedSGD, FairServer):
         super().__post_init__()
         checks.positive(lipschitz=self.lipschitz)
 
-    def client_final(self, shared: Shared, state: Any, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state, client)
-        update = self.reweighted(result.update, result.info["loss"], self.lipschitz)
-        return result._replace(update=update)
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        result = super().client_update(shared, client)
+        return result._replace(update=self.reweighted(result.update, result.info["loss"], self.lipschitz))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class QFedAvg(LossBefore, FairServer):
-    """q-FedAvg: clients train as in FedAvg; L times their movement stands for the gradient.
+class QFedAvg(FedAvg, FairServer):
+    """q-FedAvg: clients train as in FedAvg, and L times their update is used as the gradient.
 
-    With q = 0 this is `FedAvg`. A client reads its examples once more than in FedAvg, for its loss before training.
+    With q = 0, the algorithm is `FedAvg`. A client makes one more pass over its examples than in FedAvg, to compute its loss
+    before training.
 
     Attributes:
-      lipschitz: L; None: 1 over the client's learning rate, as in the paper. The rate is the mean length of the client
-        optimizer's first step along a gradient of ones: that of SGD exactly, also if it changes from round to round.
+      lipschitz: L. None takes 1 over the client's learning rate, as in the paper. The learning rate is measured as the mean
+        length of the client optimizer's first step along a gradient of ones. For SGD this is exact, also if the rate changes
+        from round to round.
       q: see `FairServer`.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
@@ -122,17 +127,17 @@ class QFedAvg(LossBefore, FairServer):
         super().__post_init__()
         checks.positive(or_none=True, lipschitz=self.lipschitz)
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result = super().client_final(shared, state, client)
-        lipschitz, before = self._lipschitz(shared), self.loss_before(state)
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        before, result = self.mean_loss(shared, client), super().client_update(shared, client)
+        lipschitz = self._lipschitz(shared)
         update = self.reweighted(tree.scale(result.update, lipschitz), before, lipschitz)
         return result._replace(update=update, info={**result.info, "loss_before": before})
 
-    def _lipschitz(self, shared: Shared) -> jax.Array | float:
+    def _lipschitz(self, shared: Any) -> jax.Array | float:
         if self.lipschitz is not None:
             return self.lipschitz
-        optimizer = self._client_optimizer(shared.round)
+        optimizer = self.optimizer_of(shared.round)
         ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), shared.params) for v in (1, 0))
         steps = jax.tree.leaves(optimizer.update(ones, optimizer.init(zeros), zeros)[0])
         rate = -sum(jnp.sum(x, dtype=jnp.float32) for x in steps) / sum(x.size for x in steps)
-        return jnp.where(rate == 0, 0.0, 1 / jnp.where(rate == 0, 1.0, rate))  # a round of rate 0 moves nobody
+        return jnp.where(rate == 0, 0.0, 1 / jnp.where(rate == 0, 1.0, rate))  # with rate 0, no client moves

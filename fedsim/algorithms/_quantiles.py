@@ -1,8 +1,9 @@
-"""Federated analytics: quantiles by histograms that close in.
+"""Federated analytics: quantiles from histograms of shrinking ranges.
 
 J. I. Munro, M. S. Paterson, "Selection and sorting with limited storage", Theoretical Computer Science 12, 1980:
-https://doi.org/10.1016/0304-3975(80)90061-4: several passes over the data, each of which counts inside of what the last
-one left. Deviation: the range is cut into equal parts, not at sampled values, so the bound is in terms of the range.
+https://doi.org/10.1016/0304-3975(80)90061-4. The paper makes several passes over the data, and each pass counts within the
+range that the previous pass left. Deviation: the range is divided into equal parts, not at sampled values, so the bound depends
+on the range.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import split
+from fedsim.execution import RoundInfo, server_state
 
 
 class QuantilesState(NamedTuple):
-    """Edges of the parts of each quantile's bracket, ``float32 [quantiles, bins + 1]``: the quantile lies above the first edge,
-    ``low [quantiles]``, and not above the last one, ``high``."""
+    """Edges of the parts of each quantile's bracket, ``float32 [quantiles, bins + 1]``.
+
+    A quantile lies above the first edge, ``low [quantiles]``, and not above the last edge, ``high [quantiles]``.
+    """
 
     edges: jax.Array
 
@@ -38,25 +41,26 @@ class QuantilesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Quantiles(Statistics):
-    """The smallest values that a fraction of all values does not exceed, closer by a factor of ``bins`` in every round.
+    """Finds quantiles of a feature: every round reduces the interval that contains a quantile by a factor of ``bins``.
 
-    Each client counts its values up to every edge of ``bins`` equal parts of each quantile's bracket; the part in which the
-    sum passes the fraction becomes the bracket.
+    A quantile is the smallest value such that a fraction of all values does not exceed it. Its bracket is the interval that
+    contains it. Each client counts its values up to every edge of ``bins`` equal parts of each bracket. The part in which the
+    sum of the counts reaches the fraction becomes the next bracket.
 
     Guarantees:
-      - After r rounds in which everybody took part, a quantile q lies in (low, high] and high - low <= (high₀ - low₀) /
-        bins**r, until these are neighbours among the ``float32``: then ``high`` is the quantile, as
-        ``numpy.quantile(method="inverted_cdf")`` has it.
-      - A quantile at or below ``low``, or above ``high``, is found as that.
-      - With sampled clients a bracket is right for the values seen in its rounds.
-      - Ranks are exact up to 4 million values a round, and to 1 in 4 million beyond.
+      - After r rounds in which all clients participated, a quantile q lies in (low, high], and high - low <= (high₀ - low₀) /
+        bins**r, until low and high are neighbouring ``float32`` numbers. Then ``high`` is the quantile, as defined by
+        ``numpy.quantile(method="inverted_cdf")``.
+      - A quantile at or below the initial ``low`` is found as ``low``, and a quantile above the initial ``high`` as ``high``.
+      - With sampled clients, a bracket is correct for the values seen in its rounds.
+      - Ranks are exact up to 4 million values per round, and accurate to 1 in 4 million beyond.
 
-    `evaluate` gives by how much the fraction of values up to each ``high`` is off, at most.
+    `evaluate` returns the largest error of the fraction of values up to each ``high``.
 
     Attributes:
-      fractions: each in (0, 1]; 0.5 is the median.
-      low, high: a range that has the quantiles.
-      bins: at least 2, parts that a bracket is cut into.
+      fractions: each in (0, 1]. 0.5 is the median.
+      low, high: a range that contains the quantiles.
+      bins: number of parts of a bracket, at least 2.
       feature, batches: see `Statistics`.
 
     >>> import numpy as np, fedsim
@@ -93,29 +97,32 @@ class Quantiles(Statistics):
     def statistics(self, shared: QuantilesState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         values, mask = self.values(batch)
         values, seen = values.astype(jnp.float32), mask.astype(jnp.float32)
-        # How many edges a value lies above: it counts from the edge after these.
+        # The number of edges below a value, which is also the index of the first edge for which the value counts.
         above = jax.vmap(lambda edges: jnp.searchsorted(edges, values))(shared.edges)
         here = jnp.arange(len(self.fractions), dtype=jnp.int32)[:, None]
         counts, none = self.nothing(shared)
         return counts.at[here, above].add(jnp.broadcast_to(seen, above.shape), mode="drop"), none + jnp.sum(seen)
 
-    def server_update(self, state: QuantilesState, update: tuple[jax.Array, jax.Array]) -> QuantilesState:
+    def server_update(self, state: QuantilesState, update: tuple[jax.Array, jax.Array], info: RoundInfo) -> QuantilesState:
         counts, total = update
-        # The smallest whole number that is the fraction, up to the rounding of float32.
+        # The smallest integer rank that reaches the fraction, up to the rounding of float32.
         rank = jnp.ceil(jnp.asarray(self.fractions, jnp.float32) * total * (1 - 2**-22))
         first = jnp.sum(jnp.cumsum(counts, axis=1) < rank[:, None], axis=1)[:, None]  # the first edge with at least that rank
         return self._cut(*(jnp.take_along_axis(state.edges, jnp.clip(at, 0, self.bins), axis=1) for at in (first - 1, first)))
 
     def _cut(self, low: jax.Array, high: jax.Array) -> QuantilesState:
-        """Brackets from ``low`` to ``high [quantiles, 1]`` in equal parts; ends are exact, and no rounding goes backwards."""
+        """Returns brackets from ``low`` to ``high``, both ``[quantiles, 1]``, in equal parts.
+
+        The first and the last edge are exact, and edges never decrease because of rounding.
+        """
         share = jnp.arange(self.bins + 1, dtype=jnp.float32)[None] / self.bins
-        # Of two neighbouring floats the difference is exact, so the brackets close in to the last bit.
+        # The difference of two neighbouring floats is exact, so brackets shrink down to the last bit.
         edges = jax.lax.cummax(jnp.clip(low + (high - low) * share, low, high), axis=1)
         return QuantilesState(edges.at[:, :1].set(low).at[:, -1:].set(high))
 
     def evaluate(self, state: QuantilesState, data: FederatedData) -> dict[str, float]:
-        """By how much the fraction of values up to each quantile is off, at most: ``rank_error``."""
-        state = split(state).server
+        """Returns ``rank_error``: the largest error of the fraction of values up to each quantile."""
+        state = server_state(state)
         self.check(data)
         values = np.sort(np.asarray(data.columns[self.feature], np.float32).ravel())
         found = np.stack([np.searchsorted(values, state.high, side=side) / max(1, len(values)) for side in ("left", "right")])

@@ -1,8 +1,9 @@
 """Reptile.
 
 A. Nichol, J. Achiam, J. Schulman, "On first-order meta-learning algorithms", 2018, Algorithm 2 (the batched version):
-https://arxiv.org/abs/1803.02999. Its tasks are clients, its k steps those of ``batches``, ε is ``server_learning_rate``. No
-deviations. It is FedAvg with uniform weights and a server rate of ε: what differs is what it is for, a start for fine-tuning.
+https://arxiv.org/abs/1803.02999. The paper's tasks are clients, its k steps are the steps of ``batches``, and ε is
+``server_learning_rate``. There are no deviations. The algorithm is FedAvg with uniform weights and a server learning rate of ε.
+Only its purpose is different: it learns parameters from which to fine-tune.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Reptile(FedAvg):
-    """A start from which a client's few steps go far: x = x + server_learning_rate mean(x_i - x), x_i after client i's steps.
+    """Learns parameters for fine-tuning: x = x + server_learning_rate mean(x_i - x), where x_i is x after client i's local
+    steps.
 
-    To evaluate it as it is meant: ``fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=algorithm)``.
+    To evaluate with fine-tuning: ``fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=algorithm)``.
 
     Attributes:
       server_learning_rate: ε.
-      decay_rounds: the rounds over which ε falls linearly to 0, as in the paper's experiments; None: it stays.
+      decay_rounds: the number of rounds over which ε decreases linearly to 0, as in the paper's experiments. None keeps it
+        constant.
 
     >>> import optax, fedsim
     >>> Reptile(
@@ -44,7 +47,8 @@ class Reptile(FedAvg):
         super().__post_init__()
         checks.positive(server_learning_rate=self.server_learning_rate)
         checks.whole(1, or_none=True, decay_rounds=self.decay_rounds)
-        rate: optax.ScalarOrSchedule = self.server_learning_rate
-        if self.decay_rounds is not None:
-            rate = optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds)
-        object.__setattr__(self, "server_optimizer", optax.sgd(rate))
+
+    def _server_optimizer(self) -> optax.GradientTransformation:
+        if self.decay_rounds is None:
+            return optax.sgd(self.server_learning_rate)
+        return optax.sgd(optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds))

@@ -1,20 +1,23 @@
 """SCAFFOLD: stochastic controlled averaging.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, "SCAFFOLD: Stochastic controlled averaging for
-federated learning", ICML 2020, Algorithm 1: https://arxiv.org/abs/1910.06378. With c_i what client i keeps, c what the server
-keeps, both 0 at first, S the cohort, N the clients that have examples, g_i(·) the client's gradients::
+federated learning", ICML 2020, Algorithm 1: https://arxiv.org/abs/1910.06378. Client i keeps c_i, and the server keeps c. All
+are 0 at first. With S the cohort, N the number of clients that have examples, and g_i(·) the client's gradients::
 
     y = x;  K times:  y = y - η_l (g_i(y) - c_i + c)
     c_i' = g_i(x)                               option I, on all of the client's examples
     c_i' = c_i - c + (x - y) / (K η_l)          option II
     x = x + η_g mean_S (y - x),     c = c + |S| / N mean_S (c_i' - c_i)
 
-η_l is ``client_optimizer``'s rate, η_g ``server_optimizer``'s. Deviations: none in these lines. Beyond the paper, K η_l is
-measured (`fedsim.algorithms._reach`), which for momentum or a rate that changes gives its weighted mean of gradients; and with
-``weighting="examples"`` both means are weighted, and |S| / N is the cohort's part of all examples, so that c stays the mean of
-all c_i. Where what arrives of a client's change is clipped or compressed, its variate changes by that, so that this stays so;
-an attack, or an aggregator that is no mean (a median, Krum) or adds noise, leaves c apart from the mean of c_i. The paper
-starts its experiments with c_i = 0, its theorems with c_i = g_i(x).
+η_l is the learning rate of ``client_optimizer``, and η_g the learning rate of ``server_optimizer``. These equations have no
+deviations from the paper.
+
+Extensions: K η_l is measured (see `fedsim.algorithms._distance`). With momentum or a learning rate that changes, option II then
+uses a mean of the gradients with the weights of the optimizer. With ``weighting="examples"`` both means are weighted, and
+|S| / N becomes the cohort's fraction of all examples, so that c remains the mean of all c_i. If a client's change is clipped or
+compressed, its c_i changes by what the server receives, so that c still remains the mean. An attack, an aggregator that is not
+a mean (a median, Krum), or one that adds noise makes c differ from the mean of the c_i. The paper's experiments start with
+c_i = 0, its theorems with c_i = g_i(x).
 """
 
 from __future__ import annotations
@@ -26,39 +29,47 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import ClientState
-from fedsim.algorithms._fedsgd import FullGradient
-from fedsim.algorithms._gradient_server import ServerState, Shared
-from fedsim.algorithms._reach import Reach, must_be_linear
-from fedsim.algorithms._tilted import Tilted
-from fedsim.data import Batch, Batches, FederatedData
-from fedsim.execution import Client, ClientUpdate, Turnout
+from fedsim.algorithms._distance import must_be_linear, train_measured
+from fedsim.algorithms._fedavg import FedAvg, Gradient
+from fedsim.data import Batch, FederatedData
+from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
 
-class Control(NamedTuple):
-    """``correction``, c - c_i, and what the client's new variate is made of."""
+class ScaffoldState(NamedTuple):
+    """`ServerState` and the server's control variate c, which has the shapes of the parameters."""
 
-    correction: Params
-    source: FullGradient | Reach
+    params: Params
+    opt_state: Any
+    round: jax.Array
+    control: Params
+
+
+class ScaffoldShared(NamedTuple):
+    """What clients receive: `Shared` and the server's control variate c."""
+
+    params: Params
+    round: jax.Array
+    control: Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class SCAFFOLD(Tilted):
-    """FedAvg whose clients correct every gradient by what they know of the others: g - c_i + c.
+class SCAFFOLD(FedAvg):
+    """FedAvg whose clients correct every gradient with control variates: g - c_i + c.
 
-    A client keeps its variate c_i between rounds (as much as the parameters), sends its change beside its movement, and gets c
-    beside x.
+    c_i estimates the gradient of the client, and c the mean gradient of all clients. A client keeps c_i between rounds, which
+    is as large as the parameters. It sends the change of c_i in addition to its update, and receives c in addition to x.
 
     Attributes:
-      option: how a client renews its variate: ``"I"``, its full gradient at x, for one more pass over its examples; ``"II"``,
-        the mean of the gradients on its way, for nothing.
-      weighting: default ``"uniform"``, the paper's; see `GradientServer`.
-      client_optimizer: see `FedAvg`. With option II, SGD with or without momentum.
+      option: how a client updates its control variate. ``"I"`` uses its full gradient at x, which takes one more pass over its
+        examples. ``"II"`` uses the mean of its gradients during training, at no cost.
+      weighting: default ``"uniform"``, as in the paper; see `GradientServer`.
+      client_optimizer: see `FedAvg`. Option II needs SGD, with or without momentum.
       model, server_optimizer: see `GradientServer`.
 
     Raises:
-      ValueError: another option; with option II, before the first round, an optimizer that is not linear in the gradients.
+      ValueError: ``option`` has another value. Before the first round, with option II: the client optimizer is not linear in
+        the gradients.
 
     >>> import optax, fedsim
     >>> SCAFFOLD(
@@ -69,53 +80,50 @@ class SCAFFOLD(Tilted):
     """
 
     option: Literal["I", "II"] = "II"
+    weighting: Literal["examples", "uniform"] = "uniform"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.one_of("I", "II", option=self.option)
 
-    @property
-    def preview(self) -> Batches | None:
-        return self.batches.one_pass() if self.option == "I" else None
+    def init(self, key: jax.Array) -> ScaffoldState:
+        state = super().init(key)
+        return ScaffoldState(**state._asdict(), control=jax.tree.map(jnp.zeros_like, state.params))
 
-    def broadcast(self, state: ServerState) -> Shared:
-        return Shared(state.params, state.round, state.more)
+    def broadcast(self, state: ScaffoldState) -> ScaffoldShared:
+        return ScaffoldShared(state.params, state.round, state.control)
 
-    def client_init(self, shared: Shared, client: Client) -> ClientState:
-        source = FullGradient.zero(shared.params) if self.option == "I" else Reach.zero(self._client_optimizer(shared.round))
-        return super().client_init(shared, client)._replace(more=Control(tree.subtract(shared.more, client.memory), source))
+    def client_memory(self, shared: ScaffoldShared) -> Params:
+        return jax.tree.map(jnp.zeros_like, shared.params)
 
-    def client_preview(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        correction, source = state.more
-        return state._replace(more=Control(correction, source.add(self.client_loss, shared, batch)))
+    def gradient_of(self, shared: ScaffoldShared, client: Client) -> Gradient:
+        correction = tree.subtract(shared.control, client.memory)
 
-    def client_gradient(self, shared: Shared, state: ClientState, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = super().client_gradient(shared, state, batch)
-        return loss, tree.add(gradient, state.more.correction)
+        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+            loss, gradient = self.client_gradient(shared, params, batch)
+            return loss, tree.add(gradient, correction)
 
-    def client_step(self, shared: Shared, state: ClientState, batch: Batch) -> ClientState:
-        correction, source = state.more
-        source = source if self.option == "I" else source.step(self._client_optimizer(shared.round))
-        return super().client_step(shared, state, batch)._replace(more=Control(correction, source))
+        return gradient
 
-    def client_final(self, shared: Shared, state: ClientState, client: Client) -> ClientUpdate:
-        result, source = super().client_final(shared, state, client), state.more.source
-        if isinstance(source, FullGradient):
-            change = tree.subtract(source.mean(shared.params), client.memory)
-        else:  # Who has not come anywhere, at a rate of 0, has learnt nothing of its gradients.
-            change = tree.subtract(source.mean(result.update), shared.more)
-            change = tree.select(source.come == 0, jax.tree.map(jnp.zeros_like, change), change)
-        return result._replace(update=(result.update, change))
+    def client_update(self, shared: ScaffoldShared, client: Client) -> ClientUpdate:
+        if self.option == "I":
+            _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
+            result = super().client_update(shared, client)
+            change = tree.subtract(gradient, client.memory)
+        else:
+            local, distance = train_measured(self, shared, client)
+            result = self.update_of(shared, client, local)
+            change = tree.subtract(distance.mean_gradient(result.update), shared.control)
+            # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
+            change = tree.select(distance.gone == 0, jax.tree.map(jnp.zeros_like, change), change)
+        return result._replace(update=(result.update, change), memory=lambda arrived: tree.add(client.memory, arrived[1]))
 
-    def client_sent(self, result: ClientUpdate, client: Client, arrived: Any) -> Params:
-        return tree.add(client.memory, arrived[1])
-
-    def server_round(self, state: ServerState, update: Any, turnout: Turnout) -> ServerState:
+    def server_update(self, state: ScaffoldState, update: Any, info: RoundInfo) -> ScaffoldState:
         movement, change = update
-        control = tree.add(state.more, tree.scale(change, self.share(turnout)))
-        return self.server_update(state, movement)._replace(more=control)
+        control = tree.add(state.control, tree.scale(change, self.participation(info)))
+        return super().server_update(state, movement, info)._replace(control=control)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if self.option == "II":
-            must_be_linear("SCAFFOLD's option II", self._client_optimizer)
+            must_be_linear("SCAFFOLD's option II", self.optimizer_of)

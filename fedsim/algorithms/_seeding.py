@@ -1,4 +1,4 @@
-"""Where clusters start from: k-means++ over the examples of all clients of a round.
+"""Initial points of clusters: k-means++ over the examples of all clients of a round.
 
 D. Arthur, S. Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007 (ACM, pages 1027-1035).
 """
@@ -16,24 +16,26 @@ import numpy as np
 from fedsim import checks, tree
 from fedsim.aggregators import Aggregator
 from fedsim.algorithms._lots import NOBODY, Candidate, Found, SumAndHighest, drawn, higher, nobody
-from fedsim.algorithms._statistics import ClientState, Statistics
+from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate
+from fedsim.execution import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Seeding(Statistics):
-    """k points, started as in k-means++ from the examples of the clients that take part, a point a round, or given.
+    """Initializes k points from ``start``, or by k-means++ from the examples of the clients that participate, one point per
+    round.
 
-    While ``shared.num_started`` is below k, a round draws the next point among all examples of its cohort, each with a chance
-    in proportion to its squared distance to the nearest point so far (alike for the first): every example has a lot, the
-    logarithm of its distance plus Gumbel noise; a client sends its highest, and the server keeps the highest of all. That is
-    the draw of k-means++ from all these examples at once. Only from then on does `maximize` get statistics.
+    While ``shared.num_started`` is below k, a round draws the next point from all examples of its cohort. The probability of an
+    example is proportional to its squared distance to the nearest point so far, and uniform for the first point. Every example
+    gets a lot: the logarithm of this distance plus Gumbel noise. A client sends its example with the highest lot, and the
+    server keeps the highest of all. This is the same as a k-means++ draw from all these examples at once. `maximize` receives
+    moments only after all points are initialized.
 
     Attributes:
-      num_features: numbers per example; an example of another shape is flattened.
+      num_features: numbers per example. An example of another shape is flattened.
       num_clusters: k.
-      start: points to start from, ``[num_clusters, num_features]``; None: k-means++.
+      start: the initial points, ``[num_clusters, num_features]``. None uses k-means++.
       feature, batches: see `Statistics`.
 
     >>> Seeding(num_features=2, num_clusters=3).points()[1].item()
@@ -62,21 +64,23 @@ class Seeding(Statistics):
             )
 
     def points(self) -> tuple[jax.Array, jax.Array]:
-        """The points before the first round, and how many of them count."""
+        """Returns the points before the first round, and how many of them are initialized."""
         if self.start is None:
             return jnp.zeros((self.num_clusters, self.num_features), jnp.float32), jnp.int32(0)
         return jnp.asarray(np.asarray(self.start, np.float32)), jnp.int32(self.num_clusters)
 
     def no_moments(self) -> Any:
-        """The moments of no examples."""
+        """Returns the moments of no examples."""
         raise NotImplementedError(f"{type(self).__name__} must define no_moments.")
 
     def moments(self, shared: Any, x: jax.Array, mask: jax.Array) -> Any:
-        """What `maximize` needs of examples ``float32 [n, features]``: sums over those where ``mask [n]`` is True."""
+        """Returns what `maximize` needs from examples ``float32 [n, features]``: sums over the examples where ``mask [n]`` is
+        True.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define moments.")
 
     def maximize(self, state: Any, moments: Any) -> Any:
-        """The state after a round, from the moments of all its examples."""
+        """Returns the state after a round, from the moments of all its examples."""
         raise NotImplementedError(f"{type(self).__name__} must define maximize.")
 
     def nothing(self, shared: Any) -> Found:
@@ -93,21 +97,20 @@ class Seeding(Statistics):
             lambda: nothing._replace(statistics=self.moments(shared, x, batch.mask)),
         )
 
-    def client_final(self, shared: Any, state: ClientState, client: Client) -> ClientUpdate:
-        found = state.statistics
-        result = super().client_final(shared, state._replace(statistics=found.statistics), client)
-        return result._replace(update=Found(result.update, found.candidate))
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        found, share = self.collect(shared, client)
+        return ClientUpdate(Found(tree.scale(found.statistics, share), found.candidate), jnp.float32(1))
 
-    def server_update(self, state: Any, update: Found) -> Any:
+    def server_update(self, state: Any, update: Found, info: RoundInfo) -> Any:
         def place() -> Any:
-            # Fewer different examples than points: the rest of the points are copies of the first.
+            # If there are fewer distinct examples than points, the remaining points are copies of the first.
             point = jnp.where(update.candidate.lot > NOBODY, update.candidate.point, state.means[0])
             return state._replace(means=state.means.at[state.num_started].set(point), num_started=state.num_started + 1)
 
         return jax.lax.cond(state.num_started >= self.num_clusters, lambda: self.maximize(state, update.statistics), place)
 
     def numbers(self, examples: Any) -> jax.Array:
-        """A batch's examples, ``float32 [n, features]``."""
+        """Returns a batch's examples, ``float32 [n, features]``."""
         return examples[self.feature].reshape(-1, self.num_features).astype(jnp.float32)
 
     def _candidate(self, shared: Any, x: jax.Array, batch: Batch) -> Candidate:
@@ -117,7 +120,7 @@ class Seeding(Statistics):
 
 
 def squared_distances(x: jax.Array, points: jax.Array) -> jax.Array:
-    """From every example ``[n, features]`` to every point ``[k, features]``: ``[n, k]``.
+    """Returns the squared distances ``[n, k]`` from examples ``[n, features]`` to points ``[k, features]``.
 
     >>> squared_distances(jnp.array([[0.0, 1.0]]), jnp.array([[0.0, 0.0], [2.0, 1.0]])).tolist()
     [[1.0, 4.0]]

@@ -1,4 +1,4 @@
-"""Sketches of how often items occur: a few rows of counters, which many items share.
+"""Sketches of item frequencies: a few rows of counters, and many items share a counter.
 
 G. Cormode, S. Muthukrishnan, "An improved data stream summary: the count-min sketch and its applications", Journal of
 Algorithms 55, 2005: https://doi.org/10.1016/j.jalgor.2003.12.001. M. Charikar, K. Chen, M. Farach-Colton, "Finding frequent
@@ -20,7 +20,8 @@ from fedsim import checks
 
 @dataclasses.dataclass(frozen=True)
 class Sketch:
-    """``depth`` rows of ``width`` counters; see `fedsim.algorithms.HeavyHitters` for the fields. Counts of sketches add up.
+    """``depth`` rows of ``width`` counters; see `fedsim.algorithms.HeavyHitters` for the fields. Counts of sketches can be
+    added.
 
     >>> sketch = Sketch("count-min", width=64, depth=3)
     >>> words = sketch.words(jax.random.key(0))
@@ -42,26 +43,28 @@ class Sketch:
             raise ValueError(f"Expected an odd depth, for the median of the rows, got depth={self.depth}.")
 
     def words(self, key: jax.Array) -> jax.Array:
-        """Keys of the hash functions, ``uint32 [2, depth, 3]``."""
+        """Returns keys of the hash functions, ``uint32 [2, depth, 3]``."""
         return jax.random.bits(key, (2, self.depth, 3), jnp.uint32)
 
     def count(self, words: jax.Array, items: jax.Array, mask: jax.Array) -> jax.Array:
-        """The counters ``float32 [depth, width]`` after those items ``int [n]`` of which ``mask [n]`` is True."""
+        """Returns the counters, ``float32 [depth, width]``, for the items ``int [n]`` where ``mask [n]`` is True."""
         counter, sign = self.places(words, items)
         rows = jnp.arange(self.depth, dtype=jnp.int32)[:, None]
         return jnp.zeros((self.depth, self.width), jnp.float32).at[rows, counter].add(sign * mask.astype(jnp.float32)[None])
 
     def estimate(self, words: jax.Array, counts: jax.Array, items: jax.Array) -> jax.Array:
-        """How often items ``int [n]`` occurred, by counters ``[depth, width]``: ``float32 [n]``."""
+        """Returns the estimated frequencies, ``float32 [n]``, of items ``int [n]``, from counters ``[depth, width]``."""
         counter, sign = self.places(words, items)
         found = jnp.take_along_axis(counts, counter, axis=1).astype(jnp.float32) * sign
         return jnp.min(found, axis=0) if self.kind == "count-min" else jnp.median(found, axis=0)
 
     def places(self, words: jax.Array, items: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Each item's counter in each row, ``int32 [depth, n]``, and the sign it counts with, ``float32 [depth, n]``."""
+        """Returns each item's counter in each row, ``int32 [depth, n]``, and the sign with which it counts, ``float32 [depth,
+        n]``.
+        """
         item = items.astype(jnp.uint32)
         halves = jnp.stack([item & 0xFFFF, item >> 16, jnp.ones_like(item)])
-        # Vector multiply-shift of 16-bit halves modulo 2**32: its upper 17 bits are strongly universal.
+        # Vector multiply-shift of 16-bit halves modulo 2**32. Its upper 17 bits are strongly universal.
         hashed = jnp.sum(words[..., None] * halves[None, None], axis=2, dtype=jnp.uint32)
         counter = (hashed[0] >> (32 - (self.width.bit_length() - 1))).astype(jnp.int32)
         sign = 1 - 2 * (hashed[1] >> 31).astype(jnp.float32)

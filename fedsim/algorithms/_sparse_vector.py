@@ -12,10 +12,13 @@ import jax.numpy as jnp
 def above_noisy_threshold(
     values: jax.Array, clip: float, threshold: float, count: int, epsilon: float, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Up to ``count`` of the values ``[size]`` whose size is above a threshold, both with noise, and which, ``bool [size]``.
+    """Selects up to ``count`` of the values ``[size]`` whose absolute value is above a threshold, with noise on both.
 
-    Values are looked at once each, in random order; every one found costs a share of the budget, 8/9 of which goes for
-    finding, and 2/9 (of which the analysis counts half) for telling. Sensitivity is 2 ``clip``.
+    Values are tested once each, in random order. Every selected value uses an equal share of the privacy budget: 8/9 of the
+    share for its selection, and 2/9 (the analysis counts half of this) for its release. The sensitivity is 2 ``clip``.
+
+    Returns:
+      The noisy values ``[size]``, clipped to [-clip, clip], and which of them are selected, ``bool [size]``.
 
     >>> found, which = above_noisy_threshold(jnp.array([0.0, 0.9, -0.8]), 1.0, 0.5, 3, epsilon=1e9, key=jax.random.key(0))
     >>> which.tolist(), bool(jnp.all(jnp.abs(found - jnp.array([0.0, 0.9, -0.8])) < 1e-3))
@@ -23,7 +26,7 @@ def above_noisy_threshold(
     """
     of_threshold, of_test, of_value, of_order = jax.random.split(key, 4)
     finding, telling = (2 * count * 2 * clip / (part * epsilon) for part in (8 / 9, 2 / 9))
-    # A fresh threshold for every value found, and none after the last.
+    # Every selected value gets a new threshold. After the last one the threshold is infinite.
     thresholds = jnp.append(threshold + finding * jax.random.laplace(of_threshold, (count,)), jnp.inf)
     tests = jnp.abs(values) + 2 * finding * jax.random.laplace(of_test, values.shape)
     order = jax.random.permutation(of_order, values.size)

@@ -1,7 +1,7 @@
-"""Models to start clusters from: trained on single clients, which are drawn far from one another as k-means++ does.
+"""Initial models of clusters: each is trained on a single client, and clients are drawn far from each other as in k-means++.
 
-As in Mansour et al. 2020 (https://arxiv.org/abs/2002.10619) and FedJAX: the distance of a client from the models so far is the
-least of its losses under them.
+This follows Mansour et al. 2020, https://arxiv.org/abs/2002.10619, and FedJAX: the distance of a client from the models so far
+is the smallest of its losses under these models.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import jax
 import numpy as np
 
 from fedsim import metrics, rng
+from fedsim.algorithm import map_clients
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Cohort, FederatedData
-from fedsim.execution import Jit, evaluate
+from fedsim.evaluation import evaluate
+from fedsim.execution import Jit
 from fedsim.model import Params
 
 
-def spread_models(alone: FedAvg, data: FederatedData, count: int, key: jax.Array) -> list[Params]:
-    """``count`` models, each trained by ``alone`` on one client from the same random parameters.
+def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.Array) -> list[Params]:
+    """Returns ``count`` models. Each takes ``algorithm``'s local steps on one client, from the same random parameters.
 
-    The first client is drawn evenly, each further one with a probability proportional to its distance from the models so far.
-    None is drawn twice: it would train the same model again, to the bit.
+    The first client is drawn uniformly. Each further client is drawn with a probability proportional to its distance from the
+    models so far. No client is drawn twice, because it would train exactly the same model again.
+
+    Raises:
+      ValueError: fewer than ``count`` clients have examples.
     """
     if data.num_nonempty < count:
         raise ValueError(
@@ -30,18 +35,22 @@ def spread_models(alone: FedAvg, data: FederatedData, count: int, key: jax.Array
             "ask for fewer clusters, or start them by init."
         )
     draw = np.random.default_rng(np.asarray(rng.words(key)))
-    loss = {"loss": lambda examples, outputs: metrics.per_example(alone.model.loss(examples, outputs))}
-    judged, start = dataclasses.replace(alone.model, metrics=loss), alone.init(key)
-    execution = alone.execution if isinstance(alone.execution, Jit) else Jit()
+    loss = {"loss": lambda examples, outputs: metrics.per_example(algorithm.model.loss(examples, outputs))}
+    judged = dataclasses.replace(algorithm.model, metrics=loss)
+    start = algorithm.broadcast(algorithm.init(key))._replace(params=algorithm.model.init(key))
+    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     models: list[Params] = []
     left = data.sizes > 0
-    least, lots = np.full(data.num_clients, np.inf), left.astype(np.float64)
+    least, chances = np.full(data.num_clients, np.inf), left.astype(np.float64)
     for _ in range(count):
-        one = draw.choice(data.num_clients, p=lots / lots.sum())
-        models.append(alone.apply(start, Cohort(data, np.array([one]), 0, key))[0].params)
+        one = draw.choice(data.num_clients, p=chances / chances.sum())
+        cohort = Cohort(data, np.array([one]), 0, key)
+        # Not `local_params`, which first chooses one of several models in algorithms of clusters.
+        trained = map_clients(algorithm.train, start, cohort, batches=algorithm.batches, execution=algorithm.execution)
+        models.append(jax.tree.map(lambda x: x[0], trained.params))
         losses = np.asarray(evaluate(judged, models[-1], data, execution=execution).clients["loss"].result(), np.float64)
-        least = np.fmin(least, losses)  # A model that has gone astray is far from nobody.
+        least = np.fmin(least, losses)  # fmin ignores the NaN of a model that diverged.
         left[one] = False
-        # Where all losses are 0, everybody who is left is as likely.
-        lots = np.where(left, np.nan_to_num(least, posinf=0.0) + 1e-9, 0.0)
+        # If all losses are 0, the remaining clients are equally likely.
+        chances = np.where(left, np.nan_to_num(least, posinf=0.0) + 1e-9, 0.0)
     return models

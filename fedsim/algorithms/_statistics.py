@@ -1,9 +1,9 @@
-"""What algorithms without gradients share: clients add up statistics of their examples, and the server adds these up."""
+"""Base class of algorithms without gradients: clients sum statistics of their examples, and the server sums these."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,23 +16,17 @@ from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, ClientUpdate
 
 
-class ClientState(NamedTuple):
-    """Statistics so far, and how many examples they are of, ``float32 []``."""
-
-    statistics: Any
-    seen: jax.Array
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Statistics(Algorithm):
-    """An algorithm whose clients send a sum over their examples: subclasses write ``nothing``, ``statistics``, `server_update`.
+    """An algorithm whose clients send a sum over their examples. Subclasses define ``nothing``, ``statistics`` and
+    `server_update`.
 
-    Each example counts once, however ``batches`` has it read: a client that read only some of its examples (a straggler), or
-    some twice, sends what it found per example, times how many it has.
+    Every example counts once, however ``batches`` reads it. A client that read only some of its examples (a straggler), or some
+    of them twice, sends its statistics per example times its number of examples.
 
     Attributes:
       feature: the column to read.
-      aggregator: a sum, by default.
+      aggregator: a sum by default.
       batches: default: one pass, 256 examples at a time, in stored order.
 
     >>> Statistics(feature="x").batches.shuffle
@@ -56,36 +50,45 @@ class Statistics(Algorithm):
         data.check_finite()
 
     def nothing(self, shared: Any) -> Any:
-        """The statistics of no examples."""
+        """Returns the statistics of no examples."""
         raise NotImplementedError(f"{type(self).__name__} must define nothing(shared).")
 
     def statistics(self, shared: Any, batch: Batch) -> Any:
-        """The statistics of a batch's examples, a pytree of sums over them; what ``batch.mask`` marks False must not count."""
+        """Returns the statistics of a batch's examples, a pytree of sums. Examples where ``batch.mask`` is False must not
+        count.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define statistics(shared, batch).")
 
     def merge(self, a: Any, b: Any) -> Any:
-        """The statistics of both; by default their sum."""
+        """Returns the statistics of both sets of examples together; by default the sum."""
         return tree.add(a, b)
 
     def values(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """All numbers of the feature in a batch, end to end, and which of them count."""
+        """Returns all numbers of the feature in a batch as one vector, and a mask that is True for the numbers that count."""
         column = batch.examples[self.feature].reshape(len(batch.mask), -1)
         return column.ravel(), jnp.broadcast_to(batch.mask[:, None], column.shape).ravel()
 
-    def client_init(self, shared: Any, client: Client) -> ClientState:
-        return ClientState(self.nothing(shared), jnp.float32(0))
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        statistics, share = self.collect(shared, client)
+        return ClientUpdate(tree.scale(statistics, share), jnp.float32(1))
 
-    def client_step(self, shared: Any, state: ClientState, batch: Batch) -> ClientState:
-        seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        return ClientState(self.merge(state.statistics, self.statistics(shared, batch)), state.seen + seen)
+    def collect(self, shared: Any, client: Client) -> tuple[Any, jax.Array]:
+        """Returns the statistics of the examples that a client reads, and its number of examples divided by the number that it
+        reads.
+        """
 
-    def client_final(self, shared: Any, state: ClientState, client: Client) -> ClientUpdate:
-        share = client.num_examples.astype(jnp.float32) / jnp.maximum(state.seen, 1)
-        return ClientUpdate(tree.scale(state.statistics, share), jnp.float32(1))
+        def add(sums: tuple[Any, jax.Array], batch: Batch) -> tuple[Any, jax.Array]:
+            return self.merge(sums[0], self.statistics(shared, batch)), sums[1] + jnp.sum(batch.mask, dtype=jnp.float32)
+
+        statistics, seen = client.for_each_batch(self.batches, add, (self.nothing(shared), jnp.float32(0)))
+        return statistics, client.num_examples.astype(jnp.float32) / jnp.maximum(seen, 1)
 
 
 def _check_width(data: FederatedData, feature: str) -> None:
-    """Raises ``ValueError`` for an integer that a device would wrap: without x64 it has 32 bits where the data has 64."""
+    """Raises ``ValueError`` for an integer that would overflow on a device.
+
+    Without x64 a device has 32-bit integers, while the data may have 64-bit ones.
+    """
     dtype = np.dtype(data.columns[feature].dtype)
     on_device = jax.dtypes.canonicalize_dtype(dtype)
     if dtype.kind not in "iu" or dtype == on_device:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from fedsim import checks
 from fedsim.compressors._compressor import Size, VectorCompressor
 from fedsim.compressors._packing import pack, unpack
-from fedsim.compressors._selection import count_of, largest, places, spread
+from fedsim.compressors._selection import count_of, largest, places
 
 
 class Sparse(NamedTuple):
@@ -60,18 +60,18 @@ class TopK(VectorCompressor):
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Sparse:
         k = count_of(self.fraction, x.shape[0])
-        mask = largest(x, k)
-        where = places(mask, k)
+        which = largest(x, k)
+        where = places(which, k)
         bits = self._place_bits(x.shape[0])
-        return Sparse(pack(where, bits) if bits else mask[None], x[where])
+        return Sparse(pack(where, bits) if bits else pack(which, 1), x[where])
 
     def decode_vector(self, message: Sparse, key: jax.Array, d: int) -> jax.Array:
         k = message.values.shape[0]
-        zeros = jnp.zeros(d, jnp.float32)
-        if not self._place_bits(d):
-            return spread(message.planes[0], message.values, zeros)
-        where = unpack(message.planes, k).astype(jnp.int32)
-        return zeros.at[where].set(message.values, unique_indices=True, mode="promise_in_bounds")
+        if self._place_bits(d):
+            where = unpack(message.planes, k).astype(jnp.int32)
+        else:
+            where = places(unpack(message.planes, d) == 1, k)
+        return jnp.zeros(d, jnp.float32).at[where].set(message.values, unique_indices=True, mode="promise_in_bounds")
 
     def size_vector(self, message: Sparse, d: int) -> Size:
         k = message.values.shape[0]

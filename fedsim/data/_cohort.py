@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +13,6 @@ import numpy as np
 from fedsim import rng
 from fedsim.data._batching import Batches
 from fedsim.data._federated_data import ClientDataset, FederatedData
-
-if TYPE_CHECKING:
-    from fedsim.attacks import Attack
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +48,7 @@ class Cohort:
     key: jax.Array
     slots: int = 0
     work: np.ndarray | None = None
-    attack: Attack | None = None
+    attack: Any = None
     attackers: np.ndarray | None = None
 
     def __post_init__(self) -> None:

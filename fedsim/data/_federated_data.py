@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +14,8 @@ import numpy as np
 from fedsim import rng
 from fedsim.data._batching import Batch, Batches
 from fedsim.data._client_ids import ClientIds
+from fedsim.data._packed import open_packed, save_packed
 from fedsim.data._text_column import TextColumn
-
-if TYPE_CHECKING:
-    from fedsim.data._stream import ClientStream
 
 _CHUNK_ROWS = 1 << 16
 
@@ -229,9 +227,7 @@ class FederatedData:
           FileNotFoundError: no such file.
           FormatError: a truncated or damaged file, or not one that `save` wrote.
         """
-        from fedsim.data import _packed  # It builds on this class, hence not at the top.
-
-        return _packed.open_packed(path)
+        return open_packed(path, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the population to one packed HDF5 file, which takes its name only once it is whole.
@@ -252,20 +248,7 @@ class FederatedData:
         >>> again.client_ids, again["ann"]["x"].tolist(), type(again.columns["x"]).__name__
         (['ann', 'bob'], [0, 1, 2], 'memmap')
         """
-        from fedsim.data import _packed
-
-        _packed.save_packed(self, path)
-
-    def stream(self) -> ClientStream:
-        """The clients one after another, to be mapped and saved anew.
-
-        >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(1)}})
-        >>> data.stream().map(lambda client_id, examples: {"x": examples["x"][:1]}).load().sizes.tolist()
-        [1, 1]
-        """
-        from fedsim.data._stream import ClientStream
-
-        return ClientStream(lambda: ((c.client_id, c.examples) for c in self.clients()), self.num_clients)
+        save_packed(self.columns, self.offsets, self.client_ids, path)
 
     @property
     def num_clients(self) -> int:

@@ -14,9 +14,9 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
@@ -24,10 +24,10 @@ from h5py import h5d, h5p, h5s, h5t
 
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._errors import FormatError
-from fedsim.data._federated_data import FederatedData
 from fedsim.data._text_column import TextColumn
 from fedsim.data._whole_file import whole_file
 
+T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 
 MAGIC = b"fedsim.packed 2 "
@@ -50,15 +50,15 @@ class Part(NamedTuple):
         return cls(array.dtype, array.shape, _blocks(array))
 
 
-def save_packed(data: FederatedData, path: StrPath) -> None:
-    """Writes ``data`` as one packed file; see `FederatedData.save`."""
+def save_packed(columns: Mapping[str, Any], offsets: np.ndarray, client_ids: Iterable[str], path: StrPath) -> None:
+    """Writes the parts of a population as one packed file; see `FederatedData.save`."""
     parts: dict[str, Part] = {}
-    for name, column in data.columns.items():
+    for name, column in columns.items():
         if isinstance(column, TextColumn):
             parts |= text_parts(name, Part.of(column.buffer), Part.of(column.starts))
         else:
             parts[f"columns/{name}"] = Part.of(column)
-    write_packed(path, data.offsets, packed_names(data.client_ids), parts)
+    write_packed(path, offsets, packed_names(client_ids), parts)
 
 
 def text_parts(name: str, buffer: Part, starts: Part) -> dict[str, Part]:
@@ -163,20 +163,21 @@ def _user_block(columns: Mapping[str, Part]) -> int:
     return max(_PAGE, 1 << (len(longest) + _LINE - 1).bit_length())
 
 
-def open_packed(path: StrPath) -> FederatedData:
-    """Opens a packed file with its columns memory-mapped; see `FederatedData.open`."""
+def open_packed(path: StrPath, build: Callable[..., T]) -> T:
+    """Opens a packed file with its columns memory-mapped, and returns ``build(columns, offsets, client_ids)``."""
     if os.path.isdir(path):
         raise FormatError(f"{os.fspath(path)} is a folder: give a packed file.")
     if not os.path.exists(path):
         raise FileNotFoundError(f"No file {os.fspath(path)}.")
     try:
         with open(path, "rb") as file:
-            return _open(np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8))
+            whole = np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
+            return _open(whole, build)
     except FormatError as error:
         raise FormatError(f"{os.fspath(path)} {error}") from None
 
 
-def _open(whole: np.ndarray) -> FederatedData:
+def _open(whole: np.ndarray, build: Callable[..., T]) -> T:
     head = whole[:_LINE].tobytes()
     if not head.startswith(MAGIC):
         other = "is HDF5 of another layout (fedsim.formats.read_tff_hdf5 reads TFF's)" if head.startswith(_HDF5) else ""
@@ -200,7 +201,7 @@ def _open(whole: np.ndarray) -> FederatedData:
                 columns[feature] = TextColumn(found[name], np.asarray(found[f"columns/{feature}/starts"]))
             elif kind == "columns" and "/" not in feature:
                 columns[feature] = found[name]
-        return FederatedData(columns, found["offsets"], ClientIds(np.asarray(found["client_ids"])))
+        return build(columns, found["offsets"], ClientIds(np.asarray(found["client_ids"])))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged from error
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -24,9 +24,6 @@ from zlib_ng import zlib_ng
 
 from fedsim.data._errors import FormatError
 from fedsim.data._whole_file import whole_file
-
-if TYPE_CHECKING:
-    from fedsim.data._client_rows import ClientRows
 
 Rows = Any
 
@@ -60,7 +57,7 @@ class RowStore:
         self.row_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
         self.rows_per_chunk = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
         self.capacity = 0
-        self.users: weakref.WeakSet[ClientRows] = weakref.WeakSet()
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # every `ClientRows` of this store
         self.free = np.zeros(0, np.int64)
         self.kept: dict[tuple[str, Any], Any] = {}
         self.lock = threading.Lock()

@@ -44,6 +44,16 @@ class ClientStream:
     num_clients: int | None = None
     source: str | os.PathLike[str] | None = None
 
+    @classmethod
+    def of(cls, data: FederatedData) -> ClientStream:
+        """The clients of a population, to be mapped and saved again.
+
+        >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(1)}})
+        >>> ClientStream.of(data).map(lambda client_id, examples: {"x": examples["x"][:1]}).load().sizes.tolist()
+        [1, 1]
+        """
+        return cls(lambda: ((client.client_id, client.examples) for client in data.clients()), data.num_clients)
+
     def __iter__(self) -> Iterator[ClientDataset]:
         first: tuple[str, Examples] | None = None
         with self._naming_the_source():

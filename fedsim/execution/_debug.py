@@ -1,143 +1,173 @@
-"""`Debug`: a round in plain Python, for breakpoints, prints and errors that say where they happened."""
+"""`Debug`: rounds in plain Python, for breakpoints, prints and errors that name where they happened."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from fedsim import rng
-from fedsim.data import Batch, ClientDataset, ClientRows, Cohort
-from fedsim.execution import _memory, _moved_rows, _placement
-from fedsim.execution._cohort_loop import Carry, Lane, roster
-from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
+from fedsim.data import Batch, Batches, ClientRows, Cohort
+from fedsim.execution import _memory, _placement
+from fedsim.execution._call import Call, CallShape
+from fedsim.execution._client import Client, Loop, Step, exact_loop
+from fedsim.execution._clients import Clients, Row, Work
+from fedsim.execution._device_clients import put, put_rows
 from fedsim.execution._execution import Execution, Jit, check_cohorts
-from fedsim.execution._memory import Turn, remember, split, turns, without_clients
-from fedsim.execution._plan import RoundPlan, of_phase, plan_round
-from fedsim.execution._round import finish_round, whole_round
+from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._programs import finished, programs_for
+from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 
 T = TypeVar("T")
 
 
 class StageError(RuntimeError):
-    """An error inside an algorithm's hook, with the stage, the client and the shapes that the hook got."""
+    """An error inside an algorithm's method. It names the method, the client and the shapes that the method got."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Debug(Execution):
-    """Not compiled: every hook sees concrete arrays, one client and one batch after another.
+    """Not compiled: methods see concrete arrays, for one client and one batch after another.
 
-    An error is raised as a `StageError` that names stage, client id and the shapes it got, with the cause attached.
+    An error is raised as a `StageError` with its cause attached. If an algorithm has a memory, a round is traced once
+    beforehand to find out the shapes of what is kept.
 
     >>> Debug()
     Debug()
     """
 
     def run(
-        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+        self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
-        check_cohorts(program, cohorts)
+        check_cohorts(algorithm, cohorts)
         infos = []
         for cohort in cohorts:
-            state, info = self.run_one(program, state, cohort)
+            state, info = self.run_one(algorithm, state, cohort)
             infos.append(info)
         return state, jax.tree.map(lambda *rows: jnp.stack(rows), *infos)
 
-    def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        check_cohorts(program, [cohort])
-        state = remember(program, state, cohort.data)
-        plan = plan_round(cohort, program.batches, 1, 1)
-        kept, before, mesh = split(state).clients, None, Jit().mesh()
+    def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        check_cohorts(algorithm, [cohort])
+        plan, mesh, shapes = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
+        if algorithm.has_memory:
+            state = _memory.remembered(algorithm, state, cohort.data)
+            shapes = programs_for(algorithm, server_state(state), cohort.data)[0].outline.shapes
+        table = kept = parts_of(state).clients
+        if kept != ():
+            state = state._replace(clients=())
         if isinstance(kept, ClientRows):
-            before, table, (plan,), who = _moved_rows.rows_for(kept, [plan], cohort.slots, mesh, 1)
-            state = _placement.replicate(without_clients(state)[0], mesh)._replace(clients=_moved_rows.cleared(table))
-        infos = []
-        for turn in turns(program):
-            own = jax.tree.map(jnp.asarray, of_phase(plan, turn.phase.batches, turn.last))
-            state, info = self._phase(turn, state, cohort, own, before and turn.part(before))
-            infos.append(info)
-        if isinstance(kept, ClientRows):
-            state = state._replace(clients=_moved_rows.rows_after(kept, state.clients, who, len(program.phases), mesh))
-        return state, whole_round(infos)
-
-    def _phase(
-        self, turn: Turn, state: State, cohort: Cohort, plan: RoundPlan, before: ClientTable | None
-    ) -> tuple[State, RoundInfo]:
-        phase, parts, root = turn.phase, turn.sees(split(state)), turn.key(cohort.key)
-        down_key = rng.round_key(root, cohort.round, "downlink")
-        shared = _stage("broadcast", "the server", phase.broadcast, parts.server)
-        shared, _, _ = _stage("downlink", "the server", _memory.down, phase, shared, parts.downlink, down_key)
-        lane = Lane(phase, {}, shared, roster(plan, root), parts.aggregator, cohort.attack, before)
-        carry, table = None, parts.clients
-        # Where nobody takes part, a client without examples says what updates and infos look like; it does not count.
-        clients = list(enumerate(cohort)) or [(0, _nobody(cohort))]
-        for slot, (client_id, dataset, _) in clients:
-            who, position = f"client {client_id!r}", jnp.int32(slot)
-            row = lane.row(position, table)
-            client = lane.client(position, row)
-            client_state = _stage("client_init", who, phase.client_init, shared, client)
-            if phase.preview:
-                for batch in dataset.batches(phase.preview, rng.stream(client.key, "preview")):
-                    batch = _poisoned(lane, position, who, batch)
-                    client_state = _step("client_preview", who, phase.client_preview, shared, client_state, batch)
-            client_state = _stage("client_begin", who, phase.client_begin, shared, client_state, client)
-            for batch in dataset.batches(phase.batches, client.key, int(client.num_steps)):
-                batch = _poisoned(lane, position, who, batch)
-                client_state = _step("client_step", who, phase.client_step, shared, client_state, batch)
-            result = _stage("client_final", who, phase.client_final, shared, client_state, client)
-            update, line, kept = _stage("client_final", who, lane.deliver, position, result, client, row)
-            table = lane.keep(table, position, line, kept)
-            if carry is None:
-                _stage("aggregator.check", "the server", lane.aggregator.check, update, cohort.slots)
-                folds = jax.eval_shape(lambda update=update: lane.aggregator.zero(update, cohort.slots))
-                _placement.must_fit(lane.aggregator, folds, cohort.slots, 1, Jit().mesh())
-                lines = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), line)
-                carry = Carry(_stage("aggregator.zero", who, lane.aggregator.zero, update, cohort.slots), lines, table)
-            accumulate = lane.aggregator.accumulate
-            folded = _stage("aggregator.accumulate", who, accumulate, carry.accumulator, update, line["weight"], position)
-            lines = {name: rows.at[slot].set(line[name]) for name, rows in carry.lines.items()}
-            carry = Carry(folded, lines, table)
-        assert carry is not None
-        return _stage(
-            "server_update",
-            "the server",
-            finish_round,
-            turn,
-            state,
+            table, plan = _memory.gathered(kept, plan, len(cohort), mesh)
+        state, table = _placement.replicate((state, table), mesh)
+        clients = _PythonClients(
+            cohort,
+            algorithm,
+            jax.tree.map(jnp.asarray, plan),
             cohort.key,
-            plan,
-            *carry,
-            jnp.int32(len(cohort)),
+            parts_of(state),
+            {},
+            table,
+            dict(shapes),
             cohort.attack,
-            update,
         )
+        server, info = _stage("round", "the server", algorithm.round, parts_of(state).server, clients)
+        state, table = finished(algorithm, state, clients, server, info), clients.table
+        if isinstance(kept, ClientRows):
+            table = _memory.written_back(kept, table, plan, len(cohort))
+        return (state._replace(clients=table) if kept != () else state), info
 
 
-def _nobody(cohort: Cohort) -> tuple[str, ClientDataset, jax.Array]:
-    examples = {name: column[:0] for name, column in cohort.data.columns.items()}
-    return "nobody", ClientDataset("nobody", examples), cohort.key
+class _PythonClients(Clients):
+    """Clients that run one after another in Python, each with the columns of its own examples."""
+
+    def __init__(self, cohort: Cohort, *args: Any) -> None:
+        super().__init__(*args)
+        self.cohort = cohort
+
+    def _aggregate(self, call: Call, work: Callable[..., Any]) -> Any:
+        return super()._aggregate(call, self._staged(call, work))
+
+    def _map(self, call: Call, work: Callable[..., Any]) -> Any:
+        return super()._map(call, self._staged(call, work))
+
+    def _staged(self, call: Call, work: Callable[..., T]) -> Callable[..., T]:
+        def staged(shared: Any, client: Client) -> T:
+            return _stage(call.work_name, f"client {self._client_id(client)!r}", work, shared, client)
+
+        return staged
+
+    def _client_id(self, client: Client) -> str:
+        return self.cohort.data.client_ids[int(client.position)] if len(self.cohort) else "nobody"
+
+    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
+        slots, accumulator, entries = self.cohort.slots, None, None
+        clients: list[Any] = list(enumerate(self.cohort.client_ids))
+        # In an empty cohort, a client without examples tells the shapes of updates and infos; it does not count.
+        for at, client_id in clients or [(0, None)]:
+            name, slot = f"client {client_id!r}" if client_id else "client 'nobody'", jnp.int32(at)
+            has_rows = client_id is not None and self.cohort.sizes[at] > 0
+            rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
+            self.columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
+            arrived, own, row = _stage(
+                call.work_name, name, work, slot, client_id is not None, _loop_of(call.work_name, name), self.table
+            )
+            if entries is None:
+                entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
+                self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
+            if call.fold is not None:
+                if accumulator is None:
+                    _stage("aggregator.check", "the server", call.fold.check, arrived, slots)
+                    shapes = jax.eval_shape(functools.partial(call.fold.zero, slots=slots), arrived)
+                    _placement.must_fit(call.fold, shapes, slots, Jit().mesh())
+                    accumulator = _stage("aggregator.zero", name, call.fold.zero, arrived, slots)
+                accumulator = _stage(
+                    "aggregator.accumulate", name, call.fold.accumulate, accumulator, arrived, own["weight"], slot
+                )
+                self._keep(slot, own["weight"] != 0, row)
+            entries = jax.tree.map(functools.partial(put, slot), entries, own)
+        return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
+
+    def client(self, call: Call, slot: jax.Array, exists: Any, loop: Loop, table: Any) -> tuple[Client, Row]:
+        client, row = super().client(call, slot, exists, loop, table)
+        return dataclasses.replace(client, reader=client.reader._replace(start=jnp.int32(0))), row
+
+    def _no_rows(self) -> dict[str, np.ndarray]:
+        return {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in self.cohort.data.columns.items()}
+
+    def _keep(self, slot: jax.Array, counts: jax.Array, row: Any) -> None:
+        if isinstance(self.table, ClientTable) and counts:
+            self.table = put_rows(self.table, self.plan.memory[slot], row)
 
 
-def _poisoned(lane: Lane, position: jax.Array, who: str, batch: Batch) -> Batch:
-    return _stage("attack.poison", who, lane.poisoned, position, jax.tree.map(jnp.asarray, batch))
+def _loop_of(work_name: str, client: str) -> Loop:
+    """Returns a Python loop whose errors tell the step and the client."""
+
+    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
+        if isinstance(num_steps, jax.core.Tracer):  # for example inside jax.lax.cond
+            return exact_loop(batches, num_steps, batch_at, step, state)
+        for t in range(int(num_steps)):
+            state = _stage(f"step {t} of {work_name}", client, step, state, batch_at(jnp.int32(t)))
+        return state
+
+    return loop
 
 
-def _step(name: str, who: str, hook: Callable[..., T], shared: Any, state: Any, batch: Batch) -> T:
-    return _stage(f"{name} {int(batch.step)}", who, hook, shared, state, batch)
-
-
-def _stage(stage: str, who: str, hook: Callable[..., T], *args: Any) -> T:
+def _stage(stage: str, who: str, function: Callable[..., T], *args: Any) -> T:
     try:
-        return hook(*args)
+        return function(*args)
+    except StageError:
+        raise
     except Exception as error:
         got = "\n".join(f"  argument {i}: {_shapes(arg)}" for i, arg in enumerate(args))
         raise StageError(f"{type(error).__name__} in {stage} of {who}: {error}\nIt got:\n{got}") from error
 
 
 def _shapes(value: Any) -> str:
+    if isinstance(value, Client):
+        value = {"num_examples": value.num_examples, "num_steps": value.num_steps, "memory": value.memory}
     leaves = jax.tree_util.tree_leaves_with_path(value)
     shown = [
         f"{jax.tree_util.keystr(path)} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}"

@@ -1,4 +1,4 @@
-"""What programs run on: every core of a CPU made a JAX device, and all devices of a mesh side by side."""
+"""The devices that programs run on, and how programs are compiled for them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jax.sharding import Mesh
 
 from fedsim import checks
 
-# XLA ends the process where a CPU device waits for another in an all-reduce for 40 seconds, as one does whose last client is
-# long, or which gets no time on a busy machine.
+# By default XLA ends the process if a CPU device waits 40 seconds for another one in an all-reduce. That happens when the last
+# client of a device takes long, or on a busy machine.
 _PATIENCE = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
 
-_GPUS = {"gpu", "cuda", "rocm"}  # what `jax.Device.platform` calls them, or may
-_IN_ONE_ORDER = "xla_gpu_deterministic_ops"
+_GPUS = {"gpu", "cuda", "rocm"}  # names of platforms
+_DETERMINISTIC = "xla_gpu_deterministic_ops"
 
 
 def use_all_cores(devices: int | None = None) -> None:
     """Makes every CPU core a JAX device, so that `Pmap` trains one client per core. Call it before JAX is first used.
 
-    Without effect where JAX uses a GPU or TPU. The command line calls it by itself. Devices then wait for each other for up to
-    an hour, and not for 40 seconds, after which XLA would end the process (by ``XLA_FLAGS``, unless it says something of that).
+    It has no effect where JAX uses a GPU or TPU. The command line calls it. It also adds to ``XLA_FLAGS`` that CPU devices wait
+    for each other for up to an hour, where by default XLA ends the process after 40 seconds.
 
     Args:
-      devices: how many devices, default the number of cores this process may use.
+      devices: the number of devices; default: the number of cores that this process may use.
 
     Raises:
       ValueError: ``devices`` is not positive.
@@ -45,7 +45,7 @@ def use_all_cores(devices: int | None = None) -> None:
     checks.whole(1, devices=devices)
     flags = os.environ.get("XLA_FLAGS", "")
     patience = [f"--{flag}={seconds}" for flag, seconds in _PATIENCE.items() if flag not in flags]
-    if jax.__version_info__ < (0, 13):  # XLA starts with no flag that it does not know.
+    if jax.__version_info__ < (0, 13):  # XLA does not start with flags that it does not know.
         os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *patience])
     try:
         jax.config.update("jax_num_cpu_devices", devices)
@@ -59,17 +59,39 @@ def use_all_cores(devices: int | None = None) -> None:
 
 
 def compiled(
-    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donated: int | None = None
+    function: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    donated: int | None = None,
+    deterministic: bool = False,
 ) -> Callable[..., Any]:
-    """``function``, compiled, on all devices of a mesh side by side; of its ``donated`` argument the memory is used again.
+    """Compiles a function for all devices of a mesh, each of which runs it on its own part of the arguments.
 
-    On a GPU XLA times several forms of a product and takes the fastest, and lets some sums add up in the order in which
-    threads come. So no seed would repeat a run: of a CNN, accuracies differed in the third digit from the first round on. What
-    it takes here adds up in one order, whoever compiles, unless ``XLA_FLAGS`` say something of that themselves. On an H200,
-    with jax 0.11.2 (a7e55b7, 2026-11-26), that takes 1.1 to 1.3 of the time of a dense model's rounds, and 1.33 of a CNN's.
+    On a GPU, XLA times several ways to compute a product and takes the fastest, and some sums depend on the order in which
+    threads finish. So a seed does not repeat a run bit for bit, unless the program is compiled as ``deterministic``. On an H100
+    with jax 0.11.2 (2026-11-26) that takes 1.3 to 1.5 times as long for the round of a CNN, so it is an option. On a CPU or a
+    TPU a seed always repeats a run.
+
+    Args:
+      function: to compile.
+      mesh: the devices.
+      in_specs, out_specs: how arguments and results are divided over the devices, see `jax.shard_map`.
+      donated: the index of an argument whose memory is used again.
+      deterministic: for a GPU; ``XLA_FLAGS`` go first if they set this.
     """
-    # check_vma asks that replicated outputs be proven so; the loops' bounds differ by device, which it cannot follow.
-    function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    if mesh.devices.flat[0].platform not in _GPUS or _IN_ONE_ORDER in os.environ.get("XLA_FLAGS", ""):
+    if mesh.size > 1:
+        # check_vma cannot prove that results are equal on all devices, because the bounds of loops differ between devices.
+        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if not deterministic or not is_gpu(mesh) or _DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
         return jax.jit(function, donate_argnums=donated)
-    return jax.jit(function, donate_argnums=donated, compiler_options={_IN_ONE_ORDER: True})
+    return jax.jit(function, donate_argnums=donated, compiler_options={_DETERMINISTIC: True})
+
+
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether these devices are GPUs.
+
+    >>> is_gpu(Mesh(jax.devices()[:1], ("devices",))) == (jax.default_backend() == "gpu")
+    True
+    """
+    return mesh.devices.flat[0].platform in _GPUS

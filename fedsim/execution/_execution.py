@@ -1,57 +1,76 @@
-"""`Execution`: how a cohort is run, as a value. Choosing it changes the speed and never the answer."""
+"""`Execution`: how a cohort is run. It is a value that is passed in; it affects the speed and never the answer."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
-from fedsim.data import ClientRows, Cohort
-from fedsim.execution import _moved_rows, _placement
-from fedsim.execution._contract import ClientTable, FederatedProgram, RoundInfo, State
-from fedsim.execution._memory import placed, remember, split, with_clients, without_clients
+from fedsim.data import Batches, ClientRows, Cohort
+from fedsim.execution import _memory, _placement
+from fedsim.execution._device_clients import Setting
+from fedsim.execution._memory import remembered
+from fedsim.execution._outline import Outline
 from fedsim.execution._placement import AXIS, Memory
-from fedsim.execution._plan import Layout, RoundPlan, is_long, of_phase, plan_round, windows
-from fedsim.execution._round import Given, compiled_rounds, whole_round
+from fedsim.execution._plan import (
+    Layout,
+    RoundPlan,
+    lanes_for,
+    num_steps,
+    overhead_of,
+    plan_round,
+    rounded_slots,
+    widths_for,
+    windows,
+)
+from fedsim.execution._programs import Programs, RoundPrograms, programs_for
+from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
+from fedsim.execution._structure import kept_with
 
 
 class Execution:
-    """How rounds are run. Subclasses are frozen dataclasses: recorded with a run, never a global.
+    """How rounds are run. Subclasses are frozen dataclasses.
 
-    States come back on the devices that ran the round; another execution takes them from there. To mix states of two
-    executions in arithmetic of your own, bring them to the host first, by `jax.device_get`.
+    A state comes back on the devices that ran the round, and another execution moves it to its own devices. Before you do
+    arithmetic on states of two executions, move them to the host by `jax.device_get`.
 
     Guarantees:
-      - A cohort gives the same answer whatever its slots, up to the order of floating-point sums.
-      - Cohorts of equal slots share one compiled program, whatever their sizes.
-      - A cohort without clients leaves the state as it was, to the bit.
+      - A cohort gives the same answer on any number of devices and whatever its slots, up to the order of floating-point sums.
+      - Cohorts of similar numbers of clients share one compiled program, whatever the clients' sizes.
+      - A cohort without clients leaves the state unchanged, bit for bit.
     """
 
     def run(
-        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+        self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
         """Runs one round per cohort, in order.
 
         Args:
-          program: the algorithm.
-          state: its state before the first of these rounds; not changed.
-          cohorts: one or more, all of the same population, root key and number of slots (by default, of clients).
-          max_rounds: calls with any number of cohorts up to this share one compiled program; default: as many as given.
+          algorithm: whose rounds run.
+          state: the state before the first round; it is not changed.
+          cohorts: one or more, with the same population, root key, number of slots and attack.
+          max_rounds: all calls with at most this many cohorts share one compiled program; default: as many as given.
 
         Returns:
           The state after the last round, and each round's info, stacked: leaves ``[rounds, ...]``.
+
+        Raises:
+          ValueError: the cohorts cannot run together, or the algorithm cannot run on their data.
         """
         raise NotImplementedError
 
-    def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        """`run` for a single round, with an info that is not stacked."""
+    def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        """Runs a single round; the info is not stacked."""
         raise NotImplementedError
 
 
@@ -59,167 +78,281 @@ class Execution:
 class Jit(Execution):
     """Compiled, on one device.
 
+    On a CPU, clients run one after another, each for its own number of steps. On a GPU or TPU, clients with similar numbers of
+    steps run side by side, in groups.
+
     Attributes:
-      lanes: clients side by side on the device, at most as many as it has. None: 1 on a CPU (more are slower there), up to
-        16 elsewhere.
-      memory: ``"resident"``: the whole population on the device; ``"stream"``: only the cohorts' rows, gathered while the
-        previous rounds train; ``"auto"``: resident if it fits. What clients keep between rounds goes by the same setting.
+      lanes: the most clients that run side by side on a device. None chooses: 1 on a CPU, where more are slower; on a GPU or
+        TPU as many as keep the device busy with states of the clients' size, 256 at most. If the device runs out of memory, the
+        round runs again with half as many, and a warning states the number. With ``differentiable`` there are at least 2.
+      memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the cohorts
+        under way, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
+      deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
+      differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
+        algorithm's numbers. Loops then have a static number of steps, that of the largest client of the population, and
+        ``memory`` is ``"resident"``.
 
     >>> Jit(lanes=4)
-    Jit(lanes=4, memory='auto')
+    Jit(lanes=4, memory='auto', deterministic=False, differentiable=False)
     """
 
     lanes: int | None = None
     memory: Memory = "auto"
+    deterministic: bool = False
+    differentiable: bool = False
 
     def __post_init__(self) -> None:
         checks.whole(1, or_none=True, lanes=self.lanes, remedy="None chooses by the device")
         checks.one_of("auto", "resident", "stream", memory=self.memory)
+        checks.truth(deterministic=self.deterministic, differentiable=self.differentiable)
 
     def mesh(self) -> Mesh:
         """The devices in use."""
-        return _mesh(1)
+        return _mesh(tuple(jax.local_devices()[:1]))
 
     def run(
-        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
+        self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
-        check_cohorts(program, cohorts)
-        first, mesh = cohorts[0], self.mesh()
-        state = placed(remember(program, state, first.data), mesh, self.memory)
-        rounds = min(max(max_rounds or 0, len(cohorts)), _moved_rows.most_rounds(state, first.slots, mesh))
-        infos, start = [], 0
-        while start < len(cohorts):
-            state, info, count = self._dispatch(program, state, cohorts[start : start + rounds], rounds, stacked=True)
+        check_cohorts(algorithm, cohorts)
+        rounds = len(cohorts) if self.differentiable else max(max_rounds or 0, len(cohorts))
+        done, infos = 0, []
+        while done < len(cohorts):
+            state, info, count = self._dispatch(algorithm, state, cohorts[done:], rounds)
             infos.append((info, count))
-            start += count
+            done += count
         if len(infos) == 1:
-            return state, jax.tree.map(lambda x: x[:count], info) if count < rounds else info
-        # On the host, for a device would compile every new number of rounds.
+            return state, jax.tree.map(lambda x: x[:done], infos[0][0]) if done < rounds else infos[0][0]
+        # Concatenated on the host: a device would compile this for every number of rounds.
         parts = [jax.tree.map(lambda x, n=n: x[:n], info) for info, n in jax.device_get(infos)]
         return state, jax.tree.map(lambda *rows: jnp.asarray(np.concatenate(rows)), *parts)
 
-    def run_one(self, program: FederatedProgram, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        check_cohorts(program, [cohort])
-        mesh = self.mesh()  # first, for it may not be there
-        state = placed(remember(program, state, cohort.data), mesh, self.memory)
-        return self._dispatch(program, state, [cohort], 1, stacked=False)[:2]
+    def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
+        check_cohorts(algorithm, [cohort])
+        return self._dispatch(algorithm, state, [cohort], None)[:2]
+
+    def lower(self, algorithm: FederatedAlgorithm, cohort: Cohort, state: State | None = None) -> jax.stages.Lowered:
+        """Lowers one round for ahead-of-time compilation, to look at its text, cost or memory.
+
+        It is one program with resident examples and memories, also where `apply` would split it or stream them. Nothing is sent
+        to a device, so the devices may be those of a description, see `jax.experimental.topologies`.
+
+        Args:
+          algorithm: whose rounds run.
+          cohort: the round's clients.
+          state: the state before the round; default: a state from ``init``.
+
+        >>> import optax, fedsim
+        >>> data = fedsim.datasets.load("digits").train
+        >>> algorithm = fedsim.algorithms.FedAvg(
+        ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+        >>> lowered = Jit().lower(algorithm, fedsim.UniformSampler(data, clients=5, seed=0).cohort(0))
+        >>> lowered.compile().memory_analysis().output_size_in_bytes > 4 * 650  # 650 parameters, and an info
+        True
+        """
+        check_cohorts(algorithm, [cohort])
+        mesh, data = self.mesh(), cohort.data
+        state = jax.eval_shape(algorithm.init, jax.random.key(0)) if state is None else state
+        state = remembered(algorithm, state, data)
+        programs, numbers = programs_for(algorithm, server_state(state), data)
+        layout = self._layout(programs, cohort, mesh)
+        plan = plan_round(cohort, layout, algorithm.batches, programs.outline.loops)
+        clients, table = parts_of(state).clients, None
+        if clients != ():
+            rows = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((data.num_clients, *x.shape), x.dtype), _memory.row_shapes(clients)
+            )
+            table, state = ClientTable(rows, jax.ShapeDtypeStruct((data.num_clients,), bool)), state._replace(clients=())
+        columns = {
+            name: jax.ShapeDtypeStruct(c.shape, jax.dtypes.canonicalize_dtype(c.dtype)) for name, c in data.columns.items()
+        }
+        arguments = numbers, columns, table or (), state, cohort.key, layout.pack([plan], 1), np.int32(1)
+        everywhere = NamedSharding(mesh, P())
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere, weak_type=x.weak_type),
+            jax.eval_shape(lambda *arguments: arguments, *arguments),
+        )
+        setting = Setting(mesh, layout, True, False, cohort.attack, self.deterministic)
+        return programs.by_setting(setting).rounds.lower(*shapes)
+
+    def _layout(self, programs: Programs, cohort: Cohort, mesh: Mesh) -> Layout:
+        slots, state_bytes = rounded_slots(cohort.slots), programs.outline.state_bytes
+        side_by_side = self.differentiable or mesh.devices.flat[0].platform != "cpu"
+        lanes = self.lanes or (lanes_for(state_bytes) if side_by_side else 1)
+        lanes = min(lanes, -(-slots // mesh.size), programs.fewer_lanes.get(mesh, lanes))
+        if self.differentiable:
+            # At least two lanes, because a vmap over a single client crashes XLA in a scan over rounds (jax 0.10.2).
+            return Layout(slots, mesh.size, (max(2, lanes),), most_examples=int(cohort.data.sizes.max(initial=1)))
+        return Layout(slots, mesh.size, widths_for(lanes), 0.0 if lanes == 1 else overhead_of(state_bytes))
 
     def _dispatch(
-        self, program: FederatedProgram, state: State, cohorts: Sequence[Cohort], rounds: int, stacked: bool
-    ) -> tuple[State, RoundInfo, int]:
-        """Runs the first of these rounds, those that can go together; returns how many, too."""
-        mesh, slots = self.mesh(), cohorts[0].slots
-        layout = Layout(slots, mesh.size, self._lanes(slots, mesh))
-        clients = split(state).clients
-        limit = _moved_rows.most_rows(slots, mesh.size) if isinstance(clients, ClientRows) else None
-        planned = (plan_round(cohort, program.batches, mesh.size, layout.lanes, program.preview, limit) for cohort in cohorts)
-        planned = _short_or_alone(program, planned)
-        if not isinstance(clients, ClientRows):
-            plans = list(planned)
-            return *self._run(program, state, (), cohorts, plans, layout, rounds, stacked), len(plans)
-        before, table, plans, who = _moved_rows.rows_for(clients, planned, slots, mesh, rounds)
-        after, infos = self._run(program, with_clients(state, table), before, cohorts, plans, layout, rounds, stacked)
-        return (
-            after._replace(clients=_moved_rows.rows_after(clients, after.clients, who, len(program.phases), mesh)),
-            infos,
-            len(plans),
-        )
+        self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
+    ) -> tuple[State, Any, int]:
+        """Runs the first of these rounds, as many as fit one program.
 
-    def _run(
-        self,
-        program: FederatedProgram,
-        state: State,
-        before: ClientTable | tuple[()],
-        cohorts: Sequence[Cohort],
-        plans: Sequence[RoundPlan],
-        layout: Layout,
-        rounds: int,
-        stacked: bool,
-    ) -> tuple[State, RoundInfo]:
-        data, mesh = cohorts[0].data, self.mesh()
-        resident = _placement.is_resident(data, mesh, self.memory)
-        if resident:
+        Args:
+          algorithm: whose rounds run.
+          state: before the first round.
+          cohorts: of the rounds.
+          rounds: the number of rounds that the program has space for; None runs a single round whose info is not stacked.
+
+        Returns:
+          The state, the infos, and how many rounds ran.
+        """
+        mesh, data = self.mesh(), cohorts[0].data
+        state = _memory.placed(remembered(algorithm, state, data), mesh, "resident" if self.differentiable else self.memory)
+        programs, numbers = programs_for(algorithm, server_state(state), data)
+        while True:
+            layout = self._layout(programs, cohorts[0], mesh)
+            try:
+                return self._dispatch_as(layout, programs, numbers, mesh, algorithm, state, cohorts, rounds)
+            except jax.errors.JaxRuntimeError as error:
+                lanes = max(layout.widths)
+                if "RESOURCE_EXHAUSTED" not in str(error) or lanes == 1:
+                    raise
+                programs.fewer_lanes[mesh] = lanes // 2
+                warnings.warn(
+                    f"The device ran out of memory with {lanes} clients side by side, so the round runs again with "
+                    f"{lanes // 2}. Set lanes={lanes // 2} to start with that.",
+                    stacklevel=4,
+                )
+
+    def _dispatch_as(
+        self, layout: Layout, programs: Programs, numbers: Any, mesh: Mesh, algorithm: FederatedAlgorithm, state: State,
+        cohorts: Sequence[Cohort], rounds: int | None,
+    ) -> tuple[State, Any, int]:  # fmt: skip
+        first, data, clients = cohorts[0], cohorts[0].data, parts_of(state).clients
+        is_gathered = isinstance(clients, ClientRows)
+        # Gathered memories are written back after each round.
+        may_split = mesh.devices.flat[0].platform == "cpu" and not self.differentiable
+        together = cohorts[:1] if is_gathered else cohorts
+        plans, parts = _plans(layout, algorithm.batches, programs.outline, together, may_split)
+        count, table = len(plans), clients
+        if is_gathered:
+            table, plans[0] = _memory.gathered(clients, plans[0], len(first), mesh)
+        if resident := self.differentiable or _placement.is_resident(data, mesh, self.memory):
             columns = _placement.resident_columns(data, mesh)
         else:
-            columns, plans = _placement.streamed_columns(data, plans, mesh, rounds)
-        lies = before.seen.sharding.spec if isinstance(before, ClientTable) else None
-        compiled = compiled_rounds(program, mesh, layout, resident, lies, stacked, cohorts[0].attack)
-        given = Given(columns, before)
-        state, table = without_clients(state)
-        state, key = _placement.replicate(state, mesh), _placement.resident_key(data, cohorts[0].key, mesh)
-        packed = layout.pack(plans, rounds)
+            columns, plans = _placement.streamed_columns(data, plans, mesh, rounds or 1)
+        setting = Setting(mesh, layout, resident, rounds is not None, first.attack, self.deterministic)
+        programs.check(first, setting)
+        state = state._replace(clients=()) if clients != () else state
+        state, key = _placement.replicate((state, first.key), mesh)
+        given = numbers, columns, table, state, key, layout.pack(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
-            # Streaming: this dispatch's rows were gathered while the last one ran; waiting now keeps at most two around.
+            # For streamed data, so that the examples of at most two dispatches are on the device.
             jax.block_until_ready((state, table))
-        if len(plans) > 1 or not _is_long(program, plans[0]):
-            state, table, infos = compiled.rounds(given, table, state, key, packed, np.int32(len(plans)))
-            return with_clients(state, table), infos
-        packed = packed[:1]
-        of_phases = []
-        for whole, phase in zip(program.phases, compiled.phases, strict=True):
-            carry = phase.begin(given, table, state, key, packed)
-            for part in windows(of_phase(plans[0], whole.batches, whole is program), whole.preview):
-                carry = phase.fold(given, state, key, packed, part, carry)
-            state, table, info = phase.finish(table, state, key, packed, carry)
-            of_phases.append(info)
-        after = with_clients(state, table), whole_round(of_phases)
-        # Of several programs under way, what is dispatched behind them can take the threads that an all-reduce needs.
-        return jax.block_until_ready(after) if _placement.must_wait(mesh) else after
+        if parts:
+            state, table, infos = _run_in_parts(programs.by_setting(setting), given, parts)
+        else:
+            state, table, infos = programs.by_setting(setting).rounds(*given, np.int32(count))
+        if clients != ():
+            kept = _memory.written_back(clients, table, plans[0], len(first)) if is_gathered else table
+            state = state._replace(clients=kept)
+        if isinstance(infos, RoundInfo):
+            infos = infos._replace(clients=cut_rows(infos.clients, first.slots, stacked=rounds is not None))
+        return state, infos, count
 
-    def _lanes(self, clients: int, mesh: Mesh) -> int:
-        if self.lanes is not None:
-            return min(self.lanes, -(-clients // mesh.size))
-        return 1 if mesh.devices.flat[0].platform == "cpu" else min(16, -(-clients // mesh.size))
+
+def _plans(
+    layout: Layout, batches: Batches, outline: Outline, cohorts: Sequence[Cohort], may_split: bool
+) -> tuple[list[RoundPlan], list[list[np.ndarray]]]:
+    """Plans the first of these rounds that run in one program; or a single long round, and then the windows of each call.
+
+    A long round is always alone, so that the order of its sums does not depend on what is dispatched with it.
+    """
+    plans: list[RoundPlan] = []
+    for cohort in cohorts:
+        plan = plan_round(cohort, layout, batches, outline.loops)
+        if may_split:
+            steps = [num_steps(plan.size, plan.most_steps, batches, call.batches) for call in outline.calls]
+            parts = [windows(plan, layout, of_call) for of_call in steps]
+            if any(len(of_call) > 1 for of_call in parts):
+                return (plans, []) if plans else ([plan], parts)
+        plans.append(plan)
+    return plans, []
+
+
+def _run_in_parts(programs: RoundPrograms, given: tuple[Any, ...], windows_of_calls: list[list[np.ndarray]]) -> Any:
+    """Runs a long round as several programs, see `fedsim.execution._device_clients.PartialClients`."""
+    results, carry = programs.advance(*given, (), None)
+    for number, of_call in enumerate(windows_of_calls, start=1):
+        for window in of_call:
+            carry = programs.fold(*given, results, carry, window)
+        if number < len(windows_of_calls):
+            results, carry = programs.advance(*given, results, carry)
+    # It waits, because CPU programs that are dispatched behind this one may take the threads that its all-reduce needs.
+    return jax.block_until_ready(programs.finish(*given, results, carry))
+
+
+def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:
+    """Keeps the first ``slots`` rows of every leaf, on the host: a device would compile this for every size."""
+    at = (slice(None), slice(slots)) if stacked else (slice(slots),)
+    leaves = jax.tree.leaves(rows)
+    if all(x.shape[len(at) - 1] == slots for x in leaves):
+        return rows
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    return jax.tree.map(lambda x: x[at] if traced else jnp.asarray(np.asarray(x)[at]), rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pmap(Jit):
-    """Compiled, the cohort spread over several local devices (`jax.shard_map`, the modern pmap), one all-reduce a round.
+    """Compiled, with the cohort spread over several local devices (`jax.shard_map`, the successor of pmap).
 
-    On a CPU make every core a device before JAX starts: `fedsim.use_all_cores`.
+    There is one all-reduce per round. On a CPU, call `fedsim.use_all_cores` before JAX starts, which makes every core a device.
 
     Attributes:
-      devices: how many local devices; None: all.
+      devices: how many local devices, or a sequence of devices; None: all local devices.
 
     Raises:
-      ValueError: more devices than there are.
+      ValueError: there are fewer devices.
 
-    >>> Pmap(devices=2)
-    Pmap(lanes=None, memory='auto', devices=2)
+    >>> Pmap(devices=2).devices
+    2
     """
 
-    devices: int | None = None
+    devices: int | Sequence[jax.Device] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole(1, or_none=True, devices=self.devices, remedy="None takes all")
+        devices = self.devices
+        if isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices):
+            object.__setattr__(self, "devices", tuple(devices))
+        else:
+            checks.whole(1, or_none=True, devices=devices, remedy="None takes all")
+        if self.differentiable and type(self) is Pmap:
+            raise ValueError("differentiable=True runs on one device: use Jit(differentiable=True).")
 
     def mesh(self) -> Mesh:
+        if isinstance(self.devices, tuple):
+            return _mesh(self.devices)
         there = jax.local_device_count()
-        if self.devices is not None and self.devices > there:
+        if self.devices is not None and self.devices > there:  # type: ignore[operator]
             raise ValueError(
                 f"devices={self.devices} are asked for, and there are {there}. Ask for fewer; on a CPU call "
                 f"fedsim.use_all_cores({self.devices}) before JAX starts."
             )
-        return _mesh(self.devices or there)
+        return _mesh(tuple(jax.local_devices()[: self.devices or there]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(Pmap):
-    """`Pmap` over all local devices, which is `Jit` where there is one.
+    """Compiled, on all local devices like `Pmap`; on a single one if ``differentiable``.
 
-    >>> Auto().mesh().size == jax.local_device_count()
-    True
+    >>> Auto().mesh().size == jax.local_device_count(), Auto(differentiable=True).mesh().size
+    (True, 1)
     """
+
+    def mesh(self) -> Mesh:
+        return Jit.mesh(self) if self.differentiable else super().mesh()
 
 
 @functools.cache
-def _mesh(devices: int) -> Mesh:
-    return Mesh(np.array(jax.local_devices()[:devices]), (AXIS,))
+def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,))
 
 
-def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
-    """Raises ``ValueError`` before anything is compiled: data that the program cannot read, cohorts that do not match."""
+def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> None:
+    """Raises ``ValueError`` if the algorithm cannot read the data, or if the cohorts cannot run together."""
     if not cohorts:
         raise ValueError("Expected at least one cohort, got none.")
     first = cohorts[0]
@@ -228,10 +361,10 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
             raise ValueError(
                 "Cohorts that run together need one population, number of slots, root key and attack: run them apart."
             )
-    checked = vars(program).setdefault("_checked", weakref.WeakSet())
+    checked = kept_with(algorithm).setdefault("checked", weakref.WeakSet())
     if first.data not in checked:
         first.data.check_dtypes()
-        program.check(first.data)
+        algorithm.check(first.data)
         checked.add(first.data)
     attacked = vars(first.data).setdefault("_attacked", set())
     if first.attack is not None and first.attack not in attacked:
@@ -240,7 +373,7 @@ def check_cohorts(program: FederatedProgram, cohorts: Sequence[Cohort]) -> None:
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
-    """Whether two cohorts can run in one dispatch: one population, one number of slots, one root key, one attack.
+    """Whether two cohorts can run in one dispatch: they have one population, number of slots, root key and attack.
 
     >>> from fedsim.data import FederatedData
     >>> from fedsim.samplers import UniformSampler
@@ -249,24 +382,6 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     >>> runs_with(second, first), runs_with(UniformSampler(data, clients=1, seed=1).cohort(0), first)
     (True, False)
     """
-    same_key = cohort.key is other.key or bool(cohort.key == other.key)
+    with jax.ensure_compile_time_eval():  # also within a trace
+        same_key = cohort.key is other.key or bool(cohort.key == other.key)
     return cohort.data is other.data and cohort.slots == other.slots and same_key and cohort.attack == other.attack
-
-
-def _is_long(program: FederatedProgram, plan: RoundPlan) -> bool:
-    """Whether the round may be more than one program, for one of its phases."""
-    return any(is_long(of_phase(plan, phase.batches, phase is program), phase.preview) for phase in program.phases)
-
-
-def _short_or_alone(program: FederatedProgram, plans: Iterable[RoundPlan]) -> Generator[RoundPlan, None, None]:
-    """The first of these rounds: a long one, which takes several programs, or those before the next long one.
-
-    In several programs lanes are merged several times: so that sums are the same whatever it is dispatched with, a long round
-    is always by itself.
-    """
-    for at, plan in enumerate(plans):
-        long = _is_long(program, plan)
-        if not long or at == 0:
-            yield plan
-        if long:
-            return

@@ -1,276 +1,144 @@
-"""What lives from round to round beside the server's own state: of the clients, the aggregator and the downlink."""
+"""What an algorithm keeps in addition to the server's state: how it starts, is checked and is placed on devices."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedsim import rng, tree
-from fedsim.aggregators import Aggregator
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._contract import Average, ClientTable, FederatedProgram, Remembered, Shared, State, update_shape
-from fedsim.execution._placement import Memory, replicate
+from fedsim.execution._outline import Outline
+from fedsim.execution._placement import Memory, memory_limit, replicate
+from fedsim.execution._plan import RoundPlan
+from fedsim.execution._programs import programs_for
+from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, FederatedState, State, parts_of
+from fedsim.execution._structure import kept_with
 
 _RESIDENT_BYTES_ON_CPU = 2**22
-# Of a GPU's memory. There are up to four tables while a run goes on: of the round under way (two, between the programs of a
-# long one), the one it started from, and the one before, whose metrics are being written. So all take 4/8 at most; the data
-# take up to 2/8 (`_placement`), and 2/8 are left for the model, the clients' work, the folds and the programs.
+# While rounds run there are up to four tables: two of the round under way, that of the state before the dispatch, and that of
+# the dispatch whose metrics are being written. So tables take at most half of a GPU's memory. The examples take at most a
+# quarter, and a quarter is left for everything else.
 _RESIDENT_SHARE = 1 / 8
 
 
-class Turn(NamedTuple):
-    """A phase, and where it comes among those of a round: what is kept for it, nobody else sees."""
+def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> State:
+    """Adds to a server's state what clients, aggregators and the downlink remember.
 
-    phase: FederatedProgram
-    place: int
-    of: int
+    Args:
+      algorithm: whose rounds run.
+      state: a server's state, or a `FederatedState`, which is checked and returned as it is.
+      data: the population.
 
-    @property
-    def last(self) -> bool:
-        """Whether it is the algorithm itself."""
-        return self.place == self.of - 1
-
-    def key(self, root: jax.Array) -> jax.Array:
-        """What it draws from: two phases alike would send the same noise, which cancels in their difference."""
-        return root if self.last else rng.stream(root, f"phase {self.place}")
-
-    def sees(self, parts: Remembered) -> Remembered:
-        """What is its own of all that is kept, in the form that it has where there is but one phase."""
-        clients, aggregator, downlink = parts.clients, parts.aggregator, parts.downlink
-        if clients != ():
-            clients = self.part(clients)
-        if self.of > 1 and aggregator != ():
-            aggregator, downlink = aggregator[self.place], downlink[self.place]
-        return parts._replace(clients=clients, aggregator=aggregator, downlink=downlink)
-
-    def part(self, table: ClientTable) -> ClientTable:
-        """What is its own of a table of clients' rows."""
-        if self.of == 1:
-            return table
-        *row, seen = table.rows[self.place]
-        return ClientTable(tuple(row), seen)
-
-    def leaves(self, parts: Remembered, own: Remembered) -> Remembered:
-        """``parts`` after this phase, for which ``own`` is now what it `sees`."""
-        clients, aggregator, downlink = own.clients, own.aggregator, own.downlink
-        if self.of > 1 and clients != ():
-            rows = self._put(parts.clients.rows, (*clients.rows, clients.seen))
-            clients = ClientTable(rows, parts.clients.seen | clients.seen)
-        if self.of > 1 and parts.aggregator != ():
-            aggregator, downlink = self._put(parts.aggregator, aggregator), self._put(parts.downlink, downlink)
-        return own._replace(clients=clients, aggregator=aggregator, downlink=downlink)
-
-    def _put(self, entries: tuple[Any, ...], entry: Any) -> tuple[Any, ...]:
-        return (*entries[: self.place], entry, *entries[self.place + 1 :])
-
-
-def turns(program: FederatedProgram) -> list[Turn]:
-    """The phases of a round in their order."""
-    phases = program.phases
-    return [Turn(phase, place, len(phases)) for place, phase in enumerate(phases)]
-
-
-def remember(program: FederatedProgram, state: State, data: FederatedData) -> State:
-    """``state``, joined by what lives beside it if there is anything; without effect if that has been done.
+    Returns:
+      A `FederatedState`, or ``state`` itself if nothing is remembered.
 
     Raises:
-      ValueError: the state is one of another population.
+      ValueError: the state belongs to another population, algorithm or model.
     """
-    if isinstance(state, Remembered):
-        clients = state.clients
-        known = len(clients.index if isinstance(clients, ClientRows) else clients.seen) if clients != () else data.num_clients
-        if known != data.num_clients:
+    kept = kept_with(algorithm)
+    known_forms = kept.setdefault("forms of states", set())
+    if isinstance(state, FederatedState):
+        if state.clients != () and (known := num_remembered(state.clients)) != data.num_clients:
             raise ValueError(
                 f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
                 "from init."
             )
-        _must_be_own(program, state)
+        given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
+        if (form := _form(given)) not in known_forms:
+            server = jax.eval_shape(algorithm.init, jax.random.key(0))
+            check_alike(algorithm, given, _first(algorithm, server, programs_for(algorithm, server, data)[0].outline))
+            known_forms.add(form)
         return state
-    if vars(program).get("_forgets"):  # nothing to keep: known since its first round
+    if kept.get("remembers nothing"):
         return state
-    rows, aggregator, downlink = _beside(program, state)
-    average: Any = ()
-    if program.averaging is not None:
-        if not hasattr(state, "params"):
-            raise ValueError(
-                f"averaging={program.averaging} is of state.params, which {type(program).__name__} has not: leave it out."
-            )
-        average = Average(state.params, jnp.float32(0))
-    elif not jax.tree.leaves((rows, aggregator, downlink)):
-        vars(program)["_forgets"] = True
+    if algorithm.averaging is not None and not hasattr(state, "params"):
+        raise ValueError(
+            f"averaging={algorithm.averaging} is of state.params, which {type(algorithm).__name__} lacks: leave it out."
+        )
+    first = _first(algorithm, state, programs_for(algorithm, state, data)[0].outline)
+    if not jax.tree.leaves(first._replace(server=())):
+        kept["remembers nothing"] = True
         return state
-    clients = ClientRows.empty(rows, data.num_clients) if jax.tree.leaves(rows) else ()
-    return Remembered(state, clients, aggregator, downlink, average)
+    known_forms.add(_form(first))
+    return first._replace(clients=ClientRows.empty(first.clients, data.num_clients) if first.clients != () else ())
 
 
-def _beside(program: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
-    """What lives beside a server's state at first: a client's row (shapes), the aggregator's memory, and the downlink's."""
-    kept = vars(program).setdefault("_remembers", {})
-    like = str(_layout(state))
-    if like not in kept:
-        rows, *of_server = zip(*(_beginning(phase, state) for phase in program.phases), strict=True)
-        if len(rows) > 1:
-            flag = jax.ShapeDtypeStruct((), np.bool_)
-            kept[like] = (tuple((*row, flag) for row in rows) if jax.tree.leaves(rows) else ()), *of_server
-        else:
-            kept[like] = rows[0], *(entries[0] for entries in of_server)
-    return kept[like]
+def _first(algorithm: FederatedAlgorithm, server: State, outline: Outline) -> FederatedState:
+    """The state before the first round, with the shapes of one client's row in the place of all rows."""
+    average = Average(server.params, jnp.float32(0)) if algorithm.averaging is not None and hasattr(server, "params") else ()
+    return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average)
 
 
-def _must_be_own(program: FederatedProgram, state: Remembered) -> None:
-    """Raises ``ValueError`` if ``state`` has other parts than this program's: another algorithm's, or another model's."""
-    row: Any = ()
-    if isinstance(state.clients, ClientRows):
-        row = state.clients.store.like
-    elif isinstance(state.clients, ClientTable):
-        row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.clients.rows)
-    there = state._replace(clients=row)
-    leaves, structure = jax.tree.flatten(there)
-    layout = structure, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
-    known = vars(program).setdefault("_own", set())
-    init = getattr(program, "init", None)  # Who only runs has none.
-    if layout in known or init is None:
-        return
-    server = jax.eval_shape(init, jax.random.key(0))
-    row, aggregator, downlink = _beside(program, server)
-    average = Average(server.params, jnp.float32(0)) if program.averaging is not None and hasattr(server, "params") else ()
-    here = Remembered(server, row if jax.tree.leaves(row) else (), aggregator, downlink, average)
-    must_be_alike(program, there, here)
-    known.add(layout)
+def _form(state: FederatedState) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    return structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
-def must_be_alike(program: FederatedProgram, there: Any, here: Any) -> None:
-    """Raises ``ValueError`` unless what a state holds has names, shapes and dtypes of what is this program's."""
-    theirs, ours = _layout(there), _layout(here)
+def check_alike(algorithm: Any, given: Any, expected: Any) -> None:
+    """Raises ``ValueError`` unless two states have leaves of the same names, shapes and dtypes."""
+    theirs, ours = (
+        {
+            jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        }
+        for state in (given, expected)
+    )
     if theirs != ours:
         name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
         raise ValueError(
-            f"The state is not one of this {type(program).__name__}, but of another algorithm or model: it has "
+            f"The state is not one of this {type(algorithm).__name__}, but of another algorithm or model: it has "
             f"{theirs.get(name, 'nothing')} for {name}, and here that is {ours.get(name, 'nothing')}. Start with a state from "
-            "init, or go on with what it was made by."
+            "init, or go on with the algorithm that made it."
         )
 
 
-def _layout(state: Any) -> dict[str, str]:
-    """Name, dtype and shape of every leaf."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves}
+def num_remembered(clients: ClientRows | ClientTable) -> int:
+    """The number of clients of the population that these memories belong to."""
+    return len(clients.index if isinstance(clients, ClientRows) else clients.seen)
 
 
-def _beginning(phase: FederatedProgram, state: State) -> tuple[Any, Any, Any]:
-    """The shapes of a client's row, and what the server keeps for the aggregator and the downlink before the first round."""
-    row = jax.eval_shape(lambda server: phase.client_memory(phase.broadcast(server)), state)
-    of_aggregator: Any = ()
-    aggregator: Any = ()
-    downlink: Any = ()
-    # What keeps nothing is not asked for shapes of updates: in `Debug`, hooks want to see arrays.
-    if any(getattr(type(phase.aggregator), hook) is not getattr(Aggregator, hook) for hook in ("init", "client_memory")):
-        update = update_shape(phase, jax.eval_shape(phase.broadcast, state))
-        of_aggregator = jax.eval_shape(phase.aggregator.client_memory, update)
-        aggregator = phase.aggregator.init(_zeros(update))
-    if phase.downlink is not None:
-        downlink = phase.downlink.init(_zeros(_floats(jax.eval_shape(phase.broadcast, state))))
-    return (row, of_aggregator), aggregator, downlink
-
-
-def averaged(decay: float | None, average: Any, params: Any) -> Any:
-    """The average after a round that ended with ``params``: decay of the old one and 1 - decay of the new, made to sum to 1."""
-    if decay is None:
-        return average
-    weight = decay * average.weight + (1 - decay)
-    step = tree.scale(tree.subtract(params, average.params), (1 - decay) / weight)
-    return Average(tree.add(average.params, step), weight)
-
-
-def split(state: State) -> Remembered:
-    """The parts of a state, of one that remembers nothing, too.
-
-    >>> split({"w": 1.0}).server
-    {'w': 1.0}
-    """
-    return state if isinstance(state, Remembered) else Remembered(state)
-
-
-def join(parts: Remembered, like: State) -> State:
-    """The inverse of `split`."""
-    return parts if isinstance(like, Remembered) else parts.server
-
-
-def without_clients(state: State) -> tuple[State, Any]:
-    """A state without what clients keep, and that; () if they keep nothing."""
-    clients = split(state).clients
-    return (state, ()) if clients == () else (state._replace(clients=()), clients)
-
-
-def with_clients(state: State, clients: Any) -> State:
-    """The inverse of `without_clients`."""
-    return state if clients == () else state._replace(clients=clients)
-
-
-def down(program: FederatedProgram, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
-    """What clients receive of ``shared``, the sender's memory, and the size of the message (see `fedsim.tree.bits_dtype`)."""
-    plain = tree.num_bits(shared)
-    if program.downlink is None:
-        return shared, memory, tree.add_bits(plain, most=plain)
-    floats = _floats(shared)
-    sent = program.downlink.transmit(floats, key, memory)
-    received = iter(sent.value)
-    shared = with_params(shared, jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, _params(shared)))
-    return shared, sent.memory, tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
-
-
-def _zeros(shapes: Any) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-
-def _floats(shared: Shared) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(_params(shared)) if tree.is_float(leaf)]
-
-
-def _params(shared: Shared) -> Any:
-    """What a compressor may change: not the strengths, weights and statistics that an algorithm sends beside parameters."""
-    return getattr(shared, "params", shared)
-
-
-def with_params(shared: Any, params: Any) -> Any:
-    """A named tuple or dataclass with these in the place of its ``params``; of anything else, these."""
-    if not hasattr(shared, "params"):
-        return params
-    return (getattr(shared, "_replace", None) or functools.partial(dataclasses.replace, shared))(params=params)
+def row_shapes(clients: ClientRows | ClientTable) -> Any:
+    """The shapes of one client's row."""
+    if isinstance(clients, ClientRows):
+        return clients.store.like
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows)
 
 
 def placed(state: State, mesh: Mesh, memory: Memory) -> State:
-    """``state`` with what clients keep where it is to be: a `ClientTable` of everybody on every device, or `ClientRows`.
+    """Moves the memories of clients to where they are used: a `ClientTable` on every device, or `ClientRows` on the host.
 
-    On a device of its own a table is copied once a dispatch, at that memory's speed, and may take an eighth of it. On a CPU a
-    copy of all costs more than moving the cohorts' rows, unless it is small.
+    A table is copied once per dispatch. On a GPU or TPU that is fast, and the table may take an eighth of its memory. On a CPU
+    it takes longer than to move the rows of a cohort, unless the table is small.
     """
-    clients = split(state).clients
+    clients = parts_of(state).clients
     if clients == ():
         return state
-    if memory == "stream" or (memory == "auto" and isinstance(clients, ClientRows) and not _is_small(clients, mesh)):
-        return state._replace(clients=_rows(clients))
     if isinstance(clients, ClientRows):
+        device, table_bytes = mesh.devices.flat[0], clients.store.row_bytes * len(clients.index)
+        limit = _RESIDENT_BYTES_ON_CPU if device.platform == "cpu" else _RESIDENT_SHARE * memory_limit(device)
+        if memory == "stream" or (memory == "auto" and table_bytes > limit):
+            return state
         clients = ClientTable(*clients.gather(np.arange(len(clients.index))))
+    elif memory == "stream":
+        seen = np.asarray(clients.seen)
+        return state._replace(
+            clients=ClientRows.empty(row_shapes(clients), len(seen)).written(np.arange(len(seen)), clients.rows, seen)
+        )
     return state._replace(clients=replicate(clients, mesh))
 
 
-def _is_small(clients: ClientRows, mesh: Mesh) -> bool:
-    table_bytes, device = clients.store.row_bytes * len(clients.index), mesh.devices.flat[0]
-    if device.platform == "cpu":
-        return table_bytes <= _RESIDENT_BYTES_ON_CPU
-    return table_bytes <= _RESIDENT_SHARE * (device.memory_stats() or {}).get("bytes_limit", 8 * 2**30)
+def gathered(clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh) -> tuple[ClientTable, RoundPlan]:
+    """Gathers the rows of a cohort of ``count`` clients into a table on every device; the plan then points into this table."""
+    slots = len(plan.client)
+    table = ClientTable(*clients.gather(plan.client[:count].astype(np.int64), slots))
+    memory = np.where(np.arange(slots) < count, np.arange(slots), slots).astype(np.int32)
+    return replicate(table, mesh), plan._replace(memory=memory)
 
 
-def _rows(clients: ClientRows | ClientTable) -> ClientRows:
-    if isinstance(clients, ClientRows):
-        return clients
-    seen = np.asarray(clients.seen)
-    empty = ClientRows.empty(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows), len(seen))
-    return empty.written(np.arange(len(seen)), clients.rows, seen)
+def written_back(clients: ClientRows, table: Any, plan: RoundPlan, count: int) -> ClientRows:
+    """Writes a table that was `gathered` back after the round, for which it waits."""
+    rows, seen = jax.tree.map(np.asarray, tuple(table))
+    return clients.written(plan.client[:count].astype(np.int64), rows, seen[:count])

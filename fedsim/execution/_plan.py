@@ -1,4 +1,4 @@
-"""The plan of a round: who runs where, as a few integers of fixed shape, so that one trace serves any cohort."""
+"""The plan of a round: which device runs which clients in which order, as integers of fixed shape."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ import numpy as np
 
 from fedsim.data import Batches, Cohort
 
+ALL_STEPS = 2**31 - 1
 _STEPS_PER_PROGRAM = 500
+# A step of a group of w clients takes a fixed time (for the most part, to start its kernels) and w times the time of one
+# client. The fixed part takes as long as clients whose states have 64 MB in total. Measured on an H100, 2026-11-26: 1,000
+# clients of the dense model (0.84 MB each) took 236 ms in groups of 16 and 71 ms in groups of 256, while 16 LSTMs (16 MB each)
+# at a time were too many.
+_FIXED_BYTES = 2**26
+_MOST_LANES = 256
 
 
 class RoundPlan(NamedTuple):
-    """One round's plan, all ``int32``; ``slots`` means clients in cohort order, then zeros up to the cohort's slots.
-
-    Slots beyond the cohort are in no queue: they cost a few integers, and no step.
+    """One round's plan. All fields are ``int32``; arrays ``[slots]`` are in cohort order, with zeros beyond the cohort.
 
     Attributes:
-      round: ``[]``.
-      population: ``[2]``, clients that have examples, and how many examples there are in all.
-      client: ``[slots]``, position in the population.
-      start: ``[slots]``, first row in the columns that the device reads.
-      size: ``[slots]``, number of rows.
-      steps: ``[slots]``, batches to train on.
-      reads: ``[slots]``, where the row that it had before the dispatch is, in a table of its own; -1: nowhere.
-      keeps: ``[slots]``, where its row is in the table of what clients keep that its device has; beyond it for empty slots.
-      moves: ``[slots, 2]``, which rows of all devices' tables, one after another, go where before it begins; -1: no more.
-      attacker: ``[slots]``, 1 for those who carry out the cohort's attack.
-      queue: ``[devices, lanes, slots]``, positions in the cohort, in the order in which the lane trains them.
-      length: ``[devices, lanes]``, how many entries of each queue count.
+      round: ``[]``, the round's number.
+      population: ``[2]``, the number of clients that have examples, and the number of all examples.
+      client: ``[slots]``, index in the population.
+      start: ``[slots]``, first row in the columns on the device.
+      size: ``[slots]``, number of examples.
+      most_steps: ``[slots]``, the most steps of a training loop.
+      memory: ``[slots]``, row in the table of memories; beyond its end for slots without a client.
+      attacker: ``[slots]``, 1 for attackers.
+      queue: ``[devices, slots]``, the slots that a device runs, in order.
+      length: ``[devices]``, the number of clients in each queue.
+      starts: ``[devices, widths, slots]``, where in the queue the groups of each width begin.
+      groups: ``[devices, widths]``, the number of groups of each width.
     """
 
     round: Any
@@ -41,32 +46,42 @@ class RoundPlan(NamedTuple):
     client: Any
     start: Any
     size: Any
-    steps: Any
-    reads: Any
-    keeps: Any
-    moves: Any
+    most_steps: Any
+    memory: Any
     attacker: Any
     queue: Any
     length: Any
+    starts: Any
+    groups: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The shape of a plan. Packed end to end it is one array, hence one transfer a dispatch."""
+    """What a plan and a compiled program agree on.
+
+    Attributes:
+      slots: number of clients that there is space for.
+      devices: number of devices.
+      widths: numbers of clients in a group that runs side by side, the largest first; ``(1,)`` runs one client after another.
+      overhead: the fixed time of a step, in multiples of the time of one client.
+      most_examples: for loops with a static number of steps (for derivatives), the most examples of a client; else None.
+    """
 
     slots: int
     devices: int
-    lanes: int
+    widths: tuple[int, ...] = (1,)
+    overhead: float = 0.0
+    most_examples: int | None = None
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
-        """``int32 [rounds, words]``; rounds beyond the plans are zeros."""
+        """Packs plans into one array, ``int32 [rounds, words]``, to transfer them at once; missing rounds are zeros."""
         packed = np.zeros((rounds, sum(math.prod(shape) for shape in self._shapes())), np.int32)
         for row, plan in zip(packed, plans, strict=False):
             np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
         return packed
 
     def unpack(self, row: Any) -> RoundPlan:
-        """The inverse, for one packed row, traced or not."""
+        """Unpacks one row of `pack`, traced or not."""
         fields, at = [], 0
         for shape in self._shapes():
             words = math.prod(shape)
@@ -75,93 +90,168 @@ class Layout:
         return RoundPlan(*fields)
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        """Of a plan's fields."""
-        of_slots, of_lanes = (self.slots,), (self.devices, self.lanes)
-        return [(), (2,), *[of_slots] * 6, (self.slots, 2), of_slots, (*of_lanes, self.slots), of_lanes]
+        devices, widths = self.devices, len(self.widths)
+        return [
+            (),
+            (2,),
+            *[(self.slots,)] * 6,
+            (devices, self.slots),
+            (devices,),
+            (devices, widths, self.slots),
+            (devices, widths),
+        ]
 
 
-def plan_round(
-    cohort: Cohort, batches: Batches, devices: int, lanes: int, preview: Batches | None = None, limit: int | None = None
-) -> RoundPlan:
-    """Longest client first onto the least loaded lane (Graham 1969: at most 4/3 of the best makespan, where ``limit`` is None).
+def rounded_slots(clients: int) -> int:
+    """Rounds a number of clients up to 1, 2 or 5 times a power of ten, so that cohorts of many sizes share few programs.
+
+    >>> [rounded_slots(n) for n in (1, 3, 10, 11, 30, 60)]
+    [1, 5, 10, 20, 50, 100]
+    """
+    power = 10 ** (len(str(clients)) - 1)
+    return next(step * power for step in (1, 2, 5, 10) if clients <= step * power)
+
+
+def overhead_of(state_bytes: int) -> float:
+    """The fixed time of a step on a GPU or TPU in multiples of the time of one client, whose loops have a state of this size.
+
+    >>> overhead_of(840_000) > 16 > overhead_of(16_000_000)
+    True
+    """
+    return _FIXED_BYTES / max(1, state_bytes)
+
+
+def lanes_for(state_bytes: int) -> int:
+    """How many clients to run side by side on a GPU or TPU: the fixed time is a fifth of a step's time, at 256 clients at most.
+
+    >>> lanes_for(840_000), lanes_for(4_800_000), lanes_for(16_000_000)
+    (256, 55, 16)
+    """
+    return int(np.clip(4 * overhead_of(state_bytes), 1, _MOST_LANES))
+
+
+def widths_for(lanes: int) -> tuple[int, ...]:
+    """Widths of groups: all lanes, a quarter of them, and 1 for a client of unusual length. Each width is compiled.
+
+    >>> widths_for(16), widths_for(2), widths_for(1)
+    ((16, 4, 1), (2, 1), (1,))
+    """
+    return tuple(sorted({lanes, -(-lanes // 4), 1}, reverse=True))
+
+
+def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence[Batches] | None = None) -> RoundPlan:
+    """Plans a round: the longest client goes first, to the device with the least work so far.
+
+    The last device ends after at most 4/3 of the shortest possible time (R. L. Graham, 1969).
 
     Args:
-      cohort: who comes.
-      batches: of the algorithm.
-      devices: how many.
-      lanes: of each device.
-      preview: the algorithm's.
-      limit: clients that a device takes, at most; None: any number.
+      cohort: the clients.
+      layout: of the plan.
+      batches: the algorithm's.
+      loops: the batches of every loop of a client; default: one loop over ``batches``.
     """
-    sizes, slots, steps = cohort.sizes, cohort.slots, cohort.num_steps(batches)
-    # Starting and folding a client takes about as long as half a step.
-    work = 2 * steps + 1 + (2 * preview.num_steps(sizes) if preview else 0)
-    queues: list[list[int]] = [[] for _ in range(devices * lanes)]
-    # Lane-major order spreads a small cohort over the devices before it fills any device's lanes.
-    load = [(0, lane, device) for lane in range(lanes) for device in range(devices)]
-    taken = [0] * devices
-    for position in np.argsort(-work, kind="stable").tolist():
-        busy, lane, device = heapq.heappop(load)
-        while taken[device] == limit:
-            busy, lane, device = heapq.heappop(load)
-        taken[device] += 1
-        queues[device * lanes + lane].append(position)
-        heapq.heappush(load, (busy + int(work[position]), lane, device))
-    queue = np.zeros((devices * lanes, slots), np.int32)
-    for row, positions in zip(queue, queues, strict=True):
-        row[: len(positions)] = positions
+    sizes, slots, devices = cohort.sizes, layout.slots, layout.devices
+    most_steps = np.full(len(sizes), ALL_STEPS) if cohort.work is None else cohort.num_steps(batches)
+    # To start a client and to fold its update takes about as long as half a step.
+    work = 1 + 2 * num_steps(sizes, most_steps, batches, [batches] if loops is None else loops)
+    order = np.argsort(-work, kind="stable")
+    if devices == 1:
+        queues = [order.tolist()]
+    else:
+        queues = [[] for _ in range(devices)]
+        load = [(0, device) for device in range(devices)]
+        for slot in order.tolist():
+            so_far, device = heapq.heappop(load)
+            queues[device].append(slot)
+            heapq.heappush(load, (so_far + int(work[slot]), device))
+    queue, length = np.zeros((devices, slots), np.int32), np.array([len(slots) for slots in queues], np.int32)
+    starts = np.zeros((devices, len(layout.widths), slots), np.int32)
+    groups = np.zeros((devices, len(layout.widths)), np.int32)
+    for device, own in enumerate(queues):
+        queue[device, : len(own)] = own
+        for number, first in enumerate(_grouped(work[own], layout)):
+            starts[device, number, : len(first)] = first
+            groups[device, number] = len(first)
     return RoundPlan(
         round=np.int32(cohort.round),
         population=np.array([cohort.data.num_nonempty, cohort.data.num_examples], np.int32),
-        client=_fill(cohort.clients, slots),
-        start=_fill(cohort.data.offsets[cohort.clients], slots),
-        size=_fill(sizes, slots),
-        steps=_fill(steps, slots),
-        reads=_fill(np.zeros(0), slots, -1),
-        keeps=_fill(cohort.clients, slots, cohort.data.num_clients),
-        moves=np.full((slots, 2), -1, np.int32),
-        attacker=_fill(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
-        queue=queue.reshape(devices, lanes, slots),
-        length=np.array([len(q) for q in queues], np.int32).reshape(devices, lanes),
+        client=_filled(cohort.clients, slots),
+        start=_filled(cohort.data.offsets[cohort.clients], slots),
+        size=_filled(sizes, slots),
+        most_steps=_filled(most_steps, slots),
+        memory=_filled(cohort.clients, slots, cohort.data.num_clients),
+        attacker=_filled(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
+        queue=queue,
+        length=length,
+        starts=starts,
+        groups=groups,
     )
 
 
-def of_phase(plan: RoundPlan, own: Batches, last: bool) -> RoundPlan:
-    """A round's plan, made for the batches of its ``last`` phase, as a phase with batches of its ``own`` follows it.
+def num_steps(sizes: np.ndarray, most_steps: np.ndarray, batches: Batches, loops: Sequence[Batches]) -> np.ndarray:
+    """Estimates the number of steps of each client in all of its loops.
 
-    The same clients, and whoever takes no step in the last takes none in the others. A straggler is one in the last only.
+    It assumes that stragglers stop early in the loops over the algorithm's own batches and in no other.
     """
-    if last:
-        return plan
-    steps = own.num_steps(plan.size) * (plan.steps > 0).astype(np.int32)
-    return plan._replace(steps=steps.astype(np.int32))
+    of_each = [np.minimum(own.num_steps(sizes), most_steps) if own == batches else own.num_steps(sizes) for own in loops]
+    return sum(of_each, np.zeros(len(sizes), np.int64))
 
 
-def _fill(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
+def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
+    """Divides a queue, the longest client first, into groups; returns for each width where its groups begin.
+
+    A group takes as long as its longest client. Of all divisions it takes the one that needs the least time. So clients of
+    similar length run side by side, and a client of unusual length runs alone.
+    """
+    count, steps, widths = len(work), work.tolist(), layout.widths
+    if layout.most_examples is not None:  # The number of groups is static, too.
+        return [list(range(0, layout.slots, widths[0]))]
+    if widths == (1,):
+        return [list(range(count))]
+    least = [0.0] * (count + 1)  # the time of all clients from this one on
+    best = [0] * count  # the width of the group that starts with this client
+    for first in reversed(range(count)):
+        times = [steps[first] * (layout.overhead + width) + least[min(first + width, count)] for width in widths]
+        least[first] = min(times)
+        best[first] = times.index(least[first])
+    starts: list[list[int]] = [[] for _ in widths]
+    first = 0
+    while first < count:
+        starts[best[first]].append(first)
+        first += widths[best[first]]
+    return starts
+
+
+def _filled(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
     filled = np.full(slots, empty, np.int32)
     filled[: len(values)] = values
     return filled
 
 
-def is_long(plan: RoundPlan, preview: Batches | None = None) -> bool:
-    """Whether the round may be more than one program, by all steps of its cohort: it is then dispatched by itself."""
-    return int(_work(plan, preview).sum()) > _STEPS_PER_PROGRAM and len(windows(plan, preview)) > 1
+def windows(plan: RoundPlan, layout: Layout, steps: np.ndarray) -> list[np.ndarray]:
+    """Divides a round into windows of some hundred steps per device, at the borders of groups.
 
+    XLA on a CPU holds on to memory for every step of a program until the program ends (about 90 kB per step of the EMNIST CNN
+    on two devices, jax 0.10.2), so a round of a thousand clients runs as several programs.
 
-def _work(plan: RoundPlan, preview: Batches | None) -> np.ndarray:
-    return plan.steps + 1 + (preview.num_steps(plan.size) if preview else 0)
+    Args:
+      plan: of the round.
+      layout: of the plan.
+      steps: the number of steps of each client, ``int [slots]``.
 
-
-def windows(plan: RoundPlan, preview: Batches | None = None) -> list[np.ndarray]:
-    """Cuts a long round into parts of some hundred steps a lane: ``int32 [devices, lanes, 2]`` each, from and up to.
-
-    A client is never cut. XLA's CPU runtime holds on to memory for every step of a program until the program ends (some 90
-    kB a step of the EMNIST CNN on two devices, jax 0.10.2), so a round of a thousand clients is not one program.
+    Returns:
+      For each window the first group of each width and the one after the last, ``int32 [devices, widths, 2]``.
     """
-    steps = _work(plan, preview)[plan.queue]
-    steps[np.arange(plan.queue.shape[-1]) >= plan.length[..., None]] = 0
-    done = np.cumsum(steps, axis=-1)
-    parts = max(1, -(-int(done[..., -1].max()) // _STEPS_PER_PROGRAM))
-    # The number of clients that end within the first k shares of the lane's steps.
-    bounds = [(done <= k * _STEPS_PER_PROGRAM).sum(-1).clip(max=plan.length) for k in range(parts)] + [plan.length]
+    if steps.sum() <= _STEPS_PER_PROGRAM:
+        return [np.stack([np.zeros_like(plan.groups), plan.groups], axis=-1)]
+    done = []  # for each device, the number of steps after each of its groups
+    for queue, starts, groups in zip(plan.queue, plan.starts, plan.groups, strict=True):
+        first = [starts[number, :count] for number, count in enumerate(groups)]
+        done.append(np.cumsum(1 + steps[queue[np.concatenate(first)]]))
+    parts = max(1, -(-max(int(of_device[-1]) if len(of_device) else 0 for of_device in done) // _STEPS_PER_PROGRAM))
+    before = np.cumsum(plan.groups, axis=1) - plan.groups
+    bounds = []
+    for part in range(parts + 1):
+        ended = np.array([np.count_nonzero(of_device <= part * _STEPS_PER_PROGRAM) for of_device in done])
+        bounds.append(np.clip(ended[:, None] - before, 0, plan.groups) if part < parts else plan.groups)
     return [np.stack([low, high], axis=-1).astype(np.int32) for low, high in itertools.pairwise(bounds)]

@@ -44,7 +44,9 @@ class RunFolder:
     def picture(self) -> Path:
         return self.path / "learning_curve.png"
 
-    def claim(self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    def claim(
+        self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any], devices: str
+    ) -> None:
         """Makes the folder and writes ``config.json``, or finds that it is there and the same.
 
         A folder in which no round was finished is as a new one: a run that was refused before its first round holds nothing.
@@ -64,7 +66,7 @@ class RunFolder:
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}. Choose another folder."
             ) from error
         versions = {"fedsim": __version__, "jax": jax.__version__, "python": platform.python_version()}
-        text = json.dumps({**run, "settings": dict(settings), "versions": versions}, indent=2, default=str)
+        text = json.dumps({**run, "settings": dict(settings), "devices": devices, "versions": versions}, indent=2, default=str)
         with lock(self.path):  # Who is in the first round has finished none, and yet the folder is not free.
             if self.config.exists():
                 self._compare(run)
@@ -117,7 +119,7 @@ def lock(path: Path) -> IO[str]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config``, ``population``, ``settings`` and ``versions`` of a run folder.
+    """The ``config``, ``population``, ``settings``, ``devices`` and ``versions`` of a run folder.
 
     Raises:
       ValueError: the folder holds no run.

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedsim.execution import Evaluation, RoundInfo
+from fedsim.evaluation import Evaluation
+from fedsim.execution import RoundInfo
 
 Line = dict[str, Any]
 

@@ -20,8 +20,9 @@ from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort, FederatedData
 from fedsim.data._client_rows import is_rows
-from fedsim.execution import Evaluation, Jit, RoundInfo, evaluate_personalized, report_dropped
-from fedsim.execution import evaluate as evaluate_model
+from fedsim.evaluation import Evaluation, evaluate_personalized
+from fedsim.evaluation import evaluate as evaluate_model
+from fedsim.execution import Jit, RoundInfo, report_dropped
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._folder import RunFolder
@@ -29,13 +30,10 @@ from fedsim.experiment._identity import about, describe, population, title
 from fedsim.experiment._journal import Callback, Journal
 from fedsim.experiment._lines import Line, best_round, evaluation_line, round_lines
 from fedsim.experiment._pace import Pace, cohorts
-from fedsim.experiment._report import closing_table
+from fedsim.experiment._report import closing_table, devices_of
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
-
-# What lives beside a state does not depend on who the clients are.
-_ANYBODY = FederatedData({"x": np.zeros(0)}, np.zeros(2, np.int64), ["anybody"])
 
 State = Any
 Tested = Evaluation | Mapping[str, float]
@@ -133,19 +131,20 @@ def run(
     test = evaluate or _default_test(algorithm, first.data, test_data, like)
     described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
     paths = None if folder is None else RunFolder(Path(folder))
+    devices = devices_of(algorithm.execution)
     if paths:
-        paths.claim(described, population(first.data), dataclasses.asdict(settings) if settings is not None else {})
+        paths.claim(described, population(first.data), dataclasses.asdict(settings) if settings is not None else {}, devices)
 
-    remembered = algorithm.remember(like, first.data)
-    keeps = any(map(is_rows, jax.tree.leaves(remembered, is_leaf=is_rows)))
+    full = algorithm.with_memory(like, first.data)
+    keeps = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
     checkpoints = Checkpoints(paths.checkpoints, about(algorithm, first.data) if keeps else None) if paths else None
     if checkpoints and not Checkpoints.available():
         warnings.warn(
             "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').", stacklevel=2
         )
         checkpoints = None
-    restored = checkpoints.newest(remembered) if checkpoints else None
-    state, start = restored or (algorithm.remember(algorithm.init(key), first.data), 0)
+    restored = checkpoints.newest(full) if checkpoints else None
+    state, start = restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
     journal = Journal(paths, start, checkpoints, callbacks)
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
@@ -165,7 +164,7 @@ def run(
         length = len(dispatch.cohorts)
         pace.measured(length, seconds)
         if isinstance(infos, RoundInfo):
-            report_dropped(algorithm, infos, dispatch.cohorts, algorithm.nonfinite)
+            report_dropped(algorithm, infos, dispatch.cohorts)
         journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
         if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
             if evaluate or _is_personal(algorithm):
@@ -218,6 +217,7 @@ def run(
                 rounds=rounds,
                 seconds=time.perf_counter() - began,
                 rate=rate,
+                devices=devices,
                 written=journal.written,
             )
         )
@@ -239,7 +239,7 @@ class _Dispatch(NamedTuple):
 
 
 def _is_personal(algorithm: Algorithm) -> bool:
-    return hasattr(algorithm, "personal_params") or hasattr(algorithm, "fine_tune")
+    return hasattr(algorithm, "personal_params")
 
 
 def _default_test(
@@ -287,11 +287,23 @@ def _how_to_resume(paths: RunFolder | None, checkpoints: Checkpoints | None, con
     return f"Saved in {paths.path}. To go on: {again}"
 
 
-def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "best"] = "last") -> tuple[State, int]:
-    """The state that a run folder holds, and its round: the last one, or that of the best evaluation.
+def restore(
+    folder: str | Path,
+    algorithm: Algorithm,
+    which: Literal["last", "best"] = "last",
+    data: FederatedData | None = None,
+) -> tuple[State, int]:
+    """Returns the state that a run folder holds, and its round.
+
+    Args:
+      folder: the run folder.
+      algorithm: the algorithm of the run.
+      which: the last state, or that of the best evaluation.
+      data: the population, which tells the shapes of examples. Only an algorithm without a model needs it, and only if its
+        clients keep something between rounds.
 
     Raises:
-      ValueError: there is no such checkpoint, or it is of another algorithm or model.
+      ValueError: there is no such checkpoint, or it belongs to another algorithm or model.
 
     >>> import optax, fedsim
     >>> algorithm = fedsim.algorithms.FedSGD(model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1))
@@ -301,7 +313,11 @@ def restore(folder: str | Path, algorithm: Algorithm, which: Literal["last", "be
     ValueError: no such folder holds no last checkpoint.
     """
     paths = RunFolder(Path(folder))
-    like = algorithm.remember(jax.eval_shape(algorithm.init, rng.root(0)), _ANYBODY)
+    model = getattr(algorithm, "model", None)
+    if data is None:
+        examples = model.dummy_examples(0) if model else {"x": np.zeros(0)}
+        data = FederatedData(examples, np.zeros(2, np.int64), ["client"])
+    like = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), data)
     checkpoints = Checkpoints(paths.checkpoints, {"algorithm": type(algorithm).__name__})
     if which == "last":
         restored = checkpoints.newest(like, apart=True)

@@ -6,16 +6,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.execution import Execution, Jit
+from fedsim.execution._devices import is_gpu
 from fedsim.experiment._lines import Line
 
 
+def devices_of(execution: Execution) -> str:
+    """The devices of an execution; on GPUs also whether a seed repeats the run bit for bit.
+
+    >>> devices_of(Jit())
+    '1 x cpu'
+    """
+    mesh = (execution if isinstance(execution, Jit) else Jit()).mesh()
+    text = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    if not is_gpu(mesh):
+        return text
+    return text + (", deterministic" if getattr(execution, "deterministic", False) else ", not deterministic")
+
+
 def closing_table(
-    history: Sequence[Line], *, round: int, rounds: int, seconds: float, rate: float | None, written: Sequence[str]
+    history: Sequence[Line],
+    *,
+    round: int,
+    rounds: int,
+    seconds: float,
+    rate: float | None,
+    devices: str,
+    written: Sequence[str],
 ) -> str:
-    """The last evaluation, over all examples and over clients; how long it took; where everything is.
+    """The last evaluation, over all examples and over clients; how long the run took, on what; and where everything is.
 
     >>> history = [{"round": 1, "test_accuracy": 0.5}]
-    >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, written=["m.jsonl"]))
+    >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, devices="1 x cpu", written=["m.jsonl"]))
     after round 1 of 1
     <BLANKLINE>
     test                    all   mean   std  worst 10%
@@ -23,6 +45,7 @@ def closing_table(
     accuracy             0.5000      -     -          -
     <BLANKLINE>
     wall time  2.0 s
+    devices    1 x cpu
     written    m.jsonl
     """
     rows = [f"after round {round} of {rounds}", ""]
@@ -45,6 +68,7 @@ def closing_table(
         f"wall time  {seconds:.1f} s"
         + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
     )
+    rows.append(f"devices    {devices}")
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
     return "\n".join(rows)
 

@@ -26,7 +26,7 @@ from fedsim.formats._tff_sqlite import read_tff_sqlite, write_tff_sqlite
 
 
 def _read_packed(path: StrPath) -> ClientStream:
-    return FederatedData.open(path).stream()
+    return ClientStream.of(FederatedData.open(path))
 
 
 READERS: dict[str, Callable[..., ClientStream]] = {

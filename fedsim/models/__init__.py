@@ -20,7 +20,6 @@ from fedsim.models._emnist import emnist_logistic as emnist_logistic
 from fedsim.models._generated import synthetic_logistic as synthetic_logistic
 from fedsim.models._generated import toy_regression as toy_regression
 from fedsim.models._group_norm import GroupNorm as GroupNorm
-from fedsim.models._linear import Linear as Linear
 from fedsim.models._mnist import mnist_2nn as mnist_2nn
 from fedsim.models._mnist import mnist_cnn as mnist_cnn
 from fedsim.models._pooling import max_pool as max_pool

@@ -20,7 +20,6 @@ from fedsim.models._augmentation import center_crop, random_crop_and_flip, stand
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import image_features
 from fedsim.models._group_norm import GroupNorm
-from fedsim.models._linear import Linear
 from fedsim.models._pooling import max_pool
 
 _SHAPE, _CROP = (32, 32, 3), 24
@@ -58,8 +57,8 @@ def cifar10_cnn(num_classes: int = 10) -> Model:
         x = max_pool(jax.nn.relu(Conv2D(64, 5)(x)), 2)
         x = max_pool(jax.nn.relu(Conv2D(64, 5)(x)), 2)
         x = x.reshape(x.shape[0], -1)
-        x = jax.nn.relu(Linear(384)(x))
-        return jax.nn.relu(Linear(192)(x))
+        x = jax.nn.relu(hk.Linear(384)(x))
+        return jax.nn.relu(hk.Linear(192)(x))
 
     return _classifier(body, num_classes)
 
@@ -125,7 +124,7 @@ def _classifier(
         x = examples["x"].astype(jnp.float32)
         x = random_crop_and_flip(hk.next_rng_key(), x, _CROP) if training else center_crop(x, _CROP)
         x = body(standardize(x))
-        return Linear(num_classes, w_init=w_init)(x)
+        return hk.Linear(num_classes, w_init=w_init)(x)
 
     return Model.from_haiku(
         hk.transform(logits),

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from fedsim.model import Examples, Feature, Model
-from fedsim.models._linear import Linear
 
 
 def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (200, 200), scale: float = 255) -> Model:
@@ -36,8 +35,8 @@ def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (20
         x = unit_scale(examples["x"], scale)
         x = x.reshape(x.shape[0], -1)
         for width in hidden:
-            x = jax.nn.relu(Linear(width)(x))
-        return Linear(num_classes)(x)
+            x = jax.nn.relu(hk.Linear(width)(x))
+        return hk.Linear(num_classes)(x)
 
     return Model.from_haiku(hk.transform(logits), features=image_features(shape), num_classes=num_classes)
 

@@ -15,7 +15,6 @@ from fedsim.model import Examples, Model
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import dense, image_features, logistic, unit_scale
 from fedsim.models._dropout import dropout
-from fedsim.models._linear import Linear
 from fedsim.models._pooling import max_pool
 
 _SHAPE = (28, 28, 1)
@@ -62,9 +61,9 @@ def emnist_cnn(num_classes: int = 62) -> Model:
         x = max_pool(x, 2)
         x = dropout(hk.next_rng_key(), 0.25, x) if training else x
         x = x.reshape(x.shape[0], -1)
-        x = jax.nn.relu(Linear(128)(x))
+        x = jax.nn.relu(hk.Linear(128)(x))
         x = dropout(hk.next_rng_key(), 0.5, x) if training else x
-        return Linear(num_classes)(x)
+        return hk.Linear(num_classes)(x)
 
     return Model.from_haiku(
         hk.transform(logits),

@@ -16,7 +16,6 @@ from fedsim import checks
 from fedsim.model import Examples, Model
 from fedsim.models._convolution import Conv2D
 from fedsim.models._dense import dense, image_features, unit_scale
-from fedsim.models._linear import Linear
 from fedsim.models._pooling import max_pool
 
 _SHAPE = (28, 28, 1)
@@ -51,7 +50,7 @@ def mnist_cnn(num_classes: int = 10) -> Model:
         x = unit_scale(examples["x"], 255)
         x = max_pool(jax.nn.relu(Conv2D(32, 5)(x)), 2)
         x = max_pool(jax.nn.relu(Conv2D(64, 5)(x)), 2)
-        x = jax.nn.relu(Linear(512)(x.reshape(x.shape[0], -1)))
-        return Linear(num_classes)(x)
+        x = jax.nn.relu(hk.Linear(512)(x.reshape(x.shape[0], -1)))
+        return hk.Linear(num_classes)(x)
 
     return Model.from_haiku(hk.transform(logits), features=image_features(_SHAPE), num_classes=num_classes)

@@ -1,16 +1,19 @@
-"""A long short-term memory that is fast inside compiled loops, and whose weights' gradient is one matrix product.
+"""Long short-term memory, in one form for CPUs and one for GPUs and TPUs.
 
-S. Hochreiter, J. Schmidhuber, "Long short-term memory", Neural Computation 9(8), 1997; with the gates of W. Zaremba,
-I. Sutskever, O. Vinyals, "Recurrent neural network regularization", 2014, https://arxiv.org/abs/1409.2329, as Haiku has
-them: in the order input, cell, forget, output, with 1 added to the forget gate.
+S. Hochreiter, J. Schmidhuber, "Long short-term memory", Neural Computation 9(8), 1997; with the gates of W. Zaremba, I.
+Sutskever, O. Vinyals, "Recurrent neural network regularization", 2014, https://arxiv.org/abs/1409.2329, as Haiku has them: in
+the order input, cell, forget, output, with 1 added to the forget gate.
 
-Differentiated as written, a scan adds a step's share to the gradient of all weights at every step: as much memory
-traffic as the products themselves. So the tangent is written by hand: what the weights' tangent contributes is known for
-all steps at once, before the scan. JAX transposes that into one product over time and batch, and into a scan that carries
-nothing larger than the state. It is a rule for `jax.jvp`, so every order and both modes of derivative remain.
+On a GPU the products with the inputs are computed for all time steps at once, and the loop over time is unrolled: a step of the
+Stack Overflow model with 16 clients took 5.5 ms on an H100 (jax 0.11.2, 2026-11-26), 8.1 ms without unrolling, and 10.1 ms in
+the form for CPUs.
 
-Time comes first and the batch last inside (``[time, features, batch]``), because XLA:CPU multiplies a large matrix by a
-narrow one faster than a flat one by a large (0.33 against 0.53 ms for 2680 x 670 by 670 x 16, two cores).
+On a CPU that form takes 1.4 times as long as the one below (Stack Overflow, batch 16: 66 and 47 ms; Shakespeare: 84 and 64 ms;
+two cores, jax 0.10.2), for two reasons. A scan that is differentiated as written adds to the gradient of all weights at every
+step, which takes as much memory traffic as the products. Here the tangent is written by hand: the part that comes from the
+weights' tangent is computed for all steps before the scan, and JAX transposes it into one product over time and batch. As a
+rule for `jax.jvp` it allows derivatives of every order in both modes. And time comes first and the batch last (``[time,
+features, batch]``), because XLA multiplies a large matrix by a narrow one faster than the other way round.
 """
 
 from __future__ import annotations
@@ -27,9 +30,8 @@ from jax import lax
 class LSTM(hk.Module):
     """A layer of LSTM cells over whole sequences: ``x float32 [batch, time, in]`` to ``[batch, time, hidden]``.
 
-    Every sequence starts from the state zero. The function and the parameters, down to their names, order and initial
-    distribution, are those of ``hk.LSTM`` unrolled: ``<name>/linear`` has ``w [in + hidden, 4 * hidden]`` and ``b``. So
-    parameters trained by one are read by the other.
+    Every sequence starts from the state zero. The function and its parameters are those of ``hk.LSTM``, with the same names,
+    order and initial distribution: ``<name>/linear`` has ``w [in + hidden, 4 * hidden]`` and ``b``.
 
     Guarantees:
       - Outputs and gradients are those of the unrolled cell, beyond float summation order.
@@ -54,15 +56,39 @@ class LSTM(hk.Module):
                 "w", [fan_in, 4 * self.hidden_size], x.dtype, hk.initializers.TruncatedNormal(1 / np.sqrt(fan_in))
             )
             b = hk.get_parameter("b", [4 * self.hidden_size], x.dtype, jnp.zeros)
+        if jax.default_backend() != "cpu":
+            return _unrolled(x, w, b)
         return _lstm(x.transpose(1, 2, 0), w, b).transpose(2, 0, 1)
 
 
-class _Steps(NamedTuple):
-    """What a step leaves for its derivative, each ``[time, ..., batch]``.
+_UNROLLED_STEPS = 20
 
-    ``read [in + hidden]`` is what the gates read; ``gates [4, hidden]``, ``forget`` and ``cell [hidden]`` are the derivatives
-    of the cell by its gates (the last row: of the output by the output gate), of the cell by the cell before, and of the
-    output by the cell.
+
+def _unrolled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """``x [batch, time, in]`` to ``[batch, time, hidden]``, the form for GPUs and TPUs."""
+    fan_in, hidden = x.shape[-1], w.shape[1] // 4
+    forget_bias = jnp.repeat(jnp.array([0, 0, 1, 0], b.dtype), hidden)
+    z = x @ w[:fan_in] + (b + forget_bias)[None, None]
+
+    def step(carry: tuple[jax.Array, jax.Array], z: jax.Array) -> tuple:
+        h, c = carry
+        i, g, f, o = jnp.split(z + h @ w[fan_in:], 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zero = jnp.zeros((x.shape[0], hidden), x.dtype)
+    return lax.scan(step, (zero, zero), z.swapaxes(0, 1), unroll=min(_UNROLLED_STEPS, x.shape[1]))[1].swapaxes(0, 1)
+
+
+class _Steps(NamedTuple):
+    """What the derivative needs of each step, ``[time, ..., batch]``.
+
+    Attributes:
+      read: ``[in + hidden]``, what the gates read.
+      gates: ``[4, hidden]``, derivatives of the cell with respect to its gates; the last row is of the output.
+      forget: ``[hidden]``, derivative of the cell with respect to the cell before.
+      cell: ``[hidden]``, derivative of the output with respect to the cell.
     """
 
     read: jax.Array
@@ -88,7 +114,7 @@ def _lstm_jvp(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -
         h_dot, c_dot = carry
         x_dot, known, here = at
         read_dot = jnp.concatenate([x_dot, h_dot])
-        # Written so that its transpose has w, as it lies in memory, on the left: see the head of this file.
+        # So its transpose has w on the left as it is in memory, see the head of this file.
         z_dot = lax.dot_general(w, read_dot, (((0,), (0,)), ((), ()))).reshape(known.shape)
         i, g, f, o = here.gates * (known + z_dot)
         c_dot = here.forget * c_dot + i + g + f

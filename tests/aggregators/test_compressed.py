@@ -13,7 +13,7 @@ import fedsim
 from fedsim import rng, tree
 from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Mean
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
-from fedsim.execution._memory import down
+from fedsim.execution._call import send_down
 
 FLOATS = 3 * 4 + 4  # of the federation's model
 EXECUTIONS = {
@@ -161,7 +161,7 @@ def test_downlink_leaves_what_is_sent_beside_parameters_alone():
         downlink=TopK(fraction=0.2),
     )
     shared = prox.broadcast(prox.init(jax.random.key(0)))
-    received, _, bits = down(prox, shared, (), jax.random.key(1))
-    assert float(received.more) == 1.0 and int(received.round) == 0
+    received, _, bits = send_down(prox.downlink, shared, (), jax.random.key(1))
+    assert float(received.mu) == 1.0 and int(received.round) == 0
     assert sum(int(np.count_nonzero(x)) for x in jax.tree.leaves(received.params)) == 4
     assert int(bits) == int(TopK(fraction=0.2).transmit(shared.params, jax.random.key(1)).bits) + 32 + 32

@@ -46,22 +46,20 @@ class MeanOfExamples(fedsim.Algorithm):
     def init(self, key):
         return {"x": jnp.zeros(3), "y": jnp.float32(0), "z": jnp.zeros((16, 3))}
 
-    def client_init(self, shared, client):
-        return jax.tree.map(jnp.zeros_like, shared)
+    def client_update(self, shared, client):
+        def add(total, batch):
+            mask = batch.mask.astype(jnp.float32)
+            x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
+            y = total["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))
+            return {"x": total["x"] + x, "y": y, "z": total["z"] + jnp.sin(jnp.outer(jnp.arange(16.0), x))}
 
-    def client_step(self, shared, state, batch):
-        mask = batch.mask.astype(jnp.float32)
-        x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
-        y = state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))
-        return {"x": state["x"] + x, "y": y, "z": state["z"] + jnp.sin(jnp.outer(jnp.arange(16.0), x))}
-
-    def client_final(self, shared, state, client):
         size = client.num_examples.astype(jnp.float32)
-        mean = jax.tree.map(lambda total: total / jnp.maximum(size, 1), state)
+        total = client.for_each_batch(self.batches, add, jax.tree.map(jnp.zeros_like, shared))
+        mean = jax.tree.map(lambda x: x / jnp.maximum(size, 1), total)
         beside = isinstance(self.aggregator, aggregators.Beside)
         return fedsim.ClientUpdate(aggregators.Noted(mean, size) if beside else mean, size)
 
-    def server_update(self, state, update):
+    def server_update(self, state, update, info):
         return jax.tree.map(jnp.add, state, update.update if isinstance(update, aggregators.Noted) else update)
 
 
@@ -84,6 +82,7 @@ def reference(name):
     return run(AGGREGATORS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_execution_never_changes_the_answer(name, how):

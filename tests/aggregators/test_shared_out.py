@@ -7,6 +7,8 @@ import pytest
 
 from fedsim import aggregators
 
+pytestmark = pytest.mark.slow
+
 AGGREGATORS = {
     "median": aggregators.CoordinateMedian(),
     "trimmed": aggregators.TrimmedMean(0.2),

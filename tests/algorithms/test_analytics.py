@@ -94,6 +94,7 @@ def frequencies(data, num_items):
     return np.bincount(data.columns["item"], minlength=num_items)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sketch", ["count-min", "count-sketch"])
 def test_estimates_are_within_the_stated_bounds(sketch):
     data, num_items, width, depth = population(), 200_001, 256, 3

@@ -1,6 +1,7 @@
 """Distributed selective SGD: against NumPy, as plain SGD, and what its noise and its memory promise."""
 
 import dataclasses
+import types
 
 import federation
 import haiku as hk
@@ -13,8 +14,7 @@ import pytest
 import fedsim
 from fedsim import algorithms
 from fedsim.aggregators import Clipped, Mean, Sum
-from fedsim.algorithms._vector_part import Part
-from fedsim.compressors._selection import chosen, mask_of, num_set
+from fedsim.algorithms import _dssgd
 
 RATE = 0.25
 SIZE = 5
@@ -47,6 +47,11 @@ def make(**more):
 
 def params(state):
     return np.asarray(jax.tree.leaves(state.params)[0])
+
+
+def places_of(download):
+    """Indices of the parameters that a download holds."""
+    return np.flatnonzero(np.unpackbits(np.asarray(download.which), count=SIZE))
 
 
 def sgd(w, dataset, key, rate=RATE):
@@ -100,7 +105,7 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
     for r in range(4):
         cohort = fedsim.Cohort(data, np.array([0, 1, 2, 3] if r % 2 else [3, 0]), r, fedsim.rng.root(0))
         # Ties are broken by the algorithm's own draw: which parameters come down is checked against the counts.
-        places = np.asarray(broadcast(state.server if r else state).part.where(SIZE))
+        places = places_of(broadcast(state.server if r else state))
         assert len(places) == 3 and np.sort(updates)[::-1][:3].sum() == updates[places].sum()
         state, info = algorithm.apply(state, cohort)
         total, times = np.zeros(SIZE), np.zeros(SIZE)
@@ -116,11 +121,11 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
                 times[chosen] += 1
         server, updates = server + total, 0.5 * updates + times
         np.testing.assert_allclose(params(state), server, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(state.server.more.updates, updates)
-        # Two values of five, a value with its place in 32 + 3 bits; three come down in whole bytes, with round and seed.
+        np.testing.assert_allclose(state.server.updates, updates)
+        # Two values of five, a value with its place in 32 + 3 bits; three come down, with a mask in a byte, round and seed.
         some = np.asarray(info.clients["num_examples"]) > 0
         assert info.clients["bits_up"].tolist() == (70 * some).tolist()
-        assert info.clients["bits_down"].tolist() == ((3 * 32 + 16 + 32 + 64) * some).tolist()
+        assert info.clients["bits_down"].tolist() == ((3 * 32 + 8 + 32 + 64) * some).tolist()
     clients = state.clients
     rows, _ = clients.gather(np.arange(4)) if isinstance(clients, fedsim.data.ClientRows) else clients
     for client_id, mine in kept.items():
@@ -130,10 +135,10 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
 def test_ties_are_broken_by_the_seed_of_the_run():
     """Before the first round all counts are ties."""
     algorithm = make(theta_d=0.4)
-    part = jax.jit(lambda key: algorithm.broadcast(algorithm.init(key)).part)
+    broadcast = jax.jit(lambda key: algorithm.broadcast(algorithm.init(key)))
 
     def places(seed):
-        return tuple(part(jax.random.key(seed)).where(SIZE).tolist())
+        return tuple(places_of(broadcast(jax.random.key(seed))).tolist())
 
     # Of 10 pairs of places, 20 seeds that all give the same one are no accident.
     assert len({places(seed) for seed in range(20)}) > 3
@@ -153,8 +158,8 @@ def test_attackers_tell_truly_which_parameters_they_update(attack):
     attacked = dataclasses.replace(cohort, attack=attack, attackers=np.array([True, False, True, False]))
     state = algorithm.init(jax.random.key(0))
     (honest, _), (harmed, _) = (algorithm.apply(state, each) for each in (cohort, attacked))
-    np.testing.assert_array_equal(harmed.server.more.updates, honest.server.more.updates)
-    assert honest.server.more.updates.sum() == 3 * 2
+    np.testing.assert_array_equal(harmed.server.updates, honest.server.updates)
+    assert honest.server.updates.sum() == 3 * 2
     assert np.abs(params(harmed) - params(honest)).max() > 0.1
 
 
@@ -165,15 +170,15 @@ def test_colluding_attackers_count_as_the_others_do_in_the_mean(attack):
     attacked, others = np.array([True, False, False, False]), fedsim.Cohort.of(cohort.data, ["2", "3"])
     after, _ = algorithm.apply(state, dataclasses.replace(cohort, attack=attack, attackers=attacked))
     honest, _ = algorithm.apply(state, others)
-    np.testing.assert_allclose(after.server.more.updates, 1.5 * honest.server.more.updates, rtol=1e-6)
+    np.testing.assert_allclose(after.server.updates, 1.5 * honest.server.updates, rtol=1e-6)
 
 
 def test_counts_below_zero_count_as_none():
     """As a user's own server may make them: as many come down as ever, the most updated first."""
     algorithm = make(theta_d=0.6)
     state = algorithm.init(jax.random.key(0))
-    state = state._replace(more=state.more._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0])))
-    places = algorithm.broadcast(state).part.where(SIZE).tolist()
+    state = state._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0]))
+    places = places_of(algorithm.broadcast(state)).tolist()
     assert len(set(places)) == 3 and {1, 4} < set(places)
 
 
@@ -183,42 +188,31 @@ def test_all_that_comes_down_needs_no_places_and_no_seed():
     assert info.clients["bits_down"].tolist() == [SIZE * 32 + 32 if size else 0 for size in (8, 0, 3, 5)]
 
 
-@pytest.mark.parametrize(
-    ("size", "count"), [(5, 3), (1, 1), (8, 8), (1000, 100), (1025, 7), (1000, 500), (1025, 1024), (70, 40)]
-)
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_part_takes_as_many_bits_as_its_places_need_or_a_mask_if_that_is_shorter(size, count, packed):
+@pytest.mark.parametrize("size", [5, 8, 70])
+def test_downloaded_parameters_replace_a_participant_s_own(size):
     draw = np.random.default_rng(size)
-    vector, chosen = draw.normal(size=size).astype(np.float32), np.sort(draw.permutation(size)[:count])
-    wanted = np.isin(np.arange(size), chosen)
-    part = jax.jit(lambda x, wanted: Part.of(x, mask_of(wanted), count, packed=packed))(vector, wanted)
-    places = 8 * int(np.ceil(count * np.ceil(np.log2(size)) / 8))
-    which = 0 if count == size else min(places, 32 * int(np.ceil(size / 32)))
-    assert fedsim.tree.num_bits({"part": part}) == 32 * count + which
-    places = np.asarray(jax.jit(Part.where, static_argnums=1)(part, size))
-    assert sorted(places.tolist()) == chosen.tolist()
-    assert packed is False or part.values.tolist() == vector[places].tolist()
-    before = draw.normal(size=size).astype(np.float32)
-    arrived = before.copy()
-    arrived[chosen] = vector[chosen]
-    for at in (0, size // 3):  # a tree of two leaves
-        leaves = jax.jit(Part.put_into)(part, [before[:at], before[at:, None]])
-        np.testing.assert_array_equal(leaves[0], arrived[:at])
-        np.testing.assert_array_equal(leaves[1], arrived[at:, None])
+    own, values = draw.normal(size=[2, size]).astype(np.float32)
+    chosen = draw.random(size) < 0.5
+    leaves = [own[:2], own[2:, None]]
+    participant = types.SimpleNamespace(model=types.SimpleNamespace(init=lambda key: leaves), theta_d=0.5)
+    download = _dssgd.Download(values[chosen], np.packbits(chosen), jnp.int32(0), jnp.zeros(2, jnp.uint32))
+    arrived = algorithms.DSSGD.client_params(participant, download, types.SimpleNamespace(memory=leaves))
+    expected = np.where(chosen, values, own)
+    np.testing.assert_array_equal(arrived[0], expected[:2])
+    np.testing.assert_array_equal(arrived[1], expected[2:, None])
 
 
-@pytest.mark.parametrize(("theta", "form"), [(0.1, jnp.uint8), (0.6, jnp.uint32)])  # places, a mask
-def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta, form):
+@pytest.mark.parametrize("theta", [0.1, 0.6])
+def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
     data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)
     for downlink, width in ((None, 32), (fedsim.compressors.Cast(), 16)):
         algorithm = make(model=federation.model(), batches=batches, theta_d=theta, downlink=downlink)
         state = algorithm.init(jax.random.key(0))
         size = len(fedsim.tree.flat(state.params))
         _, info = algorithm.apply(state, federation.cohort(data))
-        sent, part = int(theta * size), jax.jit(algorithm.broadcast)(state).part
-        assert part.which.dtype == form and len(part.values) == (size if form == jnp.uint32 and downlink is None else sent)
-        which = min(8 * -(-sent * (size - 1).bit_length() // 8), 32 * -(-size // 32))
-        assert info.clients["bits_down"].tolist() == [sent * width + which + 32 + 64]
+        sent = int(theta * size)
+        assert jax.jit(algorithm.broadcast)(state).values.size == sent
+        assert info.clients["bits_down"].tolist() == [sent * width + 8 * -(-size // 8) + 32 + 64]
 
 
 @pytest.mark.parametrize("more", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
@@ -264,21 +258,21 @@ def test_random_selection_takes_only_changes_above_the_threshold():
 @pytest.mark.parametrize("above", range(6))
 def test_nothing_below_the_threshold_is_taken_however_few_are_above(above):
     change = jnp.where(jnp.arange(10) % 5 < 3, 1.0, -1.0) * jnp.where(jnp.arange(10) < above, 0.6, 0.4)
-    upload = jax.jit(make(theta_u=0.3, selection="random", threshold=0.5).upload().of)
+    upload = jax.jit(make(theta_u=0.3, selection="random", threshold=0.5).selected)
     for seed in range(10):
-        _, mask = upload(change, jax.random.key(seed))
-        which = np.flatnonzero(chosen(mask, 10))
-        assert len(which) == num_set(mask) == min(3, above) and np.all(which < above)
+        _, sent = upload(change, jax.random.key(seed))
+        which = np.flatnonzero(sent)
+        assert len(which) == min(3, above) and np.all(which < above)
 
 
 def test_noise_follows_the_paper_s_budget():
     """With every change 0 and a threshold of 0, half of the tests pass; uploads are the noise of their values, clipped."""
     size, clip, epsilon, count = 4000, 0.01, 3000.0, 400
     algorithm = make(theta_u=0.1, selection="random", clip=clip, epsilon=epsilon)
-    noisy, mask = algorithm.upload().of(jnp.zeros(size), jax.random.key(0))
-    assert num_set(mask) == count
+    noisy, sent = algorithm.selected(jnp.zeros(size), jax.random.key(0))
+    assert np.sum(sent) == count
     scale = 2 * count * 2 * clip / (epsilon * 2 / 9)  # Lap(2 c Δf / ε₂), with Δf = 2 γ
-    uploads = np.asarray(noisy)[np.asarray(chosen(mask, size))]
+    uploads = np.asarray(noisy)[np.asarray(sent)]
     assert np.abs(uploads).max() <= clip
     # Clipped Laplace: the part at the ends has probability exp(-clip / scale).
     ends = np.mean(np.abs(uploads) >= clip * (1 - 1e-6))
@@ -287,15 +281,15 @@ def test_noise_follows_the_paper_s_budget():
     # The more budget, the less noise: in the limit, exactly the changes above the threshold.
     change = jnp.linspace(-clip, clip, size)
     exact = make(theta_u=1.0, selection="random", clip=clip, epsilon=1e12, threshold=clip / 2)
-    uploaded, mask = exact.upload().of(change, jax.random.key(0))
-    np.testing.assert_array_equal(chosen(mask, size), np.abs(change) >= clip / 2)
+    uploaded, sent = exact.selected(change, jax.random.key(0))
+    np.testing.assert_array_equal(sent, np.abs(change) >= clip / 2)
     np.testing.assert_allclose(uploaded, change, atol=1e-6)
 
 
 def test_thresholds_are_drawn_anew_after_every_upload():
     """Tests that just miss a threshold pass the next one now and then; one threshold for all would let all pass, or none."""
-    upload = jax.jit(make(theta_u=0.5, selection="random", clip=1.0, epsilon=100.0, threshold=0.0).upload().of)
-    passed = [int(num_set(upload(jnp.zeros(8), jax.random.key(seed))[1])) for seed in range(200)]
+    upload = jax.jit(make(theta_u=0.5, selection="random", clip=1.0, epsilon=100.0, threshold=0.0).selected)
+    passed = [int(np.sum(upload(jnp.zeros(8), jax.random.key(seed))[1])) for seed in range(200)]
     assert max(passed) == 4 and len(set(passed)) > 2
 
 

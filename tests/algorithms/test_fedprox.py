@@ -42,7 +42,7 @@ def test_adaptive_fedprox_follows_the_loss(count, patience):
     start = theta(state)
     for cohort in rounds:
         state, _ = algorithm.apply(state, cohort)
-        course.append(float(state.more.mu))
+        course.append(float(state.mu))
     x, expected = numpy_adaptive_prox(start, rounds, 0.15, 0.1, patience)
     assert len(set(np.round(expected, 3))) >= 2  # it does move: up with few clients, down to 0 with all
     np.testing.assert_allclose(course, expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Mime and MimeLite against rounds in float64, written from the paper; and their two phases."""
+"""Mime and MimeLite against rounds in float64, written from the paper; and the two calls of a round of Mime."""
 
 import dataclasses
 
@@ -79,64 +79,71 @@ def test_mime_of_one_client_with_full_batches_is_mimelite():
     assert_close(run(Mime(**full), rounds)[1], run(MimeLite(**full), rounds)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
-def test_mime_s_first_phase_sees_every_example_once_however_long_the_second_is(how, monkeypatch):
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # either phase is cut into programs of its own
+def test_mime_s_first_call_sees_every_example_once_however_long_the_second_is(how, monkeypatch):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # either call is cut into programs of its own
     population = federation.data()
     for batches in (fedsim.Batches(size=4, steps=1), fedsim.Batches(size=4, epochs=5)):
-        start, _, state = run(Mime(**settings(batches=batches, execution=how)), [federation.cohort(population)])
-        c = np.concatenate([state.more.gradient["linear"]["w"], state.more.gradient["linear"]["b"][None]])
+        c, _, _ = first_call(batches=batches, execution=how, cohort=federation.cohort(population))
+        start = theta(Mime(**settings()).init(jax.random.key(1)))
         assert_close(c, gradient(start, with_ones(population.columns["x"]), population.columns["y"]))
 
 
-def first_phase(**more):
-    """What Mime's first phase makes of everybody's gradients, these, and the state after a round."""
+def first_call(**more):
+    """What Mime's first call makes of everybody's gradients, these, and the state after a round.
+
+    In the first round, momentum s starts from 0: clients train as without it, and afterwards it is c.
+    """
     cohort = more.pop("cohort", None) or federation.cohort(federation.data())
-    start, _, state = run(Mime(**settings(**more)), [cohort])
-    server = fedsim.execution.split(state).server
+    start, _, state = run(Mime(**settings(client_optimizer=optax.sgd(RATE, 0.6), **more)), [cohort])
+    server = fedsim.execution.server_state(state)
     sent = {i: gradient(start, *everything) for i, everything, _ in clients(cohort)}
-    return joined(server.more.gradient), sent, state
+    return joined(server.statistics[0].trace), sent, state
 
 
 def joined(params):
     return theta(type("", (), {"params": params}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
-def test_mime_s_first_phase_is_as_robust_as_its_aggregator(how):
+def test_mime_s_first_call_is_as_robust_as_its_aggregator(how):
     attackers = np.arange(8) % 3 == 0
     cohort = dataclasses.replace(federation.cohort(), attack=fedsim.attacks.SignFlip(5.0), attackers=attackers)
-    c, sent, _ = first_phase(cohort=cohort, aggregator=aggregators.CoordinateMedian(), execution=how)
+    c, sent, _ = first_call(cohort=cohort, aggregator=aggregators.CoordinateMedian(), execution=how)
     arrived = [-5.0 * g if attackers[i] else g for i, g in sent.items()]
     assert_close(c, np.median(arrived, axis=0))
     assert_differ(c, np.mean(arrived, axis=0))
 
 
-def test_mime_s_phases_keep_what_the_aggregator_keeps_apart():
-    c, _, state = first_phase(aggregator=aggregators.CentredClipping(radius=0.5))
-    of_gradients, of_movements = map(joined, state.aggregator)
+def test_mime_s_calls_keep_what_the_aggregator_keeps_apart():
+    c, _, state = first_call(aggregator=aggregators.CentredClipping(radius=0.5))
+    of_gradients, of_movements = (joined(state.aggregator[call]) for call in ("gradient", "update"))
     assert_close(of_gradients, c)
     assert_differ(of_gradients, of_movements)
     feedback = compressors.ErrorFeedback(compressors.TopK(fraction=0.25))
-    _, sent, state = first_phase(aggregator=aggregators.Compressed(feedback))
-    (_, (kept, _), seen), _ = federation.plain(state).clients[0]
+    _, sent, state = first_call(aggregator=aggregators.Compressed(feedback))
+    (_, kept), seen = federation.plain(state).clients
+    assert kept.keys() == {"gradient", "update"}
     assert seen.tolist() == [i in sent for i in range(8)]
+    of_compressor, _ = kept["gradient"]
     for i, g in sent.items():
-        left = joined(jax.tree.map(lambda rows, i=i: rows[i], kept.residual))
+        left = joined(jax.tree.map(lambda rows, i=i: rows[i], of_compressor.residual))
         assert 0 < np.count_nonzero(left) < g.size
         np.testing.assert_allclose(left[left != 0], g[left != 0], rtol=1e-4, atol=1e-6)
 
 
-def test_mime_s_phases_draw_noise_of_their_own():
+def test_mime_s_calls_draw_noise_of_their_own():
     noised = {"aggregator": aggregators.Noised(1.0, norm=1.0)}
-    of_gradients = first_phase(**noised)[0] - first_phase()[0]
+    of_gradients = first_call(**noised)[0] - first_call()[0]
     rounds = [federation.cohort(federation.data())]
     of_movements = run(FedAvg(**settings()), rounds)[1] - run(FedAvg(**settings(**noised)), rounds)[1]
     assert 0.05 < of_gradients.std() < 0.3 and 0.05 < of_movements.std() < 0.3
     assert_differ(of_gradients, of_movements)
 
 
-def test_mime_s_phases_send_and_attack_with_keys_of_their_own():
+def test_mime_s_calls_send_and_attack_with_keys_of_their_own():
     keys = {"send": [], "attack": []}
 
     def note(what, key):
@@ -156,11 +163,11 @@ def test_mime_s_phases_send_and_attack_with_keys_of_their_own():
     cohort = fedsim.Cohort(federation.data(), np.array([0, 3]), 0, fedsim.rng.root(0), slots=2)
     cohort = dataclasses.replace(cohort, attack=Noting(), attackers=np.array([True, True]))
     run(Mime(**settings(aggregator=Spying(), execution=fedsim.Debug())), [cohort])
-    for of_each in keys.values():  # of two clients, in two phases
+    for of_each in keys.values():  # of two clients, in two calls
         assert len(set(of_each)) == 4
 
 
-def test_mime_counts_the_bits_of_both_phases():
+def test_mime_counts_the_bits_of_both_calls():
     sparse = {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.3)), "downlink": compressors.Cast()}
     cohort = federation.cohort()
     infos = {}

@@ -57,14 +57,14 @@ def test_scaffold_follows_algorithm_1(option, weighting):
     weight_of, whole = (lambda _: 1, np.count_nonzero(sizes)) if weighting == "uniform" else (lambda e: len(e[1]), sizes.sum())
     x, c = numpy_scaffold(start, cohorts(), option, weight_of, whole)
     assert_close(end, x)
-    assert_close(theta(type("", (), {"params": state.server.more})), c)
+    assert_close(theta(type("", (), {"params": state.server.control})), c)
     # The negative control: two other cohort-to-population ratios end elsewhere.
     assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
 
 
-@pytest.mark.parametrize("cls", [SCAFFOLD, FedDyn])
+@pytest.mark.parametrize(("cls", "name"), [(SCAFFOLD, "control"), (FedDyn, "h")])
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
-def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, weighting):
+def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, name, weighting):
     population = federation.data()
     on_the_device = settings(execution=fedsim.Jit(memory="resident"))
     _, _, state = run(cls(weighting=weighting, **on_the_device), cohorts(population, 6))
@@ -73,7 +73,7 @@ def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, weighting):
     weights = population.sizes if weighting == "examples" else (population.sizes > 0)
     kept = jax.tree.map(lambda row: np.where(np.reshape(seen, (-1,) + (1,) * (row.ndim - 1)), row, 0), rows[0])
     mean = jax.tree.map(lambda row: np.average(row, axis=0, weights=weights).astype(np.float32), kept)
-    federation.assert_trees_close(mean, state.server.more, rtol=1e-4, atol=1e-6)
+    federation.assert_trees_close(mean, getattr(state.server, name), rtol=1e-4, atol=1e-6)
 
 
 def test_scaffold_begins_as_fedavg_and_stays_it_on_equal_clients():
@@ -100,7 +100,7 @@ def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
     for optimizer in (optax.sgd(0.1), optax.sgd(0.1, 0.9), optax.sgd(optax.linear_schedule(0.1, 0.02, 3), 0.5, nesterov=True)):
         algorithm = SCAFFOLD(**settings(model=model, client_optimizer=optimizer))
         state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
-        np.testing.assert_allclose(state.server.more["linear"]["b"], [3, 0, 0, 0], rtol=1e-5)
+        np.testing.assert_allclose(state.server.control["linear"]["b"], [3, 0, 0, 0], rtol=1e-5)
 
 
 def test_scaffold_refuses_an_optimizer_that_is_not_linear():

@@ -143,31 +143,24 @@ def test_numbers_out_of_range_are_refused(make, message):
 class MeanOfExamples(fedsim.Algorithm):
     """Each client sends the means of its examples' x and y; the server keeps the aggregate."""
 
-    look: bool = False
-
-    @property
-    def preview(self):
-        return fedsim.Batches(size=3, shuffle=False) if self.look else None
+    look: bool = False  # Whether a loop before training adds up all examples once more.
 
     def init(self, key):
         return {"x": jnp.zeros(3), "y": jnp.float32(0)}
 
-    def client_init(self, shared, client):
-        return jax.tree.map(jnp.zeros_like, shared)
+    def client_update(self, shared, client):
+        def add(total, batch):
+            mask = batch.mask.astype(jnp.float32)
+            x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
+            return {"x": total["x"] + x, "y": total["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))}
 
-    def client_step(self, shared, state, batch):
-        mask = batch.mask.astype(jnp.float32)
-        x = jnp.einsum("n,nf->f", mask, batch.examples["x"])
-        return {"x": state["x"] + x, "y": state["y"] + jnp.vdot(mask, batch.examples["y"].astype(jnp.float32))}
+        total, size = jax.tree.map(jnp.zeros_like, shared), client.num_examples.astype(jnp.float32)
+        if self.look:
+            total = client.for_each_batch(fedsim.Batches(size=3, shuffle=False), add, total, "look")
+        total = client.for_each_batch(self.batches, add, total)
+        return fedsim.ClientUpdate(jax.tree.map(lambda x: x / jnp.maximum(size, 1), total), size)
 
-    def client_preview(self, shared, state, batch):
-        return self.client_step(shared, state, batch)
-
-    def client_final(self, shared, state, client):
-        size = client.num_examples.astype(jnp.float32)
-        return fedsim.ClientUpdate(jax.tree.map(lambda total: total / jnp.maximum(size, 1), state), size)
-
-    def server_update(self, state, update):
+    def server_update(self, state, update, info):
         return update
 
 
@@ -223,6 +216,7 @@ SENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("name", ["label flip", "sign flip", "a little"])
 def test_every_execution_attacks_alike(name, how):
@@ -235,6 +229,7 @@ def test_every_execution_attacks_alike(name, how):
     assert info.clients["weight"].tolist() == weights.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes, streamed", "debug"])
 @pytest.mark.parametrize("sent", SENDS)
 @pytest.mark.parametrize("name", ["inner product", "just as little"])
@@ -269,16 +264,19 @@ def test_without_attackers_nothing_changes(name):
 
 
 def test_who_attacks_is_data_and_the_attack_is_compiled():
-    algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    class Alone(MeanOfExamples):
+        """Shares no programs with other tests."""
+
+    algorithm = Alone(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
     state = algorithm.init(jax.random.key(0))
     for round in range(3):
         # Another object of the same value, other attackers.
         state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.0), np.roll(ATTACKERS, round), round))
-    (compiled,) = algorithm._compiled.values()
+    (compiled,) = federation.round_programs(algorithm)
     assert compiled.rounds._cache_size() == 1
     state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.5)))
     state, info = algorithm.apply(state, federation.cohort(POPULATION))
-    assert len(algorithm._compiled) == 3
+    assert len(federation.round_programs(algorithm)) == 3
     assert "attacker" not in info.clients
     with pytest.raises(ValueError, match="root key and attack"):
         algorithm.apply_rounds(state, [attacked(attacks.SignFlip()), attacked(attacks.SignFlip(scale=2.0))])
@@ -305,10 +303,10 @@ def test_an_attack_that_is_not_finite_is_dropped():
 
 def test_colluders_need_floats():
     class Counts(MeanOfExamples):
-        def client_final(self, shared, state, client):
-            return super().client_final(shared, state, client)._replace(update={"n": client.num_examples})
+        def client_update(self, shared, client):
+            return super().client_update(shared, client)._replace(update={"n": client.num_examples})
 
-        def server_update(self, state, update):
+        def server_update(self, state, update, info):
             return state
 
     algorithm = Counts(batches=fedsim.Batches(size=4), execution=fedsim.Jit())

@@ -98,7 +98,8 @@ def send(compressor, x, seed=0):
     return compiled(compressor)(x, jax.random.key(seed), compressor.init(x))
 
 
-@pytest.fixture(params=EVERY, name="compressor")
+# Variants of a compressor, whose names have several words, are left to `make test-all`.
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (" " in name)) for name in EVERY], name="compressor")
 def _compressor(request):
     return EVERY[request.param]
 
@@ -180,6 +181,7 @@ def assert_nearly_all_close(a, b):
     assert np.mean(np.concatenate(far)) <= 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["UniformQuantizer", "QSGD", "Eden", "TopK", "RandomK", "ErrorFeedback of PowerSGD"])
 def test_eager_is_compiled(name):
     x, compressor = value(), EVERY[name]
@@ -207,6 +209,7 @@ def test_constants_of_any_size_are_numbers(compressor, constant):
 SHAPES = [(), (1,), (2,), (3,), (1, 1), (1, 3), (31,), (32,), (33,), (2, 3, 1)]
 
 
+@pytest.mark.slow
 def test_tiny_tensors(compressor):
     draw = np.random.default_rng(0)
     x = [jnp.asarray(draw.normal(size=shape), jnp.float32) for shape in SHAPES]

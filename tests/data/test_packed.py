@@ -233,6 +233,7 @@ def is_content(path, content, at):
     )
 
 
+@pytest.mark.slow
 class TestAFullDisk:
     def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(self, saved, monkeypatch):
         before = saved.read_bytes()
@@ -247,12 +248,12 @@ class TestAFullDisk:
         assert list(saved.parent.iterdir()) == [saved]
 
     @pytest.mark.parametrize("limit", [100, 5_000, 20_000, 50_000, 70_000])
-    @pytest.mark.parametrize("way", ["data", "data.stream()"])
+    @pytest.mark.parametrize("way", ["data", "ClientStream.of(data)"])
     def test_no_room_at_any_point_is_an_os_error_and_leaves_nothing(self, tmp_path, limit, way):
         """A limit on the size of files stands in for the disk: the kernel refuses the same writes."""
         script = f"""
 import resource, sys, numpy as np
-from fedsim.data import FederatedData
+from fedsim.data import ClientStream, FederatedData
 data = FederatedData.from_arrays({{"x": np.ones((1000, 9)), "t": np.array([b"some text"] * 1000, object)}}, sizes=[10] * 100)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:

@@ -40,7 +40,7 @@ def collected(request, tmp_path):
 def test_iterating_again_reads_again(collected):
     clients = two()
     assert contents(clients) == contents(clients) == contents(collected(clients))
-    assert contents(collected(clients).stream()) == contents(clients)
+    assert contents(ClientStream.of(collected(clients))) == contents(clients)
 
 
 def test_dtypes_stay_but_for_the_byte_order(collected):

@@ -281,6 +281,7 @@ def test_a_file_that_needs_no_unpacking_stays_as_it_is(server, tmp_path):
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no such limits there")
 @pytest.mark.parametrize("form", ["plain", "tar", "bz2"])
 def test_a_full_disk_is_said_and_nothing_half_written_takes_a_name(server, tmp_path, form):

@@ -26,6 +26,7 @@ def rounds(algorithm, number=4):
     return states
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "decay"), [*((how, 0.8) for how in EXECUTIONS), ("jit", 0.0)])
 def test_the_average_is_that_of_the_rounds_and_training_goes_on_as_without(how, decay):
     plain = rounds(make(execution=EXECUTIONS[how]))
@@ -72,9 +73,9 @@ def test_without_parameters_there_is_nothing_to_average():
         def init(self, key):
             return jax.numpy.zeros(())
 
-        def client_init(self, shared, client):
-            return shared
+        def client_update(self, shared, client):
+            return fedsim.ClientUpdate(shared, jax.numpy.float32(1))
 
     algorithm = Sum(batches=fedsim.Batches(size=2), averaging=0.5)
-    with pytest.raises(ValueError, match="averaging=0.5 is of state.params, which Sum has not"):
-        algorithm.remember(algorithm.init(jax.random.key(0)), federation.data())
+    with pytest.raises(ValueError, match="averaging=0.5 is of state.params, which Sum lacks"):
+        algorithm.with_memory(algorithm.init(jax.random.key(0)), federation.data())

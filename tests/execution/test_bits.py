@@ -18,8 +18,8 @@ def in_float32_from(monkeypatch, bits):
 
 
 @pytest.mark.parametrize("how", ["jit", "debug"])
-def test_bits_of_all_phases_together_are_counted_in_float32(how, monkeypatch):
-    in_float32_from(monkeypatch, 64)  # Each of two phases sends 32.
+def test_bits_of_all_calls_together_are_counted_in_float32(how, monkeypatch):
+    in_float32_from(monkeypatch, 64)  # Each of two calls sends 32.
     algorithm = Variance(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
     _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     assert info.clients["bits_up"].dtype == info.clients["bits_down"].dtype == jnp.float32
@@ -28,11 +28,11 @@ def test_bits_of_all_phases_together_are_counted_in_float32(how, monkeypatch):
 
 def test_bits_of_a_big_model_are_those_of_a_small_one_in_float32(monkeypatch):
     pruning = aggregators.Compressed(fedsim.compressors.MagnitudePruning())
-    make = dict(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    make = dict(client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
     make |= dict(aggregator=pruning, downlink=fedsim.compressors.Cast(), execution=fedsim.Jit())
     sent = []
     for dtype in (jnp.uint32, jnp.float32):
-        algorithm = fedsim.algorithms.FedAvg(**make)
+        algorithm = fedsim.algorithms.FedAvg(**make, model=federation.model())  # With another model its program is its own.
         clients = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[1].clients
         assert clients["bits_up"].dtype == clients["bits_down"].dtype == dtype
         sent.append((clients["bits_up"].tolist(), clients["bits_down"].tolist()))

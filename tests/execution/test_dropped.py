@@ -22,6 +22,6 @@ class Computed:
 
 
 def test_counts_are_read_and_not_computed_with():
-    program, info = types.SimpleNamespace(), RoundInfo({}, Computed(), Computed(), Computed())
-    watch_dropped(program, info, [], "drop")
-    assert program._unread == []
+    program, info = types.SimpleNamespace(nonfinite="drop"), RoundInfo({}, *(Computed() for _ in range(5)))
+    watch_dropped(program, info, [])
+    assert program._execution["unread"] == []

@@ -17,9 +17,8 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, rng
-from fedsim.execution import StageError, _execution, _placement
-from fedsim.execution._plan import Layout, plan_round, windows
-from fedsim.execution._round import Given
+from fedsim.execution import StageError, _placement
+from fedsim.execution._plan import Layout, num_steps, plan_round, widths_for, windows
 
 
 def fedavg(**changes):
@@ -41,9 +40,9 @@ def test_executor_choice_at_apply_time_is_honoured():
     steps = []
 
     class Watched(fedsim.algorithms.FedAvg):
-        def client_step(self, shared, state, batch):
+        def client_loss(self, shared, params, batch):
             steps.append(isinstance(batch.step, jax.core.Tracer))
-            return super().client_step(shared, state, batch)
+            return super().client_loss(shared, params, batch)
 
     watched = Watched(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
     watched = dataclasses.replace(watched, execution=fedsim.Debug())
@@ -54,10 +53,10 @@ def test_executor_choice_at_apply_time_is_honoured():
 
 def test_debug_error_names_stage_client_and_shapes():
     class Broken(fedsim.algorithms.FedAvg):
-        def client_step(self, shared, state, batch):
+        def client_gradient(self, shared, params, batch):
             if int(batch.step) == 1:
                 raise ArithmeticError("no luck")
-            return super().client_step(shared, state, batch)
+            return super().client_gradient(shared, params, batch)
 
     algorithm = Broken(
         model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Debug()
@@ -65,7 +64,7 @@ def test_debug_error_names_stage_client_and_shapes():
     with pytest.raises(StageError) as caught:
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     message = str(caught.value)
-    assert "ArithmeticError in client_step 1 of client 'client0': no luck" in message
+    assert "ArithmeticError in step 1 of client_update of client 'client0': no luck" in message
     assert "float32[4, 3]" in message
     assert isinstance(caught.value.__cause__, ArithmeticError)
 
@@ -76,7 +75,8 @@ def test_streaming_compiles_few_programs_for_any_sizes():
     state = algorithm.init(jax.random.key(0))
     for cohort in fedsim.UniformSampler(population, clients=3, seed=0).rounds(12):
         state, _ = algorithm.apply(state, cohort)
-    assert next(iter(algorithm._compiled.values())).rounds._cache_size() == 1
+    (compiled,) = federation.round_programs(algorithm)
+    assert compiled.rounds._cache_size() == 1
 
 
 def test_memory_mapped_columns_give_the_same_answer(tmp_path):
@@ -124,32 +124,50 @@ def test_two_experiment_seeds_give_different_client_keys():
     np.testing.assert_array_equal(words[0][2], jax.random.key_data(expected))
 
 
-@pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 1), (3, 2), (8, 4)])
-@pytest.mark.parametrize("most", [None, 40])
-def test_plan_gives_every_client_to_one_lane_and_balances(devices, lanes, most):
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+@pytest.mark.parametrize(("lanes", "overhead"), [(1, 0.0), (4, 4.0), (16, 0.5)])
+def test_plan_gives_every_client_to_one_group_and_balances(devices, lanes, overhead):
     population = federation.data(sizes=list(range(1, 41)))
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=3), devices, lanes, limit=most)
-    given = [plan.queue[d, l, :n] for (d, l), n in np.ndenumerate(plan.length)]
-    assert sorted(np.concatenate(given).tolist()) == list(range(40))
+    layout = Layout(50, devices, widths_for(lanes), overhead)
+    plan = plan_round(federation.cohort(population), layout, fedsim.Batches(size=3))
+    queues = [queue[:length].tolist() for queue, length in zip(plan.queue, plan.length, strict=True)]
+    assert sorted(itertools.chain(*queues)) == list(range(40))
+    for device, queue in enumerate(queues):
+        groups = []  # (first, one beyond the last) of each group
+        for number, width in enumerate(layout.widths):
+            first = plan.starts[device, number, : plan.groups[device, number]]
+            groups += [(int(at), min(int(at) + width, len(queue))) for at in first]
+        assert list(itertools.chain(*(range(*group) for group in sorted(groups)))) == list(range(len(queue)))
     steps = -(-plan.size // 3)
-    loads = [(steps[positions] + 0.5).sum() for positions in given]
+    loads = [(steps[queue] + 0.5).sum() for queue in queues]
     # Graham's bound for longest-first list scheduling.
     best = max(steps.max() + 0.5, sum(loads) / len(loads))
     assert max(loads) <= 4 / 3 * best + 0.5
-    layout = Layout(40, devices, lanes)
     for field, unpacked in zip(plan, layout.unpack(layout.pack([plan], 2)[0]), strict=True):
         np.testing.assert_array_equal(field, unpacked)
 
 
-@pytest.mark.parametrize(("devices", "lanes", "most"), [(1, 1, 9), (2, 1, 5), (2, 2, 6), (8, 1, 2)])
-def test_a_device_takes_no_more_clients_than_it_may(devices, lanes, most):
-    """One client has as much to do as all others, who would go to the other devices."""
-    population = federation.data(sizes=[80, *[10] * 8])
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=5), devices, lanes, limit=most)
-    given = [[at for lane in range(lanes) for at in plan.queue[d, lane, : plan.length[d, lane]]] for d in range(devices)]
-    assert sorted(at for some in given for at in some) == list(range(9)) and max(map(len, given)) <= most
-    if (devices, lanes) == (2, 1):  # As few go to the long one as have to.
-        assert min(map(len, given)) == 9 - most
+@pytest.mark.parametrize(("widths", "overhead"), [((4, 1), 1.0), ((8, 2, 1), 3.0), ((3, 1), 20.0)])
+def test_groups_take_the_least_time_of_all_divisions(widths, overhead):
+    """Against all divisions of the queue, in a time of a step of overhead + width."""
+    sizes = [300, 90, 70, 68, 60, 31, 30, 29, 8, 7, 3, 1]
+    layout, batches = Layout(20, 1, widths, overhead), fedsim.Batches(size=5)
+    plan = plan_round(federation.cohort(federation.data_of_zeros(sizes)), layout, batches)
+    work = 1 + 2 * -(-np.asarray(sizes) // 5)[plan.queue[0, : len(sizes)]]
+
+    def least(first):
+        if first >= len(work):
+            return 0.0
+        return min(work[first] * (overhead + width) + least(first + width) for width in widths)
+
+    time = sum(
+        work[first] * (overhead + width)
+        for number, width in enumerate(widths)
+        for first in plan.starts[0, number, : plan.groups[0, number]]
+    )
+    assert time == least(0)
+    alone = plan.starts[0, -1, : plan.groups[0, -1]]
+    assert (0 in alone) == (overhead < 10)  # The first client has three times as many steps as any other.
 
 
 def test_a_custom_aggregator_is_folded_like_the_mean():
@@ -177,17 +195,9 @@ def test_a_custom_aggregator_is_folded_like_the_mean():
 
 
 def test_one_all_reduce_a_round():
-    """Updates, weights and every client's line come together in a single collective."""
+    """Updates, weights and all clients' infos are summed in a single collective."""
     algorithm = fedavg(execution=fedsim.Pmap(devices=2))
-    cohort = federation.cohort()
-    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
-    mesh = algorithm.execution.mesh()
-    layout = Layout(len(cohort), 2, 1)
-    columns = _placement.resident_columns(cohort.data, mesh)
-    key = _placement.replicate(cohort.key, mesh)
-    plan = layout.pack([plan_round(cohort, algorithm.batches, 2, 1)], 1)
-    (compiled,) = algorithm._compiled.values()
-    text = compiled.rounds.lower(Given(columns, ()), (), state, key, plan, np.int32(1)).compile().as_text()
+    text = algorithm.execution.lower(algorithm, federation.cohort()).compile().as_text()
     assert len(re.findall(r" all-reduce(?:-start)?\(", text)) == 1
 
 
@@ -266,7 +276,7 @@ def test_bad_data_is_refused_before_anything_is_compiled(columns, message):
     algorithm = fedavg()
     with pytest.raises(ValueError, match=message):
         algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(population, ["a", "b"]))
-    assert not vars(algorithm).get("_compiled")
+    assert "shared" not in vars(algorithm).get("_execution", {})
     with pytest.raises(ValueError, match=message):
         fedsim.evaluate(algorithm.model, algorithm.init(jax.random.key(0)).params, population)
 
@@ -295,8 +305,8 @@ def test_a_finite_update_too_large_to_be_summed_is_dropped():
     """At 1e37 with a weight of 5 the sum would overflow, and the server would be lost for good."""
 
     class Diverging(fedsim.algorithms.FedAvg):
-        def client_final(self, shared, state, client):
-            result = super().client_final(shared, state, client)
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
             factor = jnp.where(client.position == 0, jnp.float32(1e37), jnp.float32(1))
             return result._replace(update=jax.tree.map(lambda x: x * factor, result.update))
 
@@ -313,8 +323,8 @@ def test_a_client_that_takes_no_step_does_not_count(how):
     """It is neither averaged in as an update of zero nor, should it divide by its size, dropped as a failure."""
 
     class DividesBySteps(fedsim.algorithms.FedAvg):
-        def client_final(self, shared, state, client):
-            result = super().client_final(shared, state, client)
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
             steps = client.num_steps.astype(jnp.float32)
             return result._replace(update=jax.tree.map(lambda x: x / steps, result.update))
 
@@ -378,13 +388,13 @@ def test_where_data_lives_is_decided_once(monkeypatch):
     "how", [fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream")]
 )
 def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
-    """Long rounds are cut between clients, and the fold is carried on."""
+    """Long rounds are divided between clients, and the programs hand the accumulator on."""
     algorithm = fedavg(execution=how, server_optimizer=optax.sgd(1.0, momentum=0.9))
     whole, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
-    compiled = next(iter(algorithm._compiled.values()))
+    (compiled,) = federation.round_programs(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    assert 1 <= compiled.phases[0].fold._cache_size() <= 2  # the first carry may be placed in another way than the later ones
+    assert 1 <= compiled.fold._cache_size() <= 2  # the first carry may be placed in another way than the later ones
     federation.assert_trees_close(parts, whole)
     federation.assert_trees_close(infos, info)
     stacked, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort()], max_rounds=3)
@@ -393,14 +403,15 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
 
 
 @pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 3)])
-def test_windows_cover_every_client_once_in_order(devices, lanes, monkeypatch):
+def test_windows_cover_every_group_once_in_order(devices, lanes, monkeypatch):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 5)
-    population = federation.data(sizes=[3, 0, 40, 1, 9, 9, 2, 2])
-    plan = plan_round(federation.cohort(population), fedsim.Batches(size=2), devices, lanes)
-    parts = windows(plan)
+    population, batches = federation.data(sizes=[3, 0, 40, 1, 9, 9, 2, 2]), fedsim.Batches(size=2)
+    layout = Layout(8, devices, widths_for(lanes), 1.0)
+    plan = plan_round(federation.cohort(population), layout, batches)
+    parts = windows(plan, layout, num_steps(plan.size, plan.most_steps, batches, [batches]))
     assert len(parts) > 1
     np.testing.assert_array_equal(parts[0][..., 0], 0)
-    np.testing.assert_array_equal(parts[-1][..., 1], plan.length)
+    np.testing.assert_array_equal(parts[-1][..., 1], plan.groups)
     for before, after in itertools.pairwise(parts):
         np.testing.assert_array_equal(before[..., 1], after[..., 0])
         assert (after[..., 1] >= after[..., 0]).all()
@@ -420,18 +431,6 @@ def test_devices_of_a_cpu_are_patient_with_each_other():
             [sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": given}, capture_output=True, text=True
         )
         assert done.stdout.startswith("[2.]") and done.stdout.count(flag) == 1 and expected in done.stdout.split()
-
-
-def test_a_key_that_another_thread_keeps_meanwhile_is_not_mistaken_for_ones_own():
-    population, mesh, ours, theirs = federation.data(), _execution._mesh(2), jax.random.key(0), jax.random.key(1)
-
-    class Shared(dict):
-        def __setitem__(self, mesh, kept):
-            super().__setitem__(mesh, (theirs, _placement.replicate(theirs, mesh)))
-
-    vars(population)["_resident_key"] = Shared()
-    for key in (ours, ours, theirs):
-        assert jax.random.key_data(_placement.resident_key(population, key, mesh)).tolist() == [0, int(key is theirs)]
 
 
 def test_a_root_key_that_was_deleted_is_refused():

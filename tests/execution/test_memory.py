@@ -1,19 +1,21 @@
-"""What lives from round to round beside the server's state: the same under every execution, and as in plain Python."""
+"""What clients, aggregators and the downlink keep between rounds: the same under every execution, and as in plain Python."""
 
 import contextlib
 import dataclasses
 import functools
+import re
 
 import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from counting import BATCHES, EXECUTIONS, Counting, Damped, Upper, Variance, by_hand, cohorts
+from counting import BATCHES, EXECUTIONS, LOOK, Counting, Damped, Kept, Upper, Variance, by_hand, cohorts, look
 
 import fedsim
 from fedsim import execution
-from fedsim.execution._cohort_loop import put_rows
+from fedsim.execution._device_clients import put_rows
 
 
 @pytest.mark.parametrize(("how", "refuse"), [*((how, 3.0) for how in EXECUTIONS), ("jit", -1.0)])
@@ -57,7 +59,7 @@ def test_an_old_state_keeps_what_clients_knew_then():
 def test_rows_that_nobody_refers_to_are_used_again():
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
-    state = algorithm.remember(algorithm.init(jax.random.key(0)), population)
+    state = algorithm.with_memory(algorithm.init(jax.random.key(0)), population)
     state.clients.store.rows_per_chunk = 10
     for r in range(60):
         state, _ = algorithm.apply(state, federation.cohort(population, round=r))
@@ -73,9 +75,10 @@ def after_five_rounds(how, aggregator):
     state = algorithm.init(jax.random.key(0))
     for cohort in cohorts(federation.data()):
         state, info = algorithm.apply(state, cohort)
-    return jax.device_get((state.server, state.aggregator, info))
+    return jax.device_get((state.server, dict(state.aggregator), info))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "aggregator"),
     [
@@ -92,9 +95,10 @@ def test_aggregators_with_memory_and_side_by_side(how, aggregator):
     assert info.clients["bits_down"].tolist() == (32 * took_part).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("how", EXECUTIONS)
-def test_a_round_of_two_phases(how, long, monkeypatch):
+def test_a_round_that_calls_its_clients_twice(how, long, monkeypatch):
     if long:
         monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     population = federation.data()
@@ -106,84 +110,195 @@ def test_a_round_of_two_phases(how, long, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Refusing(Counting):
-    """`Counting` before `Counting`: a client that the first phase refuses may count in the second."""
+class Twice(Counting):
+    """`Counting` twice in a round, each time with a memory of its own. A client that one refuses may count in the other."""
 
-    first: Counting | None = None
+    refuse_first: float = -1.0
 
-    @property
-    def phases(self):
-        return self.first, self
+    def round(self, state, clients):
+        first, _ = clients.aggregate(self.client_first, state, name="first")
+        update, info = clients.aggregate(self.client_second, state + first)
+        return state + first + update, info
+
+    def client_memory(self, shared):
+        start = super().client_memory(shared)
+        return {"first": start, "second": start}
+
+    def client_first(self, shared, client):
+        return self.of_call("first", self.refuse_first, shared, client)
+
+    def client_second(self, shared, client):
+        return self.of_call("second", self.refuse, shared, client)
+
+    def of_call(self, name, refuse, shared, client):
+        seen = client.for_each_batch(LOOK, look, jnp.float32(0), "look")
+        steps = client.for_each_batch(self.batches, lambda steps, batch: steps + 1, jnp.float32(1000))
+        kept = client.memory[name]
+        kept = Kept(kept.visits + 1, kept.total + jnp.stack([shared, seen]))
+        update = jnp.where(client.position == jnp.int32(refuse), jnp.nan, seen + steps)
+        return fedsim.ClientUpdate(update, jnp.float32(1), {}, client.memory | {name: kept})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("how", [how for how in EXECUTIONS if how not in ("jit", "jit, streamed")])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_phases_keep_what_is_theirs(how, long, monkeypatch):
-    """Each phase has rows of its own, and a row that the other one wrote is none of its own."""
+def test_each_call_keeps_what_is_its_own(how, long, monkeypatch):
+    """The first call refuses client 3; what the second call keeps of it, and what the aggregators keep, is not affected."""
     if long and how == "debug":
-        pytest.skip("one step after another")
+        pytest.skip("Debug runs one client after another.")
     if long:
         monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     population = federation.data()
-    first = Counting(batches=BATCHES, refuse=3.0, aggregator=Damped())
-    algorithm = Refusing(batches=BATCHES, first=first, execution=EXECUTIONS[how], aggregator=Damped())
+    algorithm = Twice(batches=BATCHES, refuse_first=3.0, execution=EXECUTIONS[how], aggregator=Damped())
     state = algorithm.init(jax.random.key(0))
     for round in range(3):
         state, info = algorithm.apply(state, federation.cohort(population, round=round))
         assert int(info.num_dropped) == 1
-    rows, seen = federation.plain(state).clients
-    some = population.sizes > 0
-    (of_first, damped_first, wrote_first), (of_second, damped_second, wrote_second) = rows
-    assert seen.tolist() == wrote_second.tolist() == some.tolist()
-    assert wrote_first.tolist() == (some & (np.arange(8) != 3)).tolist()
-    assert of_first.visits.tolist() == (3 * wrote_first).tolist() and of_second.visits.tolist() == (3 * some).tolist()
-    assert damped_first.tolist() == (10 * wrote_first).tolist() and damped_second.tolist() == (10 * some).tolist()
-    assert [float(rounds) for rounds in state.aggregator] == [3, 3]
-    # What they were sent: the second phase got what the first had made of it.
-    assert np.all(of_second.total[some, 0] > 100 + 3 * 1000)
-
-
-@pytest.mark.parametrize("long", [False, True])
-@pytest.mark.parametrize("how", [how for how in EXECUTIONS if "streamed" in how])
-@pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_rows_that_others_wrote_before_are_nobody_elses(how, long, monkeypatch):
-    """A client that is refused takes the place that another had in the last dispatch's table."""
-    if long:
-        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
-    population, kinds = federation.data(), {"batches": BATCHES, "aggregator": Damped(), "execution": EXECUTIONS[how]}
-    first = Counting(refuse=3.0, batches=BATCHES, aggregator=Damped())
-    alone, second = Counting(refuse=3.0, **kinds), Refusing(first=first, **kinds)
-    of_alone, of_second = alone.init(jax.random.key(0)), second.init(jax.random.key(0))
-    for round, ids in enumerate([("client0", "client5"), ("client3", "client6")]):
-        cohort = fedsim.Cohort.of(population, ids, round=round)
-        of_alone, of_second = alone.apply(of_alone, cohort)[0], second.apply(of_second, cohort)[0]
-    came = np.isin(np.arange(8), [0, 5, 6])
-    assert federation.plain(of_alone).clients[1].tolist() == came.tolist()
-    rows, seen = federation.plain(of_second).clients
-    assert rows[0][2].tolist() == came.tolist()
-    assert seen.tolist() == rows[1][2].tolist() == (came | (np.arange(8) == 3)).tolist()
-    for counted, _, wrote in rows:  # and none begins with another's
-        assert counted.visits[wrote].tolist() == [1] * wrote.sum()
+    (kept, by_call), seen = federation.plain(state).clients
+    came = population.sizes > 0
+    in_first = came & (np.arange(8) != 3)
+    assert seen.tolist() == came.tolist()
+    assert kept["first"].visits.tolist() == (3 * in_first).tolist() and kept["second"].visits.tolist() == (3 * came).tolist()
+    assert by_call["first"][came].tolist() == np.where(in_first, 10, 7)[came].tolist()
+    assert by_call["update"][came].tolist() == [10] * 7
+    assert {name: float(rounds) for name, rounds in state.aggregator.items()} == {"first": 3, "update": 3}
+    # The second call was sent what the first one made of the state.
+    assert np.all(kept["second"].total[came, 0] > 100 + 3 * 1000)
 
 
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_a_phase_that_refuses_a_client_leaves_it_what_that_phase_kept_of_it(how):
-    population = federation.data()
-    kinds = {"execution": EXECUTIONS[how], "batches": BATCHES, "aggregator": Damped()}
-    welcoming, refusing = (
-        Refusing(first=Counting(batches=BATCHES, refuse=refuse, aggregator=Damped()), **kinds) for refuse in (-1.0, 3.0)
+def test_a_refused_client_keeps_what_it_had(how):
+    population, kinds = federation.data(), {"execution": EXECUTIONS[how], "batches": BATCHES, "aggregator": Damped()}
+    state = Counting(**kinds).init(jax.random.key(0))
+    for round, refuse in enumerate([-1.0, 3.0, 3.0]):
+        state, info = Counting(refuse=refuse, **kinds).apply(state, federation.cohort(population, round=round))
+    (kept, by_call), _ = federation.plain(state).clients
+    came, other = population.sizes > 0, np.arange(8) != 3
+    assert came[3] and int(info.num_dropped) == 1
+    assert kept.visits[came].tolist() == np.where(other, 3, 1)[came].tolist()
+    assert by_call["update"][came].tolist() == np.where(other, 10, 8)[came].tolist()
+
+
+@pytest.mark.filterwarnings("ignore:.*were left out")
+@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_rounds_together_keep_the_bits_of_rounds_one_by_one(devices, memory):
+    """Whatever the dtypes are, also -0.0 and flags. Clients change devices from round to round."""
+
+    class Kinds(Counting):
+        def client_memory(self, shared):
+            return jnp.int8(-3), jnp.bfloat16(0), jnp.zeros(2), False, jnp.uint16(7)
+
+        def client_update(self, shared, client):
+            small, half, floats, flag, counts = client.memory
+            floats = jnp.where(counts == 7, jnp.array([-0.0, 1e-40]), floats)  # from its first visit on
+            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), floats, ~flag, counts * jnp.uint16(3)
+            update = jnp.where(client.position == 2, jnp.nan, client.num_examples.astype(jnp.float32))
+            return fedsim.ClientUpdate(update, jnp.float32(1), {}, kept)
+
+    algorithm = Kinds(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory=memory))
+    start, rounds = algorithm.init(jax.random.key(0)), list(cohorts(federation.data()))
+    together, _ = algorithm.apply_rounds(start, rounds)
+    alone = start
+    for cohort in rounds:
+        alone, _ = algorithm.apply(alone, cohort)
+    for ours, theirs in zip(*(jax.tree.leaves(federation.plain(state)) for state in (together, alone)), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    (small, *_, counts), _ = federation.plain(together).clients[0]
+    visits = np.bincount(np.concatenate([cohort.clients for cohort in rounds]), minlength=8)
+    visits[[1, 2]] = 0  # Client 1 has no examples, and client 2 is refused.
+    np.testing.assert_array_equal(small, np.where(visits, -3 - visits, 0))
+    np.testing.assert_array_equal(counts, np.where(visits, 7 * 3**visits, 0))
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+def test_a_long_round_is_alone_whatever_it_is_given_with(memory, monkeypatch):
+    """The order of its sums must not depend on the rounds around it."""
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population, slots = federation.data(sizes=range(1, 25)), 24
+    algorithm = fedsim.algorithms.SCAFFOLD(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=BATCHES,
+        execution=fedsim.Pmap(devices=2, lanes=2, memory=memory),
     )
-    state = welcoming.init(jax.random.key(0))
-    for round, algorithm in enumerate([welcoming, refusing, refusing]):
-        state, info = algorithm.apply(state, federation.cohort(population, round=round))
-    (of_first, damped_first, _), (of_second, *_) = federation.plain(state).clients[0]
-    some, other = population.sizes > 0, np.arange(8) != 3
-    assert some[3] and int(info.num_dropped) == 1
-    assert of_first.visits.tolist() == np.where(some, np.where(other, 3, 1), 0).tolist()
-    assert damped_first.tolist() == np.where(some, np.where(other, 10, 8), 0).tolist()
-    assert of_second.visits.tolist() == np.where(some, 3, 0).tolist()
+    start = algorithm.init(jax.random.key(0))
+    of_rounds = np.array([3, 5]), np.arange(slots), np.arange(slots), np.array([3, 5])
+    rounds = [fedsim.Cohort(population, who, r, fedsim.rng.root(0), slots=slots) for r, who in enumerate(of_rounds)]
+    together, infos = algorithm.apply_rounds(start, rounds, max_rounds=8)
+    alone = start
+    for r, cohort in enumerate(rounds):
+        alone, info = algorithm.apply(alone, cohort)
+        federation.assert_trees_equal(jax.tree.map(lambda x, r=r: np.asarray(x[r]), infos), jax.device_get(info))
+    federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
+
+
+def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population, slots = federation.data(sizes=range(1, 25)), 24
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="resident"))
+    state = algorithm.init(jax.random.key(0))
+    short, long = np.array([0]), np.arange(slots)
+    for call, of_rounds in enumerate(([short, long, short, short], [long, short, short, short], [short, short, short, long])):
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            rounds = [fedsim.Cohort(population, who, r, fedsim.rng.root(0), slots=slots) for r, who in enumerate(of_rounds)]
+            state, infos = algorithm.apply_rounds(state, rounds)
+        compiled = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        assert infos.num_clients.tolist() == [len(who) for who in of_rounds]
+        assert bool(compiled) == (call == 0), compiled
+
+
+class Telling(Counting):
+    """The update is computed from the row that is written over."""
+
+    def client_update(self, shared, client):
+        result = super().client_update(shared, client)
+        return result._replace(update=result.update + client.memory.total)
+
+    def server_update(self, state, update, info):
+        return state + update.sum()
+
+
+@pytest.mark.parametrize("kind", [Counting, Telling])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_rows_are_written_in_place(devices, kind):
+    """A CPU would copy the whole table for every client otherwise; a copy per dispatch is allowed."""
+    population = federation.data(sizes=[1] * 60)
+    algorithm = kind(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="resident"))
+    text = algorithm.execution.lower(algorithm, federation.cohort(population)).compile().as_text()
+    in_loops = [body for body in text.split("\n\n") if "dynamic-update-slice(" in body and "f32[60,2]" in body]
+    assert in_loops
+    assert not any(re.search(r"f32\[60,2\]\S* (copy|select|scatter)\(", body) for body in in_loops if "ENTRY" not in body)
+
+
+@pytest.mark.parametrize("how", ["jit, streamed", "pmap, 8 devices, streamed", "debug"])
+def test_another_execution_goes_on_with_what_clients_keep(how):
+    population = federation.data()
+    by_two = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="resident"))
+    other = Counting(batches=BATCHES, execution=EXECUTIONS[how])
+    state, expected = (by_two.init(jax.random.key(0)) for _ in range(2))
+    for round, algorithm in enumerate([by_two, other, by_two]):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=round))
+        expected, _ = by_two.apply(expected, federation.cohort(population, round=round))
+    federation.assert_trees_close(federation.plain(state), federation.plain(expected))
+
+
+def test_held_states_stay_what_they_were(monkeypatch):
+    """Also when the store that holds the rows grows and moves them."""
+    monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 4 * 12)
+    population = federation.data()
+    algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
+    state = algorithm.init(jax.random.key(0))
+    states, plain = [], []
+    for round in range(12):
+        state, _ = algorithm.apply(state, federation.cohort(population, round=round))
+        states.append(state)
+        plain.append(federation.plain(state))
+    for held, expected in zip(states, plain, strict=True):
+        federation.assert_trees_equal(federation.plain(held), expected)
 
 
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])

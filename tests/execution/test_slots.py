@@ -88,7 +88,7 @@ def test_a_padded_cohort_gives_the_answer_of_an_unpadded_one_with_one_trace(how,
         after_first = after_first or len(traces)
     if how != "debug":
         assert len(traces) == after_first
-        (compiled,) = algorithm._compiled.values()
+        (compiled,) = federation.round_programs(algorithm)
         assert compiled.rounds._cache_size() == 1
 
 
@@ -108,8 +108,8 @@ def test_a_padded_round_in_several_programs_is_the_same_round(unpadded, monkeypa
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     algorithm = fedavg(execution=fedsim.Pmap(devices=2))
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort(ROUNDS[0]))
-    (compiled,) = algorithm._compiled.values()
-    assert compiled.phases[0].fold._cache_size() >= 1
+    (compiled,) = federation.round_programs(algorithm)
+    assert compiled.fold._cache_size() >= 1 and compiled.rounds._cache_size() == 0
     federation.assert_trees_close(jax.device_get(state), states[1])
     assert_same_info(jax.device_get(info), infos[0], ROUNDS[0])
 
@@ -136,7 +136,8 @@ def test_the_runner_takes_cohorts_of_any_size():
     examples = [line["num_examples"] for line in result.history if "num_examples" in line]
     assert examples == [int(POPULATION.sizes[: round % 5].sum()) for round in range(12)]
     assert result.history[0]["loss"] is None
-    assert len(algorithm._compiled) == 1
+    (compiled,) = federation.round_programs(algorithm)
+    assert compiled.rounds._cache_size() == 1
 
 
 def test_a_python_loop_sees_the_clients_alone():
@@ -146,12 +147,12 @@ def test_a_python_loop_sees_the_clients_alone():
 
 def test_an_error_of_a_hook_in_a_round_without_anybody_names_it():
     class Broken(fedsim.algorithms.FedAvg):
-        def client_final(self, shared, state, client):
+        def update_of(self, shared, client, local):
             raise ArithmeticError("no luck")
 
     algorithm = Broken(**{f.name: getattr(fedavg(), f.name) for f in dataclasses.fields(fedavg()) if f.init})
     algorithm = dataclasses.replace(algorithm, execution=fedsim.Debug())
-    with pytest.raises(fedsim.execution.StageError, match="client_final of client 'nobody': no luck"):
+    with pytest.raises(fedsim.execution.StageError, match="client_update of client 'nobody': no luck"):
         algorithm.apply(algorithm.init(jax.random.key(0)), cohort([]))
 
 

@@ -66,6 +66,7 @@ def killed(arguments, folder, round):
         run(**arguments, folder=folder, callbacks=die_after(round), rounds_per_dispatch=1)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(arguments, tmp_path):
     arguments |= {"checkpoint_every": 3, "rounds": 8}
     unbroken = bits(run(**arguments).state)
@@ -79,6 +80,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(arguments, tmp_path
     assert len(jax.tree.leaves(restored.clients)) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [("streamed", "on the device"), ("on the device", "streamed"), ("debug", "streamed")]
 )
@@ -164,7 +166,7 @@ def test_a_damaged_row_is_said_and_an_older_checkpoint_taken(streamed, tmp_path)
     older, newer = checkpoints.rounds()
     index = {}
     for round in (older, newer):
-        like = streamed["algorithm"].remember(streamed["algorithm"].init(jax.random.key(0)), streamed["sampler"].data)
+        like = streamed["algorithm"].with_memory(streamed["algorithm"].init(jax.random.key(0)), streamed["sampler"].data)
         index[round] = Checkpoints(tmp_path / "r/checkpoints").load(round, like).clients.index
         row_bytes = like.clients.store.row_bytes
     row = (set(index[newer].tolist()) - set(index[older].tolist())).pop()
@@ -262,19 +264,7 @@ def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, mon
     assert bits(result.state) == expected and not (tmp_path / "r/checkpoints").exists()
 
 
-def test_more_than_fits_goes_to_the_device_in_several_parts(streamed, data, monkeypatch):
-    expected = run(**streamed, rounds_per_dispatch=12)
-    monkeypatch.setattr("fedsim.execution._moved_rows._ROOM_BYTES", 3 * 300)
-    part = run(**streamed | {"algorithm": Drifting(**vars_of(streamed["algorithm"]))}, rounds_per_dispatch=12)
-    assert bits(part.state) == bits(expected.state)
-    keys = ("round", "num_examples", "bits_up")
-    assert [[line[key] for key in keys] for line in part.history] == [[line[key] for key in keys] for line in expected.history]
-
-
-def vars_of(algorithm):
-    return dict(model=algorithm.model, batches=algorithm.batches, execution=algorithm.execution)
-
-
+@pytest.mark.slow
 def test_scaffold_over_342_477_clients_stays_within_its_budgets(tmp_path):
     """A small part of `python -m benchmarks --only memory`: fewer rounds, 64 kB a client, resumed half way."""
     arguments = {"clients": 342_477, "floats": 2**14, "cohort": 10, "rounds": 24, "chunk_bytes": 2**20}

@@ -53,6 +53,7 @@ def _attacked(sampler, *, seed=1, **changes):
 _TOP_K = fedsim.compressors.TopK(fraction=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
@@ -79,6 +80,7 @@ def test_another_part_of_the_algorithm_is_refused_naming_both(arguments, make_al
     assert len(run(**{**arguments, "algorithm": one}).history) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [

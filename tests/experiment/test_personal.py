@@ -32,6 +32,7 @@ def run(cls, **more):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.Ditto, algorithms.PerFedAvg])
 def test_the_server_s_model_and_the_clients_own(cls, capsys):
     algorithm, data, result = run(cls)

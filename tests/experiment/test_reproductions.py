@@ -132,6 +132,7 @@ def test_rounds_to_target_of_a_curve_made_by_hand(scores, target, expected):
     assert longer == (expected if expected is None else pytest.approx(5 * expected))
 
 
+@pytest.mark.slow
 def test_training_stops_at_the_target_and_evaluates_when_asked(data):
     splits = fedsim.datasets.load("mnist", data=data / "mnist", clients=10)
     algorithm = fedsim.algorithms.FedAvg(
@@ -274,17 +275,8 @@ TINY = [
 ]
 
 
-SLOW = ("scaffold", "robustness")
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, marks=[pytest.mark.slow] * (name in SLOW), id=f"{name}-{case}")
-        for name, cases in TINY
-        for case in cases
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in TINY for case in cases])
 def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # each is compiled, and each rate that is tried
     monkeypatch.setattr(drift, "fastest", functools.partial(drift.fastest, search=False))

@@ -43,6 +43,7 @@ def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path)
     assert _rounds(result.history, "test_accuracy") == [4, 8, 12]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
     algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
     whole = run(algorithm, sampler, rounds=6, progress=False)
@@ -69,6 +70,7 @@ def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm,
     assert [line["round"] for line in again.history] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
 def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
     auto = run(algorithm, sampler, rounds=9, progress=False)

@@ -175,6 +175,7 @@ def read_with(skeleton, path):
         raise FormatError(f"{path.name}: {error}") from None
 
 
+@pytest.mark.slow
 def test_damaged_examples_are_read_or_refused(folder):
     (examples,) = folder.glob("*-train.array_record*")
     assert_only_format_errors(functools.partial(read_with, folder), examples.read_bytes(), ".array_record", 500)

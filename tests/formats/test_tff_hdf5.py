@@ -168,6 +168,7 @@ class TestDamaged:
         with pytest.raises(FormatError, match=r"cut.h5.* (is truncated or damaged|is not an HDF5 file)"):
             read_tff_hdf5(tmp_path / "cut.h5").load()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("features", "how"), [(["label", "pixels", "text"], {}), (["pixels"], {"libver": "latest", "compression": "gzip"})]
     )
@@ -231,6 +232,7 @@ class TestWriting:
             write_tff_hdf5(data, tmp_path / "a.h5")
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("limit", [50, 3000, 20_000, 300_000])
     def test_a_full_disk_is_an_os_error_and_leaves_nothing(self, tmp_path, limit):
         """A limit on the size of files stands in for the disk: the kernel refuses the same writes."""

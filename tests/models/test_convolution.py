@@ -69,6 +69,33 @@ def test_outputs_and_gradients_equal_haiku(kernel, stride, padding, channels, ou
     close(*jax.jit(lambda params, x: [outputs_and_gradients(net, params, x) for net in (ours, haikus)])(params, x))
 
 
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("channels", "out", "height", "width"), [(16, 24, 8, 7), (24, 16, 5, 4)])
+def test_the_form_for_gpus_equals_that_for_cpus_and_xlas(padding, channels, out, height, width, monkeypatch):
+    """`conv2d` asks `jax.default_backend`: patches are one product, and Winograd's form is 16."""
+    x, w = normal(0, 2, height, width, channels), normal(1, 3, 3, channels, out) / np.sqrt(9 * channels)
+
+    def outputs_and_slopes(convolution):
+        def loss(x, w):
+            outputs = convolution(x, w)
+            return jnp.sum(jnp.sin(outputs)) / np.sqrt(outputs.size), outputs
+
+        return jax.jit(lambda: jax.grad(loss, argnums=(0, 1), has_aux=True)(x, w))()
+
+    def ours(x, w):
+        return conv2d(x, w, padding=padding)
+
+    def xlas(x, w):
+        outputs = jax.lax.conv(x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), (1, 1), padding)
+        return outputs.transpose(0, 2, 3, 1)
+
+    expected = outputs_and_slopes(xlas)
+    for backend, products in (("cpu", 16), ("gpu", 1)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert str(jax.make_jaxpr(lambda x: ours(x, w))(x)).count("dot_general[") == products
+        close(outputs_and_slopes(ours), expected)
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"with_bias": False, "name": "first", "w_init": jnp.ones, "b_init": jnp.ones}])
 def test_initial_parameters_equal_haiku(kwargs):
     x = jnp.ones([1, 4, 4, 2])

@@ -57,6 +57,24 @@ def test_outputs_and_gradients_equal_haikus(case):
     close(loss(ours)(params, x), loss(theirs)(params, x))
 
 
+@pytest.mark.parametrize("case", [*CASES, (2, 21, 3, 4)])
+def test_the_form_for_gpus_equals_that_for_cpus(case, monkeypatch):
+    """The layer asks `jax.default_backend` which one to take; 21 and 40 steps are more than are unrolled at once."""
+    ours, _, params, x, weights = drawn(case)
+
+    def loss(params, x):
+        outputs = ours.apply(params, x)
+        return jnp.sum(outputs * weights), outputs
+
+    def on(backend):
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        form = str(jax.make_jaxpr(lambda x: ours.apply(params, x))(x))
+        assert ("custom_jvp_call" in form) == (backend == "cpu")  # so they are two forms
+        return jax.jit(lambda: jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x))()
+
+    close(on("gpu"), on("cpu"))
+
+
 def test_forward_mode_equals_haikus():
     ours, theirs, params, x, _ = drawn(CASES[1])
     tangents = drawn(CASES[1], seed=1)[2:4]

@@ -78,7 +78,7 @@ def test_work_is_seen_by_the_algorithm_and_one_program_serves_all():
             steps = info.clients["num_steps"].tolist()
             assert steps == np.rint(8 * cohort.work).astype(int).tolist() + [0] * (4 - len(cohort))
             assert sorted(steps)[2:] == [8, 8] and set(sorted(steps)[:2]) <= ({0} if drop else {2, 4, 6})
-    (programs,) = algorithm._compiled.values()
+    (programs,) = federation.round_programs(algorithm)
     assert programs.rounds._cache_size() == 1
 
 

@@ -21,7 +21,7 @@ import optax
 from fedsim import datasets, models
 from fedsim.algorithms import FedAvg
 from fedsim.data import Batches
-from fedsim.execution import evaluate
+from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import Curve, fastest, train
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, spread
 from fedsim.samplers import UniformSampler

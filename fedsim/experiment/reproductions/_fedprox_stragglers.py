@@ -25,7 +25,7 @@ import optax
 from fedsim import datasets, models
 from fedsim.algorithms import FedAvg, FedProx
 from fedsim.data import Batches, FederatedData
-from fedsim.execution import evaluate
+from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import train
 from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
 from fedsim.model import Model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fedsim import datasets
 from fedsim.data import Batches, FederatedData
-from fedsim.execution import evaluate
+from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._reproduction import Request
 from fedsim.model import Model, Params
 

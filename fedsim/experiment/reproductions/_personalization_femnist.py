@@ -27,7 +27,7 @@ from fedsim import models
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import APFL, Ditto, FedAvg, FedRep, PerFedAvg
 from fedsim.data import Batches
-from fedsim.execution import Evaluation, evaluate, evaluate_personalized
+from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, joined, spread

@@ -33,7 +33,7 @@ import optax
 from fedsim import datasets, metrics, models
 from fedsim.algorithms import FedAvg, QFedAvg
 from fedsim.data import Batches, FederatedData
-from fedsim.execution import evaluate
+from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import train
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, holds, joined, spread
 from fedsim.model import Examples, Model

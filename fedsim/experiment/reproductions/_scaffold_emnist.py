@@ -24,7 +24,7 @@ import optax
 from fedsim import models
 from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
-from fedsim.execution import evaluate
+from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import Curve, fastest, train
 from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
 from fedsim.samplers import UniformSampler

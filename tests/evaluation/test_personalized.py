@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import federation
 import jax
@@ -99,9 +98,10 @@ def personal(state, client_id):
 def few_at_once(how, monkeypatch):
     """Several chunks, but for one of the executions."""
     if how != "jit":
-        monkeypatch.setattr("fedsim.execution._evaluate_personalized._LARGEST_CHUNK", 3)
+        monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_what_clients_keep(how, few_at_once):
     (algorithm, state), test = ready(algorithms.Ditto), test_data()
@@ -125,6 +125,7 @@ def test_rows_on_the_device_and_rows_on_the_host(memory):
     assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "how"), [*((algorithms.Ditto, how) for how in EXECUTIONS), (algorithms.FedAvg, "jit")])
 def test_fine_tuning(how, cls, few_at_once):
     """From the server's parameters, and from the clients' own."""
@@ -138,28 +139,25 @@ def test_fine_tuning(how, cls, few_at_once):
     assert_same(evaluation, expected)
 
 
+LOOK = fedsim.Batches(size=2, shuffle=False)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Leaping(algorithms.FedAvg):
-    """Before its steps a client takes one along the sum of the gradients of its preview, and one along its number of steps."""
+    """Before its steps a client takes one along the sum of gradients of a first pass, and one along its number of steps."""
 
-    @property
-    def preview(self):
-        return fedsim.Batches(size=2, shuffle=False)
+    def client_params(self, shared, client):
+        def add(total, batch):
+            return fedsim.tree.add(total, jax.grad(self.model.train_loss)(shared.params, batch))
 
-    def set_out(self, shared, params):
-        return super().set_out(shared, params)._replace(more=jax.tree.map(jnp.zeros_like, params))
-
-    def client_preview(self, shared, state, batch):
-        slope = jax.grad(self.model.train_loss)(shared.params, batch)
-        return state._replace(more=fedsim.tree.add(state.more, slope))
-
-    def client_begin(self, shared, state, client):
-        by = jax.tree.map(lambda slope: 0.1 * slope + 0.01 * client.num_steps.astype(jnp.float32), state.more)
-        return state._replace(params=fedsim.tree.subtract(state.params, by))
+        slope = client.for_each_batch(LOOK, add, jax.tree.map(jnp.zeros_like, shared.params), "look")
+        by = jax.tree.map(lambda slope: 0.1 * slope + 0.01 * client.num_steps.astype(jnp.float32), slope)
+        return fedsim.tree.subtract(shared.params, by)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes", "debug"])
-def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
+def test_fine_tuning_has_its_first_pass(how, few_at_once):
     (algorithm, state), test, train = ready(algorithms.FedAvg), test_data(), federation.data()
     tuner = make(Leaping, batches=TUNING, client_optimizer=optax.sgd(0.2))
 
@@ -167,7 +165,7 @@ def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
         params = state.params
         if client_id in train:
             client = train[client_id]
-            for batch in client.batches(tuner.preview, jax.random.key(0)):
+            for batch in client.batches(LOOK, jax.random.key(0)):
                 slope = SLOPE(state.params, jax.tree.map(jnp.asarray, batch))
                 params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
             params = jax.tree.map(lambda p: p - 0.01 * TUNING.num_steps(len(client)), params)
@@ -179,6 +177,7 @@ def test_fine_tuning_has_its_preview_and_its_beginning(how, few_at_once):
     assert_same(evaluation, by_hand(algorithm.model, leapt, test))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "how"), [(algorithms.IFCA, "pmap, 2 devices, 2 lanes"), (algorithms.IFCA, "jit"), (algorithms.FedAvg, "jit")]
 )
@@ -227,7 +226,7 @@ def test_fine_tuning_by_scaffold(cls):
         rows, seen = federation.plain(state).clients
         at = train.index(client_id) if client_id in train else 0
         kept = jax.tree.map(lambda leaf: leaf[at] * (client_id in train and seen[at]), rows[0])
-        return fedsim.tree.subtract(state.server.more, kept)
+        return fedsim.tree.subtract(state.server.control, kept)
 
     expected = by_hand(
         algorithm.model, lambda client_id: fine_tuned(state.params, client_id, correction=correction(client_id)), test
@@ -278,7 +277,8 @@ def test_of_an_algorithm_that_averages_the_average_is_evaluated(cls):
         at = train.index(client_id) if client_id in train else -1
         kept = jax.tree.map(lambda leaf: leaf[at], rows[0])
         start = algorithm.client_memory(algorithm.broadcast(state.server))
-        return algorithm.personal_params(of, kept if at >= 0 and seen[at] else start)
+        kept = kept if at >= 0 and seen[at] else start
+        return {"linear": {"w": of.params["linear"]["w"]} | kept["linear"]}
 
     expected = by_hand(algorithm.model, params_of, test)
     assert_same(fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner), expected)
@@ -295,43 +295,27 @@ def test_a_state_before_the_first_round_is_the_server_s():
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Looking(algorithms.FedAvg):
-    """A client uses its parameters times the mean of its examples' first feature, which it finds out by a preview."""
+    """A client uses the server's parameters times the mean of its examples' first feature."""
 
-    @property
-    def preview(self):
-        return fedsim.Batches(size=2, shuffle=False)
+    def personal_params(self, shared, client):
+        def add(total, batch):
+            return total + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
 
-    def client_memory(self, shared):
-        return jnp.float32(1)
-
-    def personal_params(self, shared, memory):
-        return jax.tree.map(lambda p: memory * p, shared.params)
-
-    def client_init(self, shared, client) -> Any:
-        return jnp.float32(0), client.num_examples
-
-    def client_preview(self, shared, state, batch):
-        return state[0] + jnp.sum(batch.examples["x"][:, 0], where=batch.mask), state[1]
-
-    def client_step(self, shared, state, batch):
-        return state[0] + jnp.nan, state[1]
-
-    def client_final(self, shared, state, client):
-        zeros = jax.tree.map(jnp.zeros_like, shared.params)
-        mean = state[0] / jnp.maximum(state[1], 1).astype(jnp.float32)
-        return fedsim.ClientUpdate(zeros, jnp.float32(1), {}, mean)
+        total = client.for_each_batch(LOOK, add, jnp.float32(0), "look")
+        mean = jnp.where(client.num_examples > 0, total / jnp.maximum(client.num_examples, 1).astype(jnp.float32), 1.0)
+        return jax.tree.map(lambda p: mean * p, shared.params)
 
 
 @pytest.mark.parametrize(("tune", "how"), [*((True, how) for how in EXECUTIONS), (False, "jit")])
 def test_a_look_at_the_training_examples(how, tune, few_at_once):
-    """It is taken where the algorithm has a preview, and no step of the algorithm is."""
+    """Clients' parameters may depend on their training examples."""
     algorithm, test, train = make(Looking), test_data(), federation.data()
     state = algorithm.init(jax.random.key(1))
 
     def start(client_id):
         factor = 1.0
-        if client_id in train:
-            factor = float(train[client_id]["x"][:, 0].sum()) / max(1, len(train[client_id]))
+        if client_id in train and len(train[client_id]):
+            factor = float(train[client_id]["x"][:, 0].mean())
         return jax.tree.map(lambda p: factor * p, state.params)
 
     tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)) if tune else None
@@ -349,14 +333,16 @@ def test_nobody_has_examples():
     assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
 
 
-def test_it_is_compiled_once(monkeypatch):
-    monkeypatch.setattr("fedsim.execution._evaluate_personalized._LARGEST_CHUNK", 3)
+def test_it_is_compiled_once(monkeypatch, caplog):
+    monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)
     algorithm, test = make(), test_data()
     for rounds in (1, 2):
-        fedsim.evaluate_personalized(algorithm, trained(algorithm, rounds), federation.data(), test)
-    (of_algorithm,) = algorithm._personal_programs.values()
-    (programs,) = of_algorithm.examine._compiled.values()
-    assert programs.rounds._cache_size() == 1
+        state = trained(algorithm, rounds)
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            caplog.clear()
+            fedsim.evaluate_personalized(algorithm, state, federation.data(), test)
+        compiled = [record.message for record in caplog.records if record.message.startswith("Compiling")]
+        assert bool(compiled) == (rounds == 1), compiled
 
 
 def test_what_cannot_be_evaluated_says_so():
@@ -365,11 +351,11 @@ def test_what_cannot_be_evaluated_says_so():
     with pytest.raises(ValueError, match="FedAvg has no personal_params.*fine_tune"):
         fedsim.evaluate_personalized(fedavg, state, data, data)
     sgd = algorithms.FedSGD(model=fedavg.model)
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*FedSGD"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients train one model.*FedSGD"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=sgd)
     with pytest.raises(ValueError, match="Expected fine_tune .* whole model, such as FedAvg, or .* FedAvg, got IFCA"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients' state has params.*Ditto"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients train one model.*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
     with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
@@ -426,28 +412,6 @@ def test_what_beside_the_algorithm_is_remembered_does_not_matter():
     federation.assert_trees_close(found, expected)
 
 
-def test_a_look_leaves_what_is_kept_by_what_arrives():
-    """Whoever keeps the same by ``client_final`` ends with the same models."""
-
-    class Own(algorithms.SCAFFOLD):
-        def personal_params(self, shared, memory):
-            return jax.tree.map(lambda x, c: x - 0.5 * c, shared.params, memory)
-
-    class Told(Own):
-        def client_final(self, shared, state, client):
-            result = super().client_final(shared, state, client)
-            return result._replace(memory=jax.tree.map(lambda c, change: c + change, client.memory, result.update[1]))
-
-        def client_sent(self, result, client, arrived):
-            return result.memory
-
-    own, told = (make(cls, option="I") for cls in (Own, Told))
-    train, test = federation.data(), test_data()
-    found, expected = (fedsim.evaluate_personalized(one, trained(own), train, test) for one in (own, told))
-    federation.assert_trees_close(found, expected)
-    assert found.overall["loss"] != fedsim.evaluate(own.model, trained(own).params, test).overall["loss"]
-
-
 def test_what_fine_tunes_on_the_side_starts_from_what_the_client_keeps():
     """Clients of this one keep parameters that nobody else has: a step of length 0 from there leads nowhere."""
     data = federation.data()
@@ -456,11 +420,11 @@ def test_what_fine_tunes_on_the_side_starts_from_what_the_client_keeps():
         def client_memory(self, shared):
             return shared.params
 
-        def personal_params(self, shared, memory):
-            return memory
+        def personal_params(self, shared, client):
+            return client.memory
 
-        def client_final(self, shared, state, client):
-            result = super().client_final(shared, state, client)
+        def client_update(self, shared, client):
+            result = super().client_update(shared, client)
             return result._replace(memory=jax.tree.map(lambda x: x + 1.0, shared.params))
 
     algorithm = make(Kept, alpha=0.0)

@@ -8,18 +8,21 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
 from fedsim.data import FederatedData
-from fedsim.execution import _devices, _placement
-from fedsim.execution._execution import Auto, Execution, Jit
+from fedsim.execution import Auto, Execution, Jit, _devices, _placement
 from fedsim.execution._placement import AXIS
+from fedsim.execution._structure import kept_with
 from fedsim.metrics import Mean
 from fedsim.model import Model, Params
 
 T = TypeVar("T")
-_Chunk = tuple[dict[str, jax.Array], jax.Array, int]
+_Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, each row's client, the number of rows that count
+
+_CHUNK_BYTES = 64 * 2**20
 
 
 class Evaluation(NamedTuple):
@@ -27,8 +30,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
       overall: metric name to its mean over all examples, a float.
-      clients: metric name to ``Mean`` with leaves ``float32 [clients]``, in the population's order. ``.result()`` divides;
-        a client without examples has weight 0.
+      clients: metric name to ``Mean`` with leaves ``float32 [clients]``, in the population's order; ``.result()`` is the
+        quotient. A client without examples has weight 0.
     """
 
     overall: dict[str, float]
@@ -54,15 +57,15 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates one set of parameters on every example of every client.
 
-    The clients' borders do not matter to the computation: examples are read end to end in full batches over all devices,
-    and each one's metrics are added to its client's sums. Many small clients cost no more than one large one.
+    Examples are read one after another in full batches, whatever clients they belong to, and the metrics of each are added to
+    the sums of its client. So many small clients take no longer than a large one.
 
     Args:
-      model: gives ``apply_for_eval`` and ``metrics``.
-      params: its parameters.
+      model: has ``apply_for_eval`` and ``metrics``.
+      params: the model's parameters.
       data: the population.
-      execution: which devices, and whether data is resident or streamed; default `Auto`. `Debug` means one device here.
-      batch_size: examples per step and device: speed and memory only.
+      execution: which devices, and whether examples are resident or streamed; default `Auto`. `Debug` means one device here.
+      batch_size: examples per step and device. It affects speed and memory only.
 
     Raises:
       ValueError: the data is not what the model reads, or ``batch_size`` is not positive.
@@ -83,15 +86,15 @@ def evaluate(
         execution = Auto() if execution is None else Jit()
     mesh = execution.mesh()
     resident = _placement.is_resident(data, mesh, execution.memory)
-    compiled = _compiled(model, mesh, resident, batch_size, data.num_clients)
+    compiled = _compiled(model, mesh, resident, batch_size, data.num_clients, execution.deterministic)
     params = _placement.replicate(params, mesh)
     if resident:
-        everything = _placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh), data.num_examples
+        everything = _placement.resident_columns(data, mesh), _resident_owner(data, mesh), data.num_examples
         chunks: Iterable[_Chunk] = [everything]
     else:
-        chunks = _placement.streamed_chunks(data, mesh, batch_size)
-    # Every device's own sums: adding them up here, and not by an all-reduce, lets an evaluation run beside anything. A chunk's
-    # are fetched once the next one is on its way, and before there is a third.
+        chunks = _streamed_chunks(data, mesh, batch_size)
+    # Devices' sums are added up here: without an all-reduce, an evaluation can run beside anything else. The sums of a chunk
+    # are fetched when the next chunk is on its way.
     clients: dict[str, Mean] = {}
     results = (compiled(columns, owner, params, np.int32(rows)) for columns, owner, rows in chunks)
     for parts in _one_ahead(results):
@@ -110,7 +113,7 @@ def evaluation_of(clients: dict[str, Mean]) -> Evaluation:
 
 
 def _one_ahead(results: Iterable[T]) -> Iterator[T]:
-    """The same, each given out when the one after it has been made."""
+    """Yields the same results, each after the next one has been made."""
     before = None
     for result in results:
         if before is not None:
@@ -120,18 +123,20 @@ def _one_ahead(results: Iterable[T]) -> Iterator[T]:
         yield before
 
 
-def _compiled(model: Model, *how: Any) -> Callable[..., dict[str, Mean]]:
-    kept = vars(model).setdefault("_compiled_evaluation", {})
-    if how not in kept:
-        kept[how] = _compile(model, *how)
-    return kept[how]
+def _compiled(model: Model, *setting: Any) -> Callable[..., dict[str, Mean]]:
+    kept = kept_with(model).setdefault("evaluation", {})
+    if setting not in kept:
+        kept[setting] = _compile(model, *setting)
+    return kept[setting]
 
 
-def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: int) -> Callable[..., dict[str, Mean]]:
-    """``(columns, owner int32 [rows], params, rows) -> sums [devices, clients]``; the rows are dealt out by device."""
+def _compile(
+    model: Model, mesh: Any, resident: bool, batch_size: int, clients: int, deterministic: bool
+) -> Callable[..., dict[str, Mean]]:
+    """Compiles ``(columns, owner int32 [rows], params, rows) -> sums [devices, clients]``; rows are divided over devices."""
 
     def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, rows: jax.Array) -> Any:
-        device = jax.lax.axis_index(AXIS)
+        device = jax.lax.axis_index(AXIS) if mesh.size > 1 else jnp.int32(0)
         share = -(-rows // mesh.size)
         start = device * share if resident else jnp.int32(0)
         stop = start + jnp.clip(rows - device * share, 0, share)
@@ -156,4 +161,41 @@ def _compile(model: Model, mesh: Any, resident: bool, batch_size: int, clients: 
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())
-    return _devices.compiled(sums, mesh, specs, P(AXIS))
+    return _devices.compiled(sums, mesh, specs, P(AXIS), deterministic=deterministic)
+
+
+def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
+    """Each row's client, ``int32 [rows]``, on every device, kept like the columns."""
+
+    def owner() -> jax.Array:
+        clients = np.repeat(np.arange(data.num_clients, dtype=np.int32), data.sizes)
+        return _placement.replicate(clients if len(clients) else np.zeros(1, np.int32), mesh)
+
+    return _placement.kept_with_data(data, "_resident_owner", mesh, owner)
+
+
+def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterator[_Chunk]:
+    """All examples in stored order, in chunks of one shape: columns, each row's client, and the number of rows that count.
+
+    A chunk is divided over the devices. Each gets equally many of its rows, and then padding.
+    """
+    row_bytes = max(1, data.nbytes // max(1, data.num_examples))
+    per_device = batch_size * max(1, _CHUNK_BYTES // (mesh.size * row_bytes * batch_size))
+    per_device = min(per_device, max(1, -(-data.num_examples // mesh.size)))  # A single chunk needs no padding.
+    chunk, sharded = per_device * mesh.size, NamedSharding(mesh, P(AXIS))
+    for start in range(0, max(1, data.num_examples), chunk):
+        stop = min(start + chunk, data.num_examples)
+        share = -(-(stop - start) // mesh.size)
+
+        def divided(rows: np.ndarray, share: int = share) -> np.ndarray:
+            if len(rows) == chunk:
+                return rows
+            padded = np.zeros((mesh.size, per_device, *rows.shape[1:]), rows.dtype)
+            for device in range(mesh.size):
+                own = rows[device * share : (device + 1) * share]
+                padded[device, : len(own)] = own
+            return padded.reshape(chunk, *rows.shape[1:])
+
+        columns = {name: divided(np.asarray(column[start:stop])) for name, column in data.columns.items()}
+        owner = np.searchsorted(data.offsets, np.arange(start, stop), side="right").astype(np.int32) - 1
+        yield jax.device_put(columns, sharded), jax.device_put(divided(owner.astype(np.int32)), sharded), stop - start

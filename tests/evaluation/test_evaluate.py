@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fedsim
+from fedsim.evaluation import _evaluate
 from fedsim.execution import _placement
 
 
@@ -43,7 +44,7 @@ def test_agrees_with_numpy(memory, devices, batch_size):
 
 
 def test_streams_in_several_chunks(monkeypatch):
-    monkeypatch.setattr("fedsim.execution._placement._CHUNK_BYTES", 64)
+    monkeypatch.setattr("fedsim.evaluation._evaluate._CHUNK_BYTES", 64)
     model, data = federation.model(), federation.data()
     params = model.init(jax.random.key(0))
     resident = fedsim.evaluate(model, params, data, execution=fedsim.Jit(memory="resident"), batch_size=2)
@@ -53,10 +54,10 @@ def test_streams_in_several_chunks(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 30, 40, 43])
 def test_streamed_chunks_load_every_device_alike(monkeypatch, rows):
-    monkeypatch.setattr("fedsim.execution._placement._CHUNK_BYTES", 40 * 4)
+    monkeypatch.setattr("fedsim.evaluation._evaluate._CHUNK_BYTES", 40 * 4)
     data = fedsim.FederatedData.from_arrays({"x": np.arange(1, rows + 1, dtype=np.int32)}, sizes=[rows // 2, rows - rows // 2])
     seen, per_device = [], min(10, -(-rows // 4))
-    for columns, owner, count in _placement.streamed_chunks(data, fedsim.Pmap(devices=4).mesh(), batch_size=2):
+    for columns, owner, count in _evaluate._streamed_chunks(data, fedsim.Pmap(devices=4).mesh(), batch_size=2):
         by_device = np.asarray(columns["x"]).reshape(4, per_device)
         own = (by_device > 0).sum(1)
         assert own.sum() == count
@@ -84,9 +85,9 @@ def test_an_evaluation_holds_no_collective_so_it_may_run_beside_rounds():
     """Two programs with collectives at once can lock XLA's CPU threads for good; the rounds' one must stay alone."""
     model, data = federation.model(), federation.data()
     fedsim.evaluate(model, model.init(jax.random.key(0)), data, execution=fedsim.Pmap(devices=2))
-    (compiled,) = vars(model)["_compiled_evaluation"].values()
+    (compiled,) = vars(model)["_execution"]["evaluation"].values()
     mesh = fedsim.Pmap(devices=2).mesh()
-    columns, owner = _placement.resident_columns(data, mesh), _placement.resident_owner(data, mesh)
+    columns, owner = _placement.resident_columns(data, mesh), _evaluate._resident_owner(data, mesh)
     text = compiled.lower(columns, owner, model.init(jax.random.key(0)), np.int32(1)).compile().as_text()
     assert "all-reduce" not in text
 

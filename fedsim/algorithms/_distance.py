@@ -1,0 +1,101 @@
+"""Measures how far an optimizer moves along a gradient of ones. FedNova and SCAFFOLD divide by this distance.
+
+After K steps of a client's optimizer that is linear in its gradients, x - y = η Σ_k a_k g_k, where k starts from 0. For SGD
+with learning rate η, all a_k are 1. For momentum ρ they are (1 - ρ^(K-k)) / (1 - ρ). For a proximal term they are
+(1 - ημ)^(K-1-k). Instead of these formulas, the optimizer itself updates a scalar whose gradient is always 1. The distance that
+the scalar moves is η ‖a‖₁.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedsim import tree
+from fedsim.algorithms._fedavg import FedAvg, Local
+from fedsim.data import Batch
+from fedsim.execution import Client
+from fedsim.model import Params
+
+# The gradients of two different training runs.
+_TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])
+
+
+class Distance(NamedTuple):
+    """How far the scalar has moved, ``float32 []``, and the state of its optimizer."""
+
+    gone: jax.Array
+    opt_state: optax.OptState
+
+    def mean_gradient(self, movement: Params) -> Params:
+        """Returns the mean of the gradients that caused a client's movement, weighted as the optimizer weights them.
+
+        It is 0 if the scalar did not move.
+        """
+        return tree.scale(movement, jnp.where(self.gone == 0, 0, 1 / jnp.where(self.gone == 0, 1, self.gone)))
+
+
+def train_measured(algorithm: FedAvg, shared: Any, client: Client, mu: jax.Array | float = 0.0) -> tuple[Local, Distance]:
+    """Runs a client's local steps, as `FedAvg.train` does, and measures how far they would move along a gradient of ones.
+
+    ``mu`` is the coefficient of a proximal term in the gradient: ``mu / 2`` times the squared distance from the start.
+    """
+    optimizer, gradient = algorithm.optimizer_of(shared.round), algorithm.gradient_of(shared, client)
+
+    def step(state: tuple[Local, Distance], batch: Batch) -> tuple[Local, Distance]:
+        local, (gone, opt_state) = state
+        update, opt_state = optimizer.update(1 - mu * gone, opt_state, -gone)
+        return algorithm.step(shared, local, batch, gradient(local.params, batch)), Distance(gone - update, opt_state)
+
+    zero = Distance(jnp.float32(0), optimizer.init(jnp.float32(0)))
+    return client.for_each_batch(
+        algorithm.batches, step, (algorithm.start(shared, algorithm.client_params(shared, client)), zero)
+    )
+
+
+def must_be_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTransformation]) -> None:
+    """Raises ``ValueError`` unless an optimizer's steps are linear in the gradients and do not depend on the parameters.
+
+    Args:
+      what: what requires this, for the error message.
+      optimizer_of: a function from the round to the clients' optimizer. The optimizers of the first two rounds are tested.
+
+    >>> must_be_linear("FedNova", lambda round: optax.sgd(0.1, momentum=0.9))
+    >>> must_be_linear("FedNova", lambda round: optax.sign_sgd(0.1))
+    Traceback (most recent call last):
+    ...
+    ValueError: FedNova needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. ...
+    """
+
+    def steps_of(optimizer: optax.GradientTransformation, gradients: np.ndarray, params: float) -> np.ndarray:
+        state, steps = optimizer.init(jnp.float32(params)), []
+        for gradient in gradients:
+            update, state = optimizer.update(jnp.float32(gradient), state, jnp.float32(params))
+            steps.append(float(update))
+        return np.array(steps)
+
+    def additive(optimizer: optax.GradientTransformation) -> bool:
+        one, other = (steps_of(optimizer, gradients, 0.0) for gradients in _TRAININGS)
+        # An optimizer that clips is nonlinear only for large gradients.
+        for large in (2.0, 2e6):
+            together = steps_of(optimizer, large * _TRAININGS[0] + _TRAININGS[1], 7.0)
+            if not np.allclose(together, large * one + other, rtol=1e-4, atol=1e-6 * np.abs(together).max()):
+                return False
+        return True
+
+    try:
+        linear = all(additive(optimizer_of(jnp.int32(round))) for round in (0, 1))
+    except jax.errors.ConcretizationTypeError:  # The learning rate is traced, as under jax.grad, and cannot be tested.
+        return
+    except (TypeError, ValueError):  # The optimizer also needs the loss, or parameters with certain names.
+        linear = False
+    if not linear:
+        raise ValueError(
+            f"{what} needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. It divides by "
+            "the distance that the client's steps go, which is defined for no other."
+        )

@@ -1,0 +1,299 @@
+"""Evaluation of every client's own parameters on its own examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import checks, rng, tree
+from fedsim.algorithm import map_clients
+from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
+from fedsim.evaluation._evaluate import Evaluation, evaluation_of
+from fedsim.execution import Client, Execution, FederatedState
+from fedsim.execution._memory import check_alike, num_remembered, row_shapes
+from fedsim.execution._state import Shared, parts_of, with_params
+from fedsim.execution._structure import kept_with
+from fedsim.metrics import Mean
+from fedsim.model import Params
+
+_CHUNK_BYTES_ON_CPU = 2**27
+_CHUNK_BYTES = 2**30
+_LARGEST_CHUNK = 1024
+
+
+def evaluate_personalized(
+    algorithm: Any,
+    state: Any,
+    train: FederatedData,
+    test: FederatedData,
+    *,
+    fine_tune: Any = None,
+    seed: int | jax.Array = 0,
+    execution: Execution | None = None,
+    batch_size: int | None = None,
+) -> Evaluation:
+    """Evaluates every client of ``test`` with parameters of its own.
+
+    A client's own parameters are:
+
+    - ``algorithm.personal_params(shared, client)`` if the algorithm has this method; it may use what the client keeps and its
+      training examples, those of the client of the same name in ``train``;
+    - else what the server sends, ``shared.params``;
+    - if ``fine_tune`` is given, what that algorithm's local steps on the training examples make of these
+      (``fine_tune.local_params(shared, client)``).
+
+    The server's parameters are ``state.params``, so for an algorithm with ``averaging`` their average. A client that is not in
+    ``train`` gets what a client gets that was never seen and has no examples: as a rule the server's model. Clients run in
+    chunks, by `fedsim.map_clients`.
+
+    Args:
+      algorithm: the algorithm that trained ``state``; it has a ``model``.
+      state: from `Algorithm.apply` on ``train`` or from ``init``. It is not changed.
+      train: the population that ``state`` was trained on.
+      test: the examples to evaluate on.
+      fine_tune: `FedAvg` or an algorithm based on it, with its batches and client optimizer. If it is of the algorithm's own
+        class, its local steps are those of the client's next round. If it is of another class, they are those of a first round
+        that starts at the parameters above.
+      seed: of shuffling and dropout.
+      execution: how clients are run; default: the algorithm's execution.
+      batch_size: test examples per step. It affects speed and memory only; by default it is chosen by the clients' sizes.
+
+    Returns:
+      An `Evaluation`, whose ``overall`` weights all examples equally. See `Evaluation.over_clients` for the distribution over
+      clients.
+
+    Raises:
+      ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the model
+        cannot read the data, or an argument is of the wrong kind.
+
+    >>> import optax, fedsim
+    >>> data = FederatedData.from_arrays(
+    ...     {"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.repeat(np.int32([0, 1]), 3)}, sizes=[3, 3])
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.5), batches=Batches(size=3))
+    >>> state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), Cohort.of(data, ["0", "1"]))
+    >>> fedsim.evaluate(algorithm.model, state.params, data).overall["accuracy"]
+    0.5
+    >>> fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=algorithm).overall["accuracy"]
+    1.0
+    """
+    checks.whole(1, or_none=True, batch_size=batch_size)
+    checks.instance(FederatedData, "data.train", train=train, test=test)
+    checks.instance(Execution, "fedsim.Jit()", or_none=True, execution=execution)
+    _check_algorithms(algorithm, fine_tune)
+    parts = parts_of(state)
+    if parts.clients != () and (known := num_remembered(parts.clients)) != train.num_clients:
+        raise ValueError(
+            f"The state remembers a population of {known} clients, and train has {train.num_clients}: give the population that "
+            "it was trained on."
+        )
+    _check_state(algorithm, parts)
+    for data in (train, test):
+        data.check_dtypes()
+        algorithm.model.check(data)
+    work = _work(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
+    shared = algorithm.broadcast(_evaluated(parts))
+    first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")
+    clients = np.flatnonzero(test.sizes)
+    in_train = _positions(test, train, clients)
+    slots = max(1, min(_clients_at_once(algorithm, shared), len(clients), train.num_clients))
+    run = functools.partial(map_clients, batches=work.batches, execution=execution or algorithm.execution)
+    absent: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.model.init, root))
+    if np.any(in_train < 0):
+        anyone = Cohort(train, np.zeros(1, np.int32), 0, root)
+        absent = jax.tree.map(lambda x: x[0], run(work.absent_params, (shared, first), anyone))
+    sums = {name: np.zeros([2, test.num_clients], np.float32) for name in algorithm.model.metrics}
+    for start in range(0, len(clients), slots):
+        # All chunks have the same number of slots, so that they share programs.
+        chunk, at = clients[start : start + slots], in_train[start : start + slots]
+        present = np.flatnonzero(at >= 0)
+        memories = _memories(parts.clients, algorithm, shared, at[present], slots)
+        params = run(work.params, (shared, first, *memories), Cohort(train, at[present], 0, root, slots))
+        index = np.full(slots, -1, np.int32)
+        index[present] = np.arange(len(present))
+        found = run(work.metrics, (params, index, absent), Cohort(test, chunk, 0, rng.root(0), slots))
+        for name, of_clients in sums.items():
+            of_clients[:, chunk] = np.stack([np.asarray(part)[: len(chunk)] for part in found[name]])
+    return evaluation_of({name: Mean(total, weight) for name, (total, weight) in sums.items()})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Work:
+    """What each client does: compute its own parameters, and evaluate them."""
+
+    algorithm: Any
+    fine_tune: Any
+    batch_size: int
+
+    @property
+    def batches(self) -> Batches:
+        return (self.fine_tune or self.algorithm).batches
+
+    @property
+    def _continues(self) -> bool:
+        """Whether fine-tuning is a client's next round in the same algorithm."""
+        return type(self.fine_tune) is type(self.algorithm)
+
+    def first_round(self, shared: Shared) -> Any:
+        """What the server sends in a first round of ``fine_tune``, if that is of another class than the algorithm."""
+        if self.fine_tune is None or self._continues:
+            return ()
+        sent = _first_sent(self.fine_tune, jax.random.key(0))
+        return sent._replace(round=getattr(shared, "round", sent.round))
+
+    def params(self, arguments: tuple[Shared, Any, Any, jax.Array], client: Client) -> Params:
+        """A client's own parameters.
+
+        Args:
+          arguments: what the server sends, `first_round`, memories ``[slots, ...]``, and whether each exists, ``bool [slots]``.
+          client: of the training data.
+        """
+        shared, first, memories, seen = arguments
+        start = self.algorithm.client_memory(shared)
+        memory = tree.select(seen[client.slot], jax.tree.map(lambda rows: rows[client.slot], memories), start)
+        return self._params(shared, first, dataclasses.replace(client, memory=memory))
+
+    def absent_params(self, arguments: tuple[Shared, Any], client: Client) -> Params:
+        """The parameters of a client that was never seen and has no training examples."""
+        none, memory = jnp.zeros_like(client.num_examples), self.algorithm.client_memory(arguments[0])
+        return self._params(*arguments, dataclasses.replace(client, num_examples=none, num_steps=none, memory=memory))
+
+    def _params(self, shared: Shared, first: Any, client: Client) -> Params:
+        if self.fine_tune is not None and self._continues:
+            return self.fine_tune.local_params(shared, client)
+        personal = getattr(self.algorithm, "personal_params", None)
+        params = personal(shared, client) if personal else shared.params
+        if self.fine_tune is None:
+            return params
+        sent = first._replace(params=params)
+        return self.fine_tune.local_params(sent, dataclasses.replace(client, memory=self.fine_tune.client_memory(sent)))
+
+    def metrics(self, arguments: tuple[Params, jax.Array, Params], client: Client) -> dict[str, Mean]:
+        """A client's metrics, summed over its test examples.
+
+        Args:
+          arguments: parameters ``[slots, ...]``, the index of each client's parameters, ``int32 [slots]``, and the parameters
+            of clients whose index is -1.
+          client: of the test data.
+        """
+        params, index, absent = arguments
+        model, at = self.algorithm.model, index[client.slot]
+        own = tree.select(at >= 0, jax.tree.map(lambda x: x[jnp.maximum(at, 0)], params), absent)
+
+        def add(sums: dict[str, Mean], batch: Batch) -> dict[str, Mean]:
+            outputs = model.apply_for_eval(own, batch.examples)
+
+            def total(values: Any) -> jax.Array:
+                return jnp.sum(jnp.where(batch.mask, jnp.asarray(values, jnp.float32), 0.0))
+
+            found = {name: Mean(*map(total, metric(batch.examples, outputs))) for name, metric in model.metrics.items()}
+            return {name: sums[name].merge(found[name]) for name in sums}
+
+        zeros = {name: Mean(jnp.float32(0), jnp.float32(0)) for name in model.metrics}
+        return client.for_each_batch(Batches(size=self.batch_size, shuffle=False), add, zeros)
+
+
+def _work(algorithm: Any, fine_tune: Any, batch_size: int) -> _Work:
+    """The same object for the same arguments, because `map_clients` compiles every new function."""
+    kept = kept_with(algorithm).setdefault("personal", {})
+    if (fine_tune, batch_size) not in kept:
+        kept[fine_tune, batch_size] = _Work(algorithm, fine_tune, batch_size)
+    return kept[fine_tune, batch_size]
+
+
+def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
+    """Raises ``ValueError`` if these do not give clients parameters of their own."""
+    for name, value in {"algorithm": algorithm, "fine_tune": fine_tune}.items():
+        trains = all(hasattr(value, part) for part in ("model", "client_update", "broadcast")) and not isinstance(value, type)
+        if not trains and not (name == "fine_tune" and value is None):
+            raise ValueError(
+                f"Expected {name} to be an algorithm that trains a model, such as FedAvg(...), got {name}={value!r}."
+            )
+    if fine_tune is None and not hasattr(algorithm, "personal_params"):
+        raise ValueError(
+            f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's: use fedsim.evaluate, "
+            "or give fine_tune, an algorithm such as FedAvg whose local steps make it personal."
+        )
+    if fine_tune is None:
+        return
+    if not callable(getattr(fine_tune, "local_params", None)):
+        raise ValueError(
+            "Expected fine_tune to be an algorithm whose clients train one model (local_params), such as FedAvg, got "
+            f"{type(fine_tune).__name__}."
+        )
+    key = jax.random.key(0)
+    start = getattr(jax.eval_shape(functools.partial(_first_sent, fine_tune), key), "params", None)
+    whole = jax.tree.map(jnp.shape, start) == jax.tree.map(jnp.shape, jax.eval_shape(algorithm.model.init, key))
+    if not whole and type(fine_tune) is not type(algorithm):
+        raise ValueError(
+            f"Expected fine_tune to be an algorithm whose clients start from one whole model, such as FedAvg, or of the class "
+            f"of the algorithm itself, {type(algorithm).__name__}, got {type(fine_tune).__name__}."
+        )
+
+
+def _check_state(algorithm: Any, parts: FederatedState) -> None:
+    """Raises ``ValueError`` unless the parts of the state that are used here have the algorithm's names and shapes."""
+    kept = kept_with(algorithm)
+    if "first forms" not in kept:  # This takes longer than to evaluate a few clients.
+        try:
+            first = jax.eval_shape(algorithm.init, jax.random.key(0))
+        except jax.errors.ConcretizationTypeError:  # An init that cannot be traced.
+            return
+        expected = jax.eval_shape(algorithm.broadcast, first)
+        kept["first forms"] = type(first), expected, jax.eval_shape(algorithm.client_memory, expected)
+    (kind, expected, own), state = kept["first forms"], _evaluated(parts)
+    sent, row = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, kind) else (), own
+    if parts.clients != () and jax.tree.leaves(own):
+        row = row_shapes(parts.clients)[0]
+    for there, here in ((sent, expected), (row, own)):
+        check_alike(algorithm, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), (there, here)))
+
+
+def _first_sent(algorithm: Any, key: jax.Array) -> Any:
+    """What the server sends in an algorithm's first round."""
+    return algorithm.broadcast(algorithm.init(key))
+
+
+def _evaluated(parts: FederatedState) -> Any:
+    """The server's state, with the average of its parameters in their place if there is one."""
+    return parts.server if parts.average == () else with_params(parts.server, parts.params)
+
+
+def _suitable_batch_size(sizes: np.ndarray) -> int:
+    """A power of two up to 256 that needs little padding; to start a batch is taken to cost as much as eight examples."""
+    candidates = [2**i for i in range(9)]
+    return min(candidates, key=lambda size: int((-(-sizes // size)).sum()) * (size + 8))
+
+
+def _positions(test: FederatedData, train: FederatedData, clients: np.ndarray) -> np.ndarray:
+    """The positions in ``train`` of these clients of ``test``, -1 for those that are not in it."""
+    if test.client_ids is train.client_ids:
+        return clients
+    names = [test.client_ids[i] for i in clients.tolist()]
+    return np.array([train.index(name) if name in train else -1 for name in names], np.int64)
+
+
+def _clients_at_once(algorithm: Any, shared: Any) -> int:
+    """How many clients' memories and parameters fit a chunk."""
+    row = jax.eval_shape(algorithm.client_memory, shared), jax.eval_shape(algorithm.model.init, jax.random.key(0))
+    chunk_bytes = _CHUNK_BYTES_ON_CPU if jax.default_backend() == "cpu" else _CHUNK_BYTES
+    return max(1, min(_LARGEST_CHUNK, 8 * chunk_bytes // tree.num_bits(row)))
+
+
+def _memories(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int) -> tuple[Any, Any]:
+    """The memories of the clients at these positions, leaves ``[slots, ...]``, and which of them exist, ``bool [slots]``."""
+    own = jax.eval_shape(algorithm.client_memory, shared)
+    if clients == () or not jax.tree.leaves(own):
+        return jax.tree.map(lambda x: np.zeros((slots, *x.shape), x.dtype), own), np.zeros(slots, bool)
+    if isinstance(clients, ClientRows):
+        rows, seen = clients.gather(at, slots)
+    else:
+        filled = np.zeros(slots, np.int64)
+        filled[: len(at)] = at
+        rows, seen = jax.tree.map(lambda leaf: leaf[filled], tuple(clients))
+    return rows[0], seen & (np.arange(slots) < len(at))

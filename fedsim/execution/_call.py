@@ -1,0 +1,219 @@
+"""One call of `Clients.aggregate` or `Clients.map`: what the server sends, and what clients send back and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import rng, tree
+from fedsim.aggregators import Aggregator, with_notes_of
+from fedsim.attacks import Attack
+from fedsim.data import Batches
+from fedsim.execution._client import Client, ClientUpdate
+from fedsim.execution._state import Shared, with_params
+
+# Names that `RoundInfo.clients` has for every algorithm. Where the aggregator sends updates as they are, an algorithm may
+# report bits itself.
+_NAMES_OF_BITS = {"bits_up", "entropy_bits_up"}
+_NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "bits_down"} | _NAMES_OF_BITS
+
+
+class Call(NamedTuple):
+    """A call of `Clients.aggregate` or `Clients.map` in a round.
+
+    Attributes:
+      name: unique in the round.
+      work_name: the name of the clients' work, for error messages.
+      key: the root key of the call.
+      shared: what the clients receive.
+      bits_down: the size of that message.
+      aggregator: of the updates; None for `Clients.map`.
+      fold: folds the updates: the aggregator, or what a colluding attack makes of it; None for `Clients.map`.
+      aggregator_state: what the server keeps for the aggregator.
+      client_keys: the clients' keys, ``[slots]``.
+      streams: words ``[slots, 2]`` and step keys ``[slots]`` of the clients' training loops.
+    """
+
+    name: str
+    work_name: str
+    key: jax.Array
+    shared: Shared
+    bits_down: jax.Array
+    aggregator: Aggregator | None
+    fold: Aggregator | None
+    aggregator_state: Any
+    client_keys: jax.Array
+    streams: tuple[jax.Array, jax.Array]
+
+
+class CallShape(NamedTuple):
+    """Shapes that are known of a call before it runs.
+
+    Attributes:
+      name: of the call.
+      update: what a client sends; () for `Clients.map`.
+      arrived: what the server receives of it.
+      entries: what a client adds to the round's info; for `Clients.map` the client's result.
+      aggregator: of the call.
+      batches: one for each loop that a client runs.
+      state_bytes: size of the largest state of a loop.
+    """
+
+    name: str
+    update: Any
+    arrived: Any
+    entries: Any
+    aggregator: Aggregator | None
+    batches: tuple[Batches, ...]
+    state_bytes: int
+
+
+class Received(NamedTuple):
+    """What the server receives from a client, and what the client keeps.
+
+    Attributes:
+      update: zeros if the client took no step or what it sent is not finite.
+      entries: what the client adds to the round's info; its ``weight`` is 0 if the update does not count.
+      memory: what the client keeps, for the algorithm.
+      aggregator_memory: what the client keeps for the aggregator of this call.
+    """
+
+    update: Any
+    entries: dict[str, Any]
+    memory: Any
+    aggregator_memory: Any
+
+
+def send_down(downlink: Any, shared: Shared, memory: Any, key: jax.Array) -> tuple[Shared, Any, jax.Array]:
+    """Sends ``shared`` to the clients.
+
+    Args:
+      downlink: a compressor or None.
+      shared: what the server sends.
+      memory: what the server keeps for the compressor.
+      key: the compressor's randomness.
+
+    Returns:
+      What the clients receive, the new memory, and the size of the message in bits (see `fedsim.tree.bits_dtype`).
+    """
+    plain = tree.num_bits(shared)
+    if downlink is None:
+        return shared, memory, tree.add_bits(plain, most=plain)
+    floats = compressed_floats(shared)
+    sent = downlink.transmit(floats, key, memory)
+    received = iter(sent.value)
+    params = jax.tree.map(lambda x: next(received) if tree.is_float(x) else x, getattr(shared, "params", shared))
+    bits = tree.add_bits(sent.bits, plain - tree.num_bits(floats), most=plain)
+    return with_params(shared, params), sent.memory, bits
+
+
+def compressed_floats(shared: Shared) -> list[Any]:
+    """The floats that a downlink compresses: those of ``shared.params``, or all if there is nothing of that name."""
+    return [leaf for leaf in jax.tree.leaves(getattr(shared, "params", shared)) if tree.is_float(leaf)]
+
+
+def send_up(
+    call: Call, client: Client, result: ClientUpdate, aggregator_memory: Any, attack: Attack | None, attacks: jax.Array
+) -> Received:
+    """Sends a client's update to the server, once, after the client's last step.
+
+    An attacker corrupts the update, then the aggregator's `send` compresses or clips it. The update does not count if the
+    client took no step, or if the update or what the client would keep is not finite. Then zeros arrive, since a weight of 0
+    alone would not do: 0 times NaN is NaN.
+
+    Args:
+      call: the call that the update belongs to.
+      client: the client.
+      result: what the client's work returned.
+      aggregator_memory: what the client kept for the aggregator of this call.
+      attack: the cohort's attack or None.
+      attacks: whether this client is an attacker, ``bool []``.
+
+    Raises:
+      ValueError: ``result`` is not a `ClientUpdate`, takes a name of the round's own info, or holds a memory of another
+        structure than ``client_memory`` returns.
+    """
+    if not isinstance(result, ClientUpdate):
+        raise ValueError(f"Expected {call.work_name} to return a ClientUpdate, got {type(result).__name__}.")
+    if not isinstance(result.info, Mapping) or result.weight is None or jnp.shape(result.weight):
+        raise ValueError(
+            f"Expected the ClientUpdate of {call.work_name} to have a scalar weight and a dict as info, got "
+            f"weight={result.weight} and info={result.info}."
+        )
+    aggregator = call.aggregator
+    assert aggregator is not None
+    entries = {name: jnp.asarray(value) for name, value in result.info.items()}
+    _check_names(call.work_name, entries, aggregator.plain)
+    weight, memory = jnp.asarray(result.weight, jnp.float32), client.memory if result.memory is None else result.memory
+    sent, zeros = result.update, jax.tree.map(jnp.zeros_like, result.update)
+    if attack is not None:
+        sent = tree.select(attacks, with_notes_of(sent, attack.corrupt(sent, rng.stream(client.key, "attack"))), sent)
+
+    took_part = client.num_steps > 0
+    # The selection comes before the norm: XLA on a CPU takes four times as long for the norm of a difference.
+    arrived = tree.select(took_part, sent, zeros)
+    finite = _is_finite((arrived, () if callable(memory) else memory)) & jnp.isfinite(weight)
+    arrived = tree.select(finite, arrived, zeros)
+    if not aggregator.plain:
+        message = aggregator.send(arrived, call.aggregator_state, aggregator_memory, rng.stream(client.key, "send"))
+        # A message in half precision may overflow where the update does not.
+        finite &= _is_finite((message.update, message.memory))
+        arrived = tree.select(took_part & finite, message.update, jax.tree.map(jnp.zeros_like, message.update))
+        entries["bits_up"] = jnp.where(took_part, message.bits, jnp.zeros_like(message.bits))
+        entries["entropy_bits_up"] = jnp.where(took_part, message.entropy_bits, 0.0)
+        if jax.tree.leaves(aggregator_memory):
+            kept = _in_form_of(aggregator_memory, message.memory, f"{type(aggregator).__name__}.send", "Sent")
+            # The message of a colluding attacker is replaced later, so it must not leave a memory behind.
+            colludes = attack is not None and type(attack).surround is not Attack.surround
+            aggregator_memory = tree.select(attacks, aggregator_memory, kept) if colludes else kept
+
+    def new_memory(arrived: Any) -> Any:
+        return _in_form_of(client.memory, memory(arrived) if callable(memory) else memory, call.work_name, "ClientUpdate")
+
+    kept = new_memory(arrived)
+    if attack is not None:
+        # An attacker keeps what its honest work gives. Otherwise what it sent would come back to it and grow from round to
+        # round.
+        honest = new_memory(result.update)
+        kept = tree.select(attacks, tree.select(_is_finite(honest), honest, client.memory), kept)
+    # A memory in half precision may overflow where the update does not.
+    finite &= _is_finite([leaf for leaf in jax.tree.leaves(kept) if leaf.dtype.itemsize < 4])
+    # These are floats, like updates, so that one all-reduce over devices suffices.
+    entries["weight"] = jnp.where(took_part & finite, weight, 0.0)
+    entries["dropped"] = (took_part & ~finite).astype(jnp.float32)
+    return Received(arrived, entries, kept, aggregator_memory)
+
+
+def _is_finite(a: Any) -> jax.Array:
+    """Whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow either."""
+    arrays = map(jnp.asarray, jax.tree.leaves(a))
+    return jnp.isfinite(tree.squared_norm([leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]))
+
+
+def _check_names(work_name: str, entries: dict[str, Any], plain: bool) -> None:
+    """Raises ``ValueError`` if a client's info uses a name of the round's own info."""
+    taken = _NAMES - _NAMES_OF_BITS if plain and entries.keys() >= _NAMES_OF_BITS else _NAMES
+    if collisions := sorted(taken & entries.keys()):
+        raise ValueError(
+            f"The info of {work_name} has {', '.join(collisions)}, and so has every round's own info: give it another "
+            f"name than {', '.join(sorted(_NAMES))}."
+        )
+
+
+def _in_form_of(known: Any, memory: Any, work_name: str, result: str) -> Any:
+    """Casts a memory to the dtypes of the known one; raises ``ValueError`` if structures or shapes differ."""
+    forms = [(str(jax.tree.structure(x)), [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]) for x in (memory, known)]
+    for new, old in zip(*forms, strict=True):
+        if new != old:
+            raise ValueError(
+                f"{work_name} keeps {new}, and client_memory starts with {old}: give {result} a memory of that form."
+            )
+    for new, old in zip(jax.tree.leaves(memory), jax.tree.leaves(known), strict=True):
+        if tree.is_float(jnp.asarray(new)) and not tree.is_float(jnp.asarray(old)):
+            raise ValueError(
+                f"{work_name} keeps floats where client_memory starts with {jnp.result_type(old)}: start with floats."
+            )
+    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(jnp.result_type(old)), memory, known)

@@ -1,0 +1,173 @@
+"""`Client`: one client of a round, which loops over its batches, and `ClientUpdate`: what it sends back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import rng, tree
+from fedsim.data import Batch, Batches
+
+T = TypeVar("T")
+
+Step = Callable[[T, Batch], T]
+# (batches, number of steps, the batch of a step, the step, initial state) -> the state after the last step.
+Loop = Callable[[Batches, jax.Array, Callable[[jax.Array], Batch], Step, Any], Any]
+
+LANES = "clients"  # the axis of clients that run side by side
+
+
+class ClientUpdate(NamedTuple):
+    """What a client's work returns.
+
+    Attributes:
+      update: a pytree of arrays, which the client sends to the server.
+      weight: ``float32 []``, the client's weight in the aggregate. With weight 0 the update does not count.
+      info: named scalars or small arrays that are reported per client in `RoundInfo.clients`.
+      memory: what the client keeps for its next round, in the structure of ``client_memory``. It may be a function that
+        computes this from the update as the server received it (after compression, say). None keeps the old memory. The old
+        memory is also kept if the update does not count: the client took no step, its update is not finite or its weight is 0.
+
+    >>> ClientUpdate(update={"w": jnp.ones(2)}, weight=jnp.float32(20), info={"loss": jnp.float32(0.5)}).memory is None
+    True
+    """
+
+    update: Any
+    weight: jax.Array
+    info: Mapping[str, jax.Array] = {}
+    memory: Any = None
+
+
+class BatchReader(NamedTuple):
+    """A client's examples and how loops read them.
+
+    Attributes:
+      columns: feature name to array ``[rows, ...]`` that holds the examples of many clients, each client's in adjacent rows.
+      start: the client's first row, ``int32 []``.
+      streams: the words that key the shuffle, ``uint32 [2]``, and the key of the steps; both are for training.
+      most_steps: the most steps of a training loop, ``int32 []``; a straggler has fewer than it would need.
+      loop: runs a loop.
+      poison: maps a batch to the examples that are used in its place; None uses the batch as it is.
+    """
+
+    columns: Mapping[str, jax.Array]
+    start: jax.Array
+    streams: tuple[jax.Array, jax.Array]
+    most_steps: jax.Array
+    loop: Loop
+    poison: Callable[[Batch], dict[str, jax.Array]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Client:
+    """One client in one round.
+
+    Attributes:
+      position: the client's index in the population, ``int32 []``.
+      slot: the client's index in the cohort, ``int32 []``.
+      num_examples: ``int32 []``.
+      num_steps: how many steps a loop over the algorithm's ``batches`` takes this round, ``int32 []``.
+      key: the client's PRNG key of this round.
+      memory: what the client kept last, in an earlier round or an earlier call of this round; in its first round, what
+        ``client_memory`` returns.
+    """
+
+    position: jax.Array
+    slot: jax.Array
+    num_examples: jax.Array
+    num_steps: jax.Array
+    key: jax.Array
+    memory: Any = ()
+    reader: BatchReader = dataclasses.field(repr=False)
+
+    def for_each_batch(self, batches: Batches, step: Step, state: T, purpose: str | None = None) -> T:
+        """Runs ``state = step(state, batch)`` for every batch of the client's examples.
+
+        A client may run any number of loops, in any order. Rows of a batch where ``batch.mask`` is False are padding and must
+        not affect the result.
+
+        Args:
+          batches: how the examples are cut into batches, and the number of steps.
+          step: takes a state and a `Batch` and returns the next state, of the same structure, shapes and dtypes.
+          state: the state before the first step, a pytree of arrays.
+          purpose: None means training: batches are shuffled by the client's key of this round, and a straggler stops early. A
+            loop with a name gets its own shuffle and step keys, and always takes all of its steps.
+
+        Returns:
+          The state after the last step.
+
+        >>> import numpy as np, fedsim
+        >>> data = fedsim.FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
+        >>> def total(shared, client):
+        ...     def step(so_far, batch): return so_far + jnp.sum(batch.examples["x"], where=batch.mask)
+        ...     return client.for_each_batch(fedsim.Batches(size=5), step, shared)
+        >>> fedsim.map_clients(total, jnp.zeros(()), fedsim.Cohort.of(data, ["0", "1"])).tolist()
+        [3.0, 6.0]
+        """
+        state = jax.tree.map(jnp.asarray, state)
+        reader, num_steps = self.reader, jnp.asarray(batches.num_steps(self.num_examples), jnp.int32)
+        if purpose is None:
+            words, step_key = reader.streams
+            num_steps = jnp.minimum(num_steps, reader.most_steps)
+        else:
+            words, step_key = streams(rng.stream(self.key, purpose))
+
+        def batch_at(t: jax.Array) -> Batch:
+            index, mask = batches.indices(words, self.num_examples, t)
+            # The start of an empty client at the end of the population is one beyond the last row.
+            rows = jnp.minimum(reader.start + index, len(next(iter(reader.columns.values()))) - 1)
+            columns = {name: column.at[rows].get(mode="promise_in_bounds") for name, column in reader.columns.items()}
+            batch = Batch(columns, mask, jax.random.fold_in(step_key, t), t)
+            return batch._replace(examples=reader.poison(batch)) if reader.poison else batch
+
+        return reader.loop(batches, num_steps, batch_at, step, state)
+
+
+def streams(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Derives the words that key the shuffle, ``uint32 [2]``, and the key of the steps."""
+    return rng.words(rng.stream(key, "shuffle")), rng.stream(key, "step")
+
+
+def exact_loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
+    """Takes exactly the client's own number of steps."""
+    return jax.lax.fori_loop(0, num_steps, lambda t, state: step(state, batch_at(t)), state)
+
+
+def lockstep_loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
+    """Takes as many steps as the longest client of a group that runs side by side, inside `jax.vmap` over ``LANES``.
+
+    A client that is done keeps its state. The bound is known before the loop, so a GPU does not report back to the host after
+    every step.
+    """
+
+    def masked(t: jax.Array, state: T) -> T:
+        return tree.select(t < num_steps, step(state, batch_at(t)), state)
+
+    return jax.lax.fori_loop(0, jax.lax.pmax(num_steps, LANES), masked, state)
+
+
+def differentiable_loop(most_examples: int) -> Loop:
+    """Returns a loop with a static number of steps, that of a client with ``most_examples``, for reverse-mode derivatives.
+
+    Of n steps, about sqrt(n) states are stored; the backward pass computes the others again.
+    """
+
+    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
+        length = int(batches.num_steps(most_examples))
+        inner = max(1, math.isqrt(length))
+
+        def one(state: T, t: jax.Array) -> tuple[T, None]:
+            return tree.select(t < num_steps, step(state, batch_at(t)), state), None
+
+        def several(state: T, first: jax.Array) -> tuple[T, None]:
+            return jax.lax.scan(jax.checkpoint(one), state, first + jnp.arange(inner, dtype=jnp.int32))[0], None
+
+        firsts = inner * jnp.arange(-(-length // inner), dtype=jnp.int32)
+        return jax.lax.scan(jax.checkpoint(several), state, firsts)[0]
+
+    return loop

@@ -1,0 +1,277 @@
+"""`Clients`: the clients of a round, as `fedsim.Algorithm.round` uses them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import rng, tree
+from fedsim.aggregators import Aggregator
+from fedsim.attacks import Attack
+from fedsim.data import Batch
+from fedsim.execution._call import Call, CallShape, send_down, send_up
+from fedsim.execution._client import BatchReader, Client, ClientUpdate, Loop, streams
+from fedsim.execution._plan import RoundPlan
+from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
+
+Row = tuple[Any, dict[str, Any]]  # what a client keeps, see `FederatedState.clients`
+
+# (slot, whether there is a client, how it runs loops, the table of memories) -> (received update, entries of the info, row).
+Work = Callable[[jax.Array, jax.Array | bool, Loop, Any], tuple[Any, Any, Any]]
+
+
+class Clients:
+    """The clients of a round.
+
+    `fedsim.Algorithm.round` gets it and calls `aggregate` and `map` any number of times. Subclasses differ in how they run the
+    clients of a call (`_run`).
+
+    As an example, the mean and the variance of all clients' numbers, which takes two calls:
+
+    >>> import dataclasses, numpy as np, fedsim
+    >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    ... class Variance(fedsim.Algorithm):
+    ...     def init(self, key): return {"mean": jnp.zeros(()), "variance": jnp.zeros(())}
+    ...     def round(self, state, clients):
+    ...         mean, _ = clients.aggregate(self.moment, {"power": jnp.float32(1), "center": jnp.zeros(())}, name="mean")
+    ...         variance, info = clients.aggregate(self.moment, {"power": jnp.float32(2), "center": mean})
+    ...         return {"mean": mean, "variance": variance}, info
+    ...     def moment(self, shared, client):
+    ...         def add(total, batch):
+    ...             terms = (batch.examples["x"] - shared["center"]) ** shared["power"]
+    ...             return total + jnp.sum(terms, where=batch.mask)
+    ...         total = client.for_each_batch(self.batches, add, jnp.zeros(()))
+    ...         size = client.num_examples.astype(jnp.float32)
+    ...         return fedsim.ClientUpdate(total / size, weight=size)
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
+    >>> algorithm = Variance(batches=fedsim.Batches(size=2))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+    >>> round(float(state["mean"]), 3), round(float(state["variance"]), 3)
+    (3.0, 4.667)
+
+    Args:
+      algorithm: whose rounds run.
+      plan: the plan of the round.
+      key: the run's root key.
+      state: the state before the round; memories of clients are in ``table``.
+      columns: the examples.
+      table: memories of clients, or ().
+      shapes: shapes of the calls of this round, by name.
+      attack: the cohort's attack.
+      axis: the name of the axis of devices that run the round together; None for a single device.
+    """
+
+    def __init__(
+        self,
+        algorithm: FederatedAlgorithm,
+        plan: RoundPlan,
+        key: jax.Array,
+        state: FederatedState,
+        columns: Any,
+        table: ClientTable | tuple[()],
+        shapes: dict[str, CallShape],
+        attack: Attack | None = None,
+        axis: str | None = None,
+    ) -> None:
+        self.algorithm, self.plan, self.key, self.columns, self.table = algorithm, plan, key, columns, table
+        self.aggregator_states, self.downlink_states = dict(state.aggregator), dict(state.downlink)
+        self.shapes, self.attack, self.axis = shapes, attack, axis
+        self.names: list[str] = []
+        self.info: RoundInfo | None = None
+        self._most_up = self._most_down = 0
+
+    @property
+    def num_clients(self) -> jax.Array:
+        """The number of clients in the cohort, ``int32 []``."""
+        return jnp.sum(jnp.asarray(self.plan.length), dtype=jnp.int32)
+
+    def aggregate(
+        self,
+        work: Callable[[Shared, Client], ClientUpdate],
+        shared: Shared,
+        *,
+        name: str | None = None,
+        aggregator: Aggregator | None = None,
+        downlink: Any = None,
+    ) -> tuple[Any, RoundInfo]:
+        """Sends ``shared`` to every client, lets each do its ``work``, and aggregates the updates that they send back.
+
+        Args:
+          work: one client's work, ``work(shared, client) -> ClientUpdate``, in plain JAX.
+          shared: what the server sends, a pytree of arrays.
+          name: of the call, unique in the round. The call's random draws depend on it, and the memories of aggregator and
+            downlink are stored by it. Default: ``"update"``, then ``"update 2"`` and so on.
+          aggregator: of the updates; default: the algorithm's.
+          downlink: a compressor of ``shared.params``; default: the algorithm's.
+
+        Returns:
+          The aggregate, and the round's info so far.
+        """
+        aggregator, downlink = aggregator or self.algorithm.aggregator, downlink or self.algorithm.downlink
+        call = self._begin(self._name("update", name), work, shared, aggregator, downlink)
+        update, self.info, memory = self._aggregate(call, work)
+        if call.name in self.aggregator_states:
+            self.aggregator_states[call.name] = memory
+        return update, self.info
+
+    def map(self, work: Callable[[Shared, Client], Any], shared: Shared, *, name: str | None = None) -> Any:
+        """Returns each client's ``work(shared, client)``, leaves ``[slots, ...]`` in cohort order.
+
+        Clients read their memory and do not change it. Attackers do as others do, and no bits are counted. Rows beyond the
+        cohort's clients are zeros. Inside a round there may be more rows than the cohort has slots.
+
+        Args:
+          work: one client's work; it returns a pytree of arrays.
+          shared: what the server sends.
+          name: see `aggregate`; default ``"map"``, then ``"map 2"`` and so on.
+        """
+        return self._map(self._begin(self._name("map", name), work, shared, None, None), work)
+
+    def _name(self, kind: str, name: str | None) -> str:
+        if name is None:
+            others = sum(known == kind or known.startswith(f"{kind} ") for known in self.names)
+            name = f"{kind} {others + 1}" if others else kind
+        if name in self.names:
+            raise ValueError(f"The round calls its clients twice by the name {name!r}: give each call a name of its own.")
+        self.names.append(name)
+        return name
+
+    def _begin(self, name: str, work: Callable[..., Any], shared: Shared, aggregator: Aggregator | None, downlink: Any) -> Call:
+        key = self.key if name == "update" else rng.stream(self.key, name)
+        received, memory, bits_down = send_down(
+            downlink, shared, self.downlink_states.get(name, ()), rng.round_key(key, self.plan.round, "downlink")
+        )
+        if name in self.downlink_states:
+            self.downlink_states[name] = memory
+        fold = aggregator
+        if aggregator is not None and self.attack is not None:
+            fold = self.attack.surround(aggregator, jnp.asarray(self.plan.attacker) > 0)
+        # Keys are derived for the whole cohort at once, which takes as long as for a single client.
+        client_keys = rng.client_keys(key, self.plan.round, self.plan.client)
+        return Call(
+            name=name,
+            work_name=getattr(work, "__name__", "work"),
+            key=key,
+            shared=received,
+            bits_down=bits_down,
+            aggregator=aggregator,
+            fold=fold,
+            aggregator_state=self.aggregator_states.get(name, ()),
+            client_keys=client_keys,
+            streams=jax.vmap(streams)(client_keys),
+        )
+
+    def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
+        """Returns the aggregate, the info and the aggregator's new state."""
+        folded, entries = self._run(call, functools.partial(self._update, call, work))
+        return self._conclude(call, folded, entries)
+
+    def _map(self, call: Call, work: Callable[..., Any]) -> Any:
+        return self._run(call, functools.partial(self._result, call, work))[1]
+
+    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
+        """Runs every client; returns the fold of their updates, one per device, and their entries ``[slots, ...]``."""
+        raise NotImplementedError
+
+    def _conclude(self, call: Call, folded: Any, entries: dict[str, Any]) -> tuple[Any, RoundInfo, Any]:
+        key, fold = rng.round_key(call.key, self.plan.round, "aggregator"), call.fold
+        assert fold is not None
+        if self.axis is None:
+            update, memory = fold.conclude(folded, call.aggregator_state, key)
+        else:
+            update, memory = fold.conclude_devices(folded, call.aggregator_state, key, self.axis)
+        return update, self._round_info(call, entries), memory
+
+    def client(self, call: Call, slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any) -> tuple[Client, Row]:
+        """Returns the client of a slot, and its row in the table of memories."""
+        plan, attack = self.plan, self.attack if call.aggregator is not None else None
+        row, attacks = self._row(call, slot, table), plan.attacker[slot] > 0
+
+        def poison(batch: Batch) -> dict[str, jax.Array]:
+            assert attack is not None
+            return tree.select(attacks, attack.poison(batch), batch.examples)
+
+        size, most_steps = jnp.where(exists, plan.size[slot], 0), plan.most_steps[slot]
+        own_streams = call.streams[0][slot], call.streams[1][slot]
+        client = Client(
+            position=plan.client[slot],
+            slot=slot,
+            num_examples=size,
+            num_steps=self._num_steps(size, most_steps),
+            key=call.client_keys[slot],
+            memory=row[0],
+            reader=BatchReader(self.columns, plan.start[slot], own_streams, most_steps, loop, poison if attack else None),
+        )
+        return client, row
+
+    def _num_steps(self, sizes: jax.Array, most_steps: jax.Array) -> jax.Array:
+        return jnp.minimum(jnp.asarray(self.algorithm.batches.num_steps(sizes), jnp.int32), most_steps)
+
+    def _row(self, call: Call, slot: jax.Array, table: Any) -> Row:
+        """Reads a client's row; a client that was never seen starts with ``client_memory``."""
+        start = self.algorithm.client_memory(call.shared)
+        if not isinstance(table, ClientTable):
+            return start, {}
+        at = self.plan.memory[slot]
+        seen = at < len(table.seen)
+        at = jnp.where(seen, at, 0)
+        seen &= table.seen[at]
+        memory, by_call = jax.tree.map(lambda rows: rows[at], table.rows)
+        starts = {
+            name: of.aggregator.client_memory(of.update)
+            for name, of in self.shapes.items()
+            if of.aggregator and name in by_call
+        }
+        return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
+
+    def _result(
+        self, call: Call, work: Callable[..., Any], slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any
+    ) -> tuple[Any, Any, Any]:
+        client, _ = self.client(call, slot, exists, loop, table)
+        return (), jax.tree.map(jnp.asarray, work(call.shared, client)), ()
+
+    def _update(
+        self, call: Call, work: Callable[..., ClientUpdate], slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any
+    ) -> tuple[Any, dict[str, Any], Row]:
+        client, (_, by_call) = self.client(call, slot, exists, loop, table)
+        result, attacks = work(call.shared, client), self.plan.attacker[slot] > 0
+        received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, attacks)
+        if call.name in by_call:
+            by_call = {**by_call, call.name: received.aggregator_memory}
+        return received.update, received.entries, (received.memory, by_call)
+
+    def _count_bits(self, call: Call) -> None:
+        """Adds up the most bits that a client may send and receive, which decides on the dtype of these counts."""
+        self._most_up += tree.num_bits(self.shapes[call.name].update)
+        self._most_down += tree.num_bits(call.shared)
+
+    def _round_info(self, call: Call, entries: dict[str, Any]) -> RoundInfo:
+        """Builds the info from all clients' entries ``[slots, ...]`` and from the plan, which every device knows."""
+        plan, before = self.plan, self.info
+        self._count_bits(call)
+        num_steps = self._num_steps(jnp.asarray(plan.size), plan.most_steps)
+        took_part, dropped = num_steps > 0, entries["dropped"] > 0
+        if "bits_up" not in entries:
+            plain = tree.num_bits(self.shapes[call.name].update)
+            sent = tree.add_bits(plain, most=plain)
+            entries["bits_up"] = jnp.where(took_part, sent, jnp.zeros_like(sent))
+            entries["entropy_bits_up"] = jnp.where(took_part, jnp.float32(plain), 0.0)
+        entries["bits_down"] = jnp.where(took_part, call.bits_down, jnp.zeros_like(call.bits_down))
+        if self.attack is not None:
+            entries["attacker"] = jnp.asarray(plan.attacker) > 0
+        for name, most in (("bits_up", self._most_up), ("bits_down", self._most_down), ("entropy_bits_up", 0)):
+            earlier = [before.clients[name]] if before else []
+            entries[name] = tree.add_bits(*earlier, entries[name], most=most)
+        dropped = dropped | before.clients["dropped"] if before else dropped
+        return RoundInfo(
+            clients=entries | {"num_examples": jnp.asarray(plan.size), "num_steps": num_steps, "dropped": dropped},
+            num_dropped=jnp.sum(dropped, dtype=jnp.int32),
+            num_aggregated=jnp.sum(entries["weight"] != 0, dtype=jnp.int32),
+            num_clients=self.num_clients,
+            num_population=jnp.asarray(plan.population[0]),
+            population_examples=jnp.asarray(plan.population[1]),
+        )

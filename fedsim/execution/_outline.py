@@ -1,0 +1,164 @@
+"""`Outline`: which calls a round makes to its clients, and what these send and keep, known by shapes before anything runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng, tree
+from fedsim.aggregators import Aggregator
+from fedsim.data import Batches, FederatedData
+from fedsim.execution._call import Call, CallShape, compressed_floats
+from fedsim.execution._client import Client, ClientUpdate, exact_loop
+from fedsim.execution._clients import Clients, Row
+from fedsim.execution._plan import Layout
+from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, State
+from fedsim.execution._structure import Numbers, with_numbers
+
+_LAYOUT = Layout(slots=1, devices=1)
+_SLOT = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+class Outline(NamedTuple):
+    """The calls of a round, and what is kept for them between rounds.
+
+    Attributes:
+      calls: in their order.
+      row: the shapes of what one client keeps, see `FederatedState.clients`; () if nothing.
+      aggregator: what the server keeps for the aggregators before the first round, see `FederatedState`.
+      downlink: what the server keeps for the downlinks before the first round.
+    """
+
+    calls: tuple[CallShape, ...]
+    row: Any
+    aggregator: dict[str, Any]
+    downlink: dict[str, Any]
+
+    @property
+    def shapes(self) -> dict[str, CallShape]:
+        """The calls by name."""
+        return {call.name: call for call in self.calls}
+
+    @property
+    def loops(self) -> list[Batches]:
+        """The batches of every loop of a client, in all calls."""
+        return [batches for call in self.calls for batches in call.batches]
+
+    @property
+    def state_bytes(self) -> int:
+        """The size of the largest state of a client's loop."""
+        return max((call.state_bytes for call in self.calls), default=0)
+
+
+def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data: FederatedData) -> Outline:
+    """Traces a round by shapes alone.
+
+    Args:
+      algorithm: whose rounds run.
+      numbers: replace the algorithm's numbers by traced ones, see `fedsim.execution._structure.numbers_of`.
+      state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
+      data: the population.
+    """
+    columns = {
+        name: jax.ShapeDtypeStruct((1, *c.shape[1:]), jax.dtypes.canonicalize_dtype(c.dtype))
+        for name, c in data.columns.items()
+    }
+    seen: list[_TracedClients] = []
+
+    def run(numbers: Numbers, server: State, columns: Any, packed: jax.Array, key: jax.Array) -> Any:
+        traced = with_numbers(algorithm, numbers)
+        seen.append(_TracedClients(traced, _LAYOUT.unpack(packed), key, FederatedState(server), columns, (), {}))
+        return traced.round(server, seen[-1])[1]
+
+    packed = jax.ShapeDtypeStruct(_LAYOUT.pack([], 1)[0].shape, np.int32)
+    jax.eval_shape(run, numbers, state, columns, packed, jax.eval_shape(lambda: rng.root(0)))
+    (clients,) = seen
+    return Outline(tuple(clients.shapes.values()), clients.row, *map(_initial, (clients.aggregators, clients.downlinks)))
+
+
+class _TracedClients(Clients):
+    """Traces one client of every call, and takes note of shapes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.row: Any = ()
+        self.aggregators: dict[str, tuple[Any, Any]] = {}
+        self.downlinks: dict[str, tuple[Any, Any]] = {}
+        self._client_memories: dict[str, Any] = {}
+
+    def _begin(self, name: str, work: Callable[..., Any], shared: Any, aggregator: Aggregator | None, downlink: Any) -> Call:
+        if downlink is not None:
+            floats = compressed_floats(shared)
+            if jax.tree.leaves(start := downlink.init(floats)):
+                self.downlinks[name] = downlink, _shapes(floats)
+                self.downlink_states[name] = start
+        return super()._begin(name, work, shared, aggregator, downlink)
+
+    def _row(self, call: Call, slot: jax.Array, table: Any) -> Row:
+        return self.algorithm.client_memory(call.shared), dict(self._client_memories)
+
+    def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
+        aggregator, fold, sent = call.aggregator, call.fold, []
+        assert aggregator is not None and fold is not None
+
+        @functools.wraps(work)
+        def noted(shared: Any, client: Client) -> ClientUpdate:
+            result = work(shared, client)
+            sent.append(_shapes(result.update) if isinstance(result, ClientUpdate) else ())
+            return result
+
+        if any(
+            getattr(type(aggregator), work_name) is not getattr(Aggregator, work_name)
+            for work_name in ("init", "client_memory")
+        ):
+
+            def only_work(slot: jax.Array) -> None:
+                noted(call.shared, self.client(call, slot, True, exact_loop, ())[0])
+
+            jax.eval_shape(only_work, _SLOT)
+            if jax.tree.leaves(start := aggregator.client_memory(sent[0])):
+                self._client_memories[call.name] = start
+            if jax.tree.leaves(memory := aggregator.init(_zeros(sent[0]))):
+                self.aggregators[call.name] = aggregator, sent[0]
+                self.aggregator_states[call.name] = memory
+                call = call._replace(aggregator_state=memory)
+        arrived, entries, row = self._traced(call, functools.partial(self._update, call, noted), lambda: sent[-1])
+        if jax.tree.leaves(row):
+            self.row = row
+        return self._conclude(call, fold.zero(arrived, 1), entries)
+
+    def _map(self, call: Call, work: Callable[..., Any]) -> Any:
+        return self._traced(call, functools.partial(self._result, call, work), lambda: ())[1]
+
+    def _traced(self, call: Call, one: Callable[..., Any], sent: Callable[[], Any]) -> tuple[Any, Any, Any]:
+        """Shapes of what arrives from a client and of what it keeps, and everybody's entries, which are zeros."""
+        batches: list[Batches] = []
+        state_bytes = 0
+
+        def loop(of: Batches, num_steps: jax.Array, batch_at: Any, step: Any, state: Any) -> Any:
+            nonlocal state_bytes
+            batches.append(of)
+            state_bytes = max(state_bytes, tree.num_bits(state) // 8)
+            return exact_loop(of, num_steps, batch_at, step, state)
+
+        arrived, entries, row = jax.eval_shape(lambda slot: one(slot, True, loop, ()), _SLOT)
+        self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)
+        return arrived, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), entries), row
+
+
+def _initial(keepers: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """What aggregators or downlinks keep before the first round, given what they act on."""
+    return {name: keeper.init(_zeros(shapes)) for name, (keeper, shapes) in keepers.items()}
+
+
+def _shapes(value: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), value)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

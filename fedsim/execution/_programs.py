@@ -1,0 +1,232 @@
+"""Compiled programs: whole rounds, or parts of a round that is too long for one program."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import jit
+from jax.sharding import PartitionSpec as P
+
+from fedsim import tree
+from fedsim.data import Cohort, FederatedData
+from fedsim.execution import _devices
+from fedsim.execution._clients import Clients
+from fedsim.execution._device_clients import DeviceClients, EndOfProgram, PartialClients, Setting
+from fedsim.execution._outline import Outline, outline
+from fedsim.execution._placement import AXIS, must_fit
+from fedsim.execution._state import (
+    FederatedAlgorithm,
+    FederatedState,
+    RoundInfo,
+    State,
+    new_average,
+    parts_of,
+)
+from fedsim.execution._structure import Numbers, Structure, kept_with, numbers_of, with_numbers
+
+
+class Programs:
+    """The programs of algorithms of one structure, for states and data of some shapes.
+
+    Args:
+      algorithm: one of these algorithms.
+      outline: of its round.
+    """
+
+    def __init__(self, algorithm: FederatedAlgorithm, outline: Outline) -> None:
+        self.algorithm, self.outline = algorithm, outline
+        self.fewer_lanes: dict[Any, int] = {}  # by mesh, after it ran out of memory with more
+        self._by_setting: dict[Setting, RoundPrograms] = {}
+        self._fits: set[Any] = set()
+
+    def by_setting(self, setting: Setting) -> RoundPrograms:
+        """The programs for a setting. They are compiled when they are first called."""
+        if setting not in self._by_setting:
+            self._by_setting[setting] = RoundPrograms(self.algorithm, self.outline, setting)
+        return self._by_setting[setting]
+
+    def check(self, cohort: Cohort, setting: Setting) -> None:
+        """Raises ``ValueError`` if the updates of such a cohort cannot be aggregated on these devices."""
+        kind = cohort.slots, setting
+        if kind in self._fits:
+            return
+        slots = setting.layout.slots
+        for call in self.outline.calls:
+            if (fold := call.aggregator) is not None:
+                if cohort.attack is not None:
+                    fold = cohort.attack.surround(fold, jnp.zeros(slots, bool))
+                fold.check(call.arrived, cohort.slots)
+                must_fit(fold, jax.eval_shape(lambda fold=fold, call=call: fold.zero(call.arrived, slots)), slots, setting.mesh)
+        self._fits.add(kind)
+
+
+class _ProgramCache:
+    """Holds the programs of one structure, by the shapes of states and data."""
+
+    def __init__(self, algorithm: FederatedAlgorithm) -> None:
+        self.algorithm = algorithm
+        self.needs_values = False
+        self._by_shapes: dict[Any, Programs] = {}
+
+    def programs(self, numbers: Numbers, state: State, data: FederatedData) -> Programs:
+        leaves, structure = jax.tree.flatten((numbers, state))
+        columns = tuple((name, column.shape[1:], column.dtype) for name, column in data.columns.items())
+        # The dtype of a Python number is weak, so its type counts, too.
+        forms = tuple((np.shape(leaf), jnp.result_type(leaf), isinstance(leaf, float)) for leaf in leaves)
+        shapes = structure, forms, columns
+        if shapes not in self._by_shapes:
+            self._by_shapes[shapes] = Programs(self.algorithm, outline(self.algorithm, numbers, state, data))
+        return self._by_shapes[shapes]
+
+
+@functools.lru_cache(maxsize=32)
+def _cache_of(structure: Structure) -> _ProgramCache:
+    return _ProgramCache(structure.algorithm)
+
+
+def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> tuple[Programs, Numbers]:
+    """Returns the programs of an algorithm, and the numbers to call them with.
+
+    Algorithms that differ only in their numbers (see `fedsim.execution._structure.numbers_of`) share programs. If the
+    algorithm's code needs the value of a number, all of its numbers are constants of programs of its own.
+
+    Args:
+      algorithm: whose rounds run.
+      state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
+      data: the population.
+    """
+    kept = kept_with(algorithm)
+    if "programs" not in kept:
+        kept["programs"] = _cache_of(Structure(algorithm)), numbers_of(algorithm)
+    shared, numbers = kept["programs"]
+    if not shared.needs_values:
+        try:
+            return shared.programs(numbers, state, data), numbers
+        except Exception:  # JAX has no common class for errors of code that needs the value of a number.
+            if not numbers:
+                raise
+    # The algorithm's own errors come again here, with values in place of tracers.
+    constant = _cache_of(Structure(algorithm, numbers))
+    programs = constant.programs({}, state, data)
+    shared.needs_values, kept["programs"] = True, (constant, {})
+    return programs, {}
+
+
+class RoundPrograms:
+    """Jitted functions that run rounds.
+
+    All take numbers, columns, the table of memories, the state without it, the root key and packed plans.
+
+    - ``rounds`` takes also the number of rounds and returns the state, the table and the infos.
+    - ``advance``, ``fold`` and ``finish`` run one long round, see `PartialClients`. They take also the results of the calls
+      that have ended and what devices carry; ``fold`` also takes a window.
+
+    Args:
+      algorithm: whose rounds run.
+      outline: of its round.
+      setting: how to run it.
+    """
+
+    def __init__(self, algorithm: FederatedAlgorithm, outline: Outline, setting: Setting) -> None:
+        self.algorithm, self.outline, self.setting = algorithm, outline, setting
+        everywhere, own = P(), P(AXIS)
+        given = everywhere, everywhere if setting.resident else own, *[everywhere] * 4
+        self.rounds = self._jit(self._rounds, *given, everywhere, out=everywhere)
+        self.advance = self._jit(self._part, *given, everywhere, own, out=(everywhere, own))
+        self.fold = self._jit(self._part, *given, everywhere, own, everywhere, out=own, donated=7)
+        self.finish = self._jit(self._part, *given, everywhere, own, out=everywhere)
+
+    def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Any:
+        return _devices.compiled(function, self.setting.mesh, specs, out, donated, self.setting.deterministic)
+
+    def _round(
+        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, row: jax.Array,
+        clients_of: Callable[..., DeviceClients] = DeviceClients,
+    ) -> tuple[State, Any, Any]:  # fmt: skip
+        algorithm, parts, plan = with_numbers(self.algorithm, numbers), parts_of(state), self.setting.layout.unpack(row)
+        setting, shapes = self.setting, self.outline.shapes
+        clients = clients_of(setting, algorithm, plan, key, parts, columns, table, shapes, setting.attack, setting.axis)
+        server, info = algorithm.round(parts.server, clients)
+        return finished(algorithm, state, clients, server, info), clients.table, info
+
+    def _rounds(
+        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array, num_rounds: jax.Array
+    ) -> tuple[State, Any, Any]:
+        # Jitted, so that it is traced once, although it is used twice below.
+        @functools.partial(jit, inline=True)
+        def one(columns: Any, table: Any, state: State, row: jax.Array) -> tuple[State, Any, Any]:
+            return self._round(numbers, columns, table, state, key, row)
+
+        if not self.setting.stacked:
+            return one(columns, table, state, packed[0])
+        if self.setting.layout.most_examples is not None:
+
+            def step(carry: tuple[State, Any], row: jax.Array) -> tuple[tuple[State, Any], Any]:
+                state, table, info = one(columns, carry[1], carry[0], row)
+                return (state, table), info
+
+            (state, table), infos = jax.lax.scan(jax.checkpoint(step), (state, table), packed)
+            return state, table, infos
+
+        def body(r: jax.Array, carry: tuple[State, Any, Any]) -> tuple[State, Any, Any]:
+            state, table, info = one(columns, carry[1], carry[0], packed[r])
+            return state, table, jax.tree.map(lambda rows, row: rows.at[r].set(row), carry[2], info)
+
+        shapes = jax.eval_shape(one, columns, table, state, packed[0])[2]
+        infos = jax.tree.map(lambda x: jnp.zeros((packed.shape[0], *x.shape), x.dtype), shapes)
+        return jax.lax.fori_loop(0, num_rounds, body, (state, table, infos))
+
+    def _part(
+        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array,
+        results: tuple[Any, ...], carry: Any = None, window: Any = None,
+    ) -> Any:  # fmt: skip
+        # Between programs, what a device carries has a first axis over the devices.
+        clients_of = functools.partial(PartialClients, results, jax.tree.map(lambda x: x[0], carry), window)
+        try:
+            state, table, info = self._round(numbers, columns, table, state, key, packed[0], clients_of)
+        except EndOfProgram as end:
+            if window is not None:
+                return _stacked(end.value)
+            results, carry = end.value
+            return results, _stacked(carry)
+        return state, table, _stacked(info) if self.setting.stacked else info
+
+
+def _stacked(a: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], a)
+
+
+def finished(algorithm: FederatedAlgorithm, state: State, clients: Clients, server: Any, info: Any) -> State:
+    """Returns the state after a round, given the server's; without memories of clients, which are in ``clients.table``.
+
+    If no update arrived, that is the state before the round.
+    """
+    before = parts_of(state)
+    if clients.info is not None and not isinstance(info, RoundInfo):
+        raise ValueError(
+            f"{type(algorithm).__name__}.round must return the info of clients.aggregate, got {type(info).__name__}. Numbers "
+            "of your own go into ClientUpdate.info, or into the state."
+        )
+    old, new = jax.tree.structure(before.server), jax.tree.structure(server)
+    if old != new:  # type: ignore[operator]
+        raise ValueError(
+            f"{type(algorithm).__name__} must return a server state of the structure that init gives, {old}, got {new}: check "
+            "what server_update returns."
+        )
+    # Sums are computed in a wider dtype than parameters in half precision.
+    server = jax.tree.map(_in_dtype_of, server, before.server)
+    average = new_average(algorithm.averaging, before.average, getattr(server, "params", ()))
+    after = FederatedState(server, (), clients.aggregator_states, clients.downlink_states, average)
+    if isinstance(info, RoundInfo):
+        after = tree.select(info.num_aggregated > 0, after, before._replace(clients=()))
+    return after if isinstance(state, FederatedState) else after.server
+
+
+def _in_dtype_of(new: Any, old: Any) -> Any:
+    old = jnp.asarray(old)
+    return jnp.asarray(new, old.dtype) if tree.is_float(old) and tree.is_float(jnp.asarray(new)) else new

@@ -1,0 +1,140 @@
+"""What execution needs of an algorithm, the state between rounds, and the information about a round."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+
+from fedsim import tree
+from fedsim.aggregators import Aggregator
+from fedsim.data import Batches, FederatedData
+
+State = Any
+Shared = Any
+
+
+class FederatedAlgorithm(Protocol):
+    """What execution runs. `fedsim.Algorithm` implements it."""
+
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def aggregator(self) -> Aggregator: ...
+    @property
+    def downlink(self) -> Any: ...
+    @property
+    def averaging(self) -> float | None: ...
+    @property
+    def nonfinite(self) -> Literal["drop", "raise"]: ...
+    @property
+    def has_memory(self) -> bool: ...
+
+    def init(self, key: jax.Array) -> State: ...
+    def check(self, data: FederatedData) -> None: ...
+    def client_memory(self, shared: Shared) -> Any: ...
+    def round(self, state: State, clients: Any) -> tuple[State, Any]: ...
+
+
+class Average(NamedTuple):
+    """An exponential moving average of parameters, and the total weight of its terms, ``float32 []``, which tends to 1."""
+
+    params: Any
+    weight: Any
+
+
+class ClientTable(NamedTuple):
+    """Memories of clients on the device: ``rows``, leaves ``[n, ...]``, and ``seen``, ``bool [n]``: which were ever written."""
+
+    rows: Any
+    seen: Any
+
+
+class FederatedState(NamedTuple):
+    """The state of an algorithm that keeps more than the server's state from round to round.
+
+    Attributes:
+      server: the server's state: what ``init`` and ``server_update`` return. Methods of the algorithm see only this.
+      clients: the memories of all clients, a `fedsim.data.ClientRows` on the host or a `ClientTable` on the device. A client's
+        row is a pair: its ``ClientUpdate.memory``, and a dict from the name of an ``aggregate`` call to what the client keeps
+        for the aggregator of that call.
+      aggregator: a dict from the name of an ``aggregate`` call to what the server keeps for its aggregator.
+      downlink: a dict from the name of an ``aggregate`` call to what the server keeps for its downlink compressor.
+      average: the `Average` of the server's parameters, if the algorithm has ``averaging``.
+    """
+
+    server: State
+    clients: Any = ()
+    aggregator: Mapping[str, Any] = {}
+    downlink: Mapping[str, Any] = {}
+    average: Any = ()
+
+    @property
+    def params(self) -> Any:
+        """The average of the server's parameters if there is one, else the server's parameters."""
+        return (self.average or self.server).params
+
+
+class RoundInfo(NamedTuple):
+    """Information about one round, for plots and for ``server_update``. Arrays stay on the device until they are read.
+
+    If a round calls ``clients.aggregate`` more than once, bits and dropped clients add up over the calls.
+
+    Attributes:
+      clients: arrays ``[slots]`` in cohort order; rows beyond ``num_clients`` are zeros:
+
+        - ``num_examples``, ``num_steps``: ``int32``.
+        - ``weight``: ``float32``, 0 for a client that does not count.
+        - ``dropped``: ``bool``, whether the update was not finite.
+        - ``bits_up``, ``bits_down``: the exact size of what the client sent and received, ``uint32``; rounded ``float32`` where
+          a message may exceed 2**32 bits before compression.
+        - ``entropy_bits_up``: ``float32``, the estimated size of what the client sent, were it entropy coded.
+        - ``attacker``: ``bool``, only in a cohort under attack.
+        - everything in the algorithm's ``ClientUpdate.info``.
+
+      num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.
+      num_aggregated: ``int32 []``, clients whose update counts. If it is 0, the round leaves the state unchanged.
+      num_clients: ``int32 []``, clients of the cohort.
+      num_population: ``int32 []``, clients of the population that have examples.
+      population_examples: ``int32 []``, examples of the population.
+    """
+
+    clients: Mapping[str, jax.Array]
+    num_dropped: jax.Array
+    num_aggregated: jax.Array
+    num_clients: jax.Array
+    num_population: jax.Array
+    population_examples: jax.Array
+
+
+def server_state(state: State) -> State:
+    """Returns the server's part of a state, which may be all of it.
+
+    >>> server_state({"w": 1.0}), server_state(FederatedState({"w": 1.0}))
+    ({'w': 1.0}, {'w': 1.0})
+    """
+    return parts_of(state).server
+
+
+def parts_of(state: State) -> FederatedState:
+    """Returns the parts of a state, also of one that is the server's alone."""
+    return state if isinstance(state, FederatedState) else FederatedState(state)
+
+
+def with_params(state: Any, params: Any) -> Any:
+    """Replaces the ``params`` of a named tuple or dataclass. Anything else is replaced as a whole."""
+    if not hasattr(state, "params"):
+        return params
+    return (getattr(state, "_replace", None) or functools.partial(dataclasses.replace, state))(params=params)
+
+
+def new_average(decay: float | None, average: Any, params: Any) -> Any:
+    """Updates a debiased moving average: ``decay`` of the old one and ``1 - decay`` of ``params``, over the sum of weights."""
+    if decay is None:
+        return average
+    weight = decay * average.weight + (1 - decay)
+    step = tree.scale(tree.subtract(params, average.params), (1 - decay) / weight)
+    return Average(tree.add(average.params, step), weight)

@@ -1,0 +1,181 @@
+"""Which parts of an algorithm its compiled programs depend on, and which of its numbers are arguments of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import dis
+import functools
+import types
+from collections.abc import Hashable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+T = TypeVar("T")
+Numbers = dict[str, Any]
+
+# Fields of an algorithm that programs do not depend on.
+_NOT_COMPILED = {"execution", "nonfinite"}
+
+# Libraries whose functions use no global variables that change.
+_WITHOUT_CHANGES = {"fedsim", "jax", "numpy", "optax", "haiku", "functools", "dataclasses", "typing", "builtins"}
+
+
+def kept_with(owner: Any) -> dict[str, Any]:
+    """A dict in which execution stores what it derived from an algorithm. It lives as long as the algorithm."""
+    return vars(owner).setdefault("_execution", {})
+
+
+def numbers_of(algorithm: Any) -> Numbers:
+    """The floats and JAX arrays in an algorithm's fields, by field. Integers stay constants: they often are sizes.
+
+    >>> from fedsim.data import Batches
+    >>> @dataclasses.dataclass
+    ... class Proximal:
+    ...     mu: float
+    ...     batches: Batches
+    >>> numbers_of(Proximal(0.1, Batches(size=20)))
+    {'mu': 0.1}
+    """
+    numbers: Numbers = {}
+    for field in dataclasses.fields(algorithm) if dataclasses.is_dataclass(algorithm) else ():
+        value = getattr(algorithm, field.name, None)
+        if field.init and field.name not in _NOT_COMPILED and not isinstance(value, bool):
+            if isinstance(value, float) or (isinstance(value, int) and field.type in ("float", float)):
+                numbers[field.name] = float(value)
+            elif isinstance(value, jax.Array):
+                numbers[field.name] = value
+    return numbers
+
+
+def with_numbers(algorithm: T, numbers: Numbers) -> T:
+    """A copy of an algorithm with these numbers, traced or not, in its fields. ``__post_init__`` does not run again.
+
+    >>> @dataclasses.dataclass
+    ... class Proximal:
+    ...     mu: float
+    >>> with_numbers(Proximal(0.1), {"mu": 0.5})
+    Proximal(mu=0.5)
+    """
+    copy = object.__new__(type(algorithm))
+    for name, value in {**_attributes(algorithm), **numbers}.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+class Structure:
+    """Everything in an algorithm except its numbers. Algorithms of equal structures share programs.
+
+    Args:
+      algorithm: whose rounds run.
+      numbers: numbers that are compared, too, because the algorithm's code needs their values.
+    """
+
+    def __init__(self, algorithm: Any, numbers: Numbers | None = None) -> None:
+        left_out = _NOT_COMPILED | numbers_of(algorithm).keys()
+        others = {name: value for name, value in _attributes(algorithm).items() if name not in left_out}
+        self.algorithm = algorithm
+        self._key = type(algorithm), _globals_of_methods(type(algorithm)), _described(others), _described(numbers or {})
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._key == other._key
+
+
+class _ByIdentity:
+    """Compares a value by identity."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.value is other.value
+
+
+def _attributes(algorithm: Any) -> dict[str, Any]:
+    """All attributes of an object, without what was derived from it: cached properties and `kept_with`."""
+    cached = {
+        name
+        for cls in type(algorithm).__mro__
+        for name, value in vars(cls).items()
+        if isinstance(value, functools.cached_property)
+    }
+    slots = {name for name in getattr(algorithm, "__slots__", ()) if hasattr(algorithm, name)}
+    values = {name: getattr(algorithm, name) for name in slots} | getattr(algorithm, "__dict__", {})
+    return {name: value for name, value in values.items() if name != "_execution" and name not in cached}
+
+
+def _described(value: Any) -> Hashable:
+    """A value that is equal for objects that compile to equal programs.
+
+    Dataclasses, namespaces and containers are described by what they hold now, other objects by identity.
+    """
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return type(value), _described(_attributes(value))
+    if isinstance(value, dict):
+        return type(value), tuple((name, _described(held)) for name, held in value.items()), _attributes_of_container(value)
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_described, value)), _attributes_of_container(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return np.ndarray, value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, types.FunctionType):
+        if value.__globals__.get("__name__", "").startswith("optax."):
+            # So that ``optax.sgd(0.1)`` equals ``optax.sgd(0.1)``.
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            return value.__code__, _described([held, value.__defaults__, value.__kwdefaults__])
+        return _ByIdentity(value), _globals_of([value])
+    try:
+        hash(value)
+    except TypeError:
+        return _ByIdentity(value)
+    return type(value), value
+
+
+def _attributes_of_container(value: Any) -> Hashable:
+    return _described(vars(value)) if getattr(value, "__dict__", None) else ()
+
+
+def _globals_of_methods(cls: type) -> Hashable:
+    """Describes the global variables that the methods of a class use."""
+    return _globals_of([held for base in cls.__mro__ for held in vars(base).values() if isinstance(held, types.FunctionType)])
+
+
+def _globals_of(functions: list[types.FunctionType]) -> Hashable:
+    """Describes the global variables that functions use, and those that other functions of the same module use for them.
+
+    They may change between two algorithms, as in a notebook. fedsim's own modules have none that change.
+    """
+    found: dict[tuple[str, str], Hashable] = {}
+    pending, seen = list(functions), set()
+    while pending:
+        function = pending.pop()
+        module = function.__globals__.get("__name__", "")
+        if function in seen or module.partition(".")[0] in _WITHOUT_CHANGES:
+            continue
+        seen.add(function)
+        for name in _names_in(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                found[module, name] = _ByIdentity(value)
+                pending.append(value)
+            elif value is not None and not isinstance(value, types.ModuleType | type):
+                found[module, name] = _described(value)
+    return tuple(sorted(found.items(), key=lambda item: item[0]))
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of global variables that code and the functions inside it read."""
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
+    return names.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))

@@ -1,0 +1,255 @@
+"""What a round can ask of its clients: several loops, several calls, maps, and work that is a closure."""
+
+import dataclasses
+import functools
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from counting import BATCHES, EXECUTIONS
+
+import fedsim
+from fedsim import aggregators, rng
+
+
+def sum_of(client, batches, purpose=None, f=lambda x: x):
+    def add(total, batch):
+        return total + jnp.sum(f(batch.examples["x"][:, 0]), where=batch.mask)
+
+    return client.for_each_batch(batches, add, jnp.float32(0), purpose)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Centred(fedsim.Algorithm):
+    """The mean and the second and third central moments: a map, and calls whose work is a closure over earlier results."""
+
+    def init(self, key):
+        return {"mean": jnp.float32(0), "variance": jnp.float32(0), "skew": jnp.float32(0)}
+
+    def round(self, state, clients):
+        each = clients.map(lambda shared, client: (sum_of(client, self.batches), client.num_examples), state)
+        sums, counts = each
+        mean = jnp.sum(sums) / jnp.sum(counts).astype(jnp.float32)
+
+        def moment(power, shared, client):
+            return self.moment(client, lambda x: (x - mean) ** power)
+
+        variance, _ = clients.aggregate(functools.partial(moment, 2), state, name="variance")
+        skew, info = clients.aggregate(lambda shared, client: moment(3, shared, client), state)
+        return {"mean": mean, "variance": variance, "skew": skew}, info
+
+    def moment(self, client, f):
+        size = jnp.maximum(client.num_examples, 1).astype(jnp.float32)
+        return fedsim.ClientUpdate(sum_of(client, self.batches, f=f) / size, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_calls_whose_work_is_a_closure(how, long, monkeypatch):
+    if long:
+        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    population = federation.data()
+    algorithm = Centred(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
+    x = population.columns["x"][:, 0].astype(np.float64)
+    state = algorithm.init(jax.random.key(0))
+    for round in range(2):
+        state, info = algorithm.apply(state, federation.cohort(population, round=round))
+        expected = [x.mean(), x.var(), ((x - x.mean()) ** 3).mean()]
+        np.testing.assert_allclose([state["mean"], state["variance"], state["skew"]], expected, rtol=1e-4)
+        # A map sends no update, and its messages to clients are not counted.
+        assert info.clients["bits_up"].tolist() == [64 if n else 0 for n in population.sizes]
+        assert info.clients["bits_down"].tolist() == [2 * 96 if n else 0 for n in population.sizes]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Loops(fedsim.Algorithm):
+    """Reports the order in which a client's training and its other loops read its examples."""
+
+    def init(self, key):
+        return jnp.float32(0)
+
+    def client_update(self, shared, client):
+        def order(batches, purpose=None):
+            def add(state, batch):
+                total, place = state
+                places = place + 1 + jnp.arange(batches.size, dtype=jnp.float32)
+                return total + jnp.sum(places * batch.examples["x"][:, 0], where=batch.mask), place + batches.size
+
+            return client.for_each_batch(batches, add, (jnp.float32(0), jnp.float32(0)), purpose)[0]
+
+        several = fedsim.Batches(size=3, epochs=2)
+        info = {
+            "training": order(self.batches),
+            "again": order(self.batches),
+            "other batches": order(several),
+            "look": order(several, "look"),
+            "stored": order(self.batches.one_pass(), "stored"),
+        }
+        return fedsim.ClientUpdate(jnp.float32(1), jnp.float32(1), info)
+
+    def server_update(self, state, update, info):
+        return state
+
+
+def by_hand(dataset, batches, key, most=None):
+    total, place = 0.0, 0
+    for step, batch in enumerate(dataset.batches(batches, key)):
+        if most is not None and step >= most:
+            break
+        places = place + 1 + np.arange(batches.size)
+        total += float(np.sum((places * batch.examples["x"][:, 0])[batch.mask]))
+        place += batches.size
+    return total
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_a_loop_without_a_purpose_is_training_and_others_have_their_own_shuffle(how):
+    """Against `ClientDataset.batches`. Stragglers stop early in training and nowhere else."""
+    population = federation.data()
+    work = np.array([1, 1, 0.5, 0.25, 1, 0.6, 1, 0], np.float32)
+    cohort = fedsim.Cohort(population, np.arange(8), 5, rng.root(3), work=work)
+    algorithm = Loops(batches=BATCHES, execution=EXECUTIONS[how])
+    _, info = algorithm.apply(jnp.float32(0), cohort)
+    several = fedsim.Batches(size=3, epochs=2)
+    for at, (_, dataset, key) in enumerate(cohort):
+        if not len(dataset):
+            continue
+        found = {name: float(info.clients[name][at]) for name in ("training", "again", "other batches", "look", "stored")}
+        most = int(cohort.num_steps(BATCHES)[at])
+        expected = {
+            "training": by_hand(dataset, BATCHES, key, most),
+            "again": by_hand(dataset, BATCHES, key, most),
+            "other batches": by_hand(dataset, several, key, most),
+            "look": by_hand(dataset, several, rng.stream(key, "look")),
+            "stored": by_hand(dataset, BATCHES.one_pass(), key),
+        }
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-4), (name, at)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TwoAggregators(fedsim.Algorithm):
+    """The largest and the mean number of examples, by two aggregators; the second call has another downlink."""
+
+    def init(self, key):
+        return {"params": jnp.linspace(0.1, 1.3, 40), "largest": jnp.float32(0), "mean": jnp.float32(0), "seen": jnp.float32(0)}
+
+    def round(self, state, clients):
+        largest, _ = clients.aggregate(self.size, state["params"], name="largest", aggregator=Largest())
+        downlink = fedsim.compressors.ErrorFeedback(fedsim.compressors.Cast())
+        mean, info = clients.aggregate(self.received, state["params"], downlink=downlink)
+        return {"params": state["params"], "largest": largest, "mean": mean["size"], "seen": mean["seen"]}, info
+
+    def size(self, shared, client):
+        return fedsim.ClientUpdate(client.num_examples.astype(jnp.float32), jnp.float32(1))
+
+    def received(self, shared, client):
+        update = {"size": client.num_examples.astype(jnp.float32), "seen": jnp.sum(shared)}
+        return fedsim.ClientUpdate(update, jnp.float32(1))
+
+
+class Largest(aggregators.SideBySide):
+    def init(self, update):
+        return jnp.float32(0)
+
+    def combine(self, updates, weights):
+        return jnp.max(jnp.where(weights != 0, updates, 0))
+
+    def conclude(self, accumulator, memory, key):
+        return self.finish(accumulator), memory + 1
+
+
+@pytest.mark.parametrize("how", EXECUTIONS)
+def test_each_call_has_its_own_aggregator_and_downlink(how):
+    population = federation.data()
+    algorithm = TwoAggregators(batches=BATCHES, execution=EXECUTIONS[how])
+    state = algorithm.init(jax.random.key(0))
+    for round in range(3):
+        state, info = algorithm.apply(state, federation.cohort(population, round=round))
+    sizes = population.sizes[population.sizes > 0]
+    assert float(state.server["largest"]) == 12
+    assert float(state.server["mean"]) == pytest.approx(sizes.mean())
+    assert {name: float(rounds) for name, rounds in state.aggregator.items()} == {"largest": 3}
+    assert list(state.downlink) == ["update"]
+    # With error feedback, what clients get on average over rounds is closer to what was sent than one rounding.
+    params = np.linspace(0.1, 1.3, 40, dtype=np.float32)
+    halves = params.astype(jnp.bfloat16).astype(np.float32)
+    error = np.asarray(jax.tree.leaves(state.downlink["update"])[0])
+    assert 0 < np.abs(error).max() <= 2 * np.abs(params - halves).max()
+    assert info.clients["bits_down"].tolist() == [40 * 32 + 40 * 16 if n else 0 for n in population.sizes]
+
+
+def test_two_calls_of_one_name_are_refused():
+    class Twice(fedsim.Algorithm):
+        def round(self, state, clients):
+            for _ in range(2):
+                update, info = clients.aggregate(self.client_update, state, name="update")
+            return update, info
+
+        def client_update(self, shared, client):
+            return fedsim.ClientUpdate(shared, jnp.float32(1))
+
+    with pytest.raises(ValueError, match="calls its clients twice by the name 'update'"):
+        Twice(batches=BATCHES).apply(jnp.float32(0), federation.cohort())
+
+
+@pytest.mark.parametrize("how", [how for how in EXECUTIONS if how != "jit, on the device"])
+def test_map_clients(how):
+    population = federation.data()
+
+    def extremes(shared, client):
+        def step(state, batch):
+            x = batch.examples["x"][:, 0]
+            low = jnp.min(jnp.where(batch.mask, x, jnp.inf))
+            return {"low": jnp.minimum(state["low"], low), "steps": state["steps"] + 1}
+
+        return client.for_each_batch(BATCHES, step, {"low": shared, "steps": jnp.int32(0)})
+
+    cohort = federation.cohort(population)
+    found = fedsim.map_clients(extremes, jnp.float32(10), cohort, batches=BATCHES, execution=EXECUTIONS[how])
+    assert found["steps"].tolist() == BATCHES.num_steps(population.sizes).tolist()
+    expected = [dataset["x"][:, 0].min() if len(dataset) else 10.0 for _, dataset, _ in cohort]
+    np.testing.assert_allclose(found["low"], expected, rtol=1e-6)
+
+
+def test_work_that_returns_no_update_is_refused():
+    class Bare(fedsim.Algorithm):
+        def client_update(self, shared, client):
+            return shared
+
+    with pytest.raises(ValueError, match="Expected client_update to return a ClientUpdate, got"):
+        Bare(batches=BATCHES).apply(jnp.float32(0), federation.cohort())
+
+
+@pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
+def test_a_round_that_only_maps_has_an_info_of_its_own(execution):
+    """Three clients have five slots, and neither a scalar nor a longer array is cut."""
+
+    class Extremes(fedsim.Algorithm):
+        def init(self, key):
+            return jnp.zeros(())
+
+        def round(self, state, clients):
+            sizes = clients.map(lambda shared, client: client.num_examples, ())
+            return state, {"largest": jnp.max(sizes), "counts": jnp.bincount(sizes, length=13)}
+
+    algorithm, population = Extremes(batches=fedsim.Batches(size=4)), federation.data()
+    cohort = fedsim.Cohort.of(population, ["client0", "client2", "client3"])
+    _, info = execution.run_one(algorithm, algorithm.init(jax.random.key(0)), cohort)
+    assert int(info["largest"]) == 12 and np.flatnonzero(info["counts"])[-3:].tolist() == [3, 7, 12]
+
+
+@pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
+def test_a_loop_may_start_from_a_number_and_be_inside_a_cond(execution):
+    def work(shared, client):
+        def add(total, batch):
+            return total + jnp.sum(batch.mask, dtype=jnp.float32)
+
+        return jax.lax.cond(client.num_examples > 3, lambda: client.for_each_batch(BATCHES, add, 0.0), lambda: jnp.float32(-1))
+
+    population = federation.data()
+    found = fedsim.map_clients(work, (), federation.cohort(population), execution=execution)
+    assert found.tolist() == [2 * n if n > 3 else -1 for n in population.sizes]

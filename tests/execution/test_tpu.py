@@ -1,0 +1,52 @@
+"""Rounds compiled for a TPU v5e 2x4 by its compiler, which needs no TPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# `make test-all` puts it beside the other packages, because JAX looks for a TPU wherever it finds the compiler.
+COMPILER = Path(sys.prefix) / "tpu-compiler"
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILER.exists(), reason="needs libtpu, which make test-all installs")]
+
+_COMPILE = """
+import json, sys
+import jax, numpy as np, optax
+from jax.experimental import topologies
+import fedsim
+
+model = fedsim.models.get(sys.argv[1])
+draw = np.random.default_rng(0)
+columns = {}
+for name, column in model.dummy_examples(400).items():
+    top = 255 if column.dtype == np.uint8 else model.num_classes or 2
+    columns[name] = draw.integers(0, top, column.shape).astype(column.dtype)
+data = fedsim.FederatedData.from_arrays(columns, sizes=[20] * 20)
+devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
+algorithm = fedsim.algorithms.FedAvg(
+    model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Pmap(devices=devices)
+)
+cohort = fedsim.UniformSampler(data, clients=16, seed=0).cohort(0)
+compiled = algorithm.execution.lower(algorithm, cohort).compile()
+memory = compiled.memory_analysis()
+print(json.dumps({"devices": len(devices), "text": compiled.as_text(), "bytes": memory.temp_size_in_bytes}))
+"""
+
+
+@pytest.mark.parametrize("model", ["emnist_dense", "emnist_cnn", "stackoverflow_lstm"])
+def test_a_round_is_compiled_for_eight_tpus_with_one_all_reduce(model):
+    # Without these, libtpu looks for a TPU of this machine, and for other processes that use it.
+    alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    env = {**os.environ, **alone, "XLA_FLAGS": "", "PYTHONPATH": str(COMPILER)}
+    run = subprocess.run([sys.executable, "-c", _COMPILE, model], capture_output=True, text=True, env=env)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["devices"] == 8
+    assert len(re.findall(r" all-reduce(?:-start)?\(", found["text"])) == 1
+    assert not re.search(r" all-gather(?:-start)?\(", found["text"])
+    assert 0 < found["bytes"] < 16 * 2**30  # the memory of a v5e
