@@ -107,6 +107,7 @@ def reference(name):
     return run(algorithm(AGGREGATORS[name], execution=fedsim.Jit()))
 
 
+@pytest.mark.slow
 # Step by step only where more than the compressor comes with it, a memory or other aggregators: compressors by themselves are
 # compared so in tests of their own.
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_integers_and_several_readings_count_once():
 FRACTIONS = (0.001, 0.25, 0.5, 0.9, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bins", [2, 7, 64])
 def test_quantiles_close_in_at_the_stated_pace_until_they_are_exact(bins):
     data = population()
@@ -119,6 +120,7 @@ def test_estimates_are_within_the_stated_bounds(sketch):
         assert off.min() < 0 < off.max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sketch", ["count-min", "count-sketch"])
 def test_heavy_hitters_are_found(sketch):
     data = population()

@@ -121,6 +121,7 @@ def numpy_em(x, weights, means, covariances):
     return counts / len(x), means, covariances, likelihood.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 def test_em_is_em_on_all_examples_and_the_likelihood_never_falls(covariance):
     population, start = blobs(), CENTERS + 1
@@ -172,6 +173,7 @@ def test_em_agrees_with_scikit_learn(covariance, theirs):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_start_that_is_ten_thousand_standard_deviations_away(seed, covariance):

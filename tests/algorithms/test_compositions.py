@@ -104,6 +104,7 @@ def test_colluding_attackers_keep_nothing_of_messages_they_did_not_send():
     assert ((residual > 0) == ~attackers).all()
 
 
+@pytest.mark.slow
 def test_clusters_and_directions_are_clipped_and_compressed_from_the_command_line():
     for name in ("ifca", "fedmgda"):
         config = RunConfig(dataset="digits", algorithm=name, clip=1.0, compressor="eden(bits=2)")

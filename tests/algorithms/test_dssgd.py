@@ -95,6 +95,7 @@ EXECUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "clip"), [*((how, 0.3) for how in EXECUTIONS), ("jit", None)])
 def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
     data = population()

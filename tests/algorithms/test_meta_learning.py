@@ -37,6 +37,7 @@ def test_per_fedavg_follows_algorithm_1(variant):
     federation.assert_trees_close(run(algorithm)[0].params, w, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_hessian_free_is_near_the_exact_meta_gradient():
     """Of w -> f(w - alpha grad f(w)), on a batch of which all thirds are the same examples."""
     algorithm = make(algorithms.PerFedAvg, alpha=0.3, variant="hessian_free", batches=fedsim.Batches(size=12, shuffle=False))

@@ -314,6 +314,7 @@ def test_colluders_need_floats():
         algorithm.apply(algorithm.init(jax.random.key(0)), attacked(attacks.InnerProduct()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attack", [attacks.ALittleIsEnough(), attacks.InnerProduct()])
 def test_where_colluders_are_refused_the_attacks_that_are_named_instead_work(attack):
     algorithm = fedsim.algorithms.HypCluster(

@@ -218,6 +218,7 @@ def test_of_everything_top_k_and_random_k_are_the_identity(layout):
     assert_trees_equal(send(MagnitudePruning(threshold=0.0), tree()).value, tree())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_with_many_levels_quantizers_are_the_identity(per_tensor):
     for levels in (64, 65536):
@@ -250,6 +251,7 @@ def test_a_whole_vector_does_not_depend_on_how_it_is_cut():
         assert a.bits == b.bits
 
 
+@pytest.mark.slow
 def test_scales_do_not_depend_on_units():
     """A value 2^40 times larger or smaller arrives as so many times what arrived."""
     for compressor in (Drive(), Eden(bits=3), QSGD(), TernGrad(), ScaledSign(), UniformQuantizer(), RotatedUniformQuantizer()):

@@ -99,6 +99,7 @@ def test_a_few_of_many_are_apart():
     assert np.mean([len(each) for each in thousands]) > 5.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "k"), [(70, 20), (70, 69), (500, 2), (96, 48)])
 def test_each_is_as_likely_to_be_drawn(number, k):
     """Of 20,000 draws; their variance is k / number (1 - k / number), and their sum is fixed: a chi-square of number - 1."""

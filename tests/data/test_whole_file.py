@@ -32,6 +32,7 @@ def leftovers(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [20, None])
 def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_save_cleans_up(tmp_path, moment):
     """Killed while rows come in, and when all but the name is there."""

@@ -124,6 +124,7 @@ def child(cache, source, pause=0.0, rows=1, before=""):
 WRITTEN_BUT_NOT_NAMED = "import os, time\nos.fsync = lambda file: (print('written', flush=True), time.sleep(60))\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "pause", "said"), [("", 60, "half"), (WRITTEN_BUT_NOT_NAMED, 0, "written")])
 def test_a_process_killed_in_the_middle_leaves_nothing_that_is_taken_for_whole(before, pause, said, tmp_path, source):
     cache = tmp_path / "cache"
@@ -140,6 +141,7 @@ def test_a_process_killed_in_the_middle_leaves_nothing_that_is_taken_for_whole(b
     assert whole_files(cache) == ["test.h5", "train.h5"]
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_converts_and_the_other_waits(tmp_path, source):
     first = child(tmp_path / "cache", source, pause=1.0)
     assert first.stdout.readline() == "half\n"

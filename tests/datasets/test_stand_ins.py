@@ -225,6 +225,7 @@ def test_users_of_few_topics_use_words_of_their_own():
     assert own(1000.0) < 1.1
 
 
+@pytest.mark.slow
 def test_a_model_learns_the_characters():
     splits = load("emnist62_like", clients=40, max_examples=120)
     algorithm = fedsim.algorithms.FedAvg(

@@ -116,6 +116,7 @@ def test_what_clients_keep(how, few_at_once):
     assert abs(evaluation.overall["loss"] - glob.overall["loss"]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 def test_rows_on_the_device_and_rows_on_the_host(memory):
     algorithm = make(execution=fedsim.Jit(memory=memory))
@@ -205,6 +206,7 @@ def test_a_client_of_ifca_fine_tunes_the_model_of_its_choice(by, how, few_at_onc
     assert_same(evaluation, expected)
 
 
+@pytest.mark.slow
 def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
     """What it finds out about its loss makes a client weigh more, and not train otherwise."""
     algorithm, test = make(algorithms.QFedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)), test_data()
@@ -213,6 +215,7 @@ def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
     assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test, fine_tune=algorithm), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.SCAFFOLD, algorithms.FedAvg])
 def test_fine_tuning_by_scaffold(cls):
     """Of the algorithm's own class it has what the server sends and the client keeps, else it is in its first round."""
@@ -306,6 +309,7 @@ class Looking(algorithms.FedAvg):
         return jax.tree.map(lambda p: mean * p, shared.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tune", "how"), [*((True, how) for how in EXECUTIONS), (False, "jit")])
 def test_a_look_at_the_training_examples(how, tune, few_at_once):
     """Clients' parameters may depend on their training examples."""

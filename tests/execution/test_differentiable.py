@@ -71,6 +71,7 @@ def test_in_a_number_of_the_algorithm():
     assert abs(float(slope)) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Mime])
 def test_in_the_initial_parameters(cls):
     """Along a random direction; also through what clients keep and through rounds of two calls."""

@@ -417,6 +417,7 @@ def test_windows_cover_every_group_once_in_order(devices, lanes, monkeypatch):
         assert (after[..., 1] >= after[..., 0]).all()
 
 
+@pytest.mark.slow
 def test_devices_of_a_cpu_are_patient_with_each_other():
     """XLA would end the process after 40 seconds; what the user says of that stays. It starts with these flags."""
     code = (

@@ -213,6 +213,7 @@ def test_rounds_together_keep_the_bits_of_rounds_one_by_one(devices, memory):
     np.testing.assert_array_equal(counts, np.where(visits, 7 * 3**visits, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 def test_a_long_round_is_alone_whatever_it_is_given_with(memory, monkeypatch):
     """The order of its sums must not depend on the rounds around it."""

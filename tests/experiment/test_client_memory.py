@@ -97,6 +97,7 @@ def test_how_it_is_executed_may_change_on_the_way(algorithms, streamed, before, 
             assert ours == theirs
 
 
+@pytest.mark.slow
 def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
     """The best is of round 2, the rows of which would have been used again many times; and after a death, too."""
     seen = {}

@@ -52,6 +52,7 @@ def test_the_server_s_model_and_the_clients_own(cls, capsys):
     assert rows["accuracy"][0] == f"{whole.overall['accuracy']:.4f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.IFCA])
 def test_a_server_without_a_model_of_its_own(cls):
     _, _, result = run(cls)

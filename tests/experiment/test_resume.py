@@ -86,6 +86,7 @@ def test_resuming_a_finished_run_returns_its_state(arguments, unbroken, bits, tm
     assert again.history == first.history and again.evaluation.overall == first.evaluation.overall
 
 
+@pytest.mark.slow
 def test_truncated_newest_checkpoint_is_skipped_with_a_warning(arguments, unbroken, bits, tmp_path):
     with pytest.raises(KilledError):
         run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(7)], rounds_per_dispatch=1)
