@@ -105,7 +105,7 @@ class _PythonClients(Clients):
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         slots, accumulator, entries = self.cohort.slots, None, None
         clients: list[Any] = list(enumerate(self.cohort.client_ids))
-        # In an empty cohort, a client without examples tells the shapes of updates and infos; it does not count.
+        # In an empty cohort, a client without examples gives the shapes of updates and infos. It does not count.
         for at, client_id in clients or [(0, None)]:
             name, slot = f"client {client_id!r}" if client_id else "client 'nobody'", jnp.int32(at)
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
@@ -143,7 +143,7 @@ class _PythonClients(Clients):
 
 
 def _loop_of(work_name: str, client: str) -> Loop:
-    """Returns a Python loop whose errors tell the step and the client."""
+    """Returns a Python loop whose errors name the step and the client."""
 
     def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
         if isinstance(num_steps, jax.core.Tracer):  # for example inside jax.lax.cond

@@ -132,9 +132,11 @@ class DeviceClients(Clients):
         if tree.num_bits(zero) <= _SMALL_ACCUMULATOR * tree.num_bits(self.shapes[call.name].arrived):
             each = jax.vmap(functools.partial(fold.accumulate, zero))(arrived, weights, slots)
             return fold.merge(accumulator, fold.merge_stacked(each))
-        return jax.lax.scan(lambda so_far, one: (fold.accumulate(so_far, *one), None), accumulator, (arrived, weights, slots))[
-            0
-        ]
+
+        def accumulate(so_far: Any, one: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
+            return fold.accumulate(so_far, *one), None
+
+        return jax.lax.scan(accumulate, accumulator, (arrived, weights, slots))[0]
 
     def _keep(self, call: Call, table: Any, slots: jax.Array, own: Any, rows: Any) -> Any:
         """Writes the rows of clients whose update counts."""

@@ -78,7 +78,7 @@ def compiled(
       mesh: the devices.
       in_specs, out_specs: how arguments and results are divided over the devices, see `jax.shard_map`.
       donated: the index of an argument whose memory is used again.
-      deterministic: for a GPU; ``XLA_FLAGS`` go first if they set this.
+      deterministic: for a GPU; ``XLA_FLAGS`` take precedence if they set this.
     """
     if mesh.size > 1:
         # check_vma cannot prove that results are equal on all devices, because the bounds of loops differ between devices.

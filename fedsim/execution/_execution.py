@@ -206,8 +206,8 @@ class Jit(Execution):
             try:
                 return self._dispatch_as(layout, programs, numbers, mesh, algorithm, state, cohorts, rounds)
             except jax.errors.JaxRuntimeError as error:
-                lanes = max(layout.widths)
-                if "RESOURCE_EXHAUSTED" not in str(error) or lanes == 1:
+                lanes, fewest = max(layout.widths), 2 if self.differentiable else 1
+                if "RESOURCE_EXHAUSTED" not in str(error) or lanes <= fewest:
                     raise
                 programs.fewer_lanes[mesh] = lanes // 2
                 warnings.warn(
@@ -237,14 +237,14 @@ class Jit(Execution):
         programs.check(first, setting)
         state = state._replace(clients=()) if clients != () else state
         state, key = _placement.replicate((state, first.key), mesh)
-        given = numbers, columns, table, state, key, layout.pack(plans, rounds or 1)
+        arguments = numbers, columns, table, state, key, layout.pack(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
             # For streamed data, so that the examples of at most two dispatches are on the device.
             jax.block_until_ready((state, table))
         if parts:
-            state, table, infos = _run_in_parts(programs.by_setting(setting), given, parts)
+            state, table, infos = _run_in_parts(programs.by_setting(setting), arguments, parts)
         else:
-            state, table, infos = programs.by_setting(setting).rounds(*given, np.int32(count))
+            state, table, infos = programs.by_setting(setting).rounds(*arguments, np.int32(count))
         if clients != ():
             kept = _memory.written_back(clients, table, plans[0], len(first)) if is_gathered else table
             state = state._replace(clients=kept)
@@ -272,16 +272,16 @@ def _plans(
     return plans, []
 
 
-def _run_in_parts(programs: RoundPrograms, given: tuple[Any, ...], windows_of_calls: list[list[np.ndarray]]) -> Any:
+def _run_in_parts(programs: RoundPrograms, arguments: tuple[Any, ...], windows_of_calls: list[list[np.ndarray]]) -> Any:
     """Runs a long round as several programs, see `fedsim.execution._device_clients.PartialClients`."""
-    results, carry = programs.advance(*given, (), None)
+    results, carry = programs.advance(*arguments, (), None)
     for number, of_call in enumerate(windows_of_calls, start=1):
         for window in of_call:
-            carry = programs.fold(*given, results, carry, window)
+            carry = programs.fold(*arguments, results, carry, window)
         if number < len(windows_of_calls):
-            results, carry = programs.advance(*given, results, carry)
+            results, carry = programs.advance(*arguments, results, carry)
     # It waits, because CPU programs that are dispatched behind this one may take the threads that its all-reduce needs.
-    return jax.block_until_ready(programs.finish(*given, results, carry))
+    return jax.block_until_ready(programs.finish(*arguments, results, carry))
 
 
 def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:

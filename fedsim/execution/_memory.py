@@ -15,7 +15,7 @@ from fedsim.execution._placement import Memory, memory_limit, replicate
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._programs import programs_for
 from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, FederatedState, State, parts_of
-from fedsim.execution._structure import kept_with
+from fedsim.execution._structure import form_of, kept_with
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 # While rounds run there are up to four tables: two of the round under way, that of the state before the dispatch, and that of
@@ -47,7 +47,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
                 "from init."
             )
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
-        if (form := _form(given)) not in known_forms:
+        if (form := form_of(given)) not in known_forms:
             server = jax.eval_shape(algorithm.init, jax.random.key(0))
             check_alike(algorithm, given, _first(algorithm, server, programs_for(algorithm, server, data)[0].outline))
             known_forms.add(form)
@@ -62,7 +62,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
         return state
-    known_forms.add(_form(first))
+    known_forms.add(form_of(first))
     return first._replace(clients=ClientRows.empty(first.clients, data.num_clients) if first.clients != () else ())
 
 
@@ -70,11 +70,6 @@ def _first(algorithm: FederatedAlgorithm, server: State, outline: Outline) -> Fe
     """The state before the first round, with the shapes of one client's row in the place of all rows."""
     average = Average(server.params, jnp.float32(0)) if algorithm.averaging is not None and hasattr(server, "params") else ()
     return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average)
-
-
-def _form(state: FederatedState) -> Any:
-    leaves, structure = jax.tree.flatten(state)
-    return structure, tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
 
 
 def check_alike(algorithm: Any, given: Any, expected: Any) -> None:

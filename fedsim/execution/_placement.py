@@ -116,8 +116,8 @@ def _capacity(data: FederatedData, needed: int, slots: int, max_rounds: int, dev
 def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, mesh: Mesh) -> None:
     """Raises ``ValueError``, before anything is compiled, if an aggregator's accumulators do not fit the memory.
 
-    Every device has an accumulator, and the devices of a CPU share its memory. Copies, and other memory that an aggregator
-    needs, for sorting, say, are not counted: nothing that fits is refused.
+    Every device has an accumulator, and the devices of a CPU share its memory. Copies and temporary memory (for sorting, for
+    example) are not counted, so nothing that fits is refused.
 
     Args:
       aggregator: of the updates.

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import jit
 from jax.sharding import PartitionSpec as P
 
@@ -27,7 +26,7 @@ from fedsim.execution._state import (
     new_average,
     parts_of,
 )
-from fedsim.execution._structure import Numbers, Structure, kept_with, numbers_of, with_numbers
+from fedsim.execution._structure import Numbers, Structure, form_of, kept_with, numbers_of, with_numbers
 
 
 class Programs:
@@ -74,11 +73,8 @@ class _ProgramCache:
         self._by_shapes: dict[Any, Programs] = {}
 
     def programs(self, numbers: Numbers, state: State, data: FederatedData) -> Programs:
-        leaves, structure = jax.tree.flatten((numbers, state))
         columns = tuple((name, column.shape[1:], column.dtype) for name, column in data.columns.items())
-        # The dtype of a Python number is weak, so its type counts, too.
-        forms = tuple((np.shape(leaf), jnp.result_type(leaf), isinstance(leaf, float)) for leaf in leaves)
-        shapes = structure, forms, columns
+        shapes = form_of((numbers, state)), columns
         if shapes not in self._by_shapes:
             self._by_shapes[shapes] = Programs(self.algorithm, outline(self.algorithm, numbers, state, data))
         return self._by_shapes[shapes]
@@ -135,11 +131,11 @@ class RoundPrograms:
     def __init__(self, algorithm: FederatedAlgorithm, outline: Outline, setting: Setting) -> None:
         self.algorithm, self.outline, self.setting = algorithm, outline, setting
         everywhere, own = P(), P(AXIS)
-        given = everywhere, everywhere if setting.resident else own, *[everywhere] * 4
-        self.rounds = self._jit(self._rounds, *given, everywhere, out=everywhere)
-        self.advance = self._jit(self._part, *given, everywhere, own, out=(everywhere, own))
-        self.fold = self._jit(self._part, *given, everywhere, own, everywhere, out=own, donated=7)
-        self.finish = self._jit(self._part, *given, everywhere, own, out=everywhere)
+        common = everywhere, everywhere if setting.resident else own, *[everywhere] * 4
+        self.rounds = self._jit(self._rounds, *common, everywhere, out=everywhere)
+        self.advance = self._jit(self._part, *common, everywhere, own, out=(everywhere, own))
+        self.fold = self._jit(self._part, *common, everywhere, own, everywhere, out=own, donated=7)
+        self.finish = self._jit(self._part, *common, everywhere, own, out=everywhere)
 
     def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Any:
         return _devices.compiled(function, self.setting.mesh, specs, out, donated, self.setting.deterministic)

@@ -11,6 +11,7 @@ from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T")
@@ -87,6 +88,17 @@ class Structure:
         return isinstance(other, Structure) and self._key == other._key
 
 
+def form_of(a: Any) -> Hashable:
+    """The structure of a pytree, and the shapes and dtypes of its leaves.
+
+    >>> form_of({"w": np.zeros(2)}) == form_of({"w": np.ones(2)})
+    True
+    """
+    leaves, structure = jax.tree.flatten(a)
+    # The dtype of a Python number is weak, so its type counts, too.
+    return structure, tuple((np.shape(leaf), jnp.result_type(leaf), isinstance(leaf, float)) for leaf in leaves)
+
+
 class _ByIdentity:
     """Compares a value by identity."""
 
@@ -108,8 +120,9 @@ def _attributes(algorithm: Any) -> dict[str, Any]:
         for name, value in vars(cls).items()
         if isinstance(value, functools.cached_property)
     }
-    slots = {name for name in getattr(algorithm, "__slots__", ()) if hasattr(algorithm, name)}
-    values = {name: getattr(algorithm, name) for name in slots} | getattr(algorithm, "__dict__", {})
+    fields = [field.name for field in dataclasses.fields(algorithm)] if dataclasses.is_dataclass(algorithm) else []
+    held = {name: getattr(algorithm, name) for name in fields if hasattr(algorithm, name)}  # also those of ``slots=True``
+    values = held | getattr(algorithm, "__dict__", {})
     return {name: value for name, value in values.items() if name != "_execution" and name not in cached}
 
 
@@ -148,14 +161,16 @@ def _attributes_of_container(value: Any) -> Hashable:
 
 
 def _globals_of_methods(cls: type) -> Hashable:
-    """Describes the global variables that the methods of a class use."""
-    return _globals_of([held for base in cls.__mro__ for held in vars(base).values() if isinstance(held, types.FunctionType)])
+    """Describes the global variables that the methods and properties of a class use."""
+    held = [value for base in cls.__mro__ for value in vars(base).values()]
+    inner = [getattr(value, name, None) for value in held for name in ("__func__", "fget", "func")]
+    return _globals_of([value for value in [*held, *inner] if isinstance(value, types.FunctionType)])
 
 
 def _globals_of(functions: list[types.FunctionType]) -> Hashable:
-    """Describes the global variables that functions use, and those that other functions of the same module use for them.
+    """Describes the global variables that functions use, themselves or in functions that are global variables, too.
 
-    They may change between two algorithms, as in a notebook. fedsim's own modules have none that change.
+    They may change between two algorithms, as in a notebook. Those of fedsim and of other libraries do not change.
     """
     found: dict[tuple[str, str], Hashable] = {}
     pending, seen = list(functions), set()

@@ -148,6 +148,7 @@ def test_a_device_without_memory_for_all_lanes_gets_fewer(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(_execution.Jit, "_dispatch_as", full)
-    one = dataclasses.replace(algorithm, execution=fedsim.Jit(lanes=1))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        one.apply(start, federation.cohort())
+    for fewest in (fedsim.Jit(lanes=1), fedsim.Jit(lanes=2, differentiable=True)):
+        algorithm = dataclasses.replace(algorithm, execution=fewest)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+            algorithm.apply(start, federation.cohort())

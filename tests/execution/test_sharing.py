@@ -192,9 +192,13 @@ def scaled(update):
 class UsesGlobals(algorithms.FedAvg):
     held: object = None
 
+    @property
+    def scaled(self):
+        return scaled
+
     def server_update(self, state, update, info):
         factor = self.held.factor if isinstance(self.held, types.SimpleNamespace) else 1.0
-        return super().server_update(state, jax.tree.map(lambda x: factor * x, scaled(update)), info)
+        return super().server_update(state, jax.tree.map(lambda x: factor * x, self.scaled(update)), info)
 
 
 def distance_of(algorithm):
