@@ -104,19 +104,6 @@ class FedAvg(GradientServer):
         """
         return functools.partial(self.client_gradient, shared)
 
-    def mean_loss(self, shared: Any, client: Client) -> jax.Array:
-        """Returns a client's mean training loss over all its examples at the server's parameters, ``float32 []``.
-
-        With dropout it is random.
-        """
-
-        def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
-            seen = jnp.sum(batch.mask, dtype=jnp.float32)
-            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * seen, seen))
-
-        zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
-        return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
-
     def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         """Returns the loss of a batch, which is reported, and the gradient for the client's optimizer.
 

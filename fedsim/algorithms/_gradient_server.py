@@ -91,6 +91,19 @@ class GradientServer(Algorithm):
         whole = info.population_examples if self.weighting == "examples" else info.num_population
         return jnp.sum(info.clients["weight"]) / jnp.maximum(whole, 1).astype(jnp.float32)
 
+    def mean_loss(self, shared: Any, client: Client) -> jax.Array:
+        """Returns a client's mean training loss over all its examples at the server's parameters, ``float32 []``.
+
+        With dropout it is random.
+        """
+
+        def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
+            seen = jnp.sum(batch.mask, dtype=jnp.float32)
+            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * seen, seen))
+
+        zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
+        return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
+
     def full_gradient(
         self, shared: Any, client: Client, batches: Batches, purpose: str | None = None
     ) -> tuple[jax.Array, Params]:
