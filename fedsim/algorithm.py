@@ -12,7 +12,7 @@ from fedsim import checks
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, watch_dropped
+from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, watch_problems
 from fedsim.execution._execution import cut_rows
 from fedsim.execution._memory import remembered
 from fedsim.execution._state import FederatedState
@@ -198,7 +198,7 @@ class Algorithm:
     def apply(self, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         """Runs one round: broadcast, the clients' work, aggregation and the server's update."""
         state, info = self.execution.run_one(self, state, cohort)
-        watch_dropped(self, info, [cohort])
+        watch_problems(self, info, [cohort])
         return state, info
 
     def apply_rounds(
@@ -225,7 +225,7 @@ class Algorithm:
                 infos.append(info)
             return state, jax.tree.map(lambda *rows: jax.numpy.stack(rows), *infos)
         state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
-        watch_dropped(self, stacked, cohorts)
+        watch_problems(self, stacked, cohorts)
         return state, stacked
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -99,12 +100,24 @@ class Batches:
         return Batches(size=self.size, shuffle=False)
 
     def check(self, sizes: np.ndarray) -> None:
-        """Raises ``ValueError`` if a client of one of these sizes would count its examples beyond 32 bits."""
+        """Checks that clients of these sizes, ``int [clients]``, can be trained; warns of those that can never take a step.
+
+        Raises:
+          ValueError: a client's examples, over all epochs, do not fit 32 bits.
+        """
         largest = int(sizes.max(initial=0))
         if largest * self.epochs + self.size >= 2**31 or (self.steps or 0) * self.size >= 2**31:
             raise ValueError(
                 f"epochs={self.epochs}, steps={self.steps} and size={self.size} go beyond 2**31 examples for a client of "
                 f"{largest}. Ask for less local work."
+            )
+        never = sizes[(sizes > 0) & (self.num_steps(sizes) == 0)]
+        if len(never):
+            warnings.warn(
+                f"{len(never)} of {len(sizes)} clients, the first with {never[0]} examples, can never take a step: "
+                f"drop_remainder=True leaves out a last batch of fewer than size={self.size} examples, and they have no other. "
+                "Set drop_remainder=False, a smaller size or more epochs.",
+                stacklevel=2,
             )
 
     def indices(self, seed_words: Any, num_examples: Any, step: Any, xp: Any = jnp) -> tuple[Any, Any]:

@@ -6,8 +6,8 @@ from fedsim.execution._clients import Clients as Clients
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._devices import use_all_cores as use_all_cores
-from fedsim.execution._dropped import report_dropped as report_dropped
-from fedsim.execution._dropped import watch_dropped as watch_dropped
+from fedsim.execution._reports import report_problems as report_problems
+from fedsim.execution._reports import watch_problems as watch_problems
 from fedsim.execution._execution import Auto as Auto
 from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit

@@ -22,7 +22,7 @@ from fedsim.data import Cohort, FederatedData
 from fedsim.data._client_rows import is_rows
 from fedsim.evaluation import Evaluation, evaluate_personalized
 from fedsim.evaluation import evaluate as evaluate_model
-from fedsim.execution import Jit, RoundInfo, report_dropped
+from fedsim.execution import Jit, RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._folder import RunFolder
@@ -164,7 +164,7 @@ def run(
         length = len(dispatch.cohorts)
         pace.measured(length, seconds)
         if isinstance(infos, RoundInfo):
-            report_dropped(algorithm, infos, dispatch.cohorts)
+            report_problems(algorithm, infos, dispatch.cohorts)
         journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
         if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
             if evaluate or _is_personal(algorithm):

@@ -283,7 +283,7 @@ def test_a_non_finite_update_is_dropped_and_counted(name):
     without, _ = run(algorithm, [fedsim.Cohort(population, np.array([0, 2]), 0, fedsim.rng.root(0), slots=3)])
     federation.assert_trees_close(federation.plain(state), without)
     with pytest.raises(FloatingPointError, match="client 'client1' in round 0"):
-        fedsim.execution.report_dropped(make(name, nonfinite="raise"), infos, [federation.cohort(population)])
+        fedsim.execution.report_problems(make(name, nonfinite="raise"), infos, [federation.cohort(population)])
 
 
 def test_trace_count_independent_of_client_sizes(name):

@@ -1,0 +1,89 @@
+"""Rounds that went wrong are reported once, and looking for them does not wait for the device."""
+
+import types
+import warnings
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.execution import RoundInfo, watch_problems
+
+
+class Computed:
+    """A count that is computed already: reading it is free, and any further computation waits for the device's queue."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.zeros([0], dtype or np.int32)
+
+    def is_ready(self):
+        return True
+
+    def sum(self, *args, **kwargs):
+        raise AssertionError("a sum on the device waits for the rounds under way")
+
+
+def test_counts_are_read_and_not_computed_with():
+    program, info = types.SimpleNamespace(nonfinite="drop"), RoundInfo({}, *(Computed() for _ in range(5)))
+    watch_problems(program, info, [])
+    assert program._execution["unread"] == []
+
+
+def fedavg(**batches):
+    return fedsim.algorithms.FedAvg(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(**batches), execution=fedsim.Jit()
+    )
+
+
+def data(*sizes):
+    n = sum(sizes)
+    columns = {"x": np.ones([n, 3], np.float32), "y": np.zeros(n, np.int32)}
+    return fedsim.FederatedData.from_arrays(columns, sizes=sizes, client_ids=[f"client{i}" for i in range(len(sizes))])
+
+
+def messages(algorithm, cohorts):
+    """The warnings of several rounds, and of one more with which the last of them are read."""
+    state = algorithm.init(jax.random.key(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for cohort in [*cohorts, cohorts[-1]]:
+            state, info = jax.block_until_ready(algorithm.apply(state, cohort))
+    return [str(w.message) for w in caught]
+
+
+def test_clients_that_can_never_take_a_step_and_rounds_without_any_are_reported_once():
+    population, algorithm = data(5, 5, 20, 0), fedavg(size=10, drop_remainder=True)
+    cohorts = [fedsim.Cohort.of(population, names, round=r) for r, names in enumerate((["client2"], ["client0", "client1"]))]
+    never, idle = messages(algorithm, cohorts)
+    assert "2 of 4 clients, the first with 5 examples, can never take a step" in never and "drop_remainder=False" in never
+    assert "Round 1 aggregated no update" in idle and "none of its 2 clients took a step" in idle
+
+
+def test_a_cohort_without_clients_is_reported():
+    population = data(5, 5)
+    empty = fedsim.Cohort(population, np.zeros(0, np.int32), 3, jax.random.key(0), slots=2)
+    (message,) = messages(fedavg(size=5), [empty])
+    assert "Round 3 aggregated no update" in message and "its cohort has no clients" in message
+
+
+def test_weights_of_zero_are_reported():
+    class Weightless(fedsim.algorithms.FedAvg):
+        def weight(self, client):
+            return 0.0 * super().weight(client)
+
+    algorithm = Weightless(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    (message,) = messages(algorithm, [fedsim.Cohort.of(data(5, 0, 5), ["client0", "client1", "client2"])])
+    assert "of its 3 clients 1 took no step, 0 sent an update with a NaN or an infinity, and 2 had weight 0" in message
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_several_rounds_in_one_dispatch_are_reported(rounds):
+    population, algorithm = data(5, 20), fedavg(size=20, drop_remainder=True)
+    cohorts = [fedsim.Cohort.of(population, ["client0"], round=r) for r in range(rounds)]
+    with pytest.warns(UserWarning) as caught:
+        state, info = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)
+        fedsim.execution.report_problems(algorithm, info, cohorts)
+    assert sum("Round 0 aggregated no update" in str(w.message) for w in caught) == 1
