@@ -173,6 +173,7 @@ class Algorithm:
         model = getattr(self, "model", None)
         if isinstance(model, Model):
             model.check(data)
+            model.check_trainable()
 
     @property
     def has_memory(self) -> bool:

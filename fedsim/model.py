@@ -103,7 +103,34 @@ class Model:
     def train_loss(self, params: Params, batch: Batch) -> jax.Array:
         """Mean training loss over the real examples of ``batch``: a scalar ``float32``, 0 for an all-padding batch."""
         outputs = self.apply_for_train(params, batch.examples, batch.key)
-        return metrics_lib.masked_mean(self.loss(batch.examples, outputs), batch.mask)
+        return metrics_lib.masked_mean(self.losses(batch.examples, outputs), batch.mask)
+
+    def losses(self, examples: Examples, outputs: Any) -> jax.Array:
+        """Returns the loss of each example, ``float32 [n]``.
+
+        Raises:
+          ValueError: ``loss`` returns an array of another shape, such as ``[n, 1]`` or a mean over the batch, with which the
+            mean over the real examples of a padded batch would be wrong.
+        """
+        losses, n = self.loss(examples, outputs), len(next(iter(examples.values())))
+        if jnp.shape(losses) != (n,):
+            raise ValueError(
+                f"Expected the model's loss to return one number per example, shape [{n}] for a batch of {n}, got shape "
+                f"{list(jnp.shape(losses))}. Return losses that are not yet averaged over the batch, with a single axis."
+            )
+        return losses
+
+    def check_trainable(self) -> None:
+        """Raises ``ValueError`` unless the model has parameters and all of them are floats, as `jax.grad` needs them."""
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(self.init, jax.random.key(0)))
+        if not leaves:
+            raise ValueError("The model has no parameters, so there is nothing to train. Check what its init returns.")
+        for path, leaf in leaves:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"Expected all parameters of the model to be floats, got params{jax.tree_util.keystr(path)} of dtype "
+                    f"{leaf.dtype}, which has no gradient. Make it a constant of the model instead of a parameter."
+                )
 
     def dummy_examples(self, count: int) -> dict[str, np.ndarray]:
         """Zeros in the shapes and dtypes that the model reads, ``[count, ...]``."""

@@ -152,4 +152,4 @@ class AgnosticFedAvg(FedAvg):
         return super().server_update(state, mean, info)._replace(weights=weights, counts=counts)
 
     def _losses(self, params: Params, batch: Batch) -> jax.Array:
-        return self.model.loss(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))
+        return self.model.losses(batch.examples, self.model.apply_for_train(params, batch.examples, batch.key))

@@ -16,12 +16,17 @@ _WARM_UP = 100
 
 
 def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` if an optimizer ascends, returns NaN, or does not move. The error names the first such optimizer.
+    """Raises ``ValueError`` if an optimizer ascends, returns NaN or another form of update, or does not move.
+
+    The error names the first such optimizer.
 
     The learning rate of an optax transformation cannot be read. Instead, the optimizer takes steps from parameters that are 0,
     with gradients that are 1. Its first nonzero step must not increase any parameter. One of the first hundred steps must be
     nonzero, because a warm-up may start with learning rate 0. With ``may_rest`` only the first step is checked, and it may be
     zero.
+
+    Updates must have the structure, shapes and dtypes of the parameters, and states those of the initial state. Otherwise the
+    loop over batches could not be compiled.
 
     The checked step is half of the difference between the steps for gradients 1 and -1, in which noise cancels. The parameters
     have the names of the model's parameters, but every array has only one element.
@@ -43,10 +48,13 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
 
     for name, optimizer in optimizers.items():
         optimizer = optax.with_extra_args_support(optimizer)
-        uphill = downhill = optimizer.init(zeros)
-        for _ in range(1 if may_rest else _WARM_UP):
+        start = uphill = downhill = optimizer.init(zeros)
+        for i in range(1 if may_rest else _WARM_UP):
             along, uphill = step(optimizer, up, uphill)
             against, downhill = step(optimizer, down, downhill)
+            if i == 0:
+                _check_form(name, "updates", "the parameters", along, zeros)
+                _check_form(name, "a state", "the state that its init returns", uphill, start)
             change = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.mean(a - b) / 2, along, against))
             if any(isinstance(x, jax.core.Tracer) for x in change):  # The learning rate is traced, as under jax.grad.
                 return
@@ -60,3 +68,16 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
                 f"Expected {name} to descend, and its first {steps} along a gradient of ones: {climbs.max() + 0.0:+.3g} in "
                 "the mean. Give it a positive learning rate."
             )
+
+
+def _check_form(name: str, what: str, like: str, result: Any, expected: Any) -> None:
+    """Raises ``ValueError`` unless both have one structure, with the same shapes and dtypes."""
+
+    def form(a: Any) -> Any:
+        return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", a)
+
+    if jax.tree.structure(result) != jax.tree.structure(expected) or form(result) != form(expected):
+        raise ValueError(
+            f"Expected the update of {name} to return {what} with the structure, shapes and dtypes of {like}, "
+            f"{form(expected)}, got {form(result)}. Check the optimizer's update function."
+        )

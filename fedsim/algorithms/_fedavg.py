@@ -109,7 +109,7 @@ class FedAvg(GradientServer):
 
         Override this method to add terms to the gradient.
         """
-        return jax.value_and_grad(self.client_loss, argnums=1)(shared, params, batch)
+        return self.loss_and_gradient(shared, params, batch)
 
     def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
         """Returns the value that local steps minimize, for optimizers that need it.

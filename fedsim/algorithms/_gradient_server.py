@@ -80,6 +80,24 @@ class GradientServer(Algorithm):
         """Returns the loss that clients minimize and report. Override this method to use another loss."""
         return self.model.train_loss(params, batch)
 
+    def loss_and_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        """Returns `client_loss` and its gradient with respect to ``params``.
+
+        Raises:
+          ValueError: `client_loss` does not return a scalar.
+        """
+
+        def loss(params: Params) -> jax.Array:
+            value = self.client_loss(shared, params, batch)
+            if jnp.shape(value):
+                raise ValueError(
+                    f"Expected {type(self).__name__}.client_loss to return a scalar, the mean loss of a batch, got shape "
+                    f"{list(jnp.shape(value))}. Average over the examples where batch.mask is True, as model.train_loss does."
+                )
+            return value
+
+        return jax.value_and_grad(loss)(params)
+
     def weight(self, client: Client) -> jax.Array:
         """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""
         return client.num_examples.astype(jnp.float32) if self.weighting == "examples" else jnp.float32(1)
@@ -111,7 +129,7 @@ class GradientServer(Algorithm):
 
         def add(sums: tuple[metrics.Mean, Params], batch: Batch) -> tuple[metrics.Mean, Params]:
             losses, total = sums
-            loss, gradient = jax.value_and_grad(self.client_loss, argnums=1)(shared, shared.params, batch)
+            loss, gradient = self.loss_and_gradient(shared, shared.params, batch)
             seen = jnp.sum(batch.mask, dtype=jnp.float32)
             total = jax.tree.map(lambda sum, g: sum + seen.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
             return losses.merge(metrics.Mean(loss * seen, seen)), total

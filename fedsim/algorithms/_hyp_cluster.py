@@ -103,7 +103,7 @@ class HypCluster(FedAvg):
 
         def add(losses: jax.Array, batch: Batch) -> jax.Array:
             def loss(params: Params) -> jax.Array:
-                own = self.model.loss(batch.examples, self.model.apply_for_eval(params, batch.examples))
+                own = self.model.losses(batch.examples, self.model.apply_for_eval(params, batch.examples))
                 return jnp.sum(jnp.where(batch.mask, own, 0.0))
 
             return losses + jax.lax.map(loss, shared.params)

@@ -80,14 +80,14 @@ class PerFedAvg(FedAvg):
         once = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
 
         def step(params: Params, batch: Batch) -> Params:
-            gradient = jax.grad(self.client_loss, argnums=1)(shared, params, batch)
+            _, gradient = self.loss_and_gradient(shared, params, batch)
             return tree.subtract(params, tree.scale(gradient, self.alpha))
 
         return client.for_each_batch(once, step, shared.params)
 
     def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         def slope(params: Params, part: int) -> tuple[jax.Array, Params]:
-            return jax.value_and_grad(self.client_loss, argnums=1)(shared, params, parts[part])
+            return self.loss_and_gradient(shared, params, parts[part])
 
         def moved(by: jax.Array | float, along: Params) -> Params:
             return tree.add(params, tree.scale(along, by))

@@ -35,7 +35,7 @@ def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.A
             "ask for fewer clusters, or start them by init."
         )
     draw = np.random.default_rng(np.asarray(rng.words(key)))
-    loss = {"loss": lambda examples, outputs: metrics.per_example(algorithm.model.loss(examples, outputs))}
+    loss = {"loss": lambda examples, outputs: metrics.per_example(algorithm.model.losses(examples, outputs))}
     judged = dataclasses.replace(algorithm.model, metrics=loss)
     start = algorithm.broadcast(algorithm.init(key))._replace(params=algorithm.model.init(key))
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()

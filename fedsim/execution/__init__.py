@@ -6,13 +6,13 @@ from fedsim.execution._clients import Clients as Clients
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._devices import use_all_cores as use_all_cores
-from fedsim.execution._reports import report_problems as report_problems
-from fedsim.execution._reports import watch_problems as watch_problems
 from fedsim.execution._execution import Auto as Auto
 from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import runs_with as runs_with
+from fedsim.execution._reports import report_problems as report_problems
+from fedsim.execution._reports import watch_problems as watch_problems
 from fedsim.execution._state import Average as Average
 from fedsim.execution._state import ClientTable as ClientTable
 from fedsim.execution._state import FederatedState as FederatedState

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_notes_of
@@ -136,13 +137,7 @@ def send_up(
       ValueError: ``result`` is not a `ClientUpdate`, takes a name of the round's own info, or holds a memory of another
         structure than ``client_memory`` returns.
     """
-    if not isinstance(result, ClientUpdate):
-        raise ValueError(f"Expected {call.work_name} to return a ClientUpdate, got {type(result).__name__}.")
-    if not isinstance(result.info, Mapping) or result.weight is None or jnp.shape(result.weight):
-        raise ValueError(
-            f"Expected the ClientUpdate of {call.work_name} to have a scalar weight and a dict as info, got "
-            f"weight={result.weight} and info={result.info}."
-        )
+    check_update(call.work_name, result)
     aggregator = call.aggregator
     assert aggregator is not None
     entries = {name: jnp.asarray(value) for name, value in result.info.items()}
@@ -191,6 +186,48 @@ def _is_finite(a: Any) -> jax.Array:
     """Whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow either."""
     arrays = map(jnp.asarray, jax.tree.leaves(a))
     return jnp.isfinite(tree.squared_norm([leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]))
+
+
+def check_update(work_name: str, result: Any) -> None:
+    """Raises ``ValueError`` unless a client returns a `ClientUpdate` whose update and info hold arrays, and a scalar weight."""
+
+    def is_number(x: Any) -> bool:
+        if x is None or isinstance(x, str):  # JAX would take these for dtypes.
+            return False
+        try:
+            return bool(jax.dtypes.issubdtype(jnp.result_type(x), np.number)) or jnp.result_type(x) == np.bool_
+        except (TypeError, ValueError):
+            return False
+
+    if not isinstance(result, ClientUpdate):
+        raise ValueError(
+            f"Expected {work_name} to return a ClientUpdate, got {type(result).__name__}: return "
+            "fedsim.ClientUpdate(update, weight=...)."
+        )
+    weight = result.weight
+    if not is_number(weight) or jnp.shape(weight) or jnp.iscomplexobj(weight):
+        got = f"shape {list(jnp.shape(weight))}" if is_number(weight) else f"weight={weight!r}"
+        raise ValueError(
+            f"Expected the ClientUpdate of {work_name} to have one real number as its weight, shape [], got {got}. For equal "
+            "weights give 1.0."
+        )
+    if not isinstance(result.info, Mapping):
+        raise ValueError(
+            f"Expected the ClientUpdate of {work_name} to have a dict as info, from names to scalars or small arrays, got "
+            f"{type(result.info).__name__}. Give the number a name, as in info={{'loss': loss}}."
+        )
+    for name, value in result.info.items():
+        if not isinstance(name, str) or not is_number(value):
+            raise ValueError(
+                f"Expected the info of {work_name} to map names to arrays of numbers, got {name!r}: {value!r}. Split "
+                "structures into one array per name."
+            )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(result.update):
+        if not is_number(leaf):
+            raise ValueError(
+                f"Expected the update of {work_name} to be a pytree of arrays of numbers, got "
+                f"update{jax.tree_util.keystr(path)}={leaf!r}. Leave out what is not a number."
+            )
 
 
 def _check_names(work_name: str, entries: dict[str, Any], plain: bool) -> None:

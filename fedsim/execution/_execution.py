@@ -357,6 +357,11 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
         raise ValueError("Expected at least one cohort, got none.")
     first = cohorts[0]
     for cohort in cohorts:
+        if not isinstance(cohort, Cohort):
+            raise ValueError(
+                f"Expected a fedsim.Cohort, got {type(cohort).__name__}. Take one from a sampler, as in sampler.cohort(0), or "
+                "name its clients: fedsim.Cohort.of(data, client_ids, round=0, seed=0)."
+            )
         if not runs_with(cohort, first):
             raise ValueError(
                 "Cohorts that run together need one population, number of slots, root key and attack: run them apart."

@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
-from fedsim.execution._call import Call, CallShape, compressed_floats
+from fedsim.execution._call import Call, CallShape, check_update, compressed_floats
 from fedsim.execution._client import Client, ClientUpdate, exact_loop
 from fedsim.execution._clients import Clients, Row
 from fedsim.execution._plan import Layout
@@ -109,7 +109,8 @@ class _TracedClients(Clients):
         @functools.wraps(work)
         def noted(shared: Any, client: Client) -> ClientUpdate:
             result = work(shared, client)
-            sent.append(_shapes(result.update) if isinstance(result, ClientUpdate) else ())
+            check_update(call.work_name, result)
+            sent.append(_shapes(result.update))
             return result
 
         if any(

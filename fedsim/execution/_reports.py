@@ -101,7 +101,8 @@ def _report_idle(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequen
     _warn_once(
         algorithm,
         "reported idle",
-        f"Round {cohort.round} aggregated no update and left the server's state unchanged: {reason}. This warning is shown once.",
+        f"Round {cohort.round} aggregated no update and left the server's state unchanged: {reason}. This warning is shown "
+        "once.",
     )
 
 

@@ -75,6 +75,8 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT)}
     given |= _sending(cls, fields["aggregator"], config)
+    if "server_optimizer" in given and config.aggregator is not None:
+        _check_sum(given["aggregator"], config)
     algorithm = cls(**given, **own)
     splits = datasets.load(config.dataset, data=config.data)
     return Experiment(algorithm, _sampler(splits.train, config), splits.test)
@@ -101,6 +103,17 @@ def _sending(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunCon
         aggregator = aggregators.Clipped(config.clip, inner=aggregator)
     downlink = make("compressor", config.downlink, compressors.COMPRESSORS) if config.downlink is not None else None
     return {"aggregator": aggregator, "downlink": downlink}
+
+
+def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
+    """Raises ``ValueError`` if the server would take a full step along the sum of weighted updates, which diverges."""
+    rate = config.hyperparameters.get("server_learning_rate", 1.0)
+    if type(aggregator.innermost) is aggregators.Sum and rate >= 1 and config.clients > 1:
+        raise ValueError(
+            f"The aggregator 'sum' needs a server learning rate below 1, got server_learning_rate={rate}: the sum of "
+            "the clients' updates, each times its weight, is their mean times the cohort's total weight. To take the step of "
+            f"the mean, use --aggregator mean, or --weighting uniform --server-learning-rate {1 / config.clients:.3g}."
+        )
 
 
 def _sampler(data: FederatedData, config: RunConfig) -> Sampler:

@@ -135,5 +135,7 @@ def published(dataset: str, algorithm: str, model: str | None = None) -> Publish
             values |= {"client_learning_rate": 10.0 ** task.client[column], "server_learning_rate": 10.0 ** task.server[column]}
             values |= {"tau": 10.0 ** task.epsilon[column]} if column < len(task.epsilon) else {}
             values |= _MORE.get(like, {})
+    if algorithm == "dssgd":  # It adds the clients' changes up, so this is the step of their mean.
+        values["server_learning_rate"] = 1 / values.get("clients", 10)
     values |= _OWN_ALGORITHMS.get((dataset, algorithm), {})
     return Published(values=values, source=f"Reddi et al. 2021 ({task.called})" if task and algorithm in _STUDIED else _OURS)

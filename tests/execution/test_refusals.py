@@ -12,6 +12,7 @@ from counting import BATCHES, Counting, Damped, Upper
 
 import fedsim
 from fedsim import aggregators, execution
+from fedsim.algorithms import FedAvg
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,7 +166,7 @@ def test_names_of_the_round_s_own_info_are_refused(aggregator, names, refused, w
 
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
 def test_a_server_state_of_another_structure_is_refused(execution):
-    class Renaming(fedsim.algorithms.FedAvg):
+    class Renaming(FedAvg):
         def server_update(self, state, update, info):
             return {"params": state.params}
 
@@ -178,10 +179,92 @@ def test_a_server_state_of_another_structure_is_refused(execution):
 def test_another_info_than_that_of_aggregate_is_refused(execution):
     """Otherwise a round without updates could not be told from others, and dropped updates would not be reported."""
 
-    class Silent(fedsim.algorithms.FedAvg):
+    class Silent(FedAvg):
         def round(self, state, clients):
             return super().round(state, clients)[0], {"seen": jnp.float32(1)}
 
     algorithm = Silent(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
     with pytest.raises(ValueError, match="Silent.round must return the info of clients.aggregate, got dict"):
         execution.run_one(algorithm, algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+class Changed(FedAvg):
+    """FedAvg whose clients send something else."""
+
+    def client_update(self, shared, client):
+        return self.changed(super().client_update(shared, client))
+
+
+class Bare(Changed):
+    def changed(self, result):
+        return result.update
+
+
+def changed(**fields):
+    def replace(result):
+        return result._replace(**{name: of(result) for name, of in fields.items()})
+
+    return type("Changed", (Changed,), {"changed": staticmethod(replace)})
+
+
+def with_loss(loss):
+    return dataclasses.replace(
+        federation.model(), loss=lambda examples, outputs: loss(federation.model().loss(examples, outputs))
+    )
+
+
+class Unaveraged(FedAvg):
+    def client_loss(self, shared, params, batch):
+        return self.model.loss(batch.examples, self.model.apply_for_eval(params, batch.examples))
+
+
+def with_params(add):
+    model = federation.model()
+    return dataclasses.replace(model, init=lambda key: add(model.init(key)))
+
+
+def optimizer(update):
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+@pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (FedAvg, {"model": with_loss(lambda x: x[:, None])}, r"number per example, shape \[4\] .* got shape \[4, 1\]"),
+        (FedAvg, {"model": with_loss(jnp.mean)}, r"loss to return one number per example.* got shape \[\]"),
+        (fedsim.algorithms.HypCluster, {"model": with_loss(jnp.mean)}, "one number per example"),
+        (Unaveraged, {}, r"Unaveraged.client_loss to return a scalar, .* got shape \[4\]"),
+        (FedAvg, {"model": with_params(lambda p: {})}, "The model has no parameters"),
+        (FedAvg, {"model": with_params(lambda p: {**p, "n": jnp.int32(3)})}, r"params\['n'\] of dtype int32"),
+        (changed(weight=lambda r: jnp.ones(1)), {}, r"one real number as its weight, shape \[\], got shape \[1\]"),
+        (changed(weight=lambda r: None), {}, "got weight=None"),
+        (changed(weight=lambda r: "examples"), {}, "got weight='examples'"),
+        (changed(info=lambda r: r.info["loss"]), {}, "a dict as info"),
+        (changed(info=lambda r: {"losses": [1.0, [2.0]]}), {}, r"got 'losses': \[1.0, \[2.0\]\]"),
+        (changed(update=lambda r: (r.update, "text")), {}, r"got update\[1\]='text'"),
+        (Bare, {}, "to return a ClientUpdate, got dict"),
+        (
+            FedAvg,
+            {"client_optimizer": optimizer(lambda g, s, p=None: (jax.tree.leaves(g), s))},
+            "update of client_optimizer to return updates with the structure",
+        ),
+        (
+            FedAvg,
+            {"server_optimizer": optimizer(lambda g, s, p=None: (jax.tree.map(lambda x: -x, g), jnp.int32(1)))},
+            "update of server_optimizer to return a state with the structure",
+        ),
+    ],
+)  # fmt: skip
+def test_what_callbacks_return_is_checked_before_anything_is_compiled(execution, kind, fields, message):
+    fields = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)} | fields
+    algorithm = kind(**fields)
+    with pytest.raises((ValueError, fedsim.execution.StageError), match=message):
+        execution.run_one(algorithm, algorithm.init(jax.random.key(0)), federation.cohort())
+
+
+@pytest.mark.parametrize("call", ["apply", "apply_rounds"])
+def test_names_instead_of_a_cohort_are_refused(call):
+    algorithm = FedAvg(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match=r"Expected a fedsim.Cohort, got (list|str).*fedsim.Cohort.of\(data, client_ids"):
+        getattr(algorithm, call)(algorithm.init(jax.random.key(0)), ["0", "1"])

@@ -50,7 +50,7 @@ def messages(algorithm, cohorts):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for cohort in [*cohorts, cohorts[-1]]:
-            state, info = jax.block_until_ready(algorithm.apply(state, cohort))
+            state, _ = jax.block_until_ready(algorithm.apply(state, cohort))
     return [str(w.message) for w in caught]
 
 
@@ -81,9 +81,10 @@ def test_weights_of_zero_are_reported():
 
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_several_rounds_in_one_dispatch_are_reported(rounds):
-    population, algorithm = data(5, 20), fedavg(size=20, drop_remainder=True)
+    algorithm = fedavg(size=20)
+    population = data(0, 20)
     cohorts = [fedsim.Cohort.of(population, ["client0"], round=r) for r in range(rounds)]
-    with pytest.warns(UserWarning) as caught:
-        state, info = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)
+    _, info = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)
+    with pytest.warns(UserWarning, match="Round 0 aggregated no update") as caught:
         fedsim.execution.report_problems(algorithm, info, cohorts)
-    assert sum("Round 0 aggregated no update" in str(w.message) for w in caught) == 1
+    assert len(caught) == 1

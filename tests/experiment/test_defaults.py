@@ -1,0 +1,62 @@
+"""Whatever has a name learns the embedded digits with its defaults, or says what it needs."""
+
+import json
+
+import pytest
+
+import fedsim
+from fedsim import cli
+
+# What has no sensible default, the message that names it, and a value with which it learns.
+NEEDS = {
+    ("algorithm", "agnosticfedavg"): ("--num-domains", None),
+    ("algorithm", "kmeans"): ("--num-features", None),
+    ("algorithm", "gaussianmixture"): ("--num-features", None),
+    ("algorithm", "heavyhitters"): ("--num-values", None),
+    ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, keep=10)"),
+    ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
+    ("aggregator", "sum"): ("--weighting uniform --server-learning-rate 0.05", None),
+}
+STATISTICS = {"histogram", "quantiles"}  # They have no model and no accuracy.
+EVERYTHING = [
+    *(("algorithm", name) for name in fedsim.algorithms.ALGORITHMS if name not in STATISTICS),
+    *(("aggregator", name) for name in fedsim.aggregators.AGGREGATORS),
+    *(("compressor", name) for name in fedsim.compressors.COMPRESSORS),
+]
+
+
+def accuracy(folder, *options):
+    """The test accuracy after 60 rounds; of the clients' own models for an algorithm that has no other."""
+    assert (
+        cli.main(["run", *options, "--rounds", "60", "--evaluate-every", "60", "--folder", str(folder), "--no-progress"]) == 0
+    )
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return last["test_accuracy"] if "test_accuracy" in last else last["test_personal_accuracy"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), [each for each in EVERYTHING if each not in NEEDS])
+def test_it_learns_the_digits_with_its_defaults(kind, name, tmp_path):
+    assert accuracy(tmp_path / "run", f"--{kind}", name) > 0.85
+
+
+@pytest.mark.parametrize(("kind", "name"), NEEDS)
+def test_it_says_what_it_needs(kind, name, tmp_path, capsys):
+    try:
+        code = cli.main(["run", f"--{kind}", name, "--folder", str(tmp_path / "run")])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    text = "".join(capsys.readouterr())
+    assert NEEDS[kind, name][0] in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [["--aggregator", value] for _, value in NEEDS.values() if value]
+    + [["--aggregator", "sum", "--weighting", "uniform", "--server-learning-rate", "0.05"]],
+    ids=str,
+)
+def test_it_learns_with_what_it_needs(options, tmp_path):
+    assert accuracy(tmp_path / "run", *options) > 0.85
