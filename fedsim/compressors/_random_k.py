@@ -23,8 +23,9 @@ class RandomK(VectorCompressor):
     """k coordinates drawn without replacement; their places follow from the key, so only their values are sent.
 
     Attributes:
-      fraction: k as a fraction of the d coordinates, in (0, 1], rounded up. With c clients in a round, the noise in their mean is (d / k - 1) / c
-        times the signal; far above 1, as with 0.01 and 20 clients, training diverges at the usual learning rates.
+      fraction: k as a fraction of the d coordinates, in (0, 1], rounded up. With c clients in a round, the noise in
+        their mean is (d / k - 1) / c times the signal; far above 1, as with 0.01 and 20 clients, training diverges at the usual
+        learning rates.
       unbiased: whether values are scaled by d / k, which makes the result right in the mean, with NMSE d / k - 1. False, for
         `ErrorFeedback`, leaves them as they are.
       per_tensor: False: k of all coordinates. True: of each tensor.

@@ -12,8 +12,8 @@ NEEDS = {
     ("algorithm", "agnosticfedavg"): ("--num-domains", None),
     ("algorithm", "kmeans"): ("--num-features", None),
     ("algorithm", "gaussianmixture"): ("--num-features", None),
-    ("algorithm", "heavyhitters"): ("--num-values", None),
-    ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, keep=10)"),
+    ("algorithm", "heavyhitters"): ("--num-items", None),
+    ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, selected=10)"),
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
     ("aggregator", "sum"): ("--weighting uniform --server-learning-rate 0.05", None),
 }
