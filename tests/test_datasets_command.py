@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import h5py
 import pytest
 
 import fedsim
@@ -114,6 +115,30 @@ def test_files_are_converted_there_and_back(capsys, tmp_path):
     assert {client.client_id: client["y"].tolist() for client in population} == {"ann": [1, 3], "bob": [2]}
 
 
+def test_a_converted_file_is_verified_and_a_flipped_bit_is_found(capsys, tmp_path, monkeypatch):
+    (tmp_path / "a.csv").write_text("user,y\nann,1\nbob,2\nann,3\n")
+    packed = tmp_path / "a.h5"
+    assert main(["datasets", "convert", str(tmp_path / "a.csv"), str(packed), "--client", "user"]) == 0
+    capsys.readouterr()
+    assert main(["datasets", "verify", str(packed)]) == 0
+    assert "is intact" in capsys.readouterr().out
+    content = bytearray(packed.read_bytes())
+    with h5py.File(packed) as file:
+        content[file["columns/y"].id.get_offset()] ^= 4
+    packed.unlink()
+    packed.write_bytes(content)
+    monkeypatch.setattr("fedsim.data._packed.CHECKED_BYTES", 0)
+    assert main(["datasets", "verify", str(packed)]) == 2
+    error = capsys.readouterr().err
+    assert f"{packed} is damaged: column 'y' is not what was written. Delete it" in error and error.count("\n") == 1
+
+
+def test_a_file_without_checksums_is_verified_as_far_as_possible(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(fedsim.FederatedData, "verify", lambda path: False)
+    assert main(["datasets", "verify", str(tmp_path / "a.h5")]) == 1
+    assert "has no checksums of its columns" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -138,7 +163,7 @@ def test_help_of_datasets(capsys):
         main(["datasets", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "describe" in text and "convert" in text
+    assert "describe" in text and "convert" in text and "verify" in text
     with pytest.raises(SystemExit) as stop:
         main(["datasets", "descibe", "digits"])
     assert stop.value.code == 2 and "invalid choice: 'descibe'" in capsys.readouterr().err

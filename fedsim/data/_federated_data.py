@@ -14,7 +14,7 @@ import numpy as np
 from fedsim import rng
 from fedsim.data._batching import Batch, Batches
 from fedsim.data._client_ids import ClientIds
-from fedsim.data._packed import open_packed, save_packed
+from fedsim.data._packed import open_packed, save_packed, verify_packed
 from fedsim.data._text_column import TextColumn
 
 _CHUNK_ROWS = 1 << 16
@@ -221,13 +221,38 @@ class FederatedData:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> FederatedData:
-        """Opens a packed file, its columns memory-mapped: a population may be larger than memory.
+        """Opens a packed file with memory-mapped columns, so that a population may be larger than memory.
+
+        Every file's size, structure, offsets and client ids are compared with checksums. The columns of a file of up to 64 MiB are
+        compared, too; for larger files `verify` does it.
 
         Raises:
           FileNotFoundError: no such file.
-          FormatError: a truncated or damaged file, or not one that `save` wrote.
+          FormatError: the file is truncated or damaged (the message names the column), or `save` did not write it.
         """
         return open_packed(path, cls)
+
+    @staticmethod
+    def verify(path: str | os.PathLike[str]) -> bool:
+        """Compares all of a packed file with the checksums that were computed when it was written.
+
+        The file is read once, from start to end, and memory stays constant.
+
+        Returns:
+          True if everything agrees; False if an earlier version of fedsim wrote the file, without checksums of columns.
+
+        Raises:
+          FileNotFoundError: no such file.
+          FormatError: the file is truncated or damaged (the message names the columns), or `save` did not write it.
+
+        >>> import tempfile
+        >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     data.save(f"{folder}/population.h5")
+        ...     FederatedData.verify(f"{folder}/population.h5")
+        True
+        """
+        return verify_packed(path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the population to one packed HDF5 file, which takes its name only once it is whole.

@@ -5,22 +5,29 @@ UTF-8) and under ``/columns`` one array a feature, each on a page of its own; a 
 ``starts`` (int64 [rows + 1]). The user block says where every array lies, and holds a checksum of all that is not a
 column's content. So a file is opened by mapping it, and its structure is known to be whole before anything trusts it: libhdf5
 never parses what may be damaged, for it can crash on that.
+
+The user block also holds the CRC-32 of each array, computed while the array is written. CRC-32 detects every error of up to 32
+neighboring bits, and zlib-ng computes it at 22 GB/s (zlib: 3 GB/s, BLAKE2b: 0.8 GB/s; one core of the README's machine). It
+adds at most 0.1 s to the 0.4 to 0.6 s that writing 537 MB takes. Opening a file of 66 MB takes 8 ms instead of 0.2 ms, and
+verifying one of 537 MB takes 70 ms (both from the page cache).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import io
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
 from h5py import h5d, h5p, h5s, h5t
+from zlib_ng import zlib_ng
 
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._errors import FormatError
@@ -36,14 +43,26 @@ _HDF5 = b"\x89HDF\r\n\x1a\n"
 _PAGE = 4096
 BLOCK_BYTES = 1 << 24
 _LINE = 64
+_REMEDY = "Delete it and load the dataset again, or convert or save its source again."
+# Files up to this size are compared with their checksums whenever they are opened, which takes about 10 ms for that size.
+CHECKED_BYTES = 1 << 26
+_READ_BYTES = 1 << 20  # A buffer of this size stays in the processor's cache.
 
 
 class Part(NamedTuple):
-    """One array of the file: ``[shape] dtype``, and its content as blocks of bytes, in order."""
+    """One array of the file.
+
+    Attributes:
+      dtype: the array's dtype.
+      shape: the array's shape.
+      blocks: the array's bytes, in order; empty if they are in the file already.
+      crc32: the checksum of the bytes; None computes it while ``blocks`` are written.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     blocks: Iterable[Any]
+    crc32: int | None = None
 
     @classmethod
     def of(cls, array: np.ndarray) -> Part:
@@ -105,11 +124,11 @@ def write_packed(path: StrPath, offsets: np.ndarray, names: np.ndarray, columns:
 
 
 def fill_packed(target: Path, offsets: np.ndarray, names: np.ndarray, columns: Mapping[str, Part]) -> None:
-    """Writes a packed file over ``target``; see `write_packed`. What lies in the place of a column without blocks stays."""
+    """Writes a packed file over ``target``; see `write_packed`. The bytes of an array without blocks stay as they are."""
     _check(columns)
     parts = {"offsets": Part.of(offsets), "client_ids": Part.of(names), **columns}
     pages, starts = _structure(parts, _user_block(columns))
-    layout = json.dumps(_layout(parts, starts, pages.size)).encode()
+    checksums = {}
     with open(target, "r+b") as file:
         for page, content in pages.pages.items():
             file.seek(page * _PAGE)
@@ -117,8 +136,12 @@ def fill_packed(target: Path, offsets: np.ndarray, names: np.ndarray, columns: M
         file.truncate(pages.size)  # The last page may be a part of one.
         for name, part in parts.items():
             file.seek(starts[name])
+            checksum = 0
             for block in part.blocks:
                 file.write(block)
+                checksum = zlib_ng.crc32(block, checksum)
+            checksums[name] = checksum if part.crc32 is None else part.crc32
+        layout = json.dumps(_layout(parts, starts, pages.size, checksums)).encode()
         file.seek(_LINE)
         file.write(layout)
         file.flush()
@@ -159,40 +182,74 @@ def _user_block(columns: Mapping[str, Part]) -> int:
     most = 2**62
     parts = {name: part._replace(shape=(most,) * len(part.shape)) for name, part in columns.items()}
     parts |= {"offsets": Part(np.dtype(np.int64), (most,), ()), "client_ids": Part(np.dtype("S1000000000"), (most,), ())}
-    longest = json.dumps(_layout(parts, dict.fromkeys(parts, most), most))
+    longest = json.dumps(_layout(parts, dict.fromkeys(parts, most), most, dict.fromkeys(parts, 2**32 - 1)))
     return max(_PAGE, 1 << (len(longest) + _LINE - 1).bit_length())
 
 
 def open_packed(path: StrPath, build: Callable[..., T]) -> T:
-    """Opens a packed file with its columns memory-mapped, and returns ``build(columns, offsets, client_ids)``."""
+    """Opens a packed file with its columns memory-mapped, and returns ``build(columns, offsets, client_ids)``.
+
+    The content of a file of up to `CHECKED_BYTES` bytes is compared with its checksums.
+    """
+    with _mapped(path) as (file, mapped):
+        layout = _read_layout(mapped)
+        if len(mapped) <= CHECKED_BYTES:
+            _check_content(file, layout)
+        return _build(mapped, layout, build)
+
+
+def verify_packed(path: StrPath) -> bool:
+    """Compares every array of a packed file with its checksum; see `FederatedData.verify`."""
+    with _mapped(path) as (file, mapped):
+        layout = _read_layout(mapped)
+        checked = _check_content(file, layout)
+        _build(mapped, layout, lambda *_: None)
+        return checked
+
+
+@contextlib.contextmanager
+def _mapped(path: StrPath) -> Iterator[tuple[IO[bytes], np.ndarray]]:
+    """Yields an open file and its bytes, mapped; adds the file's name to a `FormatError`."""
     if os.path.isdir(path):
         raise FormatError(f"{os.fspath(path)} is a folder: give a packed file.")
     if not os.path.exists(path):
         raise FileNotFoundError(f"No file {os.fspath(path)}.")
     try:
-        with open(path, "rb") as file:
-            whole = np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
-            return _open(whole, build)
+        with open(path, "rb", buffering=0) as file:
+            yield file, np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
     except FormatError as error:
         raise FormatError(f"{os.fspath(path)} {error}") from None
 
 
-def _open(whole: np.ndarray, build: Callable[..., T]) -> T:
-    head = whole[:_LINE].tobytes()
+def _read_layout(mapped: np.ndarray) -> dict[str, Any]:
+    """Returns what the user block says, once the checksum of everything but the columns' content agrees."""
+    head = mapped[:_LINE].tobytes()
     if not head.startswith(MAGIC):
         other = "is HDF5 of another layout (fedsim.formats.read_tff_hdf5 reads TFF's)" if head.startswith(_HDF5) else ""
         raise FormatError(
-            f"({len(whole)} bytes) {other or 'is of another format, or damaged'}: expected a packed population, which "
+            f"({len(mapped)} bytes) {other or 'is of another format, or damaged'}: expected a packed population, which "
             "FederatedData.save writes."
         )
-    damaged = FormatError("is truncated or damaged: fetch or write it again.")
-    try:
+    with _as_damage():
         length, checksum = (int(word, 16) for word in head[len(MAGIC) :].split(b"\n")[0].split())
-        layout = json.loads(whole[_LINE : _LINE + length].tobytes())
-        arrays = layout["arrays"]
-        if len(whole) != layout["bytes"] or _checksum(whole, arrays) != checksum:
-            raise damaged
-        found = {name: _map(whole, **array) for name, array in arrays.items()}
+        layout = json.loads(mapped[_LINE : _LINE + length].tobytes())
+        if len(mapped) != layout["bytes"]:
+            raise FormatError(f"is truncated or damaged: it has {len(mapped)} bytes instead of {layout['bytes']}. {_REMEDY}")
+        if _checksum(mapped, layout["arrays"]) != checksum:
+            where = _named(_damaged_tables(mapped, layout) or ["structure"])
+            raise FormatError(f"is truncated or damaged: {where} not what was written. {_REMEDY}")
+        return layout
+
+
+def _damaged_tables(mapped: np.ndarray, layout: Mapping[str, Any]) -> list[str]:
+    """Returns which of the offsets and the client ids disagree with their own checksums, as far as the layout has them."""
+    tables = [name for name in ("offsets", "client_ids") if name in layout.get("crc32", {})]
+    return [name for name in tables if zlib_ng.crc32(_map(mapped, **layout["arrays"][name])) != layout["crc32"][name]]
+
+
+def _build(mapped: np.ndarray, layout: Mapping[str, Any], build: Callable[..., T]) -> T:
+    with _as_damage():
+        found = {name: _map(mapped, **array) for name, array in layout["arrays"].items()}
         columns: dict[str, Any] = {}
         for name in found:
             kind, _, feature = name.partition("/")
@@ -202,13 +259,64 @@ def _open(whole: np.ndarray, build: Callable[..., T]) -> T:
             elif kind == "columns" and "/" not in feature:
                 columns[feature] = found[name]
         return build(columns, found["offsets"], ClientIds(np.asarray(found["client_ids"])))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise damaged from error
 
 
-def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int) -> dict[str, Any]:
+def _check_content(file: IO[bytes], layout: Mapping[str, Any]) -> bool:
+    """Raises a `FormatError` unless all arrays agree with their checksums; returns False if the file has no checksums.
+
+    The file is read, not mapped: pages of a mapped file would count as memory of this process.
+    """
+    with _as_damage():
+        if "crc32" not in layout:
+            return False
+        buffer = memoryview(bytearray(_READ_BYTES))
+        damaged = []
+        for name, array in layout["arrays"].items():
+            checksum, left = 0, _nbytes(array)
+            file.seek(array["start"])
+            while left and (count := file.readinto(buffer[: min(left, _READ_BYTES)])):
+                checksum, left = zlib_ng.crc32(buffer[:count], checksum), left - count
+            if left or checksum != layout["crc32"][name]:
+                damaged.append(name)
+    if damaged:
+        raise FormatError(f"is damaged: {_named(damaged)} not what was written. {_REMEDY}")
+    return True
+
+
+def _named(arrays: Sequence[str]) -> str:
+    """Returns the arrays' names for an error, with the verb.
+
+    >>> print(_named(["offsets", "columns/x", "columns/text/starts"]))
+    the offsets, column 'x' and the row starts of text column 'text' are
+    >>> print(_named(["columns/x"]))
+    column 'x' is
+    """
+    names = []
+    for name in arrays:
+        kind, _, feature = name.partition("/")
+        feature, _, role = feature.partition("/")
+        what = {"bytes": "the bytes of text column", "starts": "the row starts of text column"}.get(role, "column")
+        names.append(f"{what} {feature!r}" if kind == "columns" else f"the {kind.replace('_', ' ')}")
+    *first, last = names
+    plural = first or last.startswith("the ") and last != "the structure"
+    return f"{', '.join(first)} and {last}"[5 * (not first) :] + (" are" if plural else " is")
+
+
+@contextlib.contextmanager
+def _as_damage() -> Iterator[None]:
+    """Turns what a damaged user block can cause into a `FormatError`."""
+    try:
+        yield
+    except FormatError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+        raise FormatError(f"is truncated or damaged. {_REMEDY}") from error
+
+
+def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int, checksums: Mapping[str, int]) -> dict[str, Any]:
     arrays = {name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()}
-    return {"bytes": size, "arrays": arrays}
+    # Beside the arrays and not among their entries, so that versions without checksums read the file, too.
+    return {"bytes": size, "arrays": arrays, "crc32": dict(checksums)}
 
 
 class _Pages(io.RawIOBase):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from zlib_ng import zlib_ng
 
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
@@ -96,29 +97,35 @@ class _Column:
     def __init__(self, like: np.ndarray, content: IO[bytes], ends: IO[bytes] | None) -> None:
         self._dtype, self._shape, self._content, self._ends, self._end = like.dtype, like.shape[1:], content, ends, 0
         self._in_place = False
+        self._content_crc32 = self._ends_crc32 = 0
         if ends is not None:
-            ends.write(np.zeros(1, np.int64).data)
+            self._append_ends(np.zeros(1, np.int64))
 
     def write_in_place(self, content: IO[bytes]) -> None:
         """From now on, instead of from the start of a file beside."""
         self._content, self._in_place = content, True
 
     def append(self, rows: np.ndarray) -> None:
-        if self._ends is None:
-            self._content.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-            return
-        self._content.writelines(rows)
-        ends = self._end + np.cumsum([len(row) for row in rows], dtype=np.int64)
+        is_text = self._ends is not None
+        content = b"".join(rows) if is_text else np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        self._content.write(content)
+        self._content_crc32 = zlib_ng.crc32(content, self._content_crc32)
+        if is_text:
+            self._append_ends(self._end + np.cumsum([len(row) for row in rows], dtype=np.int64))
+
+    def _append_ends(self, ends: np.ndarray) -> None:
+        assert self._ends
         self._ends.write(ends.data)
+        self._ends_crc32 = zlib_ng.crc32(ends.data, self._ends_crc32)
         self._end = int(ends[-1]) if len(ends) else self._end
 
     def parts(self, name: str, rows: int) -> dict[str, Part]:
         self._content.flush()
         content = () if self._in_place else _blocks(self._content)
         if self._ends is None:
-            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), content)}
-        buffer = Part(np.dtype(np.uint8), (self._end,), content)
-        return text_parts(name, buffer, Part(np.dtype(np.int64), (rows + 1,), _blocks(self._ends)))
+            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), content, self._content_crc32)}
+        buffer = Part(np.dtype(np.uint8), (self._end,), content, self._content_crc32)
+        return text_parts(name, buffer, Part(np.dtype(np.int64), (rows + 1,), _blocks(self._ends), self._ends_crc32))
 
 
 def _blocks(file: IO[bytes]) -> Iterator[Any]:

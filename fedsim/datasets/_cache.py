@@ -98,7 +98,7 @@ def converted(
     try:
         return {split: FederatedData.open(path) for split, path in paths.items()}
     except FormatError as error:
-        raise FormatError(f"{error} Delete {folder} to have it made anew.") from None
+        raise FormatError(f"{error} It is in the cache: delete the folder {folder}.") from None
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from fuzz import assert_only_format_errors
 
-from fedsim.data import FederatedData, FormatError
+from fedsim.data import ClientStream, FederatedData, FormatError, _packed
 
 
 def some_clients(sizes=(4, 0, 1)):
@@ -179,18 +179,74 @@ class TestDamaged:
         assert_only_format_errors(FederatedData.open, saved.read_bytes(), ".h5", 1000)
 
     def test_structure_is_never_trusted_with_a_byte_wrong(self, saved):
-        """Every byte that is no column's content counts; a wrong one among the content is somebody else's example."""
         content = saved.read_bytes()
+        for at in range(64, len(content), 97):
+            rewrite(saved, flipped(content, 8 * at))
+            with pytest.raises(FormatError, match="a.h5"):
+                FederatedData.open(saved)
+
+    def test_200_random_single_bit_flips_are_refused_or_harmless(self, saved):
+        content, original = saved.read_bytes(), FederatedData.from_clients(some_clients())
+        refused = 0
+        for bit in np.random.default_rng(0).integers(8 * len(content), size=200).tolist():
+            rewrite(saved, flipped(content, bit))
+            try:
+                data = FederatedData.open(saved)
+            except FormatError as error:
+                assert "a.h5" in str(error)
+                refused += 1
+            else:
+                assert_same(data, original)
+        assert refused > 190
+
+    @pytest.mark.parametrize(
+        ("array", "named"),
+        [
+            ("offsets", "the offsets are"),
+            ("client_ids", "the client ids are"),
+            ("columns/label", "column 'label' is"),
+            ("columns/text/bytes", "the bytes of text column 'text' are"),
+            ("columns/text/starts", "the row starts of text column 'text' are"),
+        ],
+    )
+    @pytest.mark.parametrize("write", ["save", "stream"])
+    def test_the_error_names_the_array_and_the_remedy(self, tmp_path, monkeypatch, array, named, write):
+        monkeypatch.setattr("fedsim.data._packed._READ_BYTES", 7)
+        data = FederatedData.from_clients(some_clients())
+        (data if write == "save" else ClientStream.of(data)).save(tmp_path / "a.h5")
+        with h5py.File(tmp_path / "a.h5") as file:
+            last = file[array].id.get_offset() + file[array].nbytes - 1
+        rewrite(tmp_path / "a.h5", flipped((tmp_path / "a.h5").read_bytes(), 8 * last + 3))
+        for read in (FederatedData.open, FederatedData.verify):
+            with pytest.raises(FormatError, match=rf"a.h5 is .*damaged: {named} not what was written. Delete it and load"):
+                read(tmp_path / "a.h5")
+
+    def test_verify_finds_a_flip_in_a_file_that_is_too_large_to_be_checked_when_opened(self, saved, monkeypatch):
+        monkeypatch.setattr("fedsim.data._packed.CHECKED_BYTES", saved.stat().st_size - 1)
+        assert FederatedData.verify(saved)
         with h5py.File(saved) as file:
             pixels = file["columns/pixels"].id.get_offset()
-        for at in [*range(0, len(content), 97), pixels]:
-            saved.unlink()
-            saved.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            if at == pixels:
-                assert FederatedData.open(saved).columns["pixels"][0, 0, 0] != some_clients()["w0"]["pixels"][0, 0, 0]
-            elif not is_content(saved, content, at):
-                with pytest.raises(FormatError, match="a.h5"):
-                    FederatedData.open(saved)
+        rewrite(saved, flipped(saved.read_bytes(), 8 * pixels))
+        FederatedData.open(saved)
+        with pytest.raises(FormatError, match="a.h5 is damaged: column 'pixels' is not what was written"):
+            FederatedData.verify(saved)
+
+    def test_streaming_in_several_blocks_writes_the_same_checksums(self, saved, tmp_path, monkeypatch):
+        monkeypatch.setattr("fedsim.data._spool.BLOCK_BYTES", 50)
+        ClientStream.of(FederatedData.from_clients(some_clients())).save(tmp_path / "b.h5")
+        assert layout_of(tmp_path / "b.h5")["crc32"] == layout_of(saved)["crc32"]
+
+    def test_a_file_without_checksums_opens_and_verify_returns_false(self, saved):
+        content = saved.read_bytes()
+        layout = layout_of(saved)
+        layout.pop("crc32")
+        older = json.dumps(layout).encode()
+        length = int(content[16:24], 16)
+        body = older + bytes(length - len(older)) + content[64 + length :]
+        crc = _packed._checksum(np.frombuffer(bytes(64) + body, np.uint8), layout["arrays"])
+        rewrite(saved, content[:16] + f"{len(older):08x} {crc:08x}\n".encode() + content[34:64] + body)
+        assert_same(FederatedData.open(saved), FederatedData.from_clients(some_clients()))
+        assert FederatedData.verify(saved) is False
 
     @pytest.mark.parametrize(
         "change",
@@ -221,16 +277,27 @@ class TestDamaged:
         changed = json.dumps(layout).encode()
         head = content[:16] + f"{len(changed):08x}".encode() + content[24:64]
         saved.write_bytes(head + changed + content[64 + len(changed) :])
-        with pytest.raises(FormatError, match="a.h5 is truncated or damaged"):
-            FederatedData.open(saved)
+        for checked_bytes in (0, 2**26):
+            monkeypatch.setattr("fedsim.data._packed.CHECKED_BYTES", checked_bytes)
+            with pytest.raises(FormatError, match="a.h5 is .*damaged"):
+                FederatedData.open(saved)
 
 
-def is_content(path, content, at):
-    layout = json.loads(content[64 : 64 + int(content[16:24], 16)])["arrays"]
-    return any(
-        name.startswith("columns/") and a["start"] <= at < a["start"] + np.dtype(a["dtype"]).itemsize * np.prod(a["shape"])
-        for name, a in layout.items()
-    )
+def flipped(content, bit):
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def rewrite(path, content):
+    """Writes a new file, because the one before may still be mapped."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def layout_of(path):
+    content = path.read_bytes()
+    return json.loads(content[64 : 64 + int(content[16:24], 16)])
 
 
 @pytest.mark.slow

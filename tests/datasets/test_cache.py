@@ -184,7 +184,7 @@ def test_a_cached_file_that_is_damaged_says_what_to_delete(tmp_path, source):
     convert(tmp_path / "cache", source)
     (train,) = (tmp_path / "cache").rglob("train.h5")
     train.write_bytes(train.read_bytes()[:-1])
-    with pytest.raises(FormatError, match=f"train.h5 is truncated .*Delete {train.parent} to have it made anew"):
+    with pytest.raises(FormatError, match=f"train.h5 is truncated .*delete the folder {train.parent}"):
         convert(tmp_path / "cache", source)
 
 
