@@ -178,8 +178,8 @@ def _verify(path: str) -> int:
         print(f"{path} ({size}) is intact: all columns, offsets and client ids agree with their checksums.")
         return 0
     print(
-        f"{path} ({size}) has no checksums of its columns, because an earlier version of fedsim wrote it. Its structure, offsets "
-        f"and client ids are intact. To add checksums: fedsim datasets convert {shlex.quote(path)} NEW.h5"
+        f"{path} ({size}) has no checksums of its columns, because an earlier version of fedsim wrote it. Its structure, "
+        f"offsets and client ids are intact. To add checksums: fedsim datasets convert {shlex.quote(path)} NEW.h5"
     )
     return 1
 

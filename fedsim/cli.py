@@ -105,6 +105,8 @@ def _run(arguments: list[str]) -> int:
     first.add_argument("--dataset")
     first.add_argument("--algorithm")
     first.add_argument("--model")
+    first.add_argument("--epochs", nargs="?")
+    first.add_argument("--steps", nargs="?")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     base, previous = stored["config"], {**stored["settings"], "folder": None}
@@ -123,6 +125,9 @@ def _run(arguments: list[str]) -> int:
         values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
     else:
         values |= {"data": None, "model": None}
+    # --steps replaces the default number of epochs, and --epochs that of steps; `RunConfig` refuses both.
+    given = {name for name in ("epochs", "steps") if getattr(chosen, name) not in (None, "None")}
+    values |= {"epochs": 1} if given == {"steps"} else {"steps": None} if given == {"epochs"} else {}
     source = f"Defaults: those of {chosen.origin}." if base else f"Defaults for {dataset} with {algorithm}: {defaults.source}."
     config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
     if settings.folder is None:

@@ -113,6 +113,15 @@ def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     assert folder.name.startswith("digits-fedavg-20")
 
 
+def test_steps_replace_the_default_epochs_and_the_other_way_round(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"  # The digits' default is 5 epochs.
+    small = ["--model", "digits_logistic", "--rounds", "1", "--clients", "2", "--no-progress"]
+    assert main(["run", *small, "--steps", "2", "--folder", str(first)]) == 0
+    assert main(["run", "--from", str(first), "--epochs", "2", "--folder", str(second), "--no-progress"]) == 0
+    configs = [fedsim.experiment.read_config(folder)["config"] for folder in (first, second)]
+    assert [(config["epochs"], config["steps"]) for config in configs] == [(1, 2), (2, None)]
+
+
 def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as stop:
@@ -188,6 +197,7 @@ def test_commands_are_listed(capsys):
         (["--rounds", "0"], "Expected rounds >= 1, got rounds=0: give"),
         (["--batch-size", "-5"], "Expected batch_size >= 1, got batch_size=-5: give"),
         (["--epochs", "0"], "Expected epochs >= 1, got epochs=0: give"),
+        (["--epochs", "2", "--steps", "3"], "Expected epochs or steps, got epochs=2 and steps=3: leave out steps"),
         (["--clients", "0"], "Expected clients >= 1, got clients=0: give"),
         (["--clients", "101"], "A cohort of clients=101 is larger than the population of 100. Ask for at most 100."),
         (["--client-learning-rate", "0"], "Expected client_learning_rate > 0 and finite, got client_learning_rate=0.0: give"),

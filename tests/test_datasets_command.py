@@ -130,7 +130,7 @@ def test_a_converted_file_is_verified_and_a_flipped_bit_is_found(capsys, tmp_pat
     monkeypatch.setattr("fedsim.data._packed.CHECKED_BYTES", 0)
     assert main(["datasets", "verify", str(packed)]) == 2
     error = capsys.readouterr().err
-    assert f"{packed} is damaged: column 'y' is not what was written. Delete it" in error and error.count("\n") == 1
+    assert f"{packed} is damaged: checksums differ in column 'y'. Delete it" in error and error.count("\n") == 1
 
 
 def test_a_file_without_checksums_is_verified_as_far_as_possible(capsys, tmp_path, monkeypatch):

@@ -39,14 +39,15 @@ class Batches:
 
     Attributes:
       size: examples a batch.
-      epochs: passes over the client's examples; ignored if ``steps`` is given.
-      steps: number of batches, instead of epochs.
-      max_steps: at most this many batches.
+      epochs: passes over the client's examples.
+      steps: number of batches, instead of ``epochs``, which must be left out then.
+      max_steps: largest number of batches. With ``epochs`` the client takes the smaller number of steps, as FedJAX's clients do
+        if they are given both ``num_epochs`` and ``num_steps``.
       shuffle: False reads the examples in their stored order.
       drop_remainder: leave a last partial batch out.
 
     Raises:
-      ValueError: a number is not positive.
+      ValueError: a number is not positive, or both ``epochs`` and ``steps`` are given.
 
     >>> [Batches(size=20).num_steps(n) for n in (0, 19, 20, 21)]
     [0, 1, 1, 2]
@@ -74,6 +75,12 @@ class Batches:
             value = getattr(self, name)
             checks.whole(1, or_none=name in ("steps", "max_steps"), **{name: value}, remedy=f"give {meaning}")
             object.__setattr__(self, name, value if value is None else int(value))
+        if self.steps is not None and self.epochs != 1:
+            raise ValueError(
+                f"Expected epochs or steps, got epochs={self.epochs} and steps={self.steps}: leave out steps to make "
+                "a number of passes over the examples, leave out epochs to take a number of steps, or give epochs and max_steps "
+                "for the smaller of the two."
+            )
         checks.truth(shuffle=self.shuffle, drop_remainder=self.drop_remainder)
 
     def num_steps(self, num_examples: Any) -> Any:

@@ -223,8 +223,8 @@ class FederatedData:
     def open(cls, path: str | os.PathLike[str]) -> FederatedData:
         """Opens a packed file with memory-mapped columns, so that a population may be larger than memory.
 
-        Every file's size, structure, offsets and client ids are compared with checksums. The columns of a file of up to 64 MiB are
-        compared, too; for larger files `verify` does it.
+        The size, structure, offsets and client ids of every file are compared with checksums. So are the columns of a file of
+        up to 64 MiB; `verify` compares those of a larger file.
 
         Raises:
           FileNotFoundError: no such file.

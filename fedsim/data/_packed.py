@@ -236,8 +236,8 @@ def _read_layout(mapped: np.ndarray) -> dict[str, Any]:
         if len(mapped) != layout["bytes"]:
             raise FormatError(f"is truncated or damaged: it has {len(mapped)} bytes instead of {layout['bytes']}. {_REMEDY}")
         if _checksum(mapped, layout["arrays"]) != checksum:
-            where = _named(_damaged_tables(mapped, layout) or ["structure"])
-            raise FormatError(f"is truncated or damaged: {where} not what was written. {_REMEDY}")
+            where = _described(_damaged_tables(mapped, layout) or ["structure"])
+            raise FormatError(f"is truncated or damaged: checksums differ in {where}. {_REMEDY}")
         return layout
 
 
@@ -279,17 +279,15 @@ def _check_content(file: IO[bytes], layout: Mapping[str, Any]) -> bool:
             if left or checksum != layout["crc32"][name]:
                 damaged.append(name)
     if damaged:
-        raise FormatError(f"is damaged: {_named(damaged)} not what was written. {_REMEDY}")
+        raise FormatError(f"is damaged: checksums differ in {_described(damaged)}. {_REMEDY}")
     return True
 
 
-def _named(arrays: Sequence[str]) -> str:
-    """Returns the arrays' names for an error, with the verb.
+def _described(arrays: Sequence[str]) -> str:
+    """Names arrays in an error message.
 
-    >>> print(_named(["offsets", "columns/x", "columns/text/starts"]))
-    the offsets, column 'x' and the row starts of text column 'text' are
-    >>> print(_named(["columns/x"]))
-    column 'x' is
+    >>> print(_described(["offsets", "columns/x", "columns/text/starts"]))
+    the offsets, column 'x', the row starts of text column 'text'
     """
     names = []
     for name in arrays:
@@ -297,9 +295,7 @@ def _named(arrays: Sequence[str]) -> str:
         feature, _, role = feature.partition("/")
         what = {"bytes": "the bytes of text column", "starts": "the row starts of text column"}.get(role, "column")
         names.append(f"{what} {feature!r}" if kind == "columns" else f"the {kind.replace('_', ' ')}")
-    *first, last = names
-    plural = first or last.startswith("the ") and last != "the structure"
-    return f"{', '.join(first)} and {last}"[5 * (not first) :] + (" are" if plural else " is")
+    return ", ".join(names)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,10 @@ def _sampler(data: FederatedData, config: RunConfig) -> Sampler:
     """Uniform cohorts, and in them whom the config says to be stragglers and attackers."""
     sampler: Any = UniformSampler(data, clients=config.clients, seed=config.seed)
     if config.stragglers:
-        sampler = Stragglers(sampler, fraction=config.stragglers, epochs=config.epochs, drop=config.drop_stragglers)
+        epochs = (
+            config.epochs if config.steps is None else config.steps
+        )  # Of steps, stragglers take a part as they do of epochs.
+        sampler = Stragglers(sampler, fraction=config.stragglers, epochs=epochs, drop=config.drop_stragglers)
     if config.attack is not None:
         attack = make("attack", config.attack, attacks.ATTACKS)
         sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
+from fedsim.data import Batches
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
 from fedsim.names import look_up
 
@@ -91,6 +92,7 @@ class RunConfig:
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
+        Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps)  # It refuses both epochs and steps.
         checks.whole(0, seed=self.seed)
         rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")

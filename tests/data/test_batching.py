@@ -39,6 +39,7 @@ def steps_by_hand(batches, num_examples):
 SETTINGS = [
     Batches(size=size, epochs=epochs, steps=steps, max_steps=max_steps, drop_remainder=drop)
     for size, epochs, steps, max_steps, drop in itertools.product(SIZES, (1, 2, 5), (None, 1, 4), (None, 1, 3), (False, True))
+    if steps is None or epochs == 1
 ]
 
 
@@ -134,3 +135,8 @@ def test_indices_are_the_same_numbers_in_numpy_and_jax(batches):
 def test_numbers_that_are_not_positive_integers_are_refused(field, value):
     with pytest.raises(ValueError, match=f"{field} >= 1.*, got {field}={value!r}: give"):
         Batches(**{"size": 1, field: value})
+
+
+def test_epochs_with_steps_are_refused():
+    with pytest.raises(ValueError, match=r"epochs or steps, got epochs=2 and steps=3: leave out steps.*max_steps"):
+        Batches(size=20, epochs=2, steps=3)

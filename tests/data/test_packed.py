@@ -191,22 +191,19 @@ class TestDamaged:
         for bit in np.random.default_rng(0).integers(8 * len(content), size=200).tolist():
             rewrite(saved, flipped(content, bit))
             try:
-                data = FederatedData.open(saved)
-            except FormatError as error:
-                assert "a.h5" in str(error)
+                assert_same(FederatedData.open(saved), original)
+            except FormatError:
                 refused += 1
-            else:
-                assert_same(data, original)
         assert refused > 190
 
     @pytest.mark.parametrize(
         ("array", "named"),
         [
-            ("offsets", "the offsets are"),
-            ("client_ids", "the client ids are"),
-            ("columns/label", "column 'label' is"),
-            ("columns/text/bytes", "the bytes of text column 'text' are"),
-            ("columns/text/starts", "the row starts of text column 'text' are"),
+            ("offsets", "the offsets"),
+            ("client_ids", "the client ids"),
+            ("columns/label", "column 'label'"),
+            ("columns/text/bytes", "the bytes of text column 'text'"),
+            ("columns/text/starts", "the row starts of text column 'text'"),
         ],
     )
     @pytest.mark.parametrize("write", ["save", "stream"])
@@ -218,7 +215,7 @@ class TestDamaged:
             last = file[array].id.get_offset() + file[array].nbytes - 1
         rewrite(tmp_path / "a.h5", flipped((tmp_path / "a.h5").read_bytes(), 8 * last + 3))
         for read in (FederatedData.open, FederatedData.verify):
-            with pytest.raises(FormatError, match=rf"a.h5 is .*damaged: {named} not what was written. Delete it and load"):
+            with pytest.raises(FormatError, match=rf"a.h5 is .*damaged: checksums differ in {named}. Delete it and load"):
                 read(tmp_path / "a.h5")
 
     def test_verify_finds_a_flip_in_a_file_that_is_too_large_to_be_checked_when_opened(self, saved, monkeypatch):
@@ -228,7 +225,7 @@ class TestDamaged:
             pixels = file["columns/pixels"].id.get_offset()
         rewrite(saved, flipped(saved.read_bytes(), 8 * pixels))
         FederatedData.open(saved)
-        with pytest.raises(FormatError, match="a.h5 is damaged: column 'pixels' is not what was written"):
+        with pytest.raises(FormatError, match="a.h5 is damaged: checksums differ in column 'pixels'"):
             FederatedData.verify(saved)
 
     def test_streaming_in_several_blocks_writes_the_same_checksums(self, saved, tmp_path, monkeypatch):
