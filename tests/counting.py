@@ -1,4 +1,4 @@
-"""Algorithms and aggregators for tests: clients that count and remember, rounds that call clients twice; and executions."""
+"""Algorithms, aggregators and executions for tests: client memory, rounds with two calls, aggregator memory."""
 
 import dataclasses
 from typing import NamedTuple
@@ -20,21 +20,21 @@ EXECUTIONS = {
     "debug": fedsim.Debug(),
 }
 BATCHES = fedsim.Batches(size=4, epochs=2)
-LOOK = fedsim.Batches(size=3, shuffle=False)
+PREVIEW = fedsim.Batches(size=3, shuffle=False)
 
 
-def look(seen, batch):
-    return seen + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
+def add_first_feature(total, batch):
+    return total + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
 
 
-class Kept(NamedTuple):
+class Memory(NamedTuple):
     visits: jax.Array
     total: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Counting(fedsim.Algorithm):
-    """Each client counts its visits, sums what it was sent, previews the sum of its examples, and keeps both."""
+    """Client memory holds the number of rounds and the sums of the received states and of the first feature of the examples."""
 
     refuse: float = -1.0
 
@@ -42,22 +42,22 @@ class Counting(fedsim.Algorithm):
         return jnp.float32(0)
 
     def client_memory(self, shared):
-        return Kept(jnp.int32(0), jnp.full((2,), 100.0))
+        return Memory(jnp.int32(0), jnp.full((2,), 100.0))
 
     def client_update(self, shared, client):
-        seen = client.for_each_batch(LOOK, look, jnp.float32(0), "look")
+        total = client.for_each_batch(PREVIEW, add_first_feature, jnp.float32(0), "look")
         steps = client.for_each_batch(self.batches, lambda steps, batch: steps + 1, jnp.float32(1000))
-        kept = Kept(client.memory.visits + 1, client.memory.total + jnp.stack([shared, seen]))
+        memory = Memory(client.memory.visits + 1, client.memory.total + jnp.stack([shared, total]))
         bad = client.position == jnp.int32(self.refuse)
-        update = jnp.where(bad, jnp.nan, seen + steps)
-        return fedsim.ClientUpdate(update, jnp.float32(1), {"seen": seen, "visits": kept.visits}, kept)
+        update = jnp.where(bad, jnp.nan, total + steps)
+        return fedsim.ClientUpdate(update, jnp.float32(1), {"seen": total, "visits": memory.visits}, memory)
 
     def server_update(self, state, update, info):
         return state + update
 
 
-def by_hand(rounds, refuse=-1.0):
-    """`Counting` in plain Python."""
+def expected_state(rounds, refuse=-1.0):
+    """Runs `Counting` in plain Python; returns the server state and the memory by client id."""
     server, memory = 0.0, {}
     for cohort in rounds:
         updates = []
@@ -79,14 +79,14 @@ def cohorts(population, seed=3):
         yield fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0))
 
 
-class Upper(aggregators.SideBySide):
+class Maximum(aggregators.SideBySide):
     def combine(self, updates, weights):
         return jax.tree.map(lambda rows: jnp.max(jnp.where(weights != 0, rows, -jnp.inf)), updates)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Damped(aggregators.Wrapper):
-    """A server memory, a client memory, noise of the server and of the client."""
+    """An aggregator with server memory, client memory, server noise and client noise."""
 
     def init(self, update):
         return jnp.float32(0)
@@ -104,7 +104,7 @@ class Damped(aggregators.Wrapper):
 
 
 class Variance(fedsim.Algorithm):
-    """Two calls: the mean of x over the cohort, then the mean of the squared distance to it, which needs the first."""
+    """Two calls of the clients: the cohort's mean of x, then the mean of the squared distance to that mean."""
 
     def init(self, key):
         return {"mean": jnp.float32(0), "variance": jnp.float32(0)}

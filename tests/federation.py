@@ -1,4 +1,4 @@
-"""A small federation that tests share: data with empty and uneven clients, and a model that is quick to compile."""
+"""A small population for tests, with empty clients and clients of different sizes, and a model that compiles quickly."""
 
 import haiku as hk
 import jax
@@ -22,13 +22,13 @@ def data(sizes=(7, 0, 3, 12, 1, 5, 9, 2), seed=0) -> fedsim.FederatedData:
 
 
 def singletons(clients: int) -> fedsim.FederatedData:
-    """A population of any size, in little memory: a byte a client."""
+    """Returns a population with one example of one byte per client."""
     columns = {"x": np.zeros(clients, np.int8)}
     return fedsim.FederatedData(columns, np.arange(clients + 1), np.arange(clients).astype(str).tolist())
 
 
 def data_of_zeros(sizes) -> fedsim.FederatedData:
-    """Clients of these sizes, in little memory."""
+    """Returns clients of these sizes, with one byte per example."""
     return fedsim.FederatedData.from_arrays({"x": np.zeros(int(sum(sizes)), np.int8)}, sizes=sizes)
 
 
@@ -49,7 +49,7 @@ def schedule(data, seed):
     return fedsim.samplers.ScheduleSampler(data, [[data.client_ids[i] for i in ids] for ids in rounds], seed=seed)
 
 
-# A sampler of about five clients a round, by name, from data and seed.
+# Functions from data and seed to a sampler of about five clients per round, by name.
 SAMPLERS = {
     "UniformSampler": lambda data, seed: fedsim.samplers.UniformSampler(data, clients=5, seed=seed),
     "WeightedSampler": lambda data, seed: fedsim.samplers.WeightedSampler(data, clients=5, seed=seed),
@@ -67,12 +67,12 @@ SAMPLERS = {
 
 
 def plain(tree):
-    """A state on the host, with what clients keep as dense rows: the same however an execution kept them."""
+    """Returns a state on the host with client memory as dense rows, so that states of different executions can be compared."""
 
-    def dense(part):
-        if isinstance(part, fedsim.data.ClientRows):
-            part = part.gather(np.arange(len(part.index)))
-        return tuple(part)
+    def dense(memory):
+        if isinstance(memory, fedsim.data.ClientRows):
+            memory = memory.gather(np.arange(len(memory.index)))
+        return tuple(memory)
 
     stores = (fedsim.data.ClientRows, fedsim.execution.ClientTable)
     return jax.device_get(
@@ -93,6 +93,6 @@ def assert_trees_equal(a, b):
 
 
 def round_programs(algorithm):
-    """The compiled programs that an algorithm runs, those that it shares with others included."""
+    """Returns the compiled programs that an algorithm runs, including those that it shares with others."""
     shared, _ = algorithm._execution["programs"]
     return [compiled for programs in shared._by_shapes.values() for compiled in programs._by_setting.values()]

@@ -1,4 +1,4 @@
-"""Damaged files: whatever byte is wrong, a reader succeeds or raises `FormatError`. Shared by the tests of all formats."""
+"""Tests readers with damaged files: a reader must succeed or raise `FormatError`. The tests of all formats use it."""
 
 import faulthandler
 import os
@@ -13,19 +13,19 @@ from pathlib import Path
 
 import numpy as np
 
-_SECONDS = 20  # for one mutation
-_SPARE_BYTES = 4 << 30  # what a reader may allocate beyond what the process has already
+_SECONDS = 20  # per damaged copy
+_SPARE_BYTES = 4 << 30  # that a reader may allocate in addition to what the process has
 
 
 def mutations(original: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """``count`` damaged copies: cut, bits flipped, bytes overwritten (with values at the borders too), removed, repeated."""
+    """Yields ``count`` copies with truncations, flipped bits, and overwritten (also with extremes), removed or repeated bytes."""
     draw = np.random.default_rng(seed)
     for number in range(count):
         damaged = bytearray(original)
         for _ in range(1 if number % 2 else int(draw.integers(1, 5))):
-            # Half of all damage strikes the first few kilobytes, where most formats say how the rest is to be read.
-            reach = min(len(damaged), 4096) if draw.random() < 0.5 else len(damaged)
-            at = int(draw.integers(reach)) if reach else 0
+            # Half of the damage is in the first 4 kB, where most formats describe how to read the rest.
+            limit = min(len(damaged), 4096) if draw.random() < 0.5 else len(damaged)
+            at = int(draw.integers(limit)) if limit else 0
             length = int(draw.integers(1, 17))
             match int(draw.integers(7)):
                 case 0:
@@ -48,16 +48,16 @@ def mutations(original: bytes, seed: int, count: int) -> Iterator[bytes]:
 
 
 def assert_only_format_errors(reader: Callable, original: bytes, suffix: str, count: int, seed: int = 0) -> None:
-    """Reads ``count`` damaged copies of a file, all clients of each: every one must end in success or `FormatError`.
+    """Reads all clients of ``count`` damaged copies of a file; each reading must succeed or raise `FormatError`.
 
-    In a process of its own, so that a native crash, a hang or a request for petabytes is seen as the failure that it is.
+    A child process reads the copies, so that a native crash, a hang or an allocation of petabytes fails the test.
 
     Args:
-      reader: ``path -> ClientStream or FederatedData``; a function of a module, or a `functools.partial` of one.
-      original: a whole file's content, which the reader must read.
-      suffix: how the files' names are to end.
-      count: how many.
-      seed: which.
+      reader: function from a path to a `ClientStream` or `FederatedData`; it must be picklable.
+      original: content of an undamaged file.
+      suffix: suffix of the names of the files.
+      count: number of damaged copies.
+      seed: seed of the damage.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "original").write_bytes(original)
@@ -73,7 +73,7 @@ def assert_only_format_errors(reader: Callable, original: bytes, suffix: str, co
 
 
 def read_damaged() -> None:
-    """The child process: prints each mutation's number before it reads it."""
+    """Runs in the child process. It prints the number of each damaged copy before it reads the copy."""
     folder, suffix, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     reader = pickle.load(sys.stdin.buffer)
     original = (folder / "original").read_bytes()
@@ -86,7 +86,7 @@ def read_damaged() -> None:
 
     for number, damaged in enumerate(mutations(original, seed, count)):
         print(number, flush=True)
-        path.unlink()  # A new file, for the one before it may still be mapped.
+        path.unlink()  # Creates a new file, because the previous one may still be mapped.
         path.write_bytes(damaged)
         faulthandler.dump_traceback_later(_SECONDS, exit=True)
         try:
@@ -100,5 +100,5 @@ def read_damaged() -> None:
 
 
 def read_all(reader: Callable, path: Path) -> int:
-    """Every example of every client; how many bytes they are."""
+    """Reads every example of every client and returns their size in bytes."""
     return sum(np.asarray(array).nbytes for client in reader(path) for array in client.examples.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from remembering import Drifting, bits
+from drifting import Drifting, bits
 
 import fedsim
 from fedsim import experiment

@@ -1,4 +1,4 @@
-"""A linear model and its gradient in float64, the batches that clients see, and two quadratics: for rounds by hand."""
+"""A linear model and two quadratics in float64 NumPy, for tests that recompute rounds of algorithms."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ ONE_STEP = fedsim.Batches(size=16, shuffle=False)
 
 
 def gradient(theta, x, y):
-    """Of the mean softmax cross-entropy of the linear model [x 1] theta."""
+    """Returns the gradient of the mean softmax cross-entropy of the linear model [x 1] theta."""
     p = np.exp(x @ theta)
     p /= p.sum(1, keepdims=True)
     p[np.arange(len(y)), y] -= 1
@@ -30,15 +30,15 @@ def with_ones(x):
 
 
 def clients(cohort, batches=BATCHES):
-    """Position, examples, and the list of batches of everybody who has examples."""
+    """Yields the position, the examples and the list of batches of every client that has examples."""
     for position, (_, dataset, key) in zip(cohort.clients.tolist(), cohort, strict=True):
         rows = [(b.examples["x"][b.mask], b.examples["y"][b.mask]) for b in dataset.batches(batches, key)]
         if rows:
             yield position, (with_ones(dataset["x"]), dataset["y"]), [(with_ones(x), y) for x, y in rows]
 
 
-def settings(**more):
-    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | more
+def settings(**overrides):
+    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | overrides
 
 
 def theta(state):
@@ -47,7 +47,7 @@ def theta(state):
 
 
 def run(algorithm, cohorts):
-    """Where training starts, where it ends, and the state then."""
+    """Returns the parameters before and after training, and the state after it."""
     state = algorithm.init(jax.random.key(1))
     start = theta(state)
     for cohort in cohorts:
@@ -56,7 +56,7 @@ def run(algorithm, cohorts):
 
 
 def cohorts(population=None, count=4, size=4):
-    """Rounds of some of the clients: whoever keeps something comes again."""
+    """Yields cohorts of some of the clients, so that clients with memory take part again."""
     population = population or federation.data()
     draw = np.random.default_rng(5)
     for r in range(count):
@@ -71,9 +71,9 @@ def assert_differ(one, other):
     assert np.abs(one - other).max() > 1e-3
 
 
-# Two quadratics: SCAFFOLD's section 7.1, with the functions of its theorem II for mu = 1: f_1 = x^2 + G x and f_2 = -G x, so
-# that f = x^2 / 2, beta = delta = 1, and G says how far apart they are. Full gradients, both clients every round, and
-# c_i = g_i(x) at the start as in its theorems. It does not give its step size: 0.1 here, for everybody.
+# The two quadratics of SCAFFOLD's section 7.1, with the functions of its theorem II for mu = 1: f_1 = x^2 + G x and f_2 = -G x.
+# Hence f = x^2 / 2 and beta = delta = 1, and G is the dissimilarity. Gradients are full, both clients take part in every round,
+# and c_i = g_i(x) at the start, as in its theorems. The paper does not state its step size; it is 0.1 here for all algorithms.
 
 STEP, START = 0.1, 1.0
 
@@ -95,7 +95,7 @@ def on_quadratics(cls, steps, **options):
 
 
 def curve(algorithm, G, rounds=90):
-    """f after every round."""
+    """Returns f before each round."""
     both = two_quadratics(G)
     state, f = algorithm.init(jax.random.key(0)), []
     if isinstance(algorithm, SCAFFOLD):

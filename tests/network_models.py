@@ -1,4 +1,4 @@
-"""A network and its gradient in float64, the batches that clients see, and what clients keep: for rounds by hand."""
+"""A network in float64 NumPy and helper functions, for tests that recompute rounds of algorithms."""
 
 import federation
 import haiku as hk
@@ -23,7 +23,7 @@ def network() -> fedsim.Model:
 
 
 def numpy_gradient(params, x, y):
-    """Mean gradient of softmax cross-entropy of the network above."""
+    """Returns the gradient of the mean softmax cross-entropy of `network`."""
     (w, b), (v, c) = ((params[name]["w"], params[name]["b"]) for name in ("linear", "linear_1"))
     hidden = np.tanh(x @ w + b)
     logits = hidden @ v + c
@@ -31,12 +31,12 @@ def numpy_gradient(params, x, y):
     p /= p.sum(1, keepdims=True)
     p[np.arange(len(y)), y] -= 1
     back = (p @ v.T) * (1 - hidden**2)
-    slopes = {"linear": {"w": x.T @ back, "b": back.sum(0)}, "linear_1": {"w": hidden.T @ p, "b": p.sum(0)}}
-    return jax.tree.map(lambda g: g / len(y), slopes)
+    gradients = {"linear": {"w": x.T @ back, "b": back.sum(0)}, "linear_1": {"w": hidden.T @ p, "b": p.sum(0)}}
+    return jax.tree.map(lambda g: g / len(y), gradients)
 
 
 def plus(a, factor, b):
-    """a + factor b, on trees of NumPy arrays."""
+    """Returns a + factor b for pytrees of NumPy arrays."""
     return jax.tree.map(lambda x, y: x + factor * y, a, b)
 
 
@@ -50,13 +50,13 @@ def real_examples(dataset, key, batches=BATCHES):
         yield batch.examples["x"][batch.mask].astype(np.float64), batch.examples["y"][batch.mask]
 
 
-def make(cls, **more):
+def make(cls, **overrides):
     settings = {"model": network(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE), "execution": fedsim.Jit()}
-    return cls(**(settings | more))
+    return cls(**(settings | overrides))
 
 
 def cohorts(population, rounds=3):
-    """Overlapping cohorts of changing clients."""
+    """Returns cohorts that differ and overlap."""
     draw = np.random.default_rng(5)
     return [fedsim.Cohort(population, draw.permutation(8)[:5], r, fedsim.rng.root(0)) for r in range(rounds)]
 
@@ -69,8 +69,8 @@ def run(algorithm, rounds=3, seed=1):
     return state, info
 
 
-def kept(state, population=None):
-    """What each client keeps, by id."""
+def client_memories(state, population=None):
+    """Returns the memory of each client by id."""
     population = population or federation.data()
     if isinstance(state.clients, execution.ClientTable):
         rows, seen = jax.device_get(state.clients)
@@ -80,12 +80,12 @@ def kept(state, population=None):
 
 
 def start(algorithm, seed=1):
-    """The parameters before the first round, in float64."""
+    """Returns the parameters before the first round in float64."""
     return jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.init(jax.random.key(seed)).params)
 
 
 def numpy_rounds(w, train):
-    """Weighted averaging of what ``train(client_id, dataset, key, w)`` gives; None from a client without examples."""
+    """Averages the results of ``train(client_id, dataset, key, w)``, weighted by examples; empty clients are skipped."""
     for cohort in cohorts(federation.data()):
         trained = [(len(dataset), train(i, dataset, key, w)) for i, dataset, key in cohort if len(dataset)]
         w = weighted_mean(trained)

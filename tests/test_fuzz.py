@@ -1,4 +1,4 @@
-"""The damage done by `fuzz.py` is noticed, whichever way a reader fails on it."""
+"""Tests that `fuzz.py` detects readers that fail in other ways than by a `FormatError`."""
 
 import pytest
 from fuzz import assert_only_format_errors, mutations
@@ -7,7 +7,7 @@ ONE_CLIENT = "fedsim.FederatedData.from_arrays({'x': numpy.zeros(1)}, sizes=[1])
 
 
 class Reader:
-    """A function of ``path`` by its source, so that the child process has it too; ``whole`` says if the file is undamaged."""
+    """A picklable function of ``path``, given as source code that is evaluated for damaged files."""
 
     def __init__(self, on_damage):
         imports = "fedsim, numpy, os, time = map(__import__, ('fedsim', 'numpy', 'os', 'time'))"
@@ -27,7 +27,7 @@ class Reader:
         ("(_ for _ in ()).throw(fedsim.data.FormatError('something is wrong'))", "does not name the file"),
     ],
 )
-def test_a_reader_that_fails_otherwise_is_found(on_damage, message):
+def test_a_reader_that_fails_otherwise_is_detected(on_damage, message):
     with pytest.raises(AssertionError, match=message):
         assert_only_format_errors(Reader(on_damage), b"whole", ".x", 3)
 
@@ -38,7 +38,7 @@ def test_a_reader_that_raises_format_errors_passes():
     assert_only_format_errors(Reader(empty), b"whole", ".x", 3)
 
 
-def test_mutations_are_many_kinds_and_repeatable():
+def test_mutations_are_of_many_kinds_and_repeatable():
     original = bytes(range(256)) * 40
     first = list(mutations(original, 1, 200))
     assert first == list(mutations(original, 1, 200))

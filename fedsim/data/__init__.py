@@ -1,4 +1,4 @@
-"""Federated data: packed populations, streams of clients, one client's dataset, batches, cohorts."""
+"""Federated data: populations of clients, streams of clients, single clients, batches and cohorts."""
 
 from fedsim.data._batching import Batch as Batch
 from fedsim.data._batching import Batches as Batches

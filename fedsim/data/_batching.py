@@ -1,4 +1,7 @@
-"""How a client cuts its examples into batches: by index, so that nothing of a client's size is ever built."""
+"""`Batches`: the batches of a client's local training.
+
+A batch is computed as indices into the client's examples, so no array of the client's size is built.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from fedsim import checks, rng
 
 
 class Batch(NamedTuple):
-    """What one client step sees.
+    """The input of one local step.
 
     Attributes:
       examples: feature name to array, first axis ``[size]``.
-      mask: ``bool [size]``; False marks padding, whose rows hold real but arbitrary examples.
-      key: this step's own PRNG key (dropout, noise).
-      step: the step's number within this client's round, ``int32 []``, from 0.
+      mask: ``bool [size]``; False marks padding. Padded rows contain arbitrary examples of the client.
+      key: PRNG key of this step, for dropout or noise.
+      step: number of the step within the client's round, ``int32 []``, from 0.
     """
 
     examples: dict[str, jax.Array]
@@ -31,20 +34,20 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Local work of a client: how many examples a step reads, and how many steps it takes.
+    """The batch size and the number of steps of a client's local training.
 
-    The examples are shuffled anew for every epoch and round, laid end to end over the epochs and cut into batches (as
-    FedJAX and TFF do: a batch may hold the end of one epoch and the start of the next). The last batch may be partial:
-    its mask says so. With ``steps``, every client takes exactly that many full batches, however many examples it has.
+    The examples are shuffled again for every epoch and every round. The epochs are concatenated and then divided into batches,
+    as in FedJAX and TFF, so a batch may contain the end of one epoch and the start of the next. The last batch may be partial,
+    which its mask shows. With ``steps``, every client takes exactly that many full batches, whatever its number of examples.
 
     Attributes:
-      size: examples a batch.
-      epochs: passes over the client's examples.
+      size: number of examples per batch.
+      epochs: number of passes over the client's examples.
       steps: number of batches, instead of ``epochs``, which must be left out then.
       max_steps: largest number of batches. With ``epochs`` the client takes the smaller number of steps, as FedJAX's clients do
         if they are given both ``num_epochs`` and ``num_steps``.
-      shuffle: False reads the examples in their stored order.
-      drop_remainder: leave a last partial batch out.
+      shuffle: whether to shuffle; False reads the examples in stored order.
+      drop_remainder: whether to drop a partial last batch.
 
     Raises:
       ValueError: a number is not positive, or both ``epochs`` and ``steps`` are given.
@@ -68,8 +71,8 @@ class Batches:
         meanings = {
             "size": "the number of examples per batch",
             "epochs": "the number of passes over a client's examples",
-            "steps": "a number of batches; None goes by epochs",
-            "max_steps": "a largest number of batches; None sets no limit",
+            "steps": "a number of batches, or None to count epochs",
+            "max_steps": "a largest number of batches, or None for no limit",
         }
         for name, meaning in meanings.items():
             value = getattr(self, name)
@@ -78,18 +81,19 @@ class Batches:
         if self.steps is not None and self.epochs != 1:
             raise ValueError(
                 f"Expected epochs or steps, got epochs={self.epochs} and steps={self.steps}: leave out steps to make "
-                "a number of passes over the examples, leave out epochs to take a number of steps, or give epochs and max_steps "
-                "for the smaller of the two."
+                "passes over the examples, leave out epochs to take a number of steps, or give epochs and max_steps for the "
+                "smaller of the two."
             )
         checks.truth(shuffle=self.shuffle, drop_remainder=self.drop_remainder)
 
     def num_steps(self, num_examples: Any) -> Any:
-        """Steps of a client with ``num_examples`` (a Python int, or an integer array of NumPy or JAX, traced or not).
+        """Returns the number of steps of a client with ``num_examples`` examples; without examples it is 0.
 
-        A client without examples takes none.
+        Args:
+          num_examples: a Python integer, or an integer array of NumPy or JAX, which may be traced.
         """
         smaller: Any = jnp.minimum
-        if isinstance(num_examples, int | np.ndarray | np.integer):  # What is on the host stays there.
+        if isinstance(num_examples, int | np.ndarray | np.integer):  # Host values stay on the host.
             smaller = min if isinstance(num_examples, int) else np.minimum
         if self.steps is not None:
             steps = self.steps * smaller(num_examples, 1)
@@ -99,7 +103,7 @@ class Batches:
         return steps if self.max_steps is None else smaller(steps, self.max_steps)
 
     def one_pass(self) -> Batches:
-        """Every example once, in stored order, as many at a time as here.
+        """Returns batches of the same size that read every example once, in stored order.
 
         >>> Batches(size=20, epochs=5, max_steps=7).one_pass()
         Batches(size=20, epochs=1, steps=None, max_steps=None, shuffle=False, drop_remainder=False)
@@ -107,28 +111,28 @@ class Batches:
         return Batches(size=self.size, shuffle=False)
 
     def check(self, sizes: np.ndarray) -> None:
-        """Checks that clients of these sizes, ``int [clients]``, can be trained; warns of those that can never take a step.
+        """Checks that clients of these sizes, ``int [clients]``, can be trained; warns of clients that can never take a step.
 
         Raises:
-          ValueError: a client's examples, over all epochs, do not fit 32 bits.
+          ValueError: a client reads more examples per round than fit in 32 bits.
         """
         largest = int(sizes.max(initial=0))
         if largest * self.epochs + self.size >= 2**31 or (self.steps or 0) * self.size >= 2**31:
             raise ValueError(
-                f"epochs={self.epochs}, steps={self.steps} and size={self.size} go beyond 2**31 examples for a client of "
-                f"{largest}. Ask for less local work."
+                f"epochs={self.epochs}, steps={self.steps} and size={self.size} go beyond 2**31 examples per round for a "
+                f"client with {largest} examples. Lower epochs, steps or size."
             )
         never = sizes[(sizes > 0) & (self.num_steps(sizes) == 0)]
         if len(never):
             warnings.warn(
                 f"{len(never)} of {len(sizes)} clients, the first with {never[0]} examples, can never take a step: "
-                f"drop_remainder=True leaves out a last batch of fewer than size={self.size} examples, and they have no other. "
+                f"drop_remainder=True drops a last batch of fewer than size={self.size} examples, and they have no other. "
                 "Set drop_remainder=False, a smaller size or more epochs.",
                 stacklevel=2,
             )
 
     def indices(self, seed_words: Any, num_examples: Any, step: Any, xp: Any = jnp) -> tuple[Any, Any]:
-        """Which of a client's examples are in batch ``step``: indices ``int32 [size]`` and mask ``bool [size]``."""
+        """Returns the indices ``int32 [size]`` and the mask ``bool [size]`` of the client's batch number ``step``."""
         position = xp.arange(self.size, dtype=xp.int32) + xp.asarray(step).astype(xp.int32) * xp.int32(self.size)
         num_examples = xp.maximum(xp.asarray(num_examples).astype(xp.int32), 1)
         epoch, index = position // num_examples, position % num_examples

@@ -1,4 +1,4 @@
-"""`ClientIds`: the names of a large population, as they lie in a file."""
+"""`ClientIds`: the client ids of a large population, as bytes that may be memory-mapped."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy as np
 
 
 class ClientIds(Sequence[str]):
-    """Names behind ``bytes [clients]``, decoded when asked for: opening a population makes no string and no table.
+    """A sequence of client ids that decodes an id when it is read.
+
+    Opening a population therefore creates neither strings nor a dictionary.
 
     Args:
-      names: fixed-length UTF-8, no name twice (`first_repeated` says).
+      names: ``S [clients]``, the ids as fixed-length UTF-8. They must be unique, see `first_repeated`.
     """
 
     def __init__(self, names: np.ndarray) -> None:
@@ -43,23 +45,23 @@ class ClientIds(Sequence[str]):
         return repr(list(self)) if len(self) <= 20 else f"[{self[0]!r}, {self[1]!r}, ..., {self[-1]!r}]"
 
     def position(self, client_id: str) -> int | None:
-        """Where a name is; None: nowhere."""
+        """Returns the position of an id, or None if there is no such id."""
         name = client_id.encode(errors="surrogatepass")
         if len(name) > self.names.dtype.itemsize or name.endswith(b"\0"):
             return None
         order = self._order
-        key = np.array(name, self.names.dtype)  # Of another length, all names would be copied to compare them.
+        key = np.array(name, self.names.dtype)  # With another length, NumPy would copy all names to compare them.
         at = int(np.searchsorted(self.names, key, sorter=order))
         found = at if order is None else int(order[at]) if at < len(order) else at
         return found if found < len(self) and self.names[found] == name else None
 
     def first_repeated(self) -> str | None:
-        """A name that occurs more than once; None: there is none."""
+        """Returns an id that occurs more than once, or None."""
         names = self.names if self._order is None else self.names[self._order]
-        twice = np.flatnonzero(names[1:] == names[:-1])
-        return names[twice[0]].decode() if len(twice) else None
+        repeats = np.flatnonzero(names[1:] == names[:-1])
+        return names[repeats[0]].decode() if len(repeats) else None
 
     @functools.cached_property
     def _order(self) -> np.ndarray | None:
-        """What sorts the names; None: they are sorted, as most files' are."""
+        """The permutation that sorts the names; None if they are sorted, as they are in most files."""
         return None if np.all(self.names[:-1] <= self.names[1:]) else np.argsort(self.names, kind="stable")

@@ -1,4 +1,4 @@
-"""`ClientRows`: what clients keep between rounds, one row each, of which only those that were written take room."""
+"""`ClientRows`: the memory of clients between rounds, one row per client; only rows that were written occupy space."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _BLOCK_BYTES = 64 * 2**20
 
 
 class ClientRows:
-    """What each client of a population keeps between rounds: a value, like any part of a state.
+    """The memory of each client of a population between rounds, as an immutable value in a state.
 
-    A client that was never written costs 8 bytes of the index. `written` gives a new value; the old one stays what it was,
-    for as long as somebody holds it. Rows lie in memory if those of all clients would take less than a quarter of what is
-    free, else in a temporary file; a run keeps them in its folder.
+    A client whose row was never written takes 8 bytes. `written` returns a new value; the old value keeps its rows as long as
+    there is a reference to it. Rows are stored in memory if the rows of all clients would take less than a quarter of the free
+    memory, and otherwise in a temporary file. A run stores them in its folder.
 
     Attributes:
-      index: ``int64 [num_clients]``, each client's row in the store, -1 for none.
+      store: the rows, which several values share.
+      index: ``int64 [num_clients]``, the number of each client's row in the store, or -1.
 
     >>> empty = ClientRows.empty({"w": jax.ShapeDtypeStruct((2,), np.float32)}, num_clients=1000)
     >>> one = empty.written(np.array([7]), {"w": np.array([[1.0, 2.0]], np.float32)})
@@ -36,35 +37,35 @@ class ClientRows:
     """
 
     def __init__(self, store: RowStore, index: Any) -> None:
-        # Rows are kept for those who are known to refer to them: an index that went to a device is taken back.
+        # The store keeps only rows that a host index refers to, so an index on a device is copied back.
         if isinstance(index, jax.Array) and not isinstance(index, jax.core.Tracer):
             index = np.asarray(index, np.int64)
         self.store, self.index = store, index
         if isinstance(index, np.ndarray):
-            store.users.add(self)
+            store.references.add(self)
 
     @classmethod
     def empty(cls, like: Rows, num_clients: int) -> ClientRows:
-        """Nothing kept yet; ``like`` is one client's row, of arrays or ``jax.ShapeDtypeStruct``."""
+        """Returns a value without rows. ``like`` is the row of one client: a pytree of arrays or ``jax.ShapeDtypeStruct``."""
         store: RowStore = RowFile(like)
         if store.row_bytes * num_clients <= _MEMORY_SHARE * psutil.virtual_memory().available:
-            with contextlib.suppress(OSError):  # Of a system that gives no more addresses than it has memory.
+            with contextlib.suppress(OSError):  # Some systems reserve no more addresses than they have memory.
                 store = MemoryRows(like, num_clients)
         return cls(store, np.full(num_clients, -1, np.int64))
 
     def __len__(self) -> int:
-        """How many clients have a row."""
+        """Returns the number of clients that have a row."""
         return int(np.count_nonzero(self.index >= 0))
 
     def gather(self, clients: np.ndarray, slots: int | None = None) -> tuple[Rows, np.ndarray]:
-        """Rows of the clients at these positions, and whether they have one.
+        """Returns the rows of some clients, and which of these clients have a row.
 
         Args:
-          clients: ``int [n]``.
-          slots: room for that many rows, at least n, by default n; what is left is zeros.
+          clients: ``int [n]``, positions of the clients.
+          slots: number of rows to return, at least n; default n. Further rows, and those of clients without a row, are zero.
 
         Returns:
-          Rows, leaves ``[slots, ...]``, and ``bool [slots]``.
+          The rows, with leaves ``[slots, ...]``, and ``bool [slots]``, True for clients that have a row.
         """
         slots = len(clients) if slots is None else slots
         seen = np.zeros(slots, bool)
@@ -73,12 +74,15 @@ class ClientRows:
         return jax.tree.unflatten(self.store.structure, rows), seen
 
     def read(self, clients: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> np.ndarray:
-        """Copies rows of the clients at these positions, of those who have one, and says who does, ``bool [n]``.
+        """Copies the rows of some clients into arrays. Clients without a row leave the arrays unchanged.
 
         Args:
-          clients: ``int [n]``.
+          clients: ``int [n]``, positions of the clients.
           out: leaves ``[slots, ...]``, in the order of `jax.tree.leaves`.
-          at: ``int [n]``, rising, where they go.
+          at: ``int [n]``, increasing, the slot of each client.
+
+        Returns:
+          ``bool [n]``, True for clients that have a row.
         """
         numbers = self.index[clients]
         seen = numbers >= 0
@@ -86,22 +90,22 @@ class ClientRows:
         return seen
 
     def written(self, clients: np.ndarray, rows: Rows, where: np.ndarray | None = None) -> ClientRows:
-        """The same with new rows for some clients.
+        """Returns a value with new rows for some clients.
 
         Args:
-          clients: ``int [n]``, their positions, no one twice.
-          rows: leaves ``[>= n, ...]``.
-          where: ``bool [n]``, for whom of them; by default for all.
+          clients: ``int [n]``, positions of the clients, without duplicates.
+          rows: leaves ``[>= n, ...]``, the new rows.
+          where: ``bool [n]``, True for clients that get their new row; default all.
         """
         return self.all_written([(clients, rows, where)])
 
-    def all_written(self, parts: Iterable[tuple[np.ndarray, Rows, np.ndarray | None]]) -> ClientRows:
-        """The same with new rows that come in several parts, each what `written` takes; no client has a new row in two."""
+    def all_written(self, updates: Iterable[tuple[np.ndarray, Rows, np.ndarray | None]]) -> ClientRows:
+        """Returns a value with several updates applied, each the arguments of `written`; no client is in two of them."""
         chosen = [
             (clients, rows, np.arange(len(clients)) if where is None else np.flatnonzero(where))
-            for clients, rows, where in parts
+            for clients, rows, where in updates
         ]
-        # All at once: what is taken, and nobody refers to yet, would be found free by the next who asks.
+        # One allocation for all updates: another one would find rows free to which no index refers yet.
         with self.store.lock:
             taken = self.store.allocate(sum(len(at) for _, _, at in chosen))
             index = self.index.copy()
@@ -112,25 +116,25 @@ class ClientRows:
             return ClientRows(self.store, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ClientRows:
-        return ClientRows(self.store, self.index.copy())  # Rows are never changed.
+        return ClientRows(self.store, self.index.copy())  # Rows are immutable.
 
     def copied(self, store: RowStore | None = None) -> ClientRows:
-        """The same rows in another store of the same layout; by default in one of its own."""
+        """Returns a copy of the rows in another store of the same layout, by default a new one."""
         copy = ClientRows.empty(self.store.like, len(self.index))
         if store is not None:
             copy = ClientRows(store, copy.index)
-        there = np.flatnonzero(self.index >= 0)
-        # In the order in which they lie: a file is then read from front to back.
-        there = there[np.argsort(self.index[there])]
+        positions = np.flatnonzero(self.index >= 0)
+        # In the order of the store, so that a file is read sequentially.
+        positions = positions[np.argsort(self.index[positions])]
         block = max(1, _BLOCK_BYTES // max(1, self.store.row_bytes))
-        for start in range(0, len(there), block):
-            clients = there[start : start + block]
+        for start in range(0, len(positions), block):
+            clients = positions[start : start + block]
             copy = copy.written(clients, self.gather(clients)[0])
         return copy
 
 
 def is_rows(value: Any) -> bool:
-    """Whether a part of a state is `ClientRows`: the ``is_leaf`` of those who take them whole."""
+    """Returns whether a value is `ClientRows`; for use as ``is_leaf`` of functions of `jax.tree`."""
     return isinstance(value, ClientRows)
 
 

@@ -1,4 +1,4 @@
-"""`Cohort`: who takes part in a round, and with which randomness."""
+"""`Cohort`: the clients of a round and the random key of the round."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fedsim.data._federated_data import ClientDataset, FederatedData
 class Cohort:
     """The clients of one round.
 
-    Iterating gives ``(client_id, dataset, key)`` for each, where ``key`` is the client's own key in this round.
+    Iterating yields ``(client_id, dataset, key)`` for each client, where ``key`` is the client's key of this round.
 
     Attributes:
       data: the population.
-      clients: ``int32 [n]``, positions in the population, no client twice.
-      round: the round's number, from 0; it enters every key.
-      key: the run's root key.
-      work: ``float32 [n]`` in [0, 1], the share of its steps that each client manages this round, rounded up to whole steps
-        (stragglers); None: all of them.
-      attack: what attackers do, a `fedsim.attacks.Attack`; None: nobody attacks, and nothing is compiled for it.
-      attackers: ``bool [n]``, who attacks; given with ``attack`` and only then.
-      slots: room for this many clients, at least n and at most the population; 0: n. Cohorts of equal ``slots`` share
-        one compiled program, however many clients they have: none at all is fine, too, if ``slots`` is given.
+      clients: ``int32 [n]``, positions in the population, without duplicates.
+      round: number of the round, from 0. All keys of the round depend on it.
+      key: root key of the run.
+      slots: number of clients that the compiled program has space for: at least n, at most the size of the population. 0 means
+        n. Cohorts with equal ``slots`` share one compiled program, whatever their n. With ``slots``, n may be 0.
+      work: ``float32 [n]`` in [0, 1], the fraction of its steps that each client takes in this round, rounded up to whole steps
+        (stragglers take fewer). None means all steps.
+      attack: a `fedsim.attacks.Attack`. None means that there are no attackers, and the program contains no attack.
+      attackers: ``bool [n]``, True for attackers. It must be given if ``attack`` is given, and only then.
 
     Raises:
-      ValueError: positions outside the population or one twice, a cohort that is empty without ``slots``, ``slots`` or ``work``
-        out of its range, ``attackers`` that are not one truth value per client, a round out of [0, 2**31).
+      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots`` or
+        ``work`` outside their range, ``attackers`` that are not one bool per client, or a round outside [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -55,27 +55,31 @@ class Cohort:
         clients = np.asarray(self.clients, np.int32)
         object.__setattr__(self, "clients", clients)
         if not 0 <= self.round < 2**31:
-            raise ValueError(f"Expected 0 <= round < 2**31, got round={self.round}.")
+            raise ValueError(f"Expected 0 <= round < 2**31, got round={self.round}: count rounds from 0.")
         object.__setattr__(self, "slots", operator.index(self.slots) or len(clients))
         if not self.slots:
-            raise ValueError("The cohort is empty: expected at least one client, or slots=... for a round without any.")
+            raise ValueError("The cohort is empty: expected at least one client, or slots=... for a round without clients.")
         if not len(clients) <= self.slots <= self.data.num_clients:
             raise ValueError(
                 f"Expected {len(clients)} (the cohort) <= slots <= {self.data.num_clients} (the population), "
-                f"got slots={self.slots}."
+                f"got slots={self.slots}: leave it out, or give a number in this range."
             )
         if len(clients) and (clients.min() < 0 or clients.max() >= self.data.num_clients):
-            raise ValueError(f"Expected clients in [0, {self.data.num_clients}), got {clients.min()} to {clients.max()}.")
+            raise ValueError(
+                f"Expected positions in [0, {self.data.num_clients}) in clients, got {clients.min()} to {clients.max()}."
+            )
         if len(np.unique(clients)) != len(clients):
-            raise ValueError("A client occurs more than once in the cohort; each may take part once a round.")
+            raise ValueError("A client occurs more than once in the cohort: list every client once per round.")
         if self.work is not None:
             work = np.asarray(self.work, np.float32)
             object.__setattr__(self, "work", work)
             if work.shape != clients.shape or not np.all((work >= 0) & (work <= 1)):
-                raise ValueError(f"Expected work in [0, 1], one number per client of {len(clients)}, got work={self.work!r}.")
+                raise ValueError(
+                    f"Expected work in [0, 1], a number for each of the {len(clients)} clients, got work={self.work!r}."
+                )
 
         if (self.attack is None) != (self.attackers is None):
-            raise ValueError("Expected attack and attackers together, or neither: what is done, and by whom.")
+            raise ValueError("Expected both attack and attackers, or neither: give the attack and a bool per client.")
         if self.attackers is not None:
             attackers = np.asarray(self.attackers)
             object.__setattr__(self, "attackers", attackers)
@@ -86,11 +90,17 @@ class Cohort:
 
     @classmethod
     def of(cls, data: FederatedData, client_ids: Sequence[str], *, round: int = 0, seed: int | jax.Array = 0) -> Cohort:
-        """A cohort of named clients.
+        """Returns the cohort of the clients with these ids.
+
+        Args:
+          data: the population.
+          client_ids: ids of the clients, without duplicates.
+          round: number of the round, from 0.
+          seed: the run's seed, or its root key.
 
         Raises:
-          KeyError: a name that the population lacks.
-          ValueError: no names, or one twice.
+          KeyError: the population has no client of this id.
+          ValueError: no ids, or a duplicate.
         """
         return cls(data, np.array([data.index(i) for i in client_ids], np.int32), round, rng.root(seed))
 
@@ -99,7 +109,7 @@ class Cohort:
 
     @property
     def client_ids(self) -> list[str]:
-        """Names, in cohort order."""
+        """Ids of the clients, in the order of the cohort."""
         return [self.data.client_ids[int(i)] for i in self.clients]
 
     @property
@@ -108,15 +118,15 @@ class Cohort:
         return self.data.sizes[self.clients]
 
     def num_steps(self, batches: Batches) -> np.ndarray:
-        """How many steps each client takes, ``int64 [n]``: what ``batches`` says, or the share of it that it manages."""
+        """Returns the number of steps of each client, ``int64 [n]``, with ``work`` taken into account."""
         steps = batches.num_steps(self.sizes)
         if self.work is None:
             return steps
-        # 0.35 of 60 is 21, also where a float has it a little above.
+        # In floats 0.35 * 60 may be slightly larger than 21, and it must not be rounded up to 22.
         return np.ceil(steps * self.work.astype(np.float64) - 1e-4).astype(np.int64)
 
     def keys(self) -> jax.Array:
-        """Each client's key of this round, ``[n]``."""
+        """Returns the clients' keys of this round, ``[n]``."""
         return rng.client_keys(self.key, self.round, self.clients)
 
     def __iter__(self) -> Iterator[tuple[str, ClientDataset, jax.Array]]:

@@ -1,9 +1,9 @@
-"""What goes wrong with files."""
+"""The error that readers of files raise."""
 
 
 class FormatError(ValueError):
-    """A file is not what it should be: truncated, damaged, of another format, or holding no population.
+    """The content of a file is wrong: truncated, damaged, in another format, or without clients.
 
-    The message names the file, and the client and the feature where they are known, and says what to do about it. Readers
-    raise it for all that is wrong with a file's content; a missing or unreadable file stays the `OSError` that it is.
+    The message names the file, the client and the feature if they are known, and a remedy. A file that is missing or cannot be
+    read raises an `OSError` instead.
     """

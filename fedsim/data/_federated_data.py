@@ -1,4 +1,4 @@
-"""`FederatedData`: every client's examples, packed; `ClientDataset`: one client's, to hold in the hand."""
+"""`FederatedData`: the examples of all clients in shared columns; `ClientDataset`: the examples of one client."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClientDataset:
-    """One client's examples.
+    """The examples of one client.
 
     Attributes:
-      client_id: its name.
-      examples: feature name to ``np.ndarray [n, ...]`` (views into the packed columns: do not write to them).
+      client_id: the client's id.
+      examples: feature name to ``np.ndarray [n, ...]``. The arrays are views of the population's columns; do not write to them.
 
     >>> data = FederatedData.from_clients({"a": {"x": np.arange(3)}})
     >>> len(data["a"]), data["a"]["x"].tolist()
@@ -43,9 +43,12 @@ class ClientDataset:
         return self.examples[feature]
 
     def batches(self, batches: Batches, key: jax.Array, steps: int | None = None) -> Iterator[Batch]:
-        """The batches this client trains on when ``key`` is its key of the round: the same that compiled rounds see.
+        """Yields the batches that the client trains on in a round. Compiled rounds use the same batches.
 
-        With ``steps``, only that many (of a straggler).
+        Args:
+          batches: batch size and number of steps.
+          key: the client's key of the round, see `Cohort.keys`.
+          steps: number of batches, for example of a straggler; default: what ``batches`` says.
 
         >>> data = FederatedData.from_clients({"a": {"x": np.arange(3)}})
         >>> [batch.mask.tolist() for batch in data["a"].batches(Batches(size=2), rng.root(0))]
@@ -61,18 +64,18 @@ class ClientDataset:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class FederatedData:
-    """A population of clients, packed: one contiguous column per feature, and where each client's rows start.
+    """A population of clients: one contiguous column per feature, and the position of each client's rows.
 
-    Client ``i`` owns rows ``offsets[i] : offsets[i + 1]`` of every column, so any client is a slice, a client may be
-    empty, and columns may be memory-mapped files that are larger than memory (see `FederatedData.open`).
+    The rows ``offsets[i] : offsets[i + 1]`` of every column belong to client ``i``, so a client is a slice and may be empty.
+    Columns may be memory-mapped files that are larger than memory, see `FederatedData.open`.
 
     Attributes:
-      columns: feature name to array ``[rows, ...]``; text is a `TextColumn`, made of an object array of ``bytes`` if need be.
-      offsets: ``int64 [clients + 1]``, rising from 0 to rows.
-      client_ids: a name per client, unique.
+      columns: feature name to array ``[rows, ...]``. Text is a `TextColumn`; object arrays of ``bytes`` are converted to it.
+      offsets: ``int64 [clients + 1]``, nondecreasing from 0 to rows.
+      client_ids: the clients' ids, which are unique strings.
 
     Raises:
-      ValueError: no clients, no features, columns of different lengths, offsets that do not fit, repeated names.
+      ValueError: no clients, no features, columns of different lengths, wrong offsets, or duplicate ids.
 
     >>> data = FederatedData.from_clients({"ann": {"x": np.zeros([3, 2])}, "bob": {"x": np.ones([1, 2])}})
     >>> data.num_clients, data.num_examples, data.sizes.tolist(), data["bob"]["x"].tolist()
@@ -85,7 +88,7 @@ class FederatedData:
 
     def __post_init__(self) -> None:
         if np.asarray(self.offsets).dtype.kind not in "iu":
-            raise ValueError(f"Expected integer offsets, got {np.asarray(self.offsets).dtype}.")
+            raise ValueError(f"Expected integer offsets, got {np.asarray(self.offsets).dtype}: convert them.")
         offsets = np.asarray(self.offsets, np.int64)
         object.__setattr__(self, "offsets", offsets)
         if not self.columns:
@@ -94,8 +97,8 @@ class FederatedData:
             raise ValueError("The population is empty: expected at least one client.")
         if offsets.shape != (len(self.client_ids) + 1,) or offsets[0] != 0 or np.any(np.diff(offsets) < 0):
             raise ValueError(
-                f"Expected offsets of shape [{len(self.client_ids) + 1}] (one more than clients) that rise from 0, "
-                f"got shape {list(offsets.shape)}."
+                f"Expected offsets of shape [{len(self.client_ids) + 1}] (clients + 1), nondecreasing from 0, got shape "
+                f"{list(offsets.shape)} and values such as {offsets.ravel()[:3].tolist()}."
             )
         object.__setattr__(self, "columns", {name: _packed_text(name, column) for name, column in self.columns.items()})
         for name, column in self.columns.items():
@@ -106,16 +109,16 @@ class FederatedData:
             if len(column) != offsets[-1]:
                 raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
         if offsets[-1] >= 2**31:
-            raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
+            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: divide the clients.")
         if isinstance(self.client_ids, ClientIds):
             return
         wrong = next((i for i in self.client_ids if not isinstance(i, str)), None)
         if wrong is not None:
-            raise ValueError(f"Client ids must be text, got {type(wrong).__name__} {wrong!r:.60}: give str(...) of it.")
+            raise ValueError(f"Client ids must be text, got {type(wrong).__name__} {wrong!r:.60}: convert it to str.")
         if len(self._index) != len(self.client_ids):
             seen: set[str] = set()
-            twice = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
-            raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
+            duplicate = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
+            raise ValueError(f"Client ids must be unique, and {duplicate!r} occurs more than once: rename one of the clients.")
 
     @classmethod
     def from_arrays(
@@ -126,18 +129,18 @@ class FederatedData:
         clients: Sequence[Any] | np.ndarray | None = None,
         client_ids: Sequence[str] | None = None,
     ) -> FederatedData:
-        """Packs arrays, split either by ``sizes`` (consecutive rows) or by ``clients`` (each row's owner).
+        """Creates a population from arrays and either the number of rows per client or the client of each row.
 
         Args:
           columns: feature name to array ``[rows, ...]``.
-          sizes: number of rows of each client, in order.
-          clients: ``[rows]``, the owner of each row, whose name is its text; clients come in the sorted order of owners, and a
-            client's rows keep their order.
-          client_ids: names, with ``sizes`` only; default ``"0", "1", ...``.
+          sizes: number of rows of each client; a client's rows are consecutive.
+          clients: ``[rows]``, the client of each row. Its text is the client id. Clients are sorted, and the rows of a client
+            keep their order.
+          client_ids: the clients' ids, only with ``sizes``; default ``"0", "1", ...``.
 
         Raises:
-          ValueError: neither or both of ``sizes`` and ``clients``, ``client_ids`` without ``sizes``, a row without an owner, or
-            lengths that do not fit.
+          ValueError: neither or both of ``sizes`` and ``clients``, ``client_ids`` without ``sizes``, a row without a client, or
+            wrong lengths.
 
         >>> data = FederatedData.from_arrays({"y": [5, 6, 7]}, clients=["b", "a", "b"])
         >>> {client.client_id: client["y"].tolist() for client in data.clients()}
@@ -145,34 +148,40 @@ class FederatedData:
         """
         columns = {name: c if isinstance(c, TextColumn) else np.asarray(c) for name, c in columns.items()}
         if (sizes is None) == (clients is None):
-            raise ValueError("Give either sizes (rows per client) or clients (the owner of each row).")
+            raise ValueError(
+                "Expected either sizes (rows per client) or clients (the client of each row), got both or neither."
+            )
         if clients is not None:
             if client_ids is not None:
-                raise ValueError("Give client_ids only with sizes: clients names the clients itself.")
-            owners, owner = _owners(np.asarray(clients))
+                raise ValueError(
+                    "Expected client_ids only with sizes: with clients, its values are the ids. Leave client_ids out."
+                )
+            ids, client_of_row = _group_by_client(np.asarray(clients))
             for name, column in columns.items():
-                if len(column) != len(owner):
-                    raise ValueError(f"Feature {name!r} has {len(column)} rows, and clients names {len(owner)} owners.")
-            order = np.argsort(owner, kind="stable")
+                if len(column) != len(client_of_row):
+                    raise ValueError(
+                        f"Feature {name!r} has {len(column)} rows, and clients has {len(client_of_row)}: give one per row."
+                    )
+            order = np.argsort(client_of_row, kind="stable")
             columns = {name: column[order] for name, column in columns.items()}
-            sizes, client_ids = np.bincount(owner, minlength=len(owners)), owners
+            sizes, client_ids = np.bincount(client_of_row, minlength=len(ids)), ids
         sizes = np.asarray(sizes)
         if sizes.ndim != 1 or (sizes.size and sizes.dtype.kind not in "iu"):
-            raise ValueError(f"Expected sizes [clients] of whole numbers, got {sizes.dtype} {list(sizes.shape)}.")
+            raise ValueError(f"Expected sizes as integers of shape [clients], got {sizes.dtype} {list(sizes.shape)}.")
         sizes = sizes.astype(np.int64)
         if sizes.size and sizes.min() < 0:
             raise ValueError(f"Expected sizes >= 0, got {sizes.min()} for client number {int(sizes.argmin())}.")
         ids = [str(i) for i in range(len(sizes))] if client_ids is None else list(client_ids)
         if len(ids) != len(sizes):
-            raise ValueError(f"Got {len(ids)} client_ids for {len(sizes)} sizes.")
+            raise ValueError(f"Expected one of client_ids per client, got {len(ids)} client_ids for {len(sizes)} sizes.")
         return cls(columns, np.concatenate([[0], np.cumsum(sizes)]), ids)
 
     @classmethod
     def from_clients(cls, clients: Mapping[str, Mapping[str, Any]]) -> FederatedData:
-        """Packs ``{client id: {feature: array [n, ...]}}``.
+        """Creates a population from ``{client id: {feature: array [n, ...]}}``.
 
         Raises:
-          ValueError: no clients, or a client whose features, shapes or dtypes differ from the first one's; it is named.
+          ValueError: no clients, or a client with other features, shapes or dtypes than the first client. The message names it.
 
         >>> FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"y": np.zeros(2)}})
         Traceback (most recent call last):
@@ -192,10 +201,14 @@ class FederatedData:
 
     @classmethod
     def from_partition(cls, columns: Mapping[str, Any], partition: Sequence[np.ndarray]) -> FederatedData:
-        """Splits arrays ``[rows, ...]`` over clients by index arrays, e.g. those of `fedsim.partitioners`.
+        """Creates a population from arrays and the row indices of each client.
+
+        Args:
+          columns: feature name to array ``[rows, ...]``.
+          partition: an integer array of row indices per client, for example from `fedsim.partitioners`.
 
         Raises:
-          ValueError: columns of different lengths, indices that are no whole numbers or lie outside of the columns.
+          ValueError: columns of different lengths, or indices that are not integers or are outside of the columns.
 
         >>> data = FederatedData.from_partition({"y": [5, 6, 7]}, [np.array([2]), np.array([0, 1])])
         >>> [client["y"].tolist() for client in data.clients()]
@@ -210,7 +223,7 @@ class FederatedData:
         for client, rows in enumerate(indices):
             if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
                 raise ValueError(
-                    f"Expected integer indices for client {client}, got {rows.dtype} {list(rows.shape)}: no masks, no floats."
+                    f"Expected integer indices for client {client}, got {rows.dtype} {list(rows.shape)}: see np.flatnonzero."
                 )
             if rows.size and not 0 <= rows.min() <= rows.max() < num_rows:
                 raise ValueError(
@@ -255,15 +268,15 @@ class FederatedData:
         return verify_packed(path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the population to one packed HDF5 file, which takes its name only once it is whole.
+        """Writes the population to a packed HDF5 file, which appears under its name only when it is complete.
 
-        The columns lie contiguous under ``/columns``; ``/offsets`` is ``int64 [clients + 1]`` and ``/client_ids`` holds
-        fixed-length UTF-8. A text column is a group of ``bytes`` and ``starts``.
+        The columns are contiguous datasets in ``/columns``. ``/offsets`` is ``int64 [clients + 1]``, and ``/client_ids`` is
+        fixed-length UTF-8. A text column is a group of ``bytes`` and ``starts``. The file contains checksums, see `verify`.
 
         Raises:
           FileNotFoundError: the folder does not exist.
-          ValueError: a column's name or dtype, or a client's name, that HDF5 cannot hold.
-          OSError: the disk is full; nothing is left of the file.
+          ValueError: HDF5 cannot store the name or the dtype of a column, or a client id.
+          OSError: the disk is full; no file is left.
 
         >>> import tempfile
         >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(0)}})
@@ -277,12 +290,12 @@ class FederatedData:
 
     @property
     def num_clients(self) -> int:
-        """Number of clients, empty ones counted."""
+        """Number of clients, including clients without examples."""
         return len(self.client_ids)
 
     @property
     def num_examples(self) -> int:
-        """Number of examples of all clients together."""
+        """Number of examples of all clients."""
         return int(self.offsets[-1])
 
     @functools.cached_property
@@ -297,7 +310,7 @@ class FederatedData:
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of all columns."""
+        """Size of all columns in bytes."""
         return sum(column.nbytes for column in self.columns.values())
 
     @functools.cached_property
@@ -325,25 +338,25 @@ class FederatedData:
         return self.clients()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is kept beside the fields (arrays on devices among it) stays behind when data is sent to another process.
+        # Cached values, among them arrays on devices, are not sent to other processes.
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def index(self, client_id: str) -> int:
-        """A client's position in the population.
+        """Returns the position of a client in the population.
 
         Raises:
-          KeyError: no client has this name.
+          KeyError: there is no client of this id.
         """
         position = self._position(client_id)
         if position is None:
-            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients, such as {self.client_ids[0]!r}.")
+            raise KeyError(f"No client {client_id!r} among {self.num_clients} clients; the first is {self.client_ids[0]!r}.")
         return position
 
     def client(self, index: int) -> ClientDataset:
-        """The client at a position (see `index`).
+        """Returns the client at a position, see `index`.
 
         Raises:
-          IndexError: there is no such position.
+          IndexError: the position is outside the population.
         """
         if not 0 <= index < self.num_clients:
             raise IndexError(f"Expected 0 <= index < {self.num_clients}, got index={index}.")
@@ -351,24 +364,29 @@ class FederatedData:
         return ClientDataset(self.client_ids[index], {name: column[rows] for name, column in self.columns.items()})
 
     def clients(self) -> Iterator[ClientDataset]:
-        """All clients, in order."""
+        """Returns an iterator over all clients, in order."""
         return (self.client(i) for i in range(self.num_clients))
 
     def select(self, client_ids: Sequence[str]) -> FederatedData:
-        """A population of these clients only, in this order (a copy of their rows)."""
+        """Returns a population of these clients, in this order. Their rows are copied."""
         client_ids = list(client_ids)
         chosen = [self.index(client_id) for client_id in client_ids]
         columns = {name: self.gather(name, chosen) for name in self.columns}
         return FederatedData.from_arrays(columns, sizes=self.sizes[chosen], client_ids=client_ids)
 
     def gather(self, feature: str, clients: Sequence[int] | np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """One feature's rows of these clients, end to end: ``[sum of sizes, ...]``.
+        """Returns the concatenated rows of some clients of one feature, ``[sum of sizes, ...]``.
 
-        The cost does not grow with the population.
+        The cost does not depend on the size of the population.
+
+        Args:
+          feature: name of the feature.
+          clients: positions of the clients.
+          out: array ``[>= sum of sizes, ...]`` to write to, which is then returned; default: a new array.
         """
         column, clients = self.columns[feature], np.asarray(clients, np.int64)
         if not isinstance(column, TextColumn):
-            column = np.asarray(column)  # A slice of a mapped array, as such, takes four times as long to make.
+            column = np.asarray(column)  # Slicing an np.memmap takes four times as long.
         starts, stops = self.offsets[clients], self.offsets[clients + 1]
         parts = [column[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]
         if out is None:
@@ -378,41 +396,46 @@ class FederatedData:
         return out
 
     def check_dtypes(self) -> None:
-        """Raises ``ValueError`` for a column that no device can hold: strings, objects, dates, another machine's byte
-        order."""
+        """Raises a ``ValueError`` for a column that no device can store: text, objects, dates, or another byte order."""
         for name, column in self.columns.items():
             if isinstance(column, TextColumn):
                 raise ValueError(
-                    f"Feature {name!r} is text, which no device can hold: make tokens of it first (see fedsim.text), or "
-                    "leave it out."
+                    f"Feature {name!r} is text, which no device can store: convert it to tokens (see fedsim.text), or leave "
+                    "it out."
                 )
             number = column.dtype.kind in "biufc" or jax.numpy.issubdtype(column.dtype, jax.numpy.number)  # bfloat16, too.
             if not number or column.dtype.char in "gG" or not column.dtype.isnative:
                 raise ValueError(
-                    f"Feature {name!r} has dtype {column.dtype}, which no device can hold: convert it to numbers in this "
+                    f"Feature {name!r} has dtype {column.dtype}, which no device can store: convert it to numbers in this "
                     "machine's byte order, or leave it out."
                 )
 
     def check_finite(self) -> None:
-        """Raises ``ValueError`` at the first NaN or infinity, naming feature and client. The outcome is remembered."""
+        """Raises a ``ValueError`` for the first NaN or infinity, with feature and client. The result is cached."""
         _ = self._finite
 
     def check_labels(self, feature: str, num_classes: int) -> None:
-        """Raises ``ValueError`` unless all labels, of any shape per example, are integers in ``[0, num_classes)``; it names
-        the client."""
+        """Raises a ``ValueError`` unless all labels are integers in ``[0, num_classes)``. The message names the client.
+
+        Args:
+          feature: name of the labels, which may have any shape per example.
+          num_classes: number of classes.
+        """
         low, high = self._label_range(feature)
         if low is None or high is None:
             return
         label, row = low if low[0] < 0 else high
         if not 0 <= label < num_classes:
-            remedy = "Labels count from 0." if label < 0 else f"Pick the dataset's model, or give it num_classes={label + 1}."
+            remedy = (
+                "Number the labels from 0." if label < 0 else f"Use the dataset's model, or one with num_classes={label + 1}."
+            )
             raise ValueError(
-                f"Client {self._owner(row)!r} has label {feature}={label}, and the model has classes 0 to "
+                f"Client {self._client_id_of_row(row)!r} has label {feature}={label}, and the model has classes 0 to "
                 f"{num_classes - 1}. {remedy}"
             )
 
     def label_range(self, feature: str) -> tuple[int, int] | None:
-        """The smallest and the largest of a feature's integers; None: there are none. The outcome is remembered."""
+        """Returns the smallest and the largest integer of a feature; None if it has no values. The result is cached."""
         low, high = self._label_range(feature)
         return None if low is None or high is None else (low[0], high[0])
 
@@ -424,14 +447,15 @@ class FederatedData:
                     bad = ~np.isfinite(column[start : start + _CHUNK_ROWS])
                     if bad.any():
                         row = start + int(np.flatnonzero(bad.reshape(len(bad), -1).any(1))[0])
+                        client_id = self._client_id_of_row(row)
                         raise ValueError(
-                            f"Feature {name!r} of client {self._owner(row)!r} holds a NaN or an infinity (example "
-                            f"{row - int(self.offsets[self.index(self._owner(row))])}). Clean or drop that example."
+                            f"Feature {name!r} of client {client_id!r} holds a NaN or an infinity (example "
+                            f"{row - int(self.offsets[self.index(client_id)])}). Correct or remove that example."
                         )
         return True
 
     def _label_range(self, feature: str) -> tuple[tuple[int, int], tuple[int, int]] | tuple[None, None]:
-        """The smallest and the largest label, each with its row; None: there are none. The outcome is remembered."""
+        """Returns the smallest and the largest label, each with its row, or two Nones. The result is cached."""
         cache = self.__dict__.setdefault("_label_ranges", {})
         if feature not in cache:
             labels = np.asarray(self.columns[feature])
@@ -442,7 +466,7 @@ class FederatedData:
             cache[feature] = tuple((int(labels.flat[at]), int(at) // per_row) for at in extremes) or (None, None)
         return cache[feature]
 
-    def _owner(self, row: int) -> str:
+    def _client_id_of_row(self, row: int) -> str:
         return self.client_ids[int(np.searchsorted(self.offsets, row, side="right")) - 1]
 
 
@@ -455,38 +479,42 @@ def _packed_text(name: str, column: Any) -> Any:
         raise ValueError(f"Feature {name!r}: {error}.") from None
 
 
-def _owners(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """The names of those that ``clients [rows]`` holds, sorted as they are there, and the number of each row's."""
+def _group_by_client(clients: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """Returns the sorted ids of the clients in ``clients [rows]``, and the position of each row's client among them."""
     if clients.ndim != 1:
-        raise ValueError(f"Expected clients [rows], the owner of each row, got shape {list(clients.shape)}.")
-    nobody = clients != clients if clients.dtype.kind != "O" else np.array([each is None or each != each for each in clients])
-    if nobody.any():
-        raise ValueError(f"Row {int(nobody.argmax())} has no owner, clients holds {clients[nobody][0]}: fill or drop it.")
+        raise ValueError(f"Expected clients [rows], the client of each row, got shape {list(clients.shape)}.")
+    missing = clients != clients if clients.dtype.kind != "O" else np.array([each is None or each != each for each in clients])
+    if missing.any():
+        raise ValueError(
+            f"Row {int(missing.argmax())} has no client, got {clients[missing][0]} in clients: fill it in, or remove the row."
+        )
     try:
-        values, owner = np.unique(clients, return_inverse=True)
+        values, client_of_row = np.unique(clients, return_inverse=True)
     except TypeError:
         kinds = sorted({type(each).__name__ for each in clients})
-        raise ValueError(f"Expected owners of one kind in clients, got {' and '.join(kinds)}: make text of them.") from None
-    return [value.decode() if isinstance(value, bytes) else str(value) for value in values], owner
+        raise ValueError(
+            f"Expected values of one type in clients, got {' and '.join(kinds)}: convert all of them to str."
+        ) from None
+    return [value.decode() if isinstance(value, bytes) else str(value) for value in values], client_of_row
 
 
 def check_same_lengths(client_id: str, features: Mapping[str, Any]) -> int:
-    """Raises ``ValueError`` unless a client has features, and they have one length, which it returns."""
+    """Returns the number of examples of a client; raises a ``ValueError`` unless its features have one length."""
     if not features:
         raise ValueError(f"Client {client_id!r} has no features: expected at least one array per client.")
     for name, array in features.items():
         if not array.ndim:
             raise ValueError(
-                f"Feature {name!r} of client {client_id!r}: Expected an array with one row per example, got a single value."
+                f"Feature {name!r} of client {client_id!r}: expected an array with one row per example, got a single value."
             )
     lengths = {name: len(array) for name, array in features.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}.")
+        raise ValueError(f"Client {client_id!r} has features of different lengths: {lengths}. Give equal lengths.")
     return next(iter(lengths.values()))
 
 
 def check_same_features(first_id: str, first: Mapping[str, Any], client_id: str, features: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` unless both clients have the same features, with the same shapes per example and dtypes."""
+    """Raises a ``ValueError`` unless both clients have the same features, shapes per example and dtypes."""
     if set(features) != set(first):
         raise ValueError(
             f"Client {client_id!r} has features {sorted(features)}, and client {first_id!r} has {sorted(first)}: "

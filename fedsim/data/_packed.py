@@ -1,15 +1,17 @@
-"""The packed file: HDF5 for everybody, and readable here without HDF5.
+"""The packed file format: an HDF5 file that can be opened without HDF5.
 
-The file is HDF5 behind a user block: contiguous datasets ``/offsets`` (int64 [clients + 1]), ``/client_ids`` (fixed-length
-UTF-8) and under ``/columns`` one array a feature, each on a page of its own; a text column is a group of ``bytes`` (uint8) and
-``starts`` (int64 [rows + 1]). The user block says where every array lies, and holds a checksum of all that is not a
-column's content. So a file is opened by mapping it, and its structure is known to be whole before anything trusts it: libhdf5
-never parses what may be damaged, for it can crash on that.
+After a user block, the HDF5 file contains the contiguous datasets ``/offsets`` (int64 [clients + 1]), ``/client_ids``
+(fixed-length UTF-8), and one array per feature under ``/columns``. Each array starts on a page of its own. A text column is a
+group of ``bytes`` (uint8) and ``starts`` (int64 [rows + 1]).
 
-The user block also holds the CRC-32 of each array, computed while the array is written. CRC-32 detects every error of up to 32
-neighboring bits, and zlib-ng computes it at 22 GB/s (zlib: 3 GB/s, BLAKE2b: 0.8 GB/s; one core of the README's machine). It
-adds at most 0.1 s to the 0.4 to 0.6 s that writing 537 MB takes. Opening a file of 66 MB takes 8 ms instead of 0.2 ms, and
-verifying one of 537 MB takes 70 ms (both from the page cache).
+The user block stores where each array is, and a checksum of everything except the columns' content. A file is therefore opened
+by mapping it into memory, and its structure is verified before it is used. libhdf5 never parses the file, because it can crash
+on a damaged one.
+
+The user block also stores the CRC-32 of each array, computed while the array is written. CRC-32 detects every error within 32
+consecutive bits, and zlib-ng computes it at 22 GB/s (zlib: 3 GB/s, BLAKE2b: 0.8 GB/s; on one core of the machine in the
+README). It adds at most 0.1 s to the 0.4 to 0.6 s that writing 537 MB takes. Opening a file of 66 MB takes 8 ms instead of
+0.2 ms, and verifying one of 537 MB takes 70 ms (both from the page cache).
 """
 
 from __future__ import annotations
@@ -29,27 +31,27 @@ import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 from zlib_ng import zlib_ng
 
+from fedsim.data._atomic_write import atomic_write
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._errors import FormatError
 from fedsim.data._text_column import TextColumn
-from fedsim.data._whole_file import whole_file
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 
 MAGIC = b"fedsim.packed 2 "
 _HDF5 = b"\x89HDF\r\n\x1a\n"
-# Arrays start on a page of the file, so that they are aligned for any dtype when mapped.
+# Arrays start on a page of the file, which aligns the mapped arrays for any dtype.
 _PAGE = 4096
 BLOCK_BYTES = 1 << 24
-_LINE = 64
+_HEADER_BYTES = 64
 _REMEDY = "Delete it and load the dataset again, or convert or save its source again."
 # Files up to this size are compared with their checksums whenever they are opened, which takes about 10 ms for that size.
 CHECKED_BYTES = 1 << 26
 _READ_BYTES = 1 << 20  # A buffer of this size stays in the processor's cache.
 
 
-class Part(NamedTuple):
+class StoredArray(NamedTuple):
     """One array of the file.
 
     Attributes:
@@ -65,84 +67,86 @@ class Part(NamedTuple):
     crc32: int | None = None
 
     @classmethod
-    def of(cls, array: np.ndarray) -> Part:
+    def of(cls, array: np.ndarray) -> StoredArray:
         return cls(array.dtype, array.shape, _blocks(array))
 
 
 def save_packed(columns: Mapping[str, Any], offsets: np.ndarray, client_ids: Iterable[str], path: StrPath) -> None:
-    """Writes the parts of a population as one packed file; see `FederatedData.save`."""
-    parts: dict[str, Part] = {}
+    """Writes a population to a packed file; see `FederatedData.save`."""
+    arrays: dict[str, StoredArray] = {}
     for name, column in columns.items():
         if isinstance(column, TextColumn):
-            parts |= text_parts(name, Part.of(column.buffer), Part.of(column.starts))
+            arrays |= text_arrays(name, StoredArray.of(column.buffer), StoredArray.of(column.starts))
         else:
-            parts[f"columns/{name}"] = Part.of(column)
-    write_packed(path, offsets, packed_names(client_ids), parts)
+            arrays[f"columns/{name}"] = StoredArray.of(column)
+    write_packed(path, offsets, encode_client_ids(client_ids), arrays)
 
 
-def text_parts(name: str, buffer: Part, starts: Part) -> dict[str, Part]:
-    """The two arrays of a text column."""
+def text_arrays(name: str, buffer: StoredArray, starts: StoredArray) -> dict[str, StoredArray]:
+    """Returns the two arrays of a text column by name."""
     return {f"columns/{name}/bytes": buffer, f"columns/{name}/starts": starts}
 
 
-def packed_names(client_ids: Iterable[str]) -> np.ndarray:
-    """Names as fixed-length UTF-8.
+def encode_client_ids(client_ids: Iterable[str]) -> np.ndarray:
+    """Returns client ids as fixed-length UTF-8, ``S [clients]``.
 
     Raises:
-      ValueError: a name that cannot be held so.
+      ValueError: an id ends with a NUL or is not valid Unicode.
     """
     if isinstance(client_ids, ClientIds):
         return client_ids.names
     encoded = []
     for client_id in client_ids:
         if client_id.endswith("\0"):
-            raise ValueError(f"Client id {client_id!r} ends with a NUL, which packed names cannot hold: rename it.")
+            raise ValueError(f"Client id {client_id!r} ends with a NUL, which a packed file cannot store: rename the client.")
         try:
             encoded.append(client_id.encode())
         except UnicodeEncodeError:
-            raise ValueError(f"Client id {client_id!r} is no valid Unicode, which packed names must be: rename it.") from None
-    # Not one byte wide: HDF5 has no strings of no bytes.
+            raise ValueError(
+                f"Client id {client_id!r} is not valid Unicode, which a packed file requires: rename the client."
+            ) from None
+    # HDF5 has no strings of zero bytes.
     return np.array(encoded, f"S{max(1, max(map(len, encoded)))}")
 
 
-def write_packed(path: StrPath, offsets: np.ndarray, names: np.ndarray, columns: Mapping[str, Part]) -> None:
-    """Writes one packed file, which takes its name only once it is whole.
+def write_packed(path: StrPath, offsets: np.ndarray, client_ids: np.ndarray, columns: Mapping[str, StoredArray]) -> None:
+    """Writes a packed file, which appears under its name only when it is complete.
 
     Args:
       path: the file.
       offsets: ``int64 [clients + 1]``.
-      names: ``S [clients]``.
-      columns: ``columns/<feature>``, or the two of `text_parts`, to what it holds.
+      client_ids: ``S [clients]``, see `encode_client_ids`.
+      columns: ``columns/<feature>``, or the two names of `text_arrays`, to the array.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: a feature's name or dtype that the file cannot hold.
+      ValueError: HDF5 cannot store the name or the dtype of a feature.
       OSError: the disk is full.
     """
-    with whole_file(path) as target:
-        fill_packed(target, offsets, names, columns)
+    with atomic_write(path) as target:
+        fill_packed(target, offsets, client_ids, columns)
 
 
-def fill_packed(target: Path, offsets: np.ndarray, names: np.ndarray, columns: Mapping[str, Part]) -> None:
-    """Writes a packed file over ``target``; see `write_packed`. The bytes of an array without blocks stay as they are."""
+def fill_packed(target: Path, offsets: np.ndarray, client_ids: np.ndarray, columns: Mapping[str, StoredArray]) -> None:
+    """Writes a packed file into ``target``; see `write_packed`. An array without blocks keeps the bytes in the file."""
     _check(columns)
-    parts = {"offsets": Part.of(offsets), "client_ids": Part.of(names), **columns}
-    pages, starts = _structure(parts, _user_block(columns))
+    arrays = {"offsets": StoredArray.of(offsets), "client_ids": StoredArray.of(client_ids), **columns}
+    structure, starts = _structure(arrays, _user_block_bytes(columns))
     checksums = {}
     with open(target, "r+b") as file:
-        for page, content in pages.pages.items():
+        for page, content in structure.pages.items():
             file.seek(page * _PAGE)
             file.write(content)
-        file.truncate(pages.size)  # The last page may be a part of one.
-        for name, part in parts.items():
+        file.truncate(structure.size)  # The last page may be incomplete.
+        for name, array in arrays.items():
             file.seek(starts[name])
             checksum = 0
-            for block in part.blocks:
+            for block in array.blocks:
                 file.write(block)
                 checksum = zlib_ng.crc32(block, checksum)
-            checksums[name] = checksum if part.crc32 is None else part.crc32
-        layout = json.dumps(_layout(parts, starts, pages.size, checksums)).encode()
-        file.seek(_LINE)
+            checksums[name] = checksum if array.crc32 is None else array.crc32
+        layout = json.dumps(_layout(arrays, starts, structure.size, checksums)).encode()
+        file.seek(_HEADER_BYTES)
         file.write(layout)
         file.flush()
         checksum = _checksum(np.memmap(file, np.uint8, "r"), json.loads(layout)["arrays"])
@@ -150,40 +154,45 @@ def fill_packed(target: Path, offsets: np.ndarray, names: np.ndarray, columns: M
         file.write(MAGIC + f"{len(layout):08x} {checksum:08x}\n".encode())
 
 
-def first_place(columns: Mapping[str, Part]) -> tuple[str, int]:
-    """Which of these columns lies first in a file, and from which byte on: that does not depend on the number of rows."""
+def first_column(columns: Mapping[str, StoredArray]) -> tuple[str, int]:
+    """Returns which column a file stores first, and its byte offset; neither depends on the number of rows."""
     _check(columns)
-    name = _first(columns)
+    name = _largest_column(columns)
     one_row = columns[name]._replace(shape=(1, *columns[name].shape[1:]))
-    return name, _structure({name: one_row}, _user_block(columns))[1][name]
+    return name, _structure({name: one_row}, _user_block_bytes(columns))[1][name]
 
 
-def _check(columns: Mapping[str, Part]) -> None:
-    for name, part in columns.items():
+def _check(columns: Mapping[str, StoredArray]) -> None:
+    for name, array in columns.items():
         feature = name.removeprefix("columns/").removesuffix("/bytes").removesuffix("/starts")
         if feature in ("", ".") or "/" in feature or "\0" in feature:
-            raise ValueError(f"Feature name {feature!r} cannot name an HDF5 dataset: rename it.")
-        if part.dtype.kind not in "biufcS" or not part.dtype.itemsize:
-            raise ValueError(f"Feature {feature!r} has dtype {part.dtype}, which a packed file cannot hold: convert it first.")
+            raise ValueError(f"Feature name {feature!r} cannot be the name of an HDF5 dataset: rename the feature.")
+        if array.dtype.kind not in "biufcS" or not array.dtype.itemsize:
+            raise ValueError(
+                f"Feature {feature!r} has dtype {array.dtype}, which a packed file cannot store: convert it first."
+            )
 
 
-def _first(parts: Mapping[str, Part]) -> str:
-    """The column that is probably the largest: a text, or the widest."""
+def _largest_column(arrays: Mapping[str, StoredArray]) -> str:
+    """Returns the name of the column that is probably the largest: a text column, or the one with the largest rows."""
 
     def size(name: str) -> tuple[bool, int]:
         is_text = name.count("/") == 2 and name.endswith("/bytes")
-        return is_text, parts[name].dtype.itemsize * int(np.prod(parts[name].shape[1:]))
+        return is_text, arrays[name].dtype.itemsize * int(np.prod(arrays[name].shape[1:]))
 
-    return max((name for name in parts if name.startswith("columns/")), key=size)
+    return max((name for name in arrays if name.startswith("columns/")), key=size)
 
 
-def _user_block(columns: Mapping[str, Part]) -> int:
-    """Room for the first line and the layout of these columns, whatever the numbers of rows, clients and letters in names."""
-    most = 2**62
-    parts = {name: part._replace(shape=(most,) * len(part.shape)) for name, part in columns.items()}
-    parts |= {"offsets": Part(np.dtype(np.int64), (most,), ()), "client_ids": Part(np.dtype("S1000000000"), (most,), ())}
-    longest = json.dumps(_layout(parts, dict.fromkeys(parts, most), most, dict.fromkeys(parts, 2**32 - 1)))
-    return max(_PAGE, 1 << (len(longest) + _LINE - 1).bit_length())
+def _user_block_bytes(columns: Mapping[str, StoredArray]) -> int:
+    """Returns a size of the user block that suffices for any number of rows and clients and any length of client ids."""
+    largest = 2**62
+    arrays = {name: array._replace(shape=(largest,) * len(array.shape)) for name, array in columns.items()}
+    arrays |= {
+        "offsets": StoredArray(np.dtype(np.int64), (largest,), ()),
+        "client_ids": StoredArray(np.dtype("S1000000000"), (largest,), ()),
+    }
+    longest = json.dumps(_layout(arrays, dict.fromkeys(arrays, largest), largest, dict.fromkeys(arrays, 2**32 - 1)))
+    return max(_PAGE, 1 << (len(longest) + _HEADER_BYTES - 1).bit_length())
 
 
 def open_packed(path: StrPath, build: Callable[..., T]) -> T:
@@ -211,9 +220,9 @@ def verify_packed(path: StrPath) -> bool:
 def _mapped(path: StrPath) -> Iterator[tuple[IO[bytes], np.ndarray]]:
     """Yields an open file and its bytes, mapped; adds the file's name to a `FormatError`."""
     if os.path.isdir(path):
-        raise FormatError(f"{os.fspath(path)} is a folder: give a packed file.")
+        raise FormatError(f"{os.fspath(path)} is a folder: give the path of a packed file.")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"No file {os.fspath(path)}.")
+        raise FileNotFoundError(f"No file {os.fspath(path)}: check the path.")
     try:
         with open(path, "rb", buffering=0) as file:
             yield file, np.memmap(file, np.uint8, "r") if os.fstat(file.fileno()).st_size else np.zeros(0, np.uint8)
@@ -222,17 +231,17 @@ def _mapped(path: StrPath) -> Iterator[tuple[IO[bytes], np.ndarray]]:
 
 
 def _read_layout(mapped: np.ndarray) -> dict[str, Any]:
-    """Returns what the user block says, once the checksum of everything but the columns' content agrees."""
-    head = mapped[:_LINE].tobytes()
+    """Returns the layout in the user block after comparing the checksum of everything but the columns' content."""
+    head = mapped[:_HEADER_BYTES].tobytes()
     if not head.startswith(MAGIC):
         other = "is HDF5 of another layout (fedsim.formats.read_tff_hdf5 reads TFF's)" if head.startswith(_HDF5) else ""
         raise FormatError(
-            f"({len(mapped)} bytes) {other or 'is of another format, or damaged'}: expected a packed population, which "
-            "FederatedData.save writes."
+            f"({len(mapped)} bytes) {other or 'is of another format, or damaged'}: expected a packed file, which "
+            "FederatedData.save or fedsim datasets convert writes."
         )
     with _as_damage():
         length, checksum = (int(word, 16) for word in head[len(MAGIC) :].split(b"\n")[0].split())
-        layout = json.loads(mapped[_LINE : _LINE + length].tobytes())
+        layout = json.loads(mapped[_HEADER_BYTES : _HEADER_BYTES + length].tobytes())
         if len(mapped) != layout["bytes"]:
             raise FormatError(f"is truncated or damaged: it has {len(mapped)} bytes instead of {layout['bytes']}. {_REMEDY}")
         if _checksum(mapped, layout["arrays"]) != checksum:
@@ -242,29 +251,29 @@ def _read_layout(mapped: np.ndarray) -> dict[str, Any]:
 
 
 def _damaged_tables(mapped: np.ndarray, layout: Mapping[str, Any]) -> list[str]:
-    """Returns which of the offsets and the client ids disagree with their own checksums, as far as the layout has them."""
+    """Returns which of the offsets and the client ids differ from their checksums, if the file has these."""
     tables = [name for name in ("offsets", "client_ids") if name in layout.get("crc32", {})]
     return [name for name in tables if zlib_ng.crc32(_map(mapped, **layout["arrays"][name])) != layout["crc32"][name]]
 
 
 def _build(mapped: np.ndarray, layout: Mapping[str, Any], build: Callable[..., T]) -> T:
     with _as_damage():
-        found = {name: _map(mapped, **array) for name, array in layout["arrays"].items()}
+        arrays = {name: _map(mapped, **array) for name, array in layout["arrays"].items()}
         columns: dict[str, Any] = {}
-        for name in found:
+        for name in arrays:
             kind, _, feature = name.partition("/")
             if kind == "columns" and feature.endswith("/bytes"):
                 feature = feature.removesuffix("/bytes")
-                columns[feature] = TextColumn(found[name], np.asarray(found[f"columns/{feature}/starts"]))
+                columns[feature] = TextColumn(arrays[name], np.asarray(arrays[f"columns/{feature}/starts"]))
             elif kind == "columns" and "/" not in feature:
-                columns[feature] = found[name]
-        return build(columns, found["offsets"], ClientIds(np.asarray(found["client_ids"])))
+                columns[feature] = arrays[name]
+        return build(columns, arrays["offsets"], ClientIds(np.asarray(arrays["client_ids"])))
 
 
 def _check_content(file: IO[bytes], layout: Mapping[str, Any]) -> bool:
-    """Raises a `FormatError` unless all arrays agree with their checksums; returns False if the file has no checksums.
+    """Raises a `FormatError` if an array differs from its checksum; returns False if the file has no checksums.
 
-    The file is read, not mapped: pages of a mapped file would count as memory of this process.
+    The file is read instead of mapped, because pages of a mapped file would count as memory of this process.
     """
     with _as_damage():
         if "crc32" not in layout:
@@ -300,7 +309,7 @@ def _described(arrays: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _as_damage() -> Iterator[None]:
-    """Turns what a damaged user block can cause into a `FormatError`."""
+    """Converts the exceptions that a damaged user block can cause into a `FormatError`."""
     try:
         yield
     except FormatError:
@@ -309,88 +318,92 @@ def _as_damage() -> Iterator[None]:
         raise FormatError(f"is truncated or damaged. {_REMEDY}") from error
 
 
-def _layout(parts: Mapping[str, Part], starts: Mapping[str, int], size: int, checksums: Mapping[str, int]) -> dict[str, Any]:
-    arrays = {name: {"dtype": part.dtype.str, "shape": list(part.shape), "start": starts[name]} for name, part in parts.items()}
-    # Beside the arrays and not among their entries, so that versions without checksums read the file, too.
-    return {"bytes": size, "arrays": arrays, "crc32": dict(checksums)}
+def _layout(
+    arrays: Mapping[str, StoredArray], starts: Mapping[str, int], size: int, checksums: Mapping[str, int]
+) -> dict[str, Any]:
+    entries = {
+        name: {"dtype": array.dtype.str, "shape": list(array.shape), "start": starts[name]} for name, array in arrays.items()
+    }
+    # The checksums are not in the arrays' entries, so versions of fedsim without checksums can read the file.
+    return {"bytes": size, "arrays": entries, "crc32": dict(checksums)}
 
 
-class _Pages(io.RawIOBase):
-    """A file in memory of which only the pages exist that were written to.
+class _SparseFile(io.RawIOBase):
+    """A sparse file in memory, which stores only the pages that were written.
 
-    HDF5 lays out its structure here, with room for columns of any size, and so meets no disk that could be full: it raises
-    errors of many kinds then, and keeps a file open that it cannot close.
+    HDF5 writes its structure here, with space for columns of any size, instead of to a disk. On a full disk, HDF5 raises
+    various errors and leaves a file open that it cannot close.
     """
 
     def __init__(self) -> None:
-        self.pages, self.at, self.size = collections.defaultdict[int, bytearray](lambda: bytearray(_PAGE)), 0, 0
+        self.pages, self.position, self.size = collections.defaultdict[int, bytearray](lambda: bytearray(_PAGE)), 0, 0
 
     def write(self, content: Any) -> int:
         content = memoryview(content).cast("B")
-        for piece, page, start, stop in self._pieces(len(content)):
+        for piece, page, start, stop in self._page_ranges(len(content)):
             self.pages[page][start:stop] = content[piece : piece + stop - start]
-        self.at += len(content)
-        self.size = max(self.size, self.at)
+        self.position += len(content)
+        self.size = max(self.size, self.position)
         return len(content)
 
     def readinto(self, buffer: Any) -> int:
         buffer = memoryview(buffer).cast("B")
-        for piece, page, start, stop in self._pieces(len(buffer)):
+        for piece, page, start, stop in self._page_ranges(len(buffer)):
             buffer[piece : piece + stop - start] = self.pages[page][start:stop] if page in self.pages else bytes(stop - start)
-        self.at += len(buffer)
+        self.position += len(buffer)
         return len(buffer)
 
-    def _pieces(self, length: int) -> Iterator[tuple[int, int, int, int]]:
+    def _page_ranges(self, length: int) -> Iterator[tuple[int, int, int, int]]:
         piece = 0
         while piece < length:
-            page, start = divmod(self.at + piece, _PAGE)
+            page, start = divmod(self.position + piece, _PAGE)
             stop = min(_PAGE, start + length - piece)
             yield piece, page, start, stop
             piece += stop - start
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, self.size)[whence]
-        return self.at
+        self.position = offset + (0, self.position, self.size)[whence]
+        return self.position
 
     def tell(self) -> int:
-        return self.at
+        return self.position
 
     def truncate(self, size: int | None = None) -> int:
-        self.size = self.at if size is None else size
+        self.size = self.position if size is None else size
         return self.size
 
 
-def _structure(parts: Mapping[str, Part], user_block: int) -> tuple[_Pages, dict[str, int]]:
-    """The HDF5 file without its arrays' content, and where each is to begin."""
+def _structure(arrays: Mapping[str, StoredArray], user_block: int) -> tuple[_SparseFile, dict[str, int]]:
+    """Returns the HDF5 file without the content of its arrays, and the byte offset of each array."""
     make_groups = h5p.create(h5p.LINK_CREATE)
     make_groups.set_create_intermediate_group(True)
     reserve = h5p.create(h5p.DATASET_CREATE)
     reserve.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     reserve.set_fill_time(h5d.FILL_TIME_NEVER)
-    reserve.set_obj_track_times(False)  # The same data make the same bytes.
-    pages, starts = _Pages(), {}
+    reserve.set_obj_track_times(False)  # Equal data give equal bytes.
+    pages, starts = _SparseFile(), {}
     with h5py.File(pages, "w", userblock_size=user_block, alignment_threshold=1, alignment_interval=_PAGE) as file:
         file.attrs["format"], file.attrs["version"] = "fedsim.packed", 2
-        first = _first(parts)
-        for name in sorted(parts, key=lambda name: name != first):
-            part = parts[name]
-            dtype, space = h5t.py_create(part.dtype, logical=True), h5s.create_simple(part.shape)
+        first = _largest_column(arrays)
+        for name in sorted(arrays, key=lambda name: name != first):
+            array = arrays[name]
+            dtype, space = h5t.py_create(array.dtype, logical=True), h5s.create_simple(array.shape)
             dataset = h5d.create(file.id, name.encode(), dtype, space, reserve, make_groups)
-            starts[name] = dataset.get_offset() if np.prod(part.shape) else 0
+            starts[name] = dataset.get_offset() if np.prod(array.shape) else 0
     return pages, starts
 
 
 def _blocks(array: np.ndarray) -> Iterator[Any]:
-    """An array's bytes, in blocks of rows: it may itself be a mapped file that is larger than memory."""
+    """Yields an array's bytes in blocks of rows, because the array may be a mapped file that is larger than memory."""
     rows = max(1, BLOCK_BYTES // max(1, array.dtype.itemsize * int(np.prod(array.shape[1:]))))
     for start in range(0, len(array) if array.size else 0, rows):
         yield np.ascontiguousarray(array[start : start + rows]).view(np.uint8).data
 
 
 def _checksum(whole: np.ndarray, arrays: Mapping[str, Any]) -> int:
-    """Of all bytes but the first line and the columns' content."""
+    """Returns the CRC-32 of all bytes except the header line and the columns' content."""
     extents = sorted((array["start"], _nbytes(array)) for name, array in arrays.items() if name.startswith("columns/"))
-    checksum, at = 0, _LINE
+    checksum, at = 0, _HEADER_BYTES
     for start, size in [*extents, (len(whole), 0)]:
         if size or start == len(whole):
             checksum = zlib.crc32(whole[at:start].data, checksum)
@@ -409,5 +422,5 @@ def _map(whole: np.ndarray, dtype: str, shape: list[int], start: int) -> np.ndar
     kind = np.dtype(dtype)
     size = _nbytes({"dtype": dtype, "shape": shape})
     if kind.kind not in "biufcS" or min(start, *shape) < 0 or start + size > len(whole):
-        raise ValueError("an array lies outside of the file")
+        raise ValueError("an array is outside of the file")
     return whole[start : start + size].view(kind).reshape(shape)

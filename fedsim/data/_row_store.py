@@ -1,4 +1,7 @@
-"""Where rows lie: in memory, or in a file. Rows of one layout, written once and never changed while anybody refers to them."""
+"""Stores of rows, in memory or in a file.
+
+All rows of a store have one layout. A row does not change while a `ClientRows` refers to it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ import jax
 import numpy as np
 from zlib_ng import zlib_ng
 
+from fedsim.data._atomic_write import atomic_write
 from fedsim.data._errors import FormatError
-from fedsim.data._whole_file import whole_file
 
 Rows = Any
 
@@ -33,21 +36,21 @@ _MAGIC = b"fedsim.rows 1 "
 _LINE = 64
 _PAGE = 4096
 _LARGE_PAGE = 2**21
-_MOST_VIEWS = 1000  # Systems take no more than 1024 at once.
+_MOST_VIEWS = 1000  # Systems accept at most 1024 buffers per call.
 
 
 class RowStore:
-    """Rows of one layout. A row is written once and never changed; it is free again when no `ClientRows` refers to it.
+    """Rows of one layout. A row is immutable until no `ClientRows` refers to it; then it is free to be written again.
 
-    Which rows are free is found out when too few are left, by looking at every `ClientRows` alive (mark and sweep). There
-    is then room for 1.25 times the rows in use, rounded up to a chunk (16 MiB): that is also the most it ever takes.
+    When too few rows are free, the store searches all existing `ClientRows` for rows in use (mark and sweep). It then grows, if
+    necessary, to 1.25 times the rows in use, rounded up to a chunk (16 MiB). It never takes more space than that.
 
     Args:
-      like: one row, of arrays or ``jax.ShapeDtypeStruct``.
+      like: one row, a pytree of arrays or ``jax.ShapeDtypeStruct``.
 
     Attributes:
-      kept: what those who move rows want to find again.
-      lock: to be held from `allocate` until a `ClientRows` refers to those rows.
+      references: every existing `ClientRows` of this store.
+      lock: must be held from `allocate` until a `ClientRows` refers to the allocated rows.
     """
 
     def __init__(self, like: Rows) -> None:
@@ -57,22 +60,21 @@ class RowStore:
         self.row_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in self.leaves)
         self.rows_per_chunk = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
         self.capacity = 0
-        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # every `ClientRows` of this store
+        self.references: weakref.WeakSet[Any] = weakref.WeakSet()
         self.free = np.zeros(0, np.int64)
-        self.kept: dict[tuple[str, Any], Any] = {}
         self.lock = threading.Lock()
 
     @property
     def like(self) -> Rows:
-        """One row, of ``jax.ShapeDtypeStruct``."""
+        """One row, with leaves ``jax.ShapeDtypeStruct``."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
     def allocate(self, count: int) -> np.ndarray:
-        """Numbers of ``count`` rows that nobody refers to, in rising order."""
+        """Returns the numbers of ``count`` free rows, in increasing order."""
         if len(self.free) < count:
             used = np.zeros(self.capacity, bool)
-            for user in self.users:
-                used[user.index[user.index >= 0]] = True
+            for rows in self.references:
+                used[rows.index[rows.index >= 0]] = True
             lacking = math.ceil((np.count_nonzero(used) + count) * _SPARE) - self.capacity
             if lacking > 0:
                 self._grow(-(-lacking // self.rows_per_chunk) * self.rows_per_chunk)
@@ -81,11 +83,11 @@ class RowStore:
         return taken
 
     def read(self, numbers: np.ndarray, out: list[np.ndarray], at: np.ndarray) -> None:
-        """Copies rows to the places ``at`` (rising) of ``out``: one array ``[n, ...]`` per leaf."""
+        """Copies rows to the positions ``at`` (increasing) of ``out``, one array ``[n, ...]`` per leaf."""
         raise NotImplementedError
 
     def write(self, numbers: np.ndarray, values: list[np.ndarray], at: np.ndarray) -> None:
-        """Fills rows with what is at the places ``at`` (rising) of ``values``."""
+        """Writes the values at the positions ``at`` (increasing) of ``values`` to rows."""
         raise NotImplementedError
 
     def _grow(self, rows: int) -> None:
@@ -93,15 +95,15 @@ class RowStore:
 
 
 class MemoryRows(RowStore):
-    """Rows in memory, of which only what was written takes room: the rest is addresses.
+    """Rows in memory. Addresses are reserved for all rows, and only written rows occupy memory.
 
     Args:
-      like: one row, of arrays or ``jax.ShapeDtypeStruct``.
-      clients: how many there are. Up to four rows of each (as many as a run's states of one moment may refer to), the rows
-        stay where they are.
+      like: one row, a pytree of arrays or ``jax.ShapeDtypeStruct``.
+      clients: number of clients. Addresses are reserved for four rows of each, because the states that a run holds at one time
+        refer to at most that many. Beyond that, the rows are moved.
 
     Attributes:
-      rows: one array ``[n, ...]`` per leaf, that begins with a page: a CPU's devices can read it in its place.
+      rows: one array ``[n, ...]`` per leaf, aligned to a page, so that CPU devices can read it without a copy.
     """
 
     def __init__(self, like: Rows, clients: int = 0) -> None:
@@ -120,7 +122,6 @@ class MemoryRows(RowStore):
         for old, new in zip(self.rows, wider, strict=False):
             new[: self.capacity] = old[: self.capacity]
         self.rows, self._blocks, self._reserved = wider, blocks, rows
-        self.kept.clear()  # It may be about where they were.
 
     def _grow(self, rows: int) -> None:
         more = self.capacity + rows
@@ -129,11 +130,12 @@ class MemoryRows(RowStore):
                 self._reserve(2 * more)
             except OSError as error:
                 raise MemoryError(
-                    f"No room in memory for {more:,} rows of what clients keep, {more * self.row_bytes / 1e6:,.1f} MB "
-                    f"({error.strerror}). Hold fewer states at once, or run in a folder, where rows are a file's."
+                    f"No memory for {more:,} rows of client memory, {more * self.row_bytes / 1e6:,.1f} MB "
+                    f"({error.strerror}). Hold fewer states at once, or run in a folder, which stores the rows in a file."
                 ) from error
         super()._grow(rows)
-        # In large pages, for a first touch can take longer than all else; of what is in use only, for they are taken whole.
+        # Large pages, because the first access to many small pages can take longer than everything else. They are requested
+        # only for the rows in use, because a large page occupies its memory completely.
         for block, leaf in zip(self._blocks, self.leaves, strict=True):
             large = self.capacity * self._bytes_of(leaf) // _LARGE_PAGE * _LARGE_PAGE
             if large and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -154,40 +156,41 @@ class MemoryRows(RowStore):
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Zeros, of which only what was written takes room."""
+    """Returns memory of zeros, of which only written pages are occupied."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, max(1, size))
     return mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _copy(source: np.ndarray, places: np.ndarray, target: np.ndarray, to: np.ndarray) -> None:
-    """``target[to] = source[places]``; large rows one by one: that is one copy, where an index of many makes two."""
+def _copy(source: np.ndarray, at: np.ndarray, target: np.ndarray, to: np.ndarray) -> None:
+    """Sets ``target[to] = source[at]``. Large rows are copied one by one, because an array as index copies them twice."""
     if source[:1].nbytes < _PAGE:
-        target[to] = source[places]
+        target[to] = source[at]
         return
-    for one, other in zip(places.tolist(), to.tolist(), strict=True):
-        target[other] = source[one]
+    for source_row, target_row in zip(at.tolist(), to.tolist(), strict=True):
+        target[target_row] = source[source_row]
 
 
 class RowFile(RowStore):
-    """Rows in one file that grows as they are written, each with a checksum that every reading compares.
+    """Rows in a file that grows as they are written. Every row has a checksum, which is compared when the row is read.
 
-    The file begins with what it holds (the layout of a row, and ``about``), which must be the same when it is opened again.
-    It takes (rows in use x 1.25 + a chunk) x bytes of a row on the disk. In use are the rows of every `ClientRows` alive:
-    the clients' latest, those that checkpoints refer to, and those being written. Rows that were never written are holes.
+    The file starts with a description: the layout of a row, and ``about``. It must be the same when the file is opened again.
+    The file takes (rows in use x 1.25 + a chunk) x bytes per row on the disk. In use are the rows of every existing
+    `ClientRows`: the latest rows of the clients, those that checkpoints refer to, and those being written. Rows that were never
+    written are holes in the file.
 
-    It is read and written at offsets, and not mapped: the pages of a mapped file would count as this process's memory, and
-    where a mapped file meets a full disk the process is killed, while here there is an error.
+    The file is read and written at offsets instead of mapped. Pages of a mapped file would count as memory of this process, and
+    a full disk would kill the process instead of raising an error.
 
     Args:
-      like: one row, of arrays or ``jax.ShapeDtypeStruct``.
-      path: the file, made if need be. None: one without a name in the folder for temporary files (``TMPDIR``), which the
-        disk has back when the process ends, however.
-      about: what else must agree; an entry that either side lacks is not compared.
+      like: one row, a pytree of arrays or ``jax.ShapeDtypeStruct``.
+      path: the file, which is created if it does not exist. None creates an unnamed file in the folder for temporary files
+        (``TMPDIR``), which the operating system deletes when the process ends for any reason.
+      about: further description. Entries that only one of the two descriptions has are not compared.
 
     Raises:
-      ValueError: the file holds rows of another layout, or is about something else; the differences are named.
-      FormatError: it is truncated, damaged, or no such file at all.
+      ValueError: the file has another row layout or description; the message lists the differences.
+      FormatError: the file is truncated, damaged, or in another format.
     """
 
     def __init__(self, like: Rows, path: Path | None = None, about: Mapping[str, Any] | None = None) -> None:
@@ -201,31 +204,31 @@ class RowFile(RowStore):
             layout = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in zip(self.names, self.leaves, strict=True)}
             self._open(path, {**(about or {}), "row": layout})
 
-    def _open(self, path: Path, holds: dict[str, Any]) -> None:
-        holds = json.loads(json.dumps(holds))
+    def _open(self, path: Path, description: dict[str, Any]) -> None:
+        description = json.loads(json.dumps(description))
         if not path.exists():
-            text = json.dumps(holds).encode()
+            text = json.dumps(description).encode()
             head = _MAGIC + f"{len(text):08x} {zlib.crc32(text):08x}\n".encode()
-            with whole_file(path) as part:
+            with atomic_write(path) as part:
                 part.write_bytes(head.ljust(_LINE) + text.ljust(-(_LINE + len(text)) % _PAGE + len(text)))
-        self._hold(open(path, "r+b" if os.access(path, os.W_OK) else "rb", buffering=0))  # noqa: SIM115 (it stays open)
+        self._hold(open(path, "r+b" if os.access(path, os.W_OK) else "rb", buffering=0))  # noqa: SIM115 (stays open)
         assert self._file
-        there, self._start = _read_header(path, self._file)
-        rows = there.pop("row"), holds.pop("row")
+        stored, self._start = _read_header(path, self._file)
+        rows = stored.pop("row"), description.pop("row")
         differences = [
-            f"  {name}: {there[name]} there, {here} here"
-            for name, here in holds.items()
-            if name in there and there[name] != here
+            f"  {name}: {stored[name]} in the file, {here} here"
+            for name, here in description.items()
+            if name in stored and stored[name] != here
         ] + [
-            f"  row{name}: {rows[0].get(name, 'nothing')} there, {rows[1].get(name, 'nothing')} here"
+            f"  row{name}: {rows[0].get(name, 'nothing')} in the file, {rows[1].get(name, 'nothing')} here"
             for name in sorted(rows[0].keys() | rows[1].keys())
             if rows[0].get(name) != rows[1].get(name)
         ]
         if differences:
             raise ValueError(
-                f"{path} holds what clients keep of another algorithm or population:\n"
+                f"{path} holds the client memory of another algorithm or population:\n"
                 + "\n".join(differences)
-                + "\nChoose another folder, or the algorithm and the data that it was written with."
+                + "\nChoose another folder, or use the algorithm and the data that the file was written with."
             )
         super()._grow((os.fstat(self._file.fileno()).st_size - self._start) // max(1, self.row_bytes))
         self._grow(0)
@@ -237,7 +240,7 @@ class RowFile(RowStore):
     def _grow(self, rows: int) -> None:
         super()._grow(rows)
         if self._file is None:
-            self._hold(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115 (it stays open)
+            self._hold(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115 (stays open)
         more = self.capacity - len(self._checksums)
         self._checksums, self._known = np.pad(self._checksums, (0, more)), np.pad(self._known, (0, more))
 
@@ -246,8 +249,8 @@ class RowFile(RowStore):
         for number, views, checksum in zip(numbers.tolist(), _rows_of(out, at), expected, strict=True):
             if not self._transfer(_preadv, views, number) or _checksum(views) != checksum:
                 raise FormatError(
-                    f"{self._name} is truncated or damaged, or another run wrote to it: row {number} is not what was written "
-                    "there. Go on from a checkpoint by running again, or start anew with another folder."
+                    f"{self._name} is truncated or damaged, or another run wrote to it: row {number} is not what was written. "
+                    "Run again to continue from a checkpoint, or start a new run in another folder."
                 )
 
     def write(self, numbers: np.ndarray, values: list[np.ndarray], at: np.ndarray) -> None:
@@ -257,35 +260,35 @@ class RowFile(RowStore):
                 self._transfer(_pwritev, views, number)
                 checksums.append(_checksum(views))
         except OSError as error:
-            raise OSError(error.errno, self._says(error, len(numbers))) from error
+            raise OSError(error.errno, self._write_error(error, len(numbers))) from error
         self._checksums[numbers], self._known[numbers] = checksums, True
 
     def sync(self) -> None:
-        """Brings all that was written to the disk."""
+        """Synchronizes the file to the disk."""
         if self._file is not None and self.path is not None:
             os.fsync(self._file.fileno())
 
     def checksums(self, numbers: np.ndarray) -> np.ndarray:
-        """``uint32 [n]``; 0 for -1."""
+        """Returns the checksums of rows, ``uint32 [n]``; 0 for the number -1."""
         return np.where(numbers >= 0, self._checksums[numbers] if self.capacity else 0, 0).astype(np.uint32)
 
     @contextlib.contextmanager
     def expected(self, numbers: np.ndarray, checksums: np.ndarray) -> Iterator[None]:
-        """Takes over rows that another process wrote: from now on these are their checksums, unless a row fails inside.
+        """Adopts rows that another process wrote, with their checksums. A `FormatError` in the context undoes it.
 
         Args:
-          numbers: ``int [n]``, -1 for none.
-          checksums: ``uint32 [n]``.
+          numbers: ``int [n]``, numbers of the rows; -1 is skipped.
+          checksums: ``uint32 [n]``, checksums of the rows.
 
         Raises:
-          FormatError: one of them is not there, or is known with another checksum.
+          FormatError: a row is missing from the file, or is known with another checksum.
         """
         order = np.argsort(numbers)[np.count_nonzero(numbers < 0) :]
         numbers, checksums = numbers[order], checksums[order].astype(np.uint32)
         if len(numbers) and numbers[-1] >= self.capacity:
-            raise FormatError(f"{self._name} is truncated: row {numbers[-1]} is missing.")
+            raise FormatError(f"{self._name} is truncated: row {numbers[-1]} is missing. Start a new run in another folder.")
         if np.any(self._known[numbers] & (self._checksums[numbers] != checksums)):
-            raise FormatError(f"Rows of {self._name} were used again.")
+            raise FormatError(f"Rows of {self._name} were overwritten since the checkpoint. Continue from a later checkpoint.")
         before = self._checksums[numbers], self._known[numbers]
         self._checksums[numbers], self._known[numbers] = checksums, True
         try:
@@ -295,14 +298,14 @@ class RowFile(RowStore):
             raise
 
     def expect(self, numbers: np.ndarray, checksums: np.ndarray, *, read: bool) -> None:
-        """As `expected`, and if they are to be ``read``, all at once, from front to back."""
+        """Adopts rows as `expected` does. With ``read``, it also reads all of them, in file order, to compare checksums."""
         with self.expected(numbers, checksums):
             scratch = [np.empty((1, *leaf.shape), leaf.dtype) for leaf in self.leaves]
             for number in np.sort(numbers[numbers >= 0])[:, None] if read else ():
                 self.read(number, scratch, np.zeros(1, np.int64))
 
     def _transfer(self, call: Callable[..., int], views: Sequence[np.ndarray], number: int) -> bool:
-        """Moves a row's bytes; False if the file ends before it does."""
+        """Transfers the bytes of a row; returns False if the file ends before the row."""
         assert self._file is not None
         at, left = self._start + number * self.row_bytes, self.row_bytes
         while left:
@@ -318,14 +321,15 @@ class RowFile(RowStore):
             views[0] = views[0][done:]
         return True
 
-    def _says(self, error: OSError, rows: int) -> str:
-        text = f"What clients keep cannot be written to {self._name}: {error.strerror or error}."
+    def _write_error(self, error: OSError, rows: int) -> str:
+        text = f"Client memory cannot be written to {self._name}: {error.strerror or error}."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self.path.parent if self.path else tempfile.gettempdir()).free
                 text += f" {rows * self.row_bytes / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free there."
-        where = "what checkpoints hold is whole, make room and run again" if self.path else "make room, or set TMPDIR"
-        return f"{text} To go on: {where}."
+        if self.path:
+            return f"{text} The checkpoints are intact: free disk space and run again."
+        return f"{text} Free disk space, or set TMPDIR to another folder."
 
     @property
     def _name(self) -> str:
@@ -336,8 +340,8 @@ def _read_header(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], int]:
     head, size = file.read(_LINE), os.fstat(file.fileno()).st_size
     if not head.startswith(_MAGIC):
         raise FormatError(
-            f"{path} ({size} bytes) is of another format, or damaged: expected rows of what clients keep. Put back the file "
-            "that was there, or choose another folder."
+            f"{path} ({size} bytes) is of another format, or damaged: expected rows of client memory. Restore the file, or "
+            "choose another folder."
         )
     try:
         length, checksum = (int(word, 16) for word in head[len(_MAGIC) :].split())
@@ -346,13 +350,11 @@ def _read_header(path: Path, file: IO[bytes]) -> tuple[dict[str, Any], int]:
             raise ValueError("another checksum")
         return json.loads(text), -(-(_LINE + length) // _PAGE) * _PAGE
     except ValueError as error:
-        raise FormatError(
-            f"{path} is truncated or damaged: put back the file that was there, or choose another folder."
-        ) from error
+        raise FormatError(f"{path} is truncated or damaged: restore the file, or choose another folder.") from error
 
 
 def _rows_of(leaves: Sequence[np.ndarray], at: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """The rows at these places, each as the bytes of its leaves: views, and no loop over leaves."""
+    """Returns the rows at these positions, each as views of the bytes of its leaves, without a Python loop over leaves."""
     chosen = np.zeros(len(leaves[0]), bool)
     chosen[at] = True
     flat = (np.ascontiguousarray(leaf).reshape(len(leaf), math.prod(leaf.shape[1:])).view(np.uint8) for leaf in leaves)

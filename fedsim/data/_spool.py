@@ -1,4 +1,4 @@
-"""Rows on their way into a packed file whose sizes are not known before the last one has come."""
+"""`Spool`: collects the rows of a stream of clients and writes them to a packed file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import IO, Any
 import numpy as np
 from zlib_ng import zlib_ng
 
+from fedsim.data._atomic_write import atomic_write
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
-from fedsim.data._packed import BLOCK_BYTES, Part, fill_packed, first_place, packed_names, text_parts
-from fedsim.data._whole_file import whole_file
+from fedsim.data._packed import BLOCK_BYTES, StoredArray, encode_client_ids, fill_packed, first_column, text_arrays
 
 _SYNC_BYTES = 1 << 27
 
 
 class Spool:
-    """The file to be, one column already in its place there, and one unnamed file beside it for each of the others.
+    """Writes a packed file from clients that arrive one after another, when neither their number nor their sizes are known.
 
-    The disk has the unnamed files back when the process ends, however. In memory are only the clients' names and sizes.
+    One column is written directly to its place in the packed file. Every other column is first written to an unnamed temporary
+    file in the same folder, which the operating system deletes when the process ends for any reason. Memory holds only the
+    clients' ids and sizes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -36,54 +38,54 @@ class Spool:
         self._sync.set_result(None)
 
     def __enter__(self) -> Spool:
-        self._target = self._files.enter_context(whole_file(self._path))
+        self._target = self._files.enter_context(atomic_write(self._path))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._files.__exit__(*error)
 
     def append(self, client: ClientDataset) -> None:
-        """Adds a client's rows behind the others'."""
+        """Appends the rows of a client."""
         if not self._columns:
             self._start(client)
         for name, rows in client.examples.items():
             self._columns[name].append(rows)
-        self._sync_now_and_then()
-        self._names.append(packed_names([client.client_id])[0])
+        self._sync_in_background()
+        self._names.append(encode_client_ids([client.client_id])[0])
         self._sizes.append(len(client))
 
     def write(self) -> None:
-        """Puts everything together in the packed file."""
+        """Completes the packed file."""
         if not self._names:
             raise ValueError("The population is empty: expected at least one client.")
         names = np.array(self._names, f"S{max(1, max(map(len, self._names)))}")
-        twice = ClientIds(names).first_repeated()
-        if twice is not None:
-            raise ValueError(f"Client ids must be unique, and {twice!r} occurs more than once.")
+        duplicate = ClientIds(names).first_repeated()
+        if duplicate is not None:
+            raise ValueError(f"Client ids must be unique, and {duplicate!r} occurs more than once: rename one of the clients.")
         offsets = np.concatenate([[0], np.cumsum(np.frombuffer(self._sizes, np.int64))])
         if offsets[-1] >= 2**31:
-            raise ValueError(f"At most 2**31 - 1 examples fit a FederatedData, got {offsets[-1]}: split it by client.")
-        parts: dict[str, Part] = {}
+            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: divide the clients.")
+        arrays: dict[str, StoredArray] = {}
         for name, column in self._columns.items():
-            parts |= column.parts(name, int(offsets[-1]))
+            arrays |= column.arrays(name, int(offsets[-1]))
         self._sync.result()
-        fill_packed(self._target, offsets, names, parts)
+        fill_packed(self._target, offsets, names, arrays)
 
-    def _start(self, like: ClientDataset) -> None:
-        parts: dict[str, Part] = {}
-        for name, rows in like.examples.items():
+    def _start(self, client: ClientDataset) -> None:
+        arrays: dict[str, StoredArray] = {}
+        for name, rows in client.examples.items():
             self._columns[name] = column = _Column(rows, self._new_file(), self._new_file() if rows.dtype == object else None)
-            parts |= column.parts(name, 0)
-        first, start = first_place(parts)
+            arrays |= column.arrays(name, 0)
+        first, start = first_column(arrays)
         self._content = self._files.enter_context(self._target.open("r+b", buffering=1 << 20))
         self._content.seek(start)
         self._columns[first.split("/")[1]].write_in_place(self._content)
         self._thread = self._files.enter_context(ThreadPoolExecutor(1))
 
-    def _sync_now_and_then(self) -> None:
-        """Has the disk write while more rows come, so that there is little to wait for at the end."""
+    def _sync_in_background(self) -> None:
+        """Starts writing to the disk while more rows arrive, which shortens the wait at the end."""
         if self._content.tell() - self._synced > _SYNC_BYTES and self._sync.done():
-            self._sync.result()  # What went wrong is said once only.
+            self._sync.result()  # Raises the error of the previous synchronization, if there was one.
             self._synced = self._content.tell()
             self._sync = self._thread.submit(os.fsync, self._content.fileno())
 
@@ -92,7 +94,7 @@ class Spool:
 
 
 class _Column:
-    """The rows so far of one feature; of text, the bytes and every row's end."""
+    """The rows of one feature that have arrived; for text, the bytes and the end of each row."""
 
     def __init__(self, like: np.ndarray, content: IO[bytes], ends: IO[bytes] | None) -> None:
         self._dtype, self._shape, self._content, self._ends, self._end = like.dtype, like.shape[1:], content, ends, 0
@@ -102,7 +104,7 @@ class _Column:
             self._append_ends(np.zeros(1, np.int64))
 
     def write_in_place(self, content: IO[bytes]) -> None:
-        """From now on, instead of from the start of a file beside."""
+        """Writes to this file, at its position, instead of to a temporary file."""
         self._content, self._in_place = content, True
 
     def append(self, rows: np.ndarray) -> None:
@@ -119,13 +121,13 @@ class _Column:
         self._ends_crc32 = zlib_ng.crc32(ends.data, self._ends_crc32)
         self._end = int(ends[-1]) if len(ends) else self._end
 
-    def parts(self, name: str, rows: int) -> dict[str, Part]:
+    def arrays(self, name: str, rows: int) -> dict[str, StoredArray]:
         self._content.flush()
         content = () if self._in_place else _blocks(self._content)
         if self._ends is None:
-            return {f"columns/{name}": Part(self._dtype, (rows, *self._shape), content, self._content_crc32)}
-        buffer = Part(np.dtype(np.uint8), (self._end,), content, self._content_crc32)
-        return text_parts(name, buffer, Part(np.dtype(np.int64), (rows + 1,), _blocks(self._ends), self._ends_crc32))
+            return {f"columns/{name}": StoredArray(self._dtype, (rows, *self._shape), content, self._content_crc32)}
+        buffer = StoredArray(np.dtype(np.uint8), (self._end,), content, self._content_crc32)
+        return text_arrays(name, buffer, StoredArray(np.dtype(np.int64), (rows + 1,), _blocks(self._ends), self._ends_crc32))
 
 
 def _blocks(file: IO[bytes]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""`ClientStream`: the clients of a source, one after another."""
+"""`ClientStream`: reads the clients of a source one after another."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ Examples = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClientStream:
-    """The clients of a source, never all in memory; iterating again reads again.
+    """The clients of a source, which are read one after another. Every iteration reads the source again.
 
-    Every client has the same features, with the same shapes per example and dtypes. Text is an object array of ``bytes``.
+    All clients have the same features, with equal dtypes and equal shapes per example. Text is an object array of ``bytes``.
 
     Attributes:
-      read: starts reading; gives client ids with ``{feature: array [n, ...]}``.
-      num_clients: how many there are, if that is known: for the progress bar.
-      source: what errors call the source, usually its path.
+      read: function that starts reading and returns an iterator of client ids with ``{feature: array [n, ...]}``.
+      num_clients: number of clients for the progress bar, if it is known.
+      source: name of the source in errors, usually its path.
 
     Raises:
-      FormatError: (when read) clients without, or with different, features, or ragged arrays; it names client and feature.
+      FormatError: while reading: a client without features or with other features, or a ragged array. The message names the
+        client and the feature.
 
     >>> stream = ClientStream(lambda: iter([("ann", {"x": np.arange(3)}), ("bob", {"x": np.arange(1)})]))
     >>> doubled = stream.map(lambda client_id, examples: {"x": 2 * examples["x"]})
@@ -46,7 +47,7 @@ class ClientStream:
 
     @classmethod
     def of(cls, data: FederatedData) -> ClientStream:
-        """The clients of a population, to be mapped and saved again.
+        """Returns a stream of the clients of a population, for example to transform and save them.
 
         >>> data = FederatedData.from_clients({"ann": {"x": np.arange(3)}, "bob": {"x": np.arange(1)}})
         >>> ClientStream.of(data).map(lambda client_id, examples: {"x": examples["x"][:1]}).load().sizes.tolist()
@@ -59,12 +60,12 @@ class ClientStream:
         with self._naming_the_source():
             for client_id, examples in self.read():
                 dataset = _checked(client_id, examples)
-                first = first or (client_id, _blank(dataset.examples))
+                first = first or (client_id, _without_rows(dataset.examples))
                 check_same_features(*first, client_id, dataset.examples)
                 yield dataset
 
     def map(self, transform: Callable[[str, dict[str, np.ndarray]], Examples]) -> ClientStream:
-        """The stream with ``(client id, examples) -> examples`` applied to each client; the number of rows may change."""
+        """Returns a stream that applies ``transform(client_id, examples)`` to each client; the number of rows may change."""
 
         def read() -> Iterator[tuple[str, Examples]]:
             for client in self:
@@ -73,10 +74,10 @@ class ClientStream:
         return ClientStream(read, self.num_clients, self.source)
 
     def load(self) -> FederatedData:
-        """Everything in memory.
+        """Reads all clients into memory.
 
         Raises:
-          FormatError: no clients, or two of one name.
+          FormatError: there are no clients, or two have the same id.
         """
         ids: list[str] = []
         sizes: list[int] = []
@@ -93,18 +94,19 @@ class ClientStream:
             return FederatedData.from_arrays(columns, sizes=sizes, client_ids=ids)
 
     def save(self, path: str | os.PathLike[str], *, progress: str | None = None) -> None:
-        """Writes one packed file, which `FederatedData.open` maps; it takes its name only once it is whole.
+        """Writes a packed file for `FederatedData.open`. It appears under its name only when it is complete.
 
-        Memory stays bounded, whatever the size: rows wait in unnamed files beside ``path``, so that much disk is needed twice.
+        Memory is bounded, whatever the size: rows are first written to unnamed files in the same folder, so the disk needs up
+        to twice the space. The file contains checksums, see `FederatedData.verify`.
 
         Args:
           path: the file.
-          progress: label of a progress bar; None: no bar.
+          progress: label of a progress bar; None shows no bar.
 
         Raises:
           FileNotFoundError: the folder does not exist.
-          FormatError: no clients, two of one name, or what a packed file cannot hold.
-          OSError: the disk is full; nothing is left of the file.
+          FormatError: there are no clients, two have the same id, or a packed file cannot store a feature.
+          OSError: the disk is full; no file is left.
 
         >>> import tempfile
         >>> stream = ClientStream(lambda: iter([("ann", {"t": np.array([b"to be", b""], object)})]))
@@ -123,7 +125,7 @@ class ClientStream:
 
     @contextlib.contextmanager
     def _naming_the_source(self) -> Iterator[None]:
-        """What is wrong with the content is a `FormatError` that names the source."""
+        """Converts a ``ValueError`` into a `FormatError` that names the source."""
         try:
             yield
         except ValueError as error:
@@ -133,13 +135,13 @@ class ClientStream:
             raise FormatError(f"{name}: {error}" if name not in str(error) else str(error)) from error
 
 
-def _blank(examples: Examples) -> Examples:
+def _without_rows(examples: Examples) -> Examples:
     return {name: np.empty((0, *array.shape[1:]), array.dtype) for name, array in examples.items()}
 
 
 def _checked(client_id: str, features: Examples) -> ClientDataset:
     if not isinstance(client_id, str):
-        raise ValueError(f"Client ids must be text, got {type(client_id).__name__} {client_id!r:.60}.")
+        raise ValueError(f"Client ids must be text, got {type(client_id).__name__} {client_id!r:.60}: convert it to str.")
     examples = {}
     for name, array in features.items():
         try:

@@ -1,4 +1,4 @@
-"""`TextColumn`: byte strings of varying length, one a row, packed end to end."""
+"""`TextColumn`: a column of byte strings of different lengths in one buffer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import numpy as np
 
 
 class TextColumn:
-    """A column of byte strings: one buffer, and where each row starts in it. Both may be memory-mapped.
+    """A column of byte strings, stored as one buffer and the position of each row in it. Both may be memory-mapped.
 
-    Indexing by a slice, an integer array or a mask gives a NumPy array of ``bytes`` objects; by an integer, ``bytes``.
+    Indexing with an integer returns ``bytes``. Indexing with a slice, an integer array or a mask returns a NumPy object array
+    of ``bytes``.
 
     Args:
-      buffer: ``uint8 [bytes]``, all rows end to end.
-      starts: ``int64 [rows + 1]``, rising from 0 to ``bytes``.
+      buffer: ``uint8 [bytes]``, all rows concatenated.
+      starts: ``int64 [rows + 1]``, the start of each row; nondecreasing from 0 to ``bytes``.
 
     Raises:
-      ValueError: ``starts`` does not fit ``buffer``.
+      ValueError: wrong shapes or dtypes, or ``starts`` does not begin with 0 and end with ``bytes``.
 
     >>> column = TextColumn.of([b"to be", b"", b"or not"])
     >>> len(column), column.shape, column.dtype, column.nbytes
@@ -37,13 +38,15 @@ class TextColumn:
                 f"Expected buffer uint8 [bytes] and starts int64 [rows + 1], got {buffer.dtype} {list(buffer.shape)} and "
                 f"{starts.dtype} {list(starts.shape)}."
             )
-        if starts[0] != 0 or starts[-1] != len(buffer):  # To look at all of them would read a mapped file from end to end.
-            raise ValueError(f"Expected starts that rise from 0 to the {len(buffer)} bytes of the buffer.")
+        if starts[0] != 0 or starts[-1] != len(buffer):  # Comparing all starts would read a whole mapped file.
+            raise ValueError(
+                f"Expected starts from 0 to the {len(buffer)} bytes of the buffer, got {starts[0]} to {starts[-1]}."
+            )
         self.buffer, self.starts = buffer, starts
 
     @classmethod
     def of(cls, rows: Iterable[bytes]) -> TextColumn:
-        """Packs byte strings.
+        """Returns a column of these byte strings.
 
         Raises:
           ValueError: a row is not ``bytes``.
@@ -60,7 +63,7 @@ class TextColumn:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer and the starts."""
+        """Size of the buffer and the starts in bytes."""
         return self.buffer.nbytes + self.starts.nbytes
 
     def __len__(self) -> int:
@@ -85,7 +88,7 @@ class TextColumn:
 
 
 def check_text(rows: Iterable[Any]) -> None:
-    """Raises ``ValueError`` unless every row is ``bytes``."""
+    """Raises a ``ValueError`` unless every row is ``bytes``."""
     for row in rows:
         if not isinstance(row, bytes):
             raise ValueError(f"Text must be bytes, got {type(row).__name__} {row!s:.40}: encode it first")

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 
 _BLOCK = 1 << 20
 _OPENERS: dict[str, Callable[..., Any]] = {".lzma": lzma.open, ".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
@@ -80,7 +80,7 @@ def bar(label: str, total: int | None, start: int = 0) -> Any:
 
 
 def _copy(content: IO[bytes], target: Path, advance: Callable[[int], Any]) -> None:
-    with whole_file(target) as part, open(part, "wb") as out:
+    with atomic_write(target) as part, open(part, "wb") as out:
         while block := content.read(_BLOCK):
             out.write(block)
             advance(len(block))

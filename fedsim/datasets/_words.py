@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 from fedsim.datasets._cache import fingerprint, only_one
 from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
@@ -84,7 +84,7 @@ def counts_file(
                     ) from None
             del counts[""]
             ordered = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
-            with whole_file(path) as part:
+            with atomic_write(path) as part:
                 part.write_text(json.dumps(ordered), encoding="utf-8")
     return path
 

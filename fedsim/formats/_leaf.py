@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 from fedsim.formats._json import JsonReader
 from fedsim.formats._source import (
     DAMAGE,
@@ -135,7 +135,7 @@ def write_leaf(clients: Clients, path: StrPath) -> None:
     '{"user_data": {"ann": {"y": [3, 4]}}, "users": ["ann"], "num_samples": [2]}\\n'
     """
     sizes: dict[str, int] = {}
-    with whole_file(path) as part, part.open("w", encoding="utf-8") as file:
+    with atomic_write(path) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"user_data": {')
         for client in clients:
             if client.client_id in sizes:

@@ -15,7 +15,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from fedsim.data import FormatError
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 from fedsim.formats._source import DAMAGE, MAX_CLIENT_BYTES, StrPath, existing, located
 
 HEADER = b"SQLite format 3\0"
@@ -63,7 +63,7 @@ def writing(path: StrPath, *statements: str) -> Iterator[sqlite3.Connection]:
     Raises:
       OSError: the disk is full.
     """
-    with whole_file(path) as part, contextlib.closing(sqlite3.connect(part)) as connection:
+    with atomic_write(path) as part, contextlib.closing(sqlite3.connect(part)) as connection:
         try:
             # The file is thrown away unless it is whole, so SQLite need not keep a journal of its own.
             connection.execute("PRAGMA journal_mode = OFF")

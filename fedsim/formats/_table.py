@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 from fedsim.formats._owners import Owners
 from fedsim.formats._source import (
     Clients,
@@ -261,7 +261,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
 
     suffixes = Path(path).suffixes
     comma_separated = bool({".csv", ".tsv"} & set(suffixes))
-    with whole_file(path) as part, contextlib.ExitStack() as files:
+    with atomic_write(path) as part, contextlib.ExitStack() as files:
         writer: Any = None
         for table in _tables(clients, client, flat=comma_separated):
             if writer is None and comma_separated:

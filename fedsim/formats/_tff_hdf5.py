@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError, TextColumn
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 from fedsim.formats._source import Clients, StrPath, held
 
 # Children that wait for another file.
@@ -100,7 +100,7 @@ def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
     ...         file["examples/ann/snippets"][()].tolist()
     [b'to be', b'or not']
     """
-    with whole_file(path) as part, open(part, "r+b", buffering=0) as raw:
+    with atomic_write(path) as part, open(part, "r+b", buffering=0) as raw:
         disk = _Disk(raw)
         with h5py.File(disk, "w") as file:
             examples = file.create_group("examples", track_order=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from network_models import RATE, cohorts, kept, make, numpy_gradient, plus, real_examples, run, start, weighted_mean
+from network_models import RATE, client_memories, cohorts, make, numpy_gradient, plus, real_examples, run, start, weighted_mean
 
 import fedsim
 from fedsim import algorithms
@@ -41,7 +41,7 @@ def test_hyp_cluster_and_ifca_follow_their_algorithm(cls):
     state, info = run(algorithm)
     for j in range(3):
         federation.assert_trees_close(jax.tree.map(lambda p, j=j: p[j], state.params), models[j])
-    assert {client_id: int(j) for client_id, j in kept(state).items()} == chosen
+    assert {client_id: int(j) for client_id, j in client_memories(state).items()} == chosen
     assert len(set(chosen.values())) > 1
     assert info.clients["cluster_losses"].shape == (5, 3)
 
@@ -69,7 +69,7 @@ def test_clusters_are_found_from_a_start_that_is_spread_out():
     state = algorithm.init_from(data, seed=3)
     for r in range(10):
         state, _ = algorithm.apply(state, federation.cohort(data, round=r))
-    numbers = [int(number) for number in kept(state, data).values()]
+    numbers = [int(number) for number in client_memories(state, data).values()]
     assert len(set(numbers[::2])) == len(set(numbers[1::2])) == 1
     assert numbers[0] != numbers[1]
     assert fedsim.evaluate_personalized(algorithm, state, data, data).overall["accuracy"] > 0.95
@@ -113,5 +113,5 @@ def test_a_model_that_went_astray_is_chosen_by_nobody():
     state = algorithm.init(jax.random.key(0))
     broken = jax.tree.map(lambda p: p.at[0].set(jnp.nan), state.params)
     after, info = algorithm.apply(state._replace(params=broken), federation.cohort(population))
-    assert {int(number) for number in kept(after).values()} == {1}
+    assert {int(number) for number in client_memories(after).values()} == {1}
     assert int(info.num_dropped) == 0

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from network_models import RATE, cohorts, kept, make, numpy_gradient, numpy_rounds, plus, real_examples, run, start
+from network_models import RATE, client_memories, cohorts, make, numpy_gradient, numpy_rounds, plus, real_examples, run, start
 
 import fedsim
 from fedsim import algorithms
@@ -30,7 +30,7 @@ def test_ditto_follows_algorithm_1(lam):
     w = numpy_rounds(start(algorithm), train)
     state, _ = run(algorithm)
     federation.assert_trees_close(state.params, w)
-    federation.assert_trees_close(kept(state), own)
+    federation.assert_trees_close(client_memories(state), own)
 
 
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.3, False), (0.3, True), (0.97, True)])
@@ -51,7 +51,7 @@ def test_apfl_follows_algorithm_1(alpha, adaptive):
     w = numpy_rounds(start(algorithm), train)
     state, _ = run(algorithm)
     federation.assert_trees_close(state.params, w)
-    rows = kept(state)
+    rows = client_memories(state)
     assert sorted(rows) == sorted(own)
     for client_id, (v, a) in own.items():
         federation.assert_trees_close(rows[client_id].params, v)
@@ -75,7 +75,7 @@ def test_fedper_averages_bodies_and_clients_keep_heads():
     body = numpy_rounds(start(algorithm), train)
     state, _ = run(algorithm)
     federation.assert_trees_close(state.params, body)
-    federation.assert_trees_close(kept(state), heads)
+    federation.assert_trees_close(client_memories(state), heads)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
@@ -100,7 +100,7 @@ def test_fedrep_follows_algorithm_1(fraction):
     body = numpy_rounds(start(algorithm), train)
     state, info = run(algorithm)
     federation.assert_trees_close(state.params, body)
-    federation.assert_trees_close(kept(state), heads)
+    federation.assert_trees_close(client_memories(state), heads)
     assert np.all(np.asarray(info.clients["loss"])[np.asarray(info.clients["num_steps"]) > 0] > 0)
 
 
@@ -138,7 +138,7 @@ def test_apfl_of_alpha_0_is_the_global_model():
     algorithm = make(algorithms.APFL, alpha=0.0)
     state, _ = run(algorithm)
     shared = algorithm.broadcast(state.server)
-    for memory in kept(state).values():
+    for memory in client_memories(state).values():
         federation.assert_trees_equal(personal_params(algorithm, shared, memory), state.params)
 
 
@@ -157,7 +157,7 @@ def test_without_ties_clients_train_alone(cls, settings, rounds):
     params = personal_params(algorithm, shared, algorithm.client_memory(shared))
     state, _ = run(algorithm, rounds)
     shared = algorithm.broadcast(state.server)
-    own = {client_id: personal_params(algorithm, shared, memory) for client_id, memory in kept(state).items()}
+    own = {client_id: personal_params(algorithm, shared, memory) for client_id, memory in client_memories(state).items()}
     federation.assert_trees_close(own, local_training(params, rounds))
 
 
@@ -197,7 +197,7 @@ def test_pfedme_follows_algorithm_1():
     w = numpy_rounds(start(algorithm), train)
     state, _ = run(algorithm)
     federation.assert_trees_close(state.params, w)
-    federation.assert_trees_close(kept(state), own)
+    federation.assert_trees_close(client_memories(state), own)
 
 
 def test_limits_of_pfedme():

@@ -1,4 +1,4 @@
-"""Tests of `Batches`: how many steps, and which examples each reads."""
+"""Tests of `Batches`: the number of steps, and the examples of each step."""
 
 import itertools
 
@@ -14,15 +14,15 @@ SIZES = (1, 2, 3, 7, 20)
 
 
 def read(batches, num_examples, words=WORDS):
-    """All steps' indices ``[steps, size]`` and masks."""
+    """Returns the indices ``[steps, size]`` and the masks of all steps."""
     steps = range(int(batches.num_steps(num_examples)))
     pairs = [batches.indices(words, num_examples, step, np) for step in steps]
     shape = (len(pairs), batches.size)
     return np.array([i for i, _ in pairs], int).reshape(shape), np.array([m for _, m in pairs], bool).reshape(shape)
 
 
-def steps_by_hand(batches, num_examples):
-    """Deals the examples out one by one."""
+def count_steps(batches, num_examples):
+    """Counts the steps by adding one example at a time to a batch."""
     if batches.steps is not None:
         steps = batches.steps if num_examples else 0
     else:
@@ -43,14 +43,14 @@ SETTINGS = [
 ]
 
 
-def test_num_steps_is_what_dealing_out_by_hand_gives():
+def test_num_steps_agrees_with_counting_examples_one_by_one():
     for batches in SETTINGS:
         for n in (0, 1, 2, 6, 7, 8, 19, 20, 21, 40):
-            assert batches.num_steps(n) == steps_by_hand(batches, n), (batches, n)
+            assert batches.num_steps(n) == count_steps(batches, n), (batches, n)
             assert isinstance(batches.num_steps(n), int)
 
 
-def test_num_steps_of_arrays_and_traced_numbers_is_that_of_integers():
+def test_num_steps_of_arrays_and_traced_numbers_agrees_with_integers():
     sizes = np.array([0, 1, 19, 20, 21, 400], np.int32)
     for batches in SETTINGS[::7]:
         expected = [batches.num_steps(int(n)) for n in sizes]
@@ -72,7 +72,7 @@ def test_each_epoch_covers_each_example_exactly_once(size, num_examples):
         assert sorted(epoch) == list(range(num_examples))
 
 
-def test_batches_straddle_epochs():
+def test_a_batch_may_contain_examples_of_two_epochs():
     index, mask = read(Batches(size=4, epochs=2), 6)
     assert mask.all()
     assert index.shape == (3, 4)
@@ -92,12 +92,12 @@ def test_epochs_are_shuffled_differently():
     assert np.sum(index[0] == index[1]) <= 7
 
 
-def test_without_shuffle_the_stored_order_is_read():
+def test_without_shuffle_examples_keep_the_stored_order():
     index, mask = read(Batches(size=4, epochs=2, shuffle=False), 6)
     assert index[mask].tolist() == [0, 1, 2, 3, 4, 5] * 2
 
 
-def test_steps_give_full_batches_however_few_the_examples():
+def test_steps_are_full_batches_for_few_examples():
     index, mask = read(Batches(size=4, steps=5), 3)
     assert index.shape == (5, 4)
     assert mask.all()
@@ -111,7 +111,7 @@ def test_max_steps_takes_the_first_batches():
     np.testing.assert_array_equal(capped, index[:2])
 
 
-def test_drop_remainder_leaves_the_partial_batch_out():
+def test_drop_remainder_drops_the_partial_batch():
     index, _ = read(Batches(size=4), 10)
     dropped, mask = read(Batches(size=4, drop_remainder=True), 10)
     np.testing.assert_array_equal(dropped, index[:2])
@@ -119,7 +119,7 @@ def test_drop_remainder_leaves_the_partial_batch_out():
 
 
 @pytest.mark.parametrize("batches", [Batches(size=5, epochs=3), Batches(size=5, steps=9), Batches(size=5, shuffle=False)])
-def test_indices_are_the_same_numbers_in_numpy_and_jax(batches):
+def test_indices_are_equal_in_numpy_and_jax(batches):
     compiled = jax.jit(batches.indices)
     for num_examples, step in itertools.product((0, 1, 4, 23), (0, 2, 8)):
         index, mask = batches.indices(WORDS, num_examples, step, np)
@@ -132,7 +132,7 @@ def test_indices_are_the_same_numbers_in_numpy_and_jax(batches):
 
 @pytest.mark.parametrize("field", ["size", "epochs", "steps", "max_steps"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
-def test_numbers_that_are_not_positive_integers_are_refused(field, value):
+def test_numbers_must_be_positive_integers(field, value):
     with pytest.raises(ValueError, match=f"{field} >= 1.*, got {field}={value!r}: give"):
         Batches(**{"size": 1, field: value})
 

@@ -1,11 +1,11 @@
-"""Tests of `ClientIds`: a sequence of names that is none until asked."""
+"""Tests of `ClientIds`, a sequence that decodes ids when they are read."""
 
 import numpy as np
 import pytest
 
 from fedsim.data import FederatedData
 from fedsim.data._client_ids import ClientIds
-from fedsim.data._packed import packed_names
+from fedsim.data._packed import encode_client_ids
 
 SORTED = ["a", "aa", "b", "é"]
 
@@ -16,7 +16,7 @@ def names(request):
 
 
 def test_it_is_a_sequence_of_strings(names):
-    ids = ClientIds(packed_names(names))
+    ids = ClientIds(encode_client_ids(names))
     assert list(ids) == names
     assert ids == names
     assert names == ids
@@ -29,23 +29,23 @@ def test_it_is_a_sequence_of_strings(names):
         ids[4]
 
 
-def test_every_name_is_found_and_no_other(names):
-    ids = ClientIds(packed_names(names))
+def test_position_of_every_id_and_of_no_other(names):
+    ids = ClientIds(encode_client_ids(names))
     assert [ids.position(name) for name in names] == [0, 1, 2, 3]
     for other in ("", "0", "ab", "c", "a\0", "éé", "longer than any", "\ud800"):
         assert ids.position(other) is None
 
 
-def test_a_repeated_name_is_found(names):
-    assert ClientIds(packed_names(names)).first_repeated() is None
-    assert ClientIds(packed_names([*names, "aa", "c"])).first_repeated() == "aa"
+def test_first_repeated(names):
+    assert ClientIds(encode_client_ids(names)).first_repeated() is None
+    assert ClientIds(encode_client_ids([*names, "aa", "c"])).first_repeated() == "aa"
 
 
-def test_the_repr_is_a_line_however_many_there_are():
-    assert repr(ClientIds(packed_names(map(str, range(1000))))) == "['0', '1', ..., '999']"
+def test_repr_is_one_line():
+    assert repr(ClientIds(encode_client_ids(map(str, range(1000))))) == "['0', '1', ..., '999']"
 
 
-def test_an_opened_population_finds_clients_as_one_in_memory_does(tmp_path):
+def test_an_opened_population_has_the_positions_of_one_in_memory(tmp_path):
     ids = [str(i) for i in np.random.default_rng(0).permutation(500)]
     data = FederatedData.from_arrays({"x": np.arange(500)}, sizes=[1] * 500, client_ids=ids)
     data.save(tmp_path / "a.h5")

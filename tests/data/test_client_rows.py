@@ -1,4 +1,4 @@
-"""What clients keep: rows in memory and in a file, against a dictionary; and files that are not what they should be."""
+"""Tests of `ClientRows` in memory and in files against a dictionary, and of damaged or mismatched files."""
 
 import copy as copylib
 import errno
@@ -60,7 +60,7 @@ def assert_holds(rows, expected):
         assert leaf.dtype == whole.dtype and leaf.shape == whole.shape and leaf.tobytes() == whole.tobytes()
 
 
-def test_many_versions_are_what_was_written_and_take_bounded_room(store):
+def test_many_versions_keep_their_rows_in_bounded_space(store):
     draw = np.random.default_rng(0)
     store.rows_per_chunk = 8
     versions, most = [(none_yet(store), {})], 0
@@ -74,39 +74,41 @@ def test_many_versions_are_what_was_written_and_take_bounded_room(store):
         versions = [*versions[-4:], (new, expected | kept)]
         del rows, new
         in_use = {number for version, _ in versions for number in version.index.tolist() if number >= 0}
-        most = max(most, len(in_use) + 12 + CLIENTS)  # and the version that was dropped only now
+        most = max(most, len(in_use) + 12 + CLIENTS)  # and the version that was just dropped
         for version in versions:
             assert_holds(*version)
     assert store.capacity <= math.ceil(1.25 * most) + 8
 
 
-def test_a_client_twice_seen_reads_the_new_row_and_the_old_value_keeps_the_old(store):
+def test_the_new_value_has_the_new_row_and_the_old_value_the_old_row(store):
     first = none_yet(store).written(np.array([3]), draws(np.random.default_rng(1), 1))
     again = first.written(np.array([3]), draws(np.random.default_rng(2), 1))
     assert first.gather(np.array([3]))[0]["w"].tolist() == draws(np.random.default_rng(1), 1)["w"].tolist()
     assert again.gather(np.array([3]))[0]["w"].tolist() == draws(np.random.default_rng(2), 1)["w"].tolist()
 
 
-def test_rows_that_come_in_parts_lie_apart(store):
-    """Where no row is free any more, too: room for one part must not be found in another."""
+def test_several_updates_do_not_overlap(store):
+    """Not even when the store has no free row left: rows allocated for one update must not be reused for another."""
     store.rows_per_chunk = 4
     draw, rows = np.random.default_rng(0), none_yet(store)
     expected = {}
     for _ in range(5):
-        parts = [(np.arange(at, at + 3), draws(draw, 4), np.array([True, False, True])) for at in (0, 9, 20)]
-        rows = rows.all_written(parts)
-        expected |= {c: {k: leaf[i] for k, leaf in new.items()} for who, new, _ in parts for i, c in enumerate(who) if i != 1}
+        updates = [(np.arange(at, at + 3), draws(draw, 4), np.array([True, False, True])) for at in (0, 9, 20)]
+        rows = rows.all_written(updates)
+        expected |= {
+            c: {k: leaf[i] for k, leaf in new.items()} for clients, new, _ in updates for i, c in enumerate(clients) if i != 1
+        }
         assert_holds(rows, expected)
 
 
-def test_rows_of_an_index_that_went_to_a_device_are_kept(store):
+def test_rows_of_an_index_on_a_device_are_kept(store):
     store.rows_per_chunk = 8
     draw, rows, values = np.random.default_rng(0), none_yet(store), draws(np.random.default_rng(3), 2)
-    moved = jax.tree.map(jnp.asarray, rows.written(np.array([1, 2]), values))
+    on_device = jax.tree.map(jnp.asarray, rows.written(np.array([1, 2]), values))
     for _ in range(20):
         rows = rows.written(np.array([5, 6, 7]), draws(draw, 3))
-    np.testing.assert_array_equal(moved.gather(np.array([1, 2]))[0]["w"], values["w"])
-    assert moved.index.dtype == np.int64
+    np.testing.assert_array_equal(on_device.gather(np.array([1, 2]))[0]["w"], values["w"])
+    assert on_device.index.dtype == np.int64
 
 
 def test_copies_do_not_depend_on_the_original(store, monkeypatch):
@@ -123,7 +125,7 @@ def test_copies_do_not_depend_on_the_original(store, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_what_would_not_fit_in_memory_goes_to_a_temporary_file(monkeypatch, tmp_path):
+def test_rows_that_do_not_fit_in_memory_are_in_a_temporary_file(monkeypatch, tmp_path):
     row = jax.ShapeDtypeStruct((1000,), np.float32)
     assert isinstance(ClientRows.empty(row, 10).store, MemoryRows)
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 4 * 40_000 - 1}))
@@ -132,10 +134,10 @@ def test_what_would_not_fit_in_memory_goes_to_a_temporary_file(monkeypatch, tmp_
     assert isinstance(rows.store, RowFile)
     rows = rows.written(np.array([4]), np.ones((1, 1000), np.float32))
     assert rows.gather(np.array([4]))[0].sum() == 1000
-    assert list(tmp_path.iterdir()) == []  # it has no name: the disk has it back, however the process ends
+    assert list(tmp_path.iterdir()) == []  # the file has no name, so it is deleted when the process ends
 
 
-def test_rows_beyond_memory_cost_an_index_and_what_is_written():
+def test_rows_in_a_file_take_an_index_and_the_written_rows():
     rows = ClientRows(RowFile(jax.ShapeDtypeStruct((262_144,), np.float32)), np.full(342_477, -1, np.int64))
     assert rows.store.capacity == 0 and rows.index.nbytes == 8 * 342_477
     rows = rows.written(np.array([342_476]), np.ones((1, 262_144), np.float32))
@@ -143,8 +145,8 @@ def test_rows_beyond_memory_cost_an_index_and_what_is_written():
 
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
-def test_transfers_that_stop_in_the_middle_go_on(most, monkeypatch):
-    """A system may move less than was asked, and takes a limited number of pieces at once."""
+def test_partial_transfers_are_continued(most, monkeypatch):
+    """A system may transfer fewer bytes than requested, and accepts a limited number of buffers at once."""
     like = [jax.ShapeDtypeStruct((2,), np.float32) for _ in range(1500)]
     store = RowFile(like)
     values = [np.full((2, 2), i, np.float32) + np.arange(2, dtype=np.float32)[:, None] for i in range(1500)]
@@ -170,7 +172,7 @@ def test_transfers_that_stop_in_the_middle_go_on(most, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, actual, values)
 
 
-def test_systems_without_vectored_input_do_as_well(monkeypatch):
+def test_systems_without_vectored_input_and_output(monkeypatch):
     monkeypatch.delattr("os.preadv")
     monkeypatch.delattr("os.pwritev")
     values = draws(np.random.default_rng(0), 4)
@@ -180,14 +182,14 @@ def test_systems_without_vectored_input_do_as_well(monkeypatch):
 
 @pytest.fixture
 def written(tmp_path):
-    """A file, some rows in it, and what another process would know of them."""
+    """A file with some rows, and the index and checksums that another process would have."""
     store = RowFile(LIKE, tmp_path / "rows", ABOUT)
     rows = none_yet(store).written(np.arange(5), draws(np.random.default_rng(0), 5))
     store.sync()
     return tmp_path / "rows", rows.index, store.checksums(rows.index)
 
 
-def test_another_process_finds_the_same_rows(written):
+def test_another_process_reads_the_same_rows(written):
     path, index, checksums = written
     store = RowFile(LIKE, path, ABOUT)
     store.expect(index, checksums, read=True)
@@ -199,7 +201,7 @@ def test_another_process_finds_the_same_rows(written):
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_every_changed_byte_of_a_row_is_noticed(written, read):
+def test_every_changed_byte_of_a_row_is_an_error(written, read):
     path, index, checksums = written
     whole = path.read_bytes()
     start = 4096 + 2 * RowFile(LIKE).row_bytes
@@ -212,7 +214,7 @@ def test_every_changed_byte_of_a_row_is_noticed(written, read):
         assert ClientRows(store, index).gather(np.array([0]))[1].all() if not read else True
 
 
-def test_every_truncation_of_the_rows_is_noticed(written):
+def test_every_truncation_of_the_rows_is_an_error(written):
     path, index, checksums = written
     whole = path.read_bytes()
     for length in range(4096, len(whole), 5):
@@ -221,16 +223,16 @@ def test_every_truncation_of_the_rows_is_noticed(written):
             RowFile(LIKE, path, ABOUT).expect(index, checksums, read=True)
 
 
-def test_a_row_that_was_used_again_is_not_taken_for_what_it_was(written):
+def test_a_reused_row_is_refused(written):
     path, index, checksums = written
     store = RowFile(LIKE, path, ABOUT)
     store.expect(index, checksums, read=True)
-    with pytest.raises(FormatError, match="were used again"):
+    with pytest.raises(FormatError, match="were overwritten"):
         store.expect(index, checksums + np.uint32(1), read=False)
     store.expect(index, checksums, read=False)
 
 
-def test_every_damage_of_the_head_is_noticed(written):
+def test_damage_of_the_header_is_an_error(written):
     path, _, _ = written
     whole = path.read_bytes()
     text = whole.index(b'"row"')
@@ -252,21 +254,25 @@ def test_every_damage_of_the_head_is_noticed(written):
 @pytest.mark.parametrize(
     ("like", "about", "message"),
     [
-        (LIKE, ABOUT | {"algorithm": "Ditto"}, r"  algorithm: Scaffold there, Ditto here\n"),
-        (LIKE, ABOUT | {"clients": 7}, r"  clients: 40 there, 7 here\n"),
+        (LIKE, ABOUT | {"algorithm": "Ditto"}, r"  algorithm: Scaffold in the file, Ditto here\n"),
+        (LIKE, ABOUT | {"clients": 7}, r"  clients: 40 in the file, 7 here\n"),
         (
             LIKE | {"visits": jax.ShapeDtypeStruct((), np.float32)},
             ABOUT,
-            r"  row\['visits'\]: int32\[\] there, float32\[\] here\n",
+            r"  row\['visits'\]: int32\[\] in the file, float32\[\] here\n",
         ),
-        (LIKE | {"more": jax.ShapeDtypeStruct((2,), np.int8)}, ABOUT, r"  row\['more'\]: nothing there, int8\[2\] here\n"),
-        ({"w": LIKE["w"]}, {}, r"  row\['done'\]: bool\[\] there, nothing here\n"),
+        (
+            LIKE | {"new": jax.ShapeDtypeStruct((2,), np.int8)},
+            ABOUT,
+            r"  row\['new'\]: nothing in the file, int8\[2\] here\n",
+        ),
+        ({"w": LIKE["w"]}, {}, r"  row\['done'\]: bool\[\] in the file, nothing here\n"),
     ],
 )
 def test_rows_of_another_algorithm_or_population_are_refused(written, like, about, message):
     path, _, _ = written
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"(?s)rows holds what clients keep of another.*{message}.*Choose another folder"):
+    with pytest.raises(ValueError, match=f"(?s)rows holds the client memory of another.*{message}.*Choose another folder"):
         RowFile(like, path, about)
     assert path.read_bytes() == before
 
@@ -286,9 +292,7 @@ def test_a_full_disk_is_an_error_and_nothing_saved_is_lost(written, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwritev", full)
-        with pytest.raises(
-            OSError, match=r"cannot be written to .*rows: No space left .* MB are free there\. To go on: .*run again"
-        ):
+        with pytest.raises(OSError, match=r"cannot be written to .*rows: No space left .* MB are free there\. .*run again"):
             rows.written(np.arange(10), draws(np.random.default_rng(1), 10))
     jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
     again = rows.written(np.arange(10), draws(np.random.default_rng(1), 10))
@@ -296,7 +300,7 @@ def test_a_full_disk_is_an_error_and_nothing_saved_is_lost(written, monkeypatch)
     jax.tree.map(np.testing.assert_array_equal, rows.gather(np.arange(5))[0], draws(np.random.default_rng(0), 5))
 
 
-def test_a_store_that_gets_no_more_memory_says_so_and_goes_on_when_there_is_some(monkeypatch):
+def test_a_store_without_memory_raises_and_works_again_when_there_is_memory(monkeypatch):
     monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 1)
     draw, store = np.random.default_rng(0), MemoryRows(LIKE)
     values, pages = draws(draw, CLIENTS), _row_store._pages
@@ -306,7 +310,7 @@ def test_a_store_that_gets_no_more_memory_says_so_and_goes_on_when_there_is_some
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(_row_store, "_pages", none_left)
-    with pytest.raises(MemoryError, match=r"No room in memory for .* rows of what clients keep.*Hold fewer states"):
+    with pytest.raises(MemoryError, match=r"No memory for .* rows of client memory.*Hold fewer states"):
         first.written(np.arange(CLIENTS), values)
     monkeypatch.setattr(_row_store, "_pages", pages)
     second = first.written(np.arange(CLIENTS), values)
@@ -314,15 +318,15 @@ def test_a_store_that_gets_no_more_memory_says_so_and_goes_on_when_there_is_some
     assert_holds(second, {client: {name: leaf[client] for name, leaf in values.items()} for client in range(CLIENTS)})
 
 
-def test_a_copy_of_a_value_has_the_same_rows_and_takes_no_room():
+def test_a_copy_of_a_value_shares_its_rows():
     rows = none_yet(MemoryRows(LIKE, CLIENTS)).written(np.arange(3), draws(np.random.default_rng(0), 3))
     copy = copylib.deepcopy({"rows": rows})["rows"]
     assert copy is not rows and copy.store is rows.store and copy.index.tolist() == rows.index.tolist()
-    assert len(rows.store.users) == 2
+    assert len(rows.store.references) == 2
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="no large pages")
-def test_small_leaves_do_not_take_large_pages():
+def test_small_leaves_take_no_large_pages():
     """300 leaves of 64 bytes, ten rows: not 2 MiB each."""
     like = [jax.ShapeDtypeStruct((16,), np.float32)] * 300
     rows, before = ClientRows.empty(like, 10_000), psutil.Process().memory_info().rss

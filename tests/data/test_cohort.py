@@ -13,18 +13,18 @@ def data():
     return FederatedData.from_arrays({"y": np.arange(6)}, sizes=[1, 2, 0, 3], client_ids=["a", "b", "c", "d"])
 
 
-def test_a_cohort_is_iterated_in_its_own_order_with_its_own_keys(data):
+def test_iteration_yields_the_clients_in_order_with_their_keys(data):
     cohort = Cohort.of(data, ["d", "a", "c"], round=4, seed=1)
     rows = list(cohort)
     assert len(cohort) == 3
     assert cohort.client_ids == [client_id for client_id, _, _ in rows] == ["d", "a", "c"]
     assert [dataset["y"].tolist() for _, dataset, _ in rows] == [[3, 4, 5], [0], []]
     assert cohort.sizes.tolist() == [3, 1, 0]
-    for (_, _, key), by_hand in zip(rows, rng.client_keys(rng.root(1), 4, np.array([3, 0, 2])), strict=True):
-        assert key == by_hand
+    for (_, _, key), expected in zip(rows, rng.client_keys(rng.root(1), 4, np.array([3, 0, 2])), strict=True):
+        assert key == expected
 
 
-def test_a_clients_key_does_not_depend_on_who_else_takes_part(data):
+def test_a_clients_key_does_not_depend_on_the_rest_of_the_cohort(data):
     alone, *_ = Cohort.of(data, ["b"], round=2).keys()
     last = Cohort.of(data, ["a", "d", "b"], round=2).keys()[-1]
     assert alone == last
@@ -42,8 +42,13 @@ def test_unknown_clients_are_refused(data):
 
 @pytest.mark.parametrize(
     ("clients", "message"),
-    [([], "cohort is empty"), ([0, 4], r"\[0, 4\), got 0 to 4"), ([-1], "got -1 to -1"), ([1, 2, 1], "more than once")],
+    [
+        ([], "cohort is empty"),
+        ([0, 4], r"\[0, 4\) in clients, got 0 to 4"),
+        ([-1], "got -1 to -1"),
+        ([1, 2, 1], "more than once"),
+    ],
 )
-def test_positions_that_make_no_cohort_are_refused(data, clients, message):
+def test_invalid_positions_are_refused(data, clients, message):
     with pytest.raises(ValueError, match=message):
         Cohort(data, np.array(clients, np.int32), 0, rng.root(0))

@@ -25,7 +25,7 @@ def test_every_client_is_a_slice_of_the_columns():
     assert data.nbytes == 5 * 2 * 8 + 5 * 8
 
 
-def test_repr_is_a_line_however_large_the_population():
+def test_repr_is_one_line():
     assert repr(population()) == "FederatedData(3 clients, 5 examples; x: float64 [2], y: int64 [])"
 
 
@@ -39,9 +39,9 @@ def test_clients_are_found_by_name():
         data["nobody"]
 
 
-def test_from_arrays_by_owner_keeps_each_clients_order():
-    owners = np.array([7, 3, 7, 7, 3])
-    data = FederatedData.from_arrays({"y": np.arange(5)}, clients=owners)
+def test_from_arrays_by_client_keeps_the_order_of_rows():
+    clients = np.array([7, 3, 7, 7, 3])
+    data = FederatedData.from_arrays({"y": np.arange(5)}, clients=clients)
     assert data.client_ids == ["3", "7"]
     assert [client["y"].tolist() for client in data.clients()] == [[1, 4], [0, 2, 3]]
 
@@ -49,8 +49,8 @@ def test_from_arrays_by_owner_keeps_each_clients_order():
 def test_from_clients_and_from_partition_agree_with_from_arrays():
     data = population()
     again = FederatedData.from_clients({c.client_id: c.examples for c in data.clients()})
-    parts = [np.arange(data.offsets[i], data.offsets[i + 1]) for i in range(3)]
-    third = FederatedData.from_partition(data.columns, parts)
+    partition = [np.arange(data.offsets[i], data.offsets[i + 1]) for i in range(3)]
+    third = FederatedData.from_partition(data.columns, partition)
     for other in (again, third):
         assert other.client_ids == data.client_ids
         np.testing.assert_array_equal(other.offsets, data.offsets)
@@ -58,7 +58,7 @@ def test_from_clients_and_from_partition_agree_with_from_arrays():
             np.testing.assert_array_equal(other.columns[name], data.columns[name])
 
 
-def test_select_and_gather_take_clients_in_the_order_asked():
+def test_select_and_gather_keep_the_given_order():
     data = population()
     chosen = data.select(["2", "0"])
     assert chosen.client_ids == ["2", "0"]
@@ -75,14 +75,14 @@ def test_select_and_gather_take_clients_in_the_order_asked():
         (lambda: FederatedData({}, np.array([0, 0]), ["a"]), "at least one feature"),
         (lambda: FederatedData({"x": np.zeros(0)}, np.array([0]), []), "population is empty"),
         (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 3]), ["a", "b"]), r"offsets of shape \[3\]"),
-        (lambda: FederatedData({"x": np.zeros(3)}, np.array([1, 3]), ["a"]), "rise from 0"),
-        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 4, 3]), ["a", "b"]), "rise from 0"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([1, 3]), ["a"]), "nondecreasing from 0"),
+        (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 4, 3]), ["a", "b"]), "nondecreasing from 0"),
         (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 2]), ["a"]), "'x' has 3 rows.* sum to 2"),
         (lambda: FederatedData({"x": np.zeros(3)}, np.array([0, 2, 3]), ["a", "a"]), "'a' occurs more than once"),
-        (lambda: FederatedData({"x": np.broadcast_to(0, 2**31)}, np.array([0, 2**31]), ["a"]), r"At most 2\*\*31 - 1"),
+        (lambda: FederatedData({"x": np.broadcast_to(0, 2**31)}, np.array([0, 2**31]), ["a"]), r"at most 2\*\*31 - 1"),
         (lambda: FederatedData.from_arrays({"x": np.zeros(3)}), "either sizes"),
         (lambda: FederatedData.from_arrays({"x": np.zeros(1)}, sizes=[1], clients=["a"]), "either sizes"),
-        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, clients=["a"]), "3 rows, and clients names 1"),
+        (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, clients=["a"]), "3 rows, and clients has 1"),
         (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[4, -1]), ">= 0, got -1 for client number 1"),
         (lambda: FederatedData.from_arrays({"x": np.zeros(3)}, sizes=[3], client_ids=["a", "b"]), "2 client_ids for 1"),
         (lambda: FederatedData.from_clients({}), "population is empty"),
@@ -99,14 +99,14 @@ def test_select_and_gather_take_clients_in_the_order_asked():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused(make, message):
+def test_inconsistent_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_are_found_with_feature_and_client(dtype, value):
+def test_nan_and_infinity_are_reported_with_feature_and_client(dtype, value):
     x = np.zeros((5, 2), dtype)
     data = FederatedData.from_arrays({"ok": np.zeros(5), "x": x}, sizes=[2, 0, 3], client_ids=["a", "b", "c"])
     data.check_finite()
@@ -116,7 +116,7 @@ def test_nan_and_infinity_are_found_with_feature_and_client(dtype, value):
         data.check_finite()
 
 
-def test_labels_outside_the_classes_are_found_with_their_client():
+def test_labels_outside_the_classes_are_reported_with_their_client():
     data = FederatedData.from_arrays({"y": np.array([0, 9, 4])}, sizes=[1, 2], client_ids=["a", "b"])
     data.check_labels("y", 10)
     with pytest.raises(ValueError, match=r"'b' has label y=9, and the model has classes 0 to 8.*num_classes=10"):
@@ -138,7 +138,7 @@ def test_labels_may_have_any_shape_per_example():
 
 
 @pytest.mark.parametrize("labels", [np.zeros(2), np.array([b"a", b"b"]), np.array([b"a", b"b"], object)])
-def test_labels_that_are_no_integers_are_refused(labels):
+def test_labels_must_be_integers(labels):
     with pytest.raises(ValueError, match="Labels 'y' must be integers, got"):
         FederatedData.from_arrays({"y": labels}, sizes=[2]).check_labels("y", 2)
 
@@ -159,13 +159,13 @@ def test_client_batches_hold_every_example_once_an_epoch_with_a_key_per_step():
         assert batch.key == jax.random.fold_in(rng.stream(key, "step"), step)
 
 
-def test_client_batches_of_an_empty_client_are_none():
+def test_an_empty_client_has_no_batches():
     client = population()["1"]
     for batches in (Batches(size=3), Batches(size=3, steps=4)):
         assert list(client.batches(batches, rng.root(0))) == []
 
 
-def test_shuffle_differs_between_rounds_and_repeats_between_runs():
+def test_shuffle_differs_between_rounds_and_seeds():
     client = FederatedData.from_clients({"a": {"x": np.arange(40)}})["a"]
 
     def order(seed, round):
@@ -179,26 +179,26 @@ def test_shuffle_differs_between_rounds_and_repeats_between_runs():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda x: FederatedData.from_arrays({"x": x}, clients=["a", None, "b"]), "Row 1 has no owner"),
-        (lambda x: FederatedData.from_arrays({"x": x}, clients=[1.0, 2.0, np.nan]), "Row 2 has no owner"),
-        (lambda x: FederatedData.from_arrays({"x": x}, clients=np.array(["1", 1, 1], object)), "of one kind.*int and str"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=["a", None, "b"]), "Row 1 has no client"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=[1.0, 2.0, np.nan]), "Row 2 has no client"),
+        (lambda x: FederatedData.from_arrays({"x": x}, clients=np.array(["1", 1, 1], object)), "of one type.*int and str"),
         (lambda x: FederatedData.from_arrays({"x": x}, clients=[0, 0, 1], client_ids=["a", "b"]), "client_ids only with sizes"),
-        (lambda x: FederatedData.from_arrays({"x": x}, sizes=[1.5, 2.0]), "sizes .* of whole numbers"),
+        (lambda x: FederatedData.from_arrays({"x": x}, sizes=[1.5, 2.0]), "sizes as integers"),
         (lambda x: FederatedData.from_arrays({"x": x}, sizes=[1, 2], client_ids=[7, 8]), "Client ids must be text, got int 7"),
         (lambda x: FederatedData.from_clients({"a": {"x": 3}}), "'x' of client 'a'.*got a single value"),
         (lambda x: FederatedData.from_clients({"a": {}}), "'a' has no features"),
         (lambda x: FederatedData.from_partition({"x": x}, [[0], [-1]]), "Client 1 has indices from -1"),
         (lambda x: FederatedData.from_partition({"x": x}, [[0], [3]]), "Client 1 has indices from 3 to 3"),
         (lambda x: FederatedData.from_partition({"x": x, "y": x[:2]}, [[0], [1]]), "of one length, got .*'y': .2"),
-        (lambda x: FederatedData.from_arrays({"x": x.astype("M8[D]")}, sizes=[3]).check_dtypes(), "no device can hold"),
+        (lambda x: FederatedData.from_arrays({"x": x.astype("M8[D]")}, sizes=[3]).check_dtypes(), "no device can store"),
     ],
 )
-def test_what_would_make_another_population_than_meant_is_refused(make, message):
+def test_ambiguous_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(np.arange(3))
 
 
-def test_owners_that_are_bytes_are_named_by_their_text():
+def test_clients_given_as_bytes_have_their_text_as_id():
     data = FederatedData.from_arrays({"x": np.arange(3)}, clients=[b"b", "é".encode(), b"b"])
     assert data.client_ids == ["b", "é"] and data["b"]["x"].tolist() == [0, 2]
     assert data.select(name for name in ["é"]).client_ids == ["é"]

@@ -1,4 +1,4 @@
-"""Tests of the packed format: what `FederatedData.save` writes and `FederatedData.open` maps."""
+"""Tests of packed files, which `FederatedData.save` writes and `FederatedData.open` maps."""
 
 import errno
 import itertools
@@ -57,7 +57,7 @@ class TestRoundTrip:
         data.save(tmp_path / "a.h5")
         assert_same(FederatedData.open(tmp_path / "a.h5"), data)
 
-    def test_of_names(self, tmp_path):
+    def test_of_ids(self, tmp_path):
         names = ["", "a b/c", "Ærøskøbing", "雪", "x" * 100]
         data = FederatedData.from_arrays({"x": np.zeros(5)}, sizes=[1] * 5, client_ids=names)
         data.save(tmp_path / "a.h5")
@@ -67,16 +67,16 @@ class TestRoundTrip:
         again.save(tmp_path / "b.h5")
         assert FederatedData.open(tmp_path / "b.h5").client_ids == names
 
-    def test_of_only_the_empty_name(self, tmp_path):
+    def test_of_a_single_empty_id(self, tmp_path):
         FederatedData.from_arrays({"x": np.zeros(1)}, sizes=[1], client_ids=[""]).save(tmp_path / "a.h5")
         assert FederatedData.open(tmp_path / "a.h5").client_ids == [""]
 
-    def test_of_many_features_whose_layout_needs_a_large_user_block(self, tmp_path):
+    def test_of_many_features_with_a_large_user_block(self, tmp_path):
         data = FederatedData.from_arrays({f"feature number {i}": np.full(2, i) for i in range(200)}, sizes=[1, 1])
         data.save(tmp_path / "a.h5")
         assert_same(FederatedData.open(tmp_path / "a.h5"), data)
 
-    def test_of_rows_that_hold_nothing(self, tmp_path):
+    def test_of_rows_without_values(self, tmp_path):
         data = FederatedData.from_arrays({"x": np.zeros((3, 0), np.int16), "y": np.arange(3)}, sizes=[1, 2])
         data.save(tmp_path / "a.h5")
         assert_same(FederatedData.open(tmp_path / "a.h5"), data)
@@ -87,7 +87,7 @@ class TestRoundTrip:
         data.save(tmp_path / "a.h5")
         assert_same(FederatedData.open(tmp_path / "a.h5"), data)
 
-    def test_over_the_file_that_the_population_is_mapped_from(self, saved):
+    def test_overwriting_the_file_of_the_population(self, saved):
         FederatedData.open(saved).save(saved)
         assert_same(FederatedData.open(saved), FederatedData.from_clients(some_clients()))
 
@@ -100,7 +100,7 @@ def test_columns_are_mapped_read_only_and_aligned(saved):
         assert not array.flags.writeable
 
 
-def test_h5py_reads_the_same(saved):
+def test_h5py_reads_equal_arrays(saved):
     data = FederatedData.from_clients(some_clients())
     with h5py.File(saved) as file:
         assert dict(file.attrs) == {"format": "fedsim.packed", "version": 2}
@@ -115,8 +115,8 @@ def test_h5py_reads_the_same(saved):
         assert rows == data.columns["text"][:].tolist()
 
 
-def test_the_same_data_make_the_same_bytes(saved, tmp_path):
-    time.sleep(1.1)  # HDF5 would write down when, in seconds.
+def test_equal_data_give_equal_bytes(saved, tmp_path):
+    time.sleep(1.1)  # HDF5 would store the time in seconds.
     FederatedData.from_clients(some_clients()).save(tmp_path / "b.h5")
     assert (tmp_path / "b.h5").read_bytes() == saved.read_bytes()
 
@@ -127,12 +127,12 @@ class TestRefused:
         [
             ({"x": np.zeros(1, "V2")}, ["a"], r"'x' has dtype \|V2"),
             ({"x": np.zeros(1, "U2")}, ["a"], r"'x' has dtype <U2"),
-            ({"a/b": np.zeros(1)}, ["a"], "'a/b' cannot name"),
+            ({"a/b": np.zeros(1)}, ["a"], "'a/b' cannot be the name"),
             ({"x": np.zeros(1)}, ["a\0"], "ends with a NUL"),
-            ({"x": np.zeros(1)}, ["\ud800"], "no valid Unicode"),
+            ({"x": np.zeros(1)}, ["\ud800"], "is not valid Unicode"),
         ],
     )
-    def test_what_the_file_cannot_hold(self, tmp_path, columns, ids, message):
+    def test_what_the_file_cannot_store(self, tmp_path, columns, ids, message):
         with pytest.raises(ValueError, match=message):
             FederatedData.from_arrays(columns, sizes=[1], client_ids=ids).save(tmp_path / "a.h5")
         assert list(tmp_path.iterdir()) == []
@@ -156,29 +156,29 @@ class TestRefused:
     def test_hdf5_of_another_layout(self, tmp_path):
         with h5py.File(tmp_path / "a.h5", "w") as file:
             file["examples/a/x"] = np.zeros(3)
-        with pytest.raises(FormatError, match=r"a.h5 .*another layout .*read_tff_hdf5.*expected a packed population"):
+        with pytest.raises(FormatError, match=r"a.h5 .*another layout .*read_tff_hdf5.*expected a packed file"):
             FederatedData.open(tmp_path / "a.h5")
 
     @pytest.mark.parametrize("cut", [1, 100, 4096, 20_000])
-    def test_a_file_cut_short_or_grown(self, saved, cut):
+    def test_a_truncated_or_extended_file(self, saved, cut):
         content = saved.read_bytes()
         for changed in (content[:-cut], content[:cut], content + bytes(cut)):
             saved.write_bytes(changed)
             with pytest.raises(FormatError, match=r"a.h5 .*damaged"):
                 FederatedData.open(saved)
 
-    def test_a_file_that_something_else_changed(self, saved):
+    def test_a_file_changed_by_h5py(self, saved):
         with h5py.File(saved, "a") as file:
-            file["columns/more"] = np.zeros(5)
+            file["columns/new"] = np.zeros(5)
         with pytest.raises(FormatError, match=r"a.h5 is truncated or damaged"):
             FederatedData.open(saved)
 
 
 class TestDamaged:
-    def test_whatever_byte_is_wrong_only_format_errors_come_out(self, saved):
+    def test_damage_raises_only_format_errors(self, saved):
         assert_only_format_errors(FederatedData.open, saved.read_bytes(), ".h5", 1000)
 
-    def test_structure_is_never_trusted_with_a_byte_wrong(self, saved):
+    def test_every_97th_byte_is_covered_by_a_checksum(self, saved):
         content = saved.read_bytes()
         for at in range(64, len(content), 97):
             rewrite(saved, flipped(content, 8 * at))
@@ -260,11 +260,11 @@ class TestDamaged:
             {"dtype": "i4,O"},
             {"dtype": "nothing"},
             {"dtype": 3},
-            {"more": 1},
+            {"unknown": 1},
         ],
     )
     @pytest.mark.parametrize("array", ["offsets", "client_ids", "columns/label", "columns/text/bytes", "columns/text/starts"])
-    def test_a_layout_that_lies_with_a_right_checksum_is_refused(self, saved, monkeypatch, array, change):
+    def test_an_invalid_layout_with_a_valid_checksum_is_refused(self, saved, monkeypatch, array, change):
         content = saved.read_bytes()
         checksum = int(content[25:33], 16)
         monkeypatch.setattr("fedsim.data._packed._checksum", lambda *_: checksum)
@@ -299,32 +299,32 @@ def layout_of(path):
 
 @pytest.mark.slow
 class TestAFullDisk:
-    def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(self, saved, monkeypatch):
+    def test_a_failed_save_leaves_only_the_old_file(self, saved, monkeypatch):
         before = saved.read_bytes()
 
         def fail(*args):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("fedsim.data._whole_file.os.fsync", fail)
+        monkeypatch.setattr("fedsim.data._atomic_write.os.fsync", fail)
         with pytest.raises(OSError, match="No space left"):
             FederatedData.from_clients(some_clients((9,))).save(saved)
         assert saved.read_bytes() == before
         assert list(saved.parent.iterdir()) == [saved]
 
     @pytest.mark.parametrize("limit", [100, 5_000, 20_000, 50_000, 70_000])
-    @pytest.mark.parametrize("way", ["data", "ClientStream.of(data)"])
-    def test_no_room_at_any_point_is_an_os_error_and_leaves_nothing(self, tmp_path, limit, way):
-        """A limit on the size of files stands in for the disk: the kernel refuses the same writes."""
+    @pytest.mark.parametrize("expression", ["data", "ClientStream.of(data)"])
+    def test_a_full_disk_is_an_os_error_and_leaves_no_file(self, tmp_path, limit, expression):
+        """A limit on the size of files simulates the full disk, because the kernel refuses the same writes."""
         script = f"""
 import resource, sys, numpy as np
 from fedsim.data import ClientStream, FederatedData
 data = FederatedData.from_arrays({{"x": np.ones((1000, 9)), "t": np.array([b"some text"] * 1000, object)}}, sizes=[10] * 100)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
-    {way}.save({str(tmp_path / "a.h5")!r})
+    {expression}.save({str(tmp_path / "a.h5")!r})
 except OSError as error:
     sys.exit(0)
-sys.exit("it was saved")
+sys.exit("no error")
 """
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -332,7 +332,7 @@ sys.exit("it was saved")
 
 
 class TestSize:
-    def test_opening_a_large_population_costs_little(self, tmp_path):
+    def test_opening_a_large_population_is_cheap(self, tmp_path):
         """A tenth of the figure in benchmarks (10,000,000 sequences of 342,477 clients): < 0.1 s, < 20 MB."""
         clients, rows = 34_247, 1_000_000
         sizes = np.full(clients, rows // clients)
@@ -353,7 +353,7 @@ print(time.perf_counter() - start, psutil.Process().memory_info().rss - before)
         assert seconds < 1
         assert grown < 20e6
 
-    def test_a_cohort_costs_the_same_whatever_the_population(self, tmp_path):
+    def test_the_cost_of_a_cohort_does_not_depend_on_the_population(self, tmp_path):
         def seconds(clients):
             data = FederatedData.from_arrays({"x": np.zeros((clients * 4, 20), np.int16)}, sizes=np.full(clients, 4))
             data.save(tmp_path / "a.h5")

@@ -9,8 +9,8 @@ import pytest
 from fedsim.data import ClientStream, FederatedData, FormatError
 
 
-def stream(*clients, **how):
-    return ClientStream(lambda: iter(clients), **how)
+def stream(*clients, **options):
+    return ClientStream(lambda: iter(clients), **options)
 
 
 def two():
@@ -26,7 +26,7 @@ def contents(clients):
 
 @pytest.fixture(params=["load", "save"])
 def collected(request, tmp_path):
-    """Everything of a stream, by the one way or the other."""
+    """A function that collects a stream in memory, or in a file."""
 
     def collect(clients):
         if request.param == "load":
@@ -43,7 +43,7 @@ def test_iterating_again_reads_again(collected):
     assert contents(ClientStream.of(collected(clients))) == contents(clients)
 
 
-def test_dtypes_stay_but_for_the_byte_order(collected):
+def test_dtypes_are_kept_except_for_the_byte_order(collected):
     arrays = {"a": np.ones(2, ">f4"), "b": np.ones((2, 3), np.uint8), "c": np.ones(2, bool), "d": np.array([b"x", b"yz"])}
     columns = collected(stream(("c", arrays))).columns
     assert {name: column.dtype.str for name, column in columns.items()} == {"a": "<f4", "b": "|u1", "c": "|b1", "d": "|S2"}
@@ -67,25 +67,25 @@ def test_map_may_change_rows_and_features_and_empty_clients_stay(collected):
         ([("a", {"x": np.zeros(1)}), ("b", {"x": np.zeros(1, int)})], "'x' of client 'b' is int64"),
         ([("a", {"x": [[1, 2], [3]]})], "'x' of client 'a': .*inhomogeneous"),
         ([("a", {"x": np.array([[1, 2], [3]], object)})], "'x' of client 'a': Text must be bytes, got list"),
-        ([("a", {"x": 5})], "'x' of client 'a': Expected an array with one row per example"),
+        ([("a", {"x": 5})], "'x' of client 'a': expected an array with one row per example"),
         ([("a", {"x": np.array(["text"], object)})], "'x' of client 'a': Text must be bytes, got str"),
         ([(b"a", {"x": [1]})], "Client ids must be text, got bytes b'a'"),
     ],
 )
-def test_what_makes_no_population_is_refused_by_the_sources_name(collected, clients, message):
+def test_invalid_clients_are_refused_with_the_name_of_the_source(collected, clients, message):
     with pytest.raises(FormatError, match=f"^some.file: .*{message}"):
         collected(stream(*clients, source="some.file"))
 
 
-def test_what_a_transform_finds_wrong_names_the_source_too():
+def test_errors_of_a_transform_name_the_source():
     def transform(client_id, examples):
-        raise ValueError(f"Client {client_id!r} has it wrong.")
+        raise ValueError(f"Client {client_id!r} is wrong.")
 
-    with pytest.raises(FormatError, match="^some.file: Client 'a' has it wrong"):
+    with pytest.raises(FormatError, match="^some.file: Client 'a' is wrong"):
         stream(("a", {"x": [1]}), source="some.file").map(transform).map(lambda _, examples: examples).load()
 
 
-def test_what_a_packed_file_cannot_hold_is_a_format_error_and_leaves_nothing(tmp_path):
+def test_what_a_packed_file_cannot_store_is_a_format_error_and_leaves_no_file(tmp_path):
     for clients in ([("a\0", {"x": [1]})], [("a", {"x/y": [1]})], [("a", {"x": np.array(["U"])})]):
         with pytest.raises(FormatError, match="some.file: "):
             stream(*clients, source="some.file").save(tmp_path / "a.h5")
@@ -94,23 +94,23 @@ def test_what_a_packed_file_cannot_hold_is_a_format_error_and_leaves_nothing(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_in_the_middle_leaves_the_old_file(tmp_path):
+def test_an_error_while_reading_leaves_the_old_file(tmp_path):
     two().save(tmp_path / "a.h5")
 
     def read():
         yield from two().read()
-        raise OSError("the network is gone")
+        raise OSError("connection lost")
 
-    with pytest.raises(OSError, match="the network is gone"):
+    with pytest.raises(OSError, match="connection lost"):
         ClientStream(read).save(tmp_path / "a.h5")
     assert contents(FederatedData.open(tmp_path / "a.h5")) == contents(two())
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_bar_is_labelled_and_only_shown_if_asked_for(tmp_path, monkeypatch):
+def test_the_progress_bar_is_labeled_and_only_shown_on_request(tmp_path, monkeypatch):
     seen = []
 
-    def bar(clients, label, total, *, disable, **how):
+    def bar(clients, label, total, *, disable, **options):
         seen.append((label, total, disable))
         return clients
 
@@ -121,7 +121,7 @@ def test_the_bar_is_labelled_and_only_shown_if_asked_for(tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_size(tmp_path):
-    """240 MB of numbers and text go through a process that grows by less than a quarter of that."""
+    """Saving 240 MB of numbers and text needs less than a quarter of that in memory."""
     script = f"""
 import resource, numpy as np
 from fedsim.data import ClientStream
@@ -139,8 +139,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 @pytest.mark.parametrize("rows", [3, 500, 40_000])
-def test_a_stream_and_its_population_make_the_same_file(tmp_path, rows):
-    """Whichever column waits in its place, and however many rows follow the first client's."""
+def test_a_stream_and_its_population_write_equal_files(tmp_path, rows):
+    """For any column that is written in place, and any number of rows after those of the first client."""
     words = np.array([b"to be"] * rows, object)
     clients = {"a": {"t": words[:3], "y": np.arange(3), "x": np.zeros([3, 5])}}
     clients["b"] = {"t": words, "y": np.arange(rows), "x": np.random.default_rng(0).random((rows, 5))}

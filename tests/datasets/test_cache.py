@@ -32,7 +32,7 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def whole_files(cache):
+def atomic_writes(cache):
     return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.name != ".lock")
 
 
@@ -90,7 +90,7 @@ def test_what_fails_in_the_middle_leaves_nothing_and_the_next_call_converts(tmp_
     streams = {"train": lambda: ClientStream(lambda: iter(CLIENTS)), "test": lambda: ClientStream(broken)}
     with pytest.raises(FormatError, match="cut"):
         _cache.converted("mine", tmp_path / "cache", streams, files=[source])
-    assert whole_files(tmp_path / "cache") == ["train.h5"]
+    assert atomic_writes(tmp_path / "cache") == ["train.h5"]
     assert convert(tmp_path / "cache", source)["test"].num_clients == 5
 
 
@@ -134,11 +134,11 @@ def test_a_process_killed_in_the_middle_leaves_nothing_that_is_taken_for_whole(b
     process.send_signal(signal.SIGKILL)
     process.wait(60)
     process.stdout.close()
-    assert not any(name.endswith(".h5") for name in whole_files(cache))
+    assert not any(name.endswith(".h5") for name in atomic_writes(cache))
     reads = []
     splits = convert(cache, source, reads)
     assert len(reads) == 2 and splits["train"].num_examples == 15
-    assert whole_files(cache) == ["test.h5", "train.h5"]
+    assert atomic_writes(cache) == ["test.h5", "train.h5"]
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, source):
     number, _, message = output.splitlines()[-1].partition(" ")
     assert int(number) == errno.EFBIG
     assert "'mine' could not be converted: " in message and "is full (File too large). Free some room, or set FEDSIM" in message
-    assert whole_files(tmp_path / "cache") == []
+    assert atomic_writes(tmp_path / "cache") == []
 
 
 @pytest.mark.skipif(os.name == "nt" or os.getuid() == 0, reason="root may write anywhere")

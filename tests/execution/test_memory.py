@@ -11,7 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from counting import BATCHES, EXECUTIONS, LOOK, Counting, Damped, Kept, Upper, Variance, by_hand, cohorts, look
+from counting import (
+    BATCHES,
+    EXECUTIONS,
+    PREVIEW,
+    Counting,
+    Damped,
+    Maximum,
+    Memory,
+    Variance,
+    add_first_feature,
+    cohorts,
+    expected_state,
+)
 
 import fedsim
 from fedsim import execution
@@ -29,7 +41,7 @@ def test_clients_remember_the_same_under_every_execution(how, refuse):
             state, _ = algorithm.apply(state, cohort)
         state, infos = algorithm.apply_rounds(state, rounds[3:], max_rounds=3)
         jax.block_until_ready(algorithm.apply(state, rounds[0]))
-    server, memory = by_hand(rounds, refuse)
+    server, memory = expected_state(rounds, refuse)
     np.testing.assert_allclose(state.server, server, rtol=1e-5)
     assert infos.clients["seen"].shape == (2, 4)
     everyone = np.arange(8)
@@ -66,7 +78,7 @@ def test_rows_that_nobody_refers_to_are_used_again():
     assert state.clients.store.capacity <= 40
 
 
-UPPER, DAMPED, BOTH = Upper(), Damped(), Damped(inner=Upper())
+UPPER, DAMPED, BOTH = Maximum(), Damped(), Damped(inner=Maximum())
 
 
 @functools.cache
@@ -131,10 +143,10 @@ class Twice(Counting):
         return self.of_call("second", self.refuse, shared, client)
 
     def of_call(self, name, refuse, shared, client):
-        seen = client.for_each_batch(LOOK, look, jnp.float32(0), "look")
+        seen = client.for_each_batch(PREVIEW, add_first_feature, jnp.float32(0), "look")
         steps = client.for_each_batch(self.batches, lambda steps, batch: steps + 1, jnp.float32(1000))
         kept = client.memory[name]
-        kept = Kept(kept.visits + 1, kept.total + jnp.stack([shared, seen]))
+        kept = Memory(kept.visits + 1, kept.total + jnp.stack([shared, seen]))
         update = jnp.where(client.position == jnp.int32(refuse), jnp.nan, seen + steps)
         return fedsim.ClientUpdate(update, jnp.float32(1), {}, client.memory | {name: kept})
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from counting import BATCHES, Counting, Damped, Upper
+from counting import BATCHES, Counting, Damped, Maximum
 
 import fedsim
 from fedsim import aggregators, execution
@@ -60,9 +60,9 @@ def test_what_is_refused_is_what_a_round_needs(groups, devices, monkeypatch):
 def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 10}))
     for way in (fedsim.Jit(), fedsim.Debug()):
-        algorithm = Counting(batches=BATCHES, aggregator=Upper(), execution=way)
+        algorithm = Counting(batches=BATCHES, aggregator=Maximum(), execution=way)
         with pytest.raises(
-            (ValueError, fedsim.execution.StageError), match="Upper folds (10|8) clients into 0.0 MB, .* are free"
+            (ValueError, fedsim.execution.StageError), match="Maximum folds (10|8) clients into 0.0 MB, .* are free"
         ):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from remembering import Drifting, bits
+from drifting import Drifting, bits
 
 import fedsim
 from fedsim.data import FormatError
@@ -245,7 +245,7 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(streamed, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwritev", full)
-        with pytest.raises(OSError, match="What clients keep cannot be written to .*clients.rows: No space left"):
+        with pytest.raises(OSError, match="Client memory cannot be written to .*clients.rows: No space left"):
             run(**streamed, folder=tmp_path / "r", rounds_per_dispatch=1)
     assert Checkpoints(tmp_path / "r/checkpoints").rounds()[-1] == 6
     assert bits(run(**streamed, folder=tmp_path / "r").state) == unbroken

@@ -1,4 +1,4 @@
-"""A file that takes its name only once it is whole."""
+"""Writes a file completely before it appears under its name."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: what a killed process leaves there stays until somebody deletes it.
+except ImportError:  # Windows has no such locks: the file of a killed process stays there until it is deleted by hand.
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".fedsim-part"
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a name beside ``path`` to write to; afterwards the file is brought to disk and takes the place of ``path``.
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary file in the folder of ``path`` that replaces ``path`` when the context ends without an error.
 
-    After an error nothing is left. A killed process leaves a file ``*.fedsim-part``, which nobody takes for whole and which
-    the next call in this folder deletes.
+    The file is synchronized to disk before it is renamed. An error deletes the temporary file and leaves ``path`` unchanged. A
+    killed process leaves a file ``*.fedsim-part``, which no reader accepts and which the next call in this folder deletes.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      FileExistsError: ``path`` is a folder or a device, which no file may take the place of.
+      FileExistsError: ``path`` is a folder or a device, which must not be replaced.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with whole_file(f"{folder}/a.txt") as part:
-    ...         _ = part.write_text("all of it")
+    ...     with atomic_write(f"{folder}/a.txt") as part:
+    ...         _ = part.write_text("some text")
     ...     os.listdir(folder)
     ['a.txt']
     """
@@ -38,7 +38,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise FileNotFoundError(f"No folder {target.parent} to write {target.name} into: create it first.")
     if target.exists() and not target.is_file():
-        raise FileExistsError(f"{target} is a folder or a device: give the name of a file.")
+        raise FileExistsError(f"{target} is a folder or a device: choose another name.")
     for leftover in target.parent.glob(f"*{_SUFFIX}"):
         _delete_if_abandoned(leftover)
     with _claimed(target) as part:
@@ -50,14 +50,14 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _claimed(target: Path) -> Iterator[Path]:
-    """A new file that is locked for as long as this process works on it."""
+    """Yields a new file that this process locks until the context ends."""
     while True:
         part = target.with_name(f"{target.name[:100]}.{secrets.token_hex(4)}{_SUFFIX}")
         claim = os.open(part, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         try:
             if fcntl is not None:
                 fcntl.flock(claim, fcntl.LOCK_EX)
-                if not part.exists():  # Another process took it for abandoned before it was locked.
+                if not part.exists():  # Another process deleted it as abandoned before it was locked.
                     continue
             else:
                 os.close(claim)
@@ -72,7 +72,7 @@ def _claimed(target: Path) -> Iterator[Path]:
 def _delete_if_abandoned(part: Path) -> None:
     if fcntl is None:
         return
-    with contextlib.suppress(OSError):  # It is gone by now, or locked, or another user's.
+    with contextlib.suppress(OSError):  # The file is already deleted, locked, or owned by another user.
         claim = os.open(part, os.O_RDWR)
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Tests of files that take their name only once they are whole, whatever happens to the process that writes them."""
+"""Tests that a file appears under its name only when it is complete, whatever happens to the process that writes it."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedsim.data import FederatedData
-from fedsim.data._whole_file import whole_file
+from fedsim.data._atomic_write import atomic_write
 
 WRITER = """
 import os, sys, numpy as np
@@ -18,12 +18,12 @@ def clients():
         yield str(i), {"x": np.ones((1000, 10)), "t": np.array([b"text"] * 1000, object)}
         if i == KILLED_AT:
             print("ready", flush=True); sys.stdin.read()
-import fedsim.data._whole_file as whole
+import fedsim.data._atomic_write as module
 fsync = os.fsync
 def stopping(file):
     print("ready", flush=True); sys.stdin.read()
     fsync(file)
-whole.os.fsync = stopping
+module.os.fsync = stopping
 ClientStream(clients).save(sys.argv[1])
 """
 
@@ -34,15 +34,15 @@ def leftovers(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [20, None])
-def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_save_cleans_up(tmp_path, moment):
-    """Killed while rows come in, and when all but the name is there."""
+def test_a_killed_conversion_leaves_no_file_and_the_next_save_cleans_up(tmp_path, moment):
+    """The process is killed while it receives rows, or before the finished file is renamed."""
     path = tmp_path / "a.h5"
     script = f"KILLED_AT = {moment}\n{WRITER}".replace("range(1000)", "range(30)")
     writer = subprocess.Popen([sys.executable, "-c", script, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"ready\n"
     other = FederatedData.from_arrays({"x": [1]}, sizes=[1])
     other.save(tmp_path / "b.h5")
-    assert len(leftovers(tmp_path)) == 2, "what a living process works on stays"
+    assert len(leftovers(tmp_path)) == 2, "the file of a running process stays"
     writer.send_signal(signal.SIGKILL)
     writer.wait()
     writer.stdin.close()
@@ -52,25 +52,25 @@ def test_a_killed_conversion_leaves_nothing_that_counts_and_the_next_save_cleans
     assert leftovers(tmp_path) == ["b.h5"]
 
 
-def test_files_of_others_stay(tmp_path):
+def test_other_files_stay(tmp_path):
     (tmp_path / "a.part").touch()
     (tmp_path / "a.h5.12345678.part").touch()
-    with whole_file(tmp_path / "a.h5") as part:
+    with atomic_write(tmp_path / "a.h5") as part:
         part.write_bytes(b"all")
     assert leftovers(tmp_path) == ["a.h5", "a.h5.12345678.part", "a.part"]
 
 
-def test_two_at_once_do_not_disturb_each_other(tmp_path):
-    with whole_file(tmp_path / "a") as first, whole_file(tmp_path / "a") as second:
+def test_two_writers_of_one_file_do_not_interfere(tmp_path):
+    with atomic_write(tmp_path / "a") as first, atomic_write(tmp_path / "a") as second:
         first.write_bytes(b"first")
         second.write_bytes(b"second")
     assert leftovers(tmp_path) == ["a"]
-    assert (tmp_path / "a").read_bytes() == b"first", "the last to be whole"
+    assert (tmp_path / "a").read_bytes() == b"first", "the last to be completed"
 
 
-def test_an_error_leaves_what_was_there(tmp_path):
+def test_an_error_leaves_the_old_file(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(TypeError), whole_file(tmp_path / "a") as part:
+    with pytest.raises(TypeError), atomic_write(tmp_path / "a") as part:
         part.write_text("half") and part.write_bytes("text")
     assert leftovers(tmp_path) == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
@@ -79,7 +79,7 @@ def test_an_error_leaves_what_was_there(tmp_path):
 def test_the_file_has_the_permissions_of_any_other(tmp_path):
     umask = os.umask(0o027)
     try:
-        with whole_file(tmp_path / "a"):
+        with atomic_write(tmp_path / "a"):
             pass
     finally:
         os.umask(umask)
@@ -90,6 +90,6 @@ def test_neither_a_folder_nor_a_device_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for name in ("pipe", "folder"):
-        with pytest.raises(FileExistsError, match=f"{name} is a folder or a device"), whole_file(tmp_path / name):
+        with pytest.raises(FileExistsError, match=f"{name} is a folder or a device"), atomic_write(tmp_path / name):
             raise AssertionError
     assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
