@@ -18,7 +18,7 @@ _SPARE_BYTES = 4 << 30  # that a reader may allocate in addition to what the pro
 
 
 def mutations(original: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """Yields ``count`` copies with truncations, flipped bits, and overwritten (also with extremes), removed or repeated bytes."""
+    """Yields ``count`` copies with truncations, flipped bits, overwritten (also extreme) values, removed or repeated bytes."""
     draw = np.random.default_rng(seed)
     for number in range(count):
         damaged = bytearray(original)

@@ -216,7 +216,7 @@ def test_another_population_s_rows_are_refused_before_the_first_round(streamed, 
             run(**theirs)
         (folder / "config.json").unlink()  # The file of rows says so itself.
         with pytest.raises(
-            ValueError, match=r"(?s)clients.rows holds.*client ids \(hash\): \w+ there, \w+ here.*another folder"
+            ValueError, match=r"(?s)clients.rows holds.*client ids \(hash\): \w+ in the file, \w+ here.*another folder"
         ):
             run(**theirs)
 
@@ -228,9 +228,9 @@ def test_another_algorithm_s_rows_are_refused_before_the_first_round(streamed, m
     streamed["config"] = {}
     killed(streamed, tmp_path / "r", 5)
     renamed = Renamed(model=model, batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="algorithm: Drifting there, Renamed here"):
+    with pytest.raises(ValueError, match="algorithm: Drifting in the file, Renamed here"):
         run(**streamed | {"algorithm": renamed}, folder=tmp_path / "r")
-    with pytest.raises(ValueError, match="algorithm: Drifting there, Renamed here"):
+    with pytest.raises(ValueError, match="algorithm: Drifting in the file, Renamed here"):
         restore(tmp_path / "r", renamed)
 
 
