@@ -23,7 +23,7 @@ def run(name: str, rounds: int, folder: Path, cache: Path, pause: float) -> None
     columns = {"x": draw.integers(0, 17, (400, 8, 8, 1)).astype(np.uint8), "y": draw.integers(0, 10, 400).astype(np.int32)}
     data = fedsim.FederatedData.from_arrays(columns, sizes=[10, 30] * 10)
     common = dict(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=8))
-    if name == "remembering":
+    if name == "drifting":
         # Rows of clients are used again as soon as nobody refers to them.
         _row_store._CHUNK_BYTES = 1
         algorithm: fedsim.Algorithm = Drifting(**common, execution=fedsim.Jit(memory="stream"))

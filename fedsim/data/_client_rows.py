@@ -100,7 +100,7 @@ class ClientRows:
         return self.all_written([(clients, rows, where)])
 
     def all_written(self, updates: Iterable[tuple[np.ndarray, Rows, np.ndarray | None]]) -> ClientRows:
-        """Returns a value with several updates applied, each the arguments of `written`; no client is in two of them."""
+        """Returns a value with several updates applied. Each holds the arguments of `written`; no client is in two of them."""
         chosen = [
             (clients, rows, np.arange(len(clients)) if where is None else np.flatnonzero(where))
             for clients, rows, where in updates

@@ -109,7 +109,7 @@ class FederatedData:
             if len(column) != offsets[-1]:
                 raise ValueError(f"Feature {name!r} has {len(column)} rows, and the clients' sizes sum to {offsets[-1]}.")
         if offsets[-1] >= 2**31:
-            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: divide the clients.")
+            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: use several populations.")
         if isinstance(self.client_ids, ClientIds):
             return
         wrong = next((i for i in self.client_ids if not isinstance(i, str)), None)

@@ -24,7 +24,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import h5py
 import numpy as np
@@ -217,7 +217,7 @@ def verify_packed(path: StrPath) -> bool:
 
 
 @contextlib.contextmanager
-def _mapped(path: StrPath) -> Iterator[tuple[IO[bytes], np.ndarray]]:
+def _mapped(path: StrPath) -> Iterator[tuple[io.FileIO, np.ndarray]]:
     """Yields an open file and its bytes, mapped; adds the file's name to a `FormatError`."""
     if os.path.isdir(path):
         raise FormatError(f"{os.fspath(path)} is a folder: give the path of a packed file.")
@@ -270,7 +270,7 @@ def _build(mapped: np.ndarray, layout: Mapping[str, Any], build: Callable[..., T
         return build(columns, arrays["offsets"], ClientIds(np.asarray(arrays["client_ids"])))
 
 
-def _check_content(file: IO[bytes], layout: Mapping[str, Any]) -> bool:
+def _check_content(file: io.FileIO, layout: Mapping[str, Any]) -> bool:
     """Raises a `FormatError` if an array differs from its checksum; returns False if the file has no checksums.
 
     The file is read instead of mapped, because pages of a mapped file would count as memory of this process.

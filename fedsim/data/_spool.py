@@ -64,7 +64,7 @@ class Spool:
             raise ValueError(f"Client ids must be unique, and {duplicate!r} occurs more than once: rename one of the clients.")
         offsets = np.concatenate([[0], np.cumsum(np.frombuffer(self._sizes, np.int64))])
         if offsets[-1] >= 2**31:
-            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: divide the clients.")
+            raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: use several populations.")
         arrays: dict[str, StoredArray] = {}
         for name, column in self._columns.items():
             arrays |= column.arrays(name, int(offsets[-1]))

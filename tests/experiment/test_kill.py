@@ -40,7 +40,7 @@ def _saved(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("algorithm", "rounds", "kills"), [("fedavg", 250, 20), ("remembering", 100, 3)])
+@pytest.mark.parametrize(("algorithm", "rounds", "kills"), [("fedavg", 250, 20), ("drifting", 100, 3)])
 def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, rounds, kills, tmp_path):
     unbroken, folder, cache = (tmp_path / name for name in ("unbroken", "killed", "cache"))
     _finish(algorithm, rounds, unbroken, cache, 0.0)
