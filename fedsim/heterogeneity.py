@@ -1,11 +1,11 @@
-"""How unlike clients are: by their labels, and by how many examples they hold.
+"""Measures of how much clients differ in their labels and in their numbers of examples.
 
 Label distance: Y. Zhao, M. Li, L. Lai, N. Suda, D. Civin, V. Chandra, "Federated learning with non-IID data", 2018,
-section 3: https://arxiv.org/abs/1806.00582. What they call the earth mover's distance of client k is
-sum over labels of |p_k(y) - p(y)|: the L1 distance, twice the total variation, from 0 (alike) to 2 (nothing shared).
+section 3: https://arxiv.org/abs/1806.00582. What they call the earth mover's distance of client k is the sum over labels of
+|p_k(y) - p(y)|. This is the L1 distance, twice the total variation, from 0 (equal) to 2 (no common label).
 Effective number of classes: M. O. Hill, "Diversity and evenness", Ecology 54(2), 1973, of order 1: exp(entropy).
 
-Every measure takes a `FederatedData`, or labels ``[n]`` with a partition (a list of index arrays).
+All measures except `split_distance` take a `FederatedData`, or labels ``[n]`` with a partition (a list of index arrays).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _BLOCK = 1 << 22
 def label_counts(
     data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y"
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How often each client holds each label.
+    """Counts the examples of each client with each label.
 
     Args:
-      data: a population; or labels ``[n]``, with ``partition``.
+      data: a population, or labels ``[n]`` together with ``partition``.
       partition: index arrays, one per client.
-      feature: which column of the population holds the labels.
+      feature: name of the population's column with the labels.
 
     Returns:
-      Counts ``int64 [clients, labels]``, and the labels of the columns, ascending: all that occur in ``data``.
+      Counts ``int64 [clients, labels]``, and the labels of its columns in ascending order: all that occur in ``data``.
 
     Raises:
-      ValueError: labels that are not one value per example, a feature that is not there, labels without a partition.
+      ValueError: the labels are not one value per example, there is no such feature, or labels are given without a partition.
 
     >>> counts, labels = label_counts([7, 7, 9], [np.array([0]), np.array([1, 2])])
     >>> counts.tolist(), labels.tolist()
@@ -47,9 +47,10 @@ def label_counts(
 
 
 def label_distances(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
-    """Each client's distance from the population's label distribution, ``float64 [clients]`` in [0, 2].
+    """Computes each client's distance from the population's label distribution, ``float64 [clients]`` in [0, 2].
 
-    The sum over labels of \\|p_k(y) - p(y)\\|, where p is that of all clients' examples together; NaN for an empty client.
+    The distance is the sum over labels of \\|p_k(y) - p(y)\\|, where p_k is the distribution of client k and p that of all
+    clients' examples together. It is NaN for an empty client.
 
     >>> label_distances([0, 0, 1, 1], [np.array([0, 1]), np.array([2, 3])]).tolist()
     [1.0, 1.0]
@@ -62,7 +63,7 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
 
 
 def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> float:
-    """The mean of `label_distances` over clients that hold anything, each counted alike: 0 where all are alike, below 2.
+    """Computes the mean of `label_distances` over clients with examples, each weighted equally: 0 if all are equal, below 2.
 
     >>> label_emd([0, 0, 1, 1], [np.array([0, 2]), np.array([1, 3])])
     0.0
@@ -73,7 +74,9 @@ def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, 
 
 
 def effective_classes(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
-    """As how many equally frequent labels a client's are as diverse: exp(entropy), ``float64 [clients]``; 0 if it is empty.
+    """Computes each client's effective number of labels, exp(entropy), ``float64 [clients]``; 0 for an empty client.
+
+    A client with k equally frequent labels has k effective labels.
 
     >>> effective_classes([0, 1, 2, 0, 0], [np.array([0, 1, 2]), np.array([3, 4])]).round(6).tolist()
     [3.0, 1.0]
@@ -87,15 +90,15 @@ def effective_classes(data: FederatedData | Any, partition: Partition | None = N
 
 
 def gini(sizes: FederatedData | Partition | Any) -> float:
-    """Gini coefficient of the clients' sizes: 0 if all hold the same number, (n - 1) / n if one of n holds everything.
+    """Computes the Gini coefficient of the clients' sizes: 0 if all are equal, (n - 1) / n if one of n holds everything.
 
-    Half the mean absolute difference between two clients, over the mean size.
+    It is half the mean absolute difference between the sizes of two clients, divided by the mean size.
 
     Args:
-      sizes: a population, a partition, or the sizes themselves ``[clients]``.
+      sizes: a population, a partition, or the sizes ``[clients]``.
 
     Raises:
-      ValueError: no clients, or a negative size.
+      ValueError: there are no clients, or a size is negative.
 
     >>> gini([1, 1, 1]), gini([0, 0, 0, 8])
     (0.0, 0.75)
@@ -111,13 +114,62 @@ def gini(sizes: FederatedData | Partition | Any) -> float:
     return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total)) if total else 0.0
 
 
+def split_distance(first: FederatedData, second: FederatedData, *, feature: str = "y") -> float:
+    """Computes how much the labels of the same clients differ between two splits, such as train and test.
+
+    This is the mean over clients of the L1 distance between their label shares in the two populations: the sum over labels of
+    \\|p_k(y) - q_k(y)\\|, from 0 (equal) to 2 (no common label). A figure of personal models means little if it is large,
+    because clients are then tested on other labels than they train on. Clients with few examples have a positive distance even
+    under the best possible split, because numbers of examples are whole.
+
+    Clients are matched by name and weighted equally. A client that is missing or has no examples in one of the populations is
+    left out of the mean. In datasets whose splits have different clients under the same names (``cifar100``) the distance has
+    no meaning.
+
+    Args:
+      first, second: the populations, for example ``data.train`` and ``data.test``.
+      feature: name of the column with the labels, in both.
+
+    Raises:
+      ValueError: no client has examples in both, there is no such feature, or it is not one label per example.
+
+    >>> train = FederatedData.from_arrays({"y": [0, 0, 1, 1, 2, 2]}, sizes=[4, 2])
+    >>> test = FederatedData.from_arrays({"y": [0, 2, 2]}, sizes=[1, 2])
+    >>> split_distance(train, test)  # client 0: |1/2 - 1| + |1/2 - 0| = 1; client 1: 0
+    0.5
+    """
+    labels = [_labels_and_owners(data, None, feature)[0] for data in (first, second)]
+    matches = [
+        (i, second.index(client_id)) for i, client_id in enumerate(first.client_ids) if first.sizes[i] and client_id in second
+    ]
+    matches = [(i, j) for i, j in matches if second.sizes[j]]
+    if not matches:
+        raise ValueError(
+            "No client has examples in both populations: give two splits of the same clients, such as data.train and data.test."
+        )
+    names, codes = np.unique(np.concatenate(labels), return_inverse=True)
+    cells, shares = [], []
+    code_of = np.split(codes, [len(labels[0])])
+    for data, code, positions, sign in zip((first, second), code_of, np.array(matches).T, (1, -1), strict=True):
+        position_of = np.full(data.num_clients, -1)
+        position_of[positions] = np.arange(len(positions))
+        owner = np.repeat(position_of, data.sizes)
+        cells.append((owner * len(names) + code)[owner >= 0])
+        share = 1 / np.maximum(np.repeat(data.sizes, data.sizes), 1)
+        shares.append((sign * share)[owner >= 0])
+    # Only labels that a client holds have a cell, so memory does not grow with clients times labels.
+    cell, index = np.unique(np.concatenate(cells), return_inverse=True)
+    differences = np.abs(np.bincount(index, np.concatenate(shares)))
+    return float(np.bincount(cell // len(names), differences, len(matches)).mean())
+
+
 def _shares(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = counts.sum(1)
     return counts / np.maximum(sizes, 1)[:, None], sizes
 
 
 class _Blocks:
-    """Counts ``[clients, labels]`` of some clients after the others, so that a million clients fit; as often as wanted."""
+    """Iterates over counts ``[clients, labels]`` in blocks of clients, so that a million clients fit into memory."""
 
     def __init__(self, code: np.ndarray, owner: np.ndarray, clients: int, labels: int) -> None:
         self._code, self._owner, self._clients, self._labels = code, owner, clients, labels
@@ -141,10 +193,10 @@ def _counted(data: Any, partition: Partition | None, feature: str) -> tuple[np.n
 
 
 def _labels_and_owners(data: Any, partition: Partition | None, feature: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Labels ``[m]``, the owners of the first of them, ascending, and the number of clients."""
+    """Returns labels ``[m]``, the owners of the first of them in ascending order, and the number of clients."""
     if isinstance(data, FederatedData):
         if partition is not None:
-            raise ValueError("A population has its own partition: give it alone, or give labels and a partition.")
+            raise ValueError("A population has its own partition: give the population alone, or labels with a partition.")
         if feature not in data.columns:
             raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}: name the labels' column.")
         values, owner = np.asarray(data.columns[feature][:]), np.repeat(np.arange(data.num_clients), data.sizes)
@@ -155,14 +207,14 @@ def _labels_and_owners(data: Any, partition: Partition | None, feature: str) -> 
         chosen = np.concatenate([np.zeros(0, np.int64), *(np.asarray(rows, np.int64) for rows in partition)])
         labels = np.asarray(data)
         if labels.ndim == 1:
-            # Labels that nobody holds keep their column: they come last here, and their owners are left out.
+            # Labels that no client holds keep their column, so they are appended, without owners.
             left_out = np.setdiff1d(np.arange(len(labels)), chosen)
             labels = labels[np.concatenate([chosen, left_out])]
         values, owner = labels, np.repeat(np.arange(len(partition)), [len(rows) for rows in partition])
         clients = len(partition)
     if values.ndim != 1 or values.dtype.kind == "f":
         raise ValueError(
-            f"Labels must be one whole number or name per example, and these are {values.dtype} {list(values.shape)}: name "
+            f"Labels must be one whole number or name per example, and these are {values.dtype} {list(values.shape)}: give "
             "another feature, or bin them first."
         )
     return values, owner, clients

@@ -61,6 +61,17 @@ def test_gini_is_half_the_mean_difference_over_the_mean():
     assert heterogeneity.gini([0, 0]) == 0
 
 
+def test_split_distance_is_the_mean_l1_distance_over_clients_in_both():
+    """a: (3/4, 1/4) and (1/2, 1/2), so 0.5; b: label 1 and label 2, so 2; c and d are empty in one, and e is in one only."""
+    first = FederatedData.from_arrays({"y": [0, 0, 0, 1, 1, 0]}, sizes=[4, 1, 0, 1], client_ids=list("abcd"))
+    second = FederatedData.from_arrays({"y": [1, 5, 2, 0, 1, 0]}, sizes=[1, 2, 0, 2, 1], client_ids=list("cbdae"))
+    assert heterogeneity.split_distance(first, second) == pytest.approx((0.5 + 2) / 2)
+    assert heterogeneity.split_distance(second, first) == pytest.approx((0.5 + 2) / 2)
+    assert heterogeneity.split_distance(first, first) == 0
+    text = [FederatedData.from_arrays({"y": np.array(names)}, sizes=[2]) for names in (["a", "b"], ["b", "b"])]
+    assert heterogeneity.split_distance(*text) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
@@ -70,6 +81,12 @@ def test_gini_is_half_the_mean_difference_over_the_mean():
         (lambda: heterogeneity.label_emd(np.zeros([4, 2], int), [np.arange(4)]), r"one whole number or name per example"),
         (lambda: heterogeneity.label_emd(np.zeros(4), [np.arange(4)]), "these are float64"),
         (lambda: heterogeneity.label_emd(LABELS, []), "expected at least one client"),
+        (
+            lambda: heterogeneity.split_distance(
+                POPULATION, FederatedData.from_arrays({"y": [0]}, sizes=[1], client_ids=["z"])
+            ),
+            "No client has examples in both populations",
+        ),
         (lambda: heterogeneity.gini([]), "one size >= 0 per client, got none"),
         (lambda: heterogeneity.gini([1, -2]), "one size >= 0 per client"),
     ],
