@@ -1,9 +1,10 @@
-"""Partitioners: seeded pure functions that divide examples, clients or features.
+"""Partitioners: pure functions with a seed that divide examples, clients or features.
 
-Most go from labels (or only their number) to one sorted ``int64`` index array per client, for
-`fedsim.FederatedData.from_partition`; `held_out_clients`, `rotation` and `noise` go from a population to populations, and
-`vertical` from features to parties. Unless its "Guarantees" say otherwise, a partitioner gives every example to exactly one
-client, does not change its arguments, and gives the same answer for the same arguments.
+Most take labels (or only a number of examples) and return one sorted ``int64`` index array per client, for
+`fedsim.FederatedData.from_partition`. `same_shares` divides another split, such as the test examples, by the shares of such a
+partition. `split_within_clients`, `held_out_clients`, `rotation` and `noise` take a population and return populations, and
+`vertical` divides features among parties. Unless its "Guarantees" say otherwise, a partitioner assigns every example to exactly
+one client, does not change its arguments, and returns the same result for the same arguments.
 """
 
 from fedsim.partitioners._by_column import by_column as by_column
@@ -16,6 +17,8 @@ from fedsim.partitioners._held_out_clients import held_out_clients as held_out_c
 from fedsim.partitioners._iid import iid as iid
 from fedsim.partitioners._pachinko import pachinko as pachinko
 from fedsim.partitioners._quantity_skew import quantity_skew as quantity_skew
+from fedsim.partitioners._same_shares import same_shares as same_shares
 from fedsim.partitioners._shards import shards as shards
+from fedsim.partitioners._split_within_clients import split_within_clients as split_within_clients
 from fedsim.partitioners._temporal import temporal as temporal
 from fedsim.partitioners._vertical import vertical as vertical

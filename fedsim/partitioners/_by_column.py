@@ -1,4 +1,4 @@
-"""The partition that the data brings along."""
+"""Partition by a column of the data."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fedsim.partitioners._draw import check_labels
 
 
 def by_column(column: Any) -> list[np.ndarray]:
-    """One client per value of a column: a writer, a user, a hospital.
+    """Makes one client of each distinct value of a column, for example of each writer, user or hospital.
 
-    The clients come in the order of ``np.unique(column)``, which are their names. `fedsim.FederatedData.from_arrays` with
+    The clients are in the order of ``np.unique(column)``, which also gives their names. `fedsim.FederatedData.from_arrays` with
     ``clients=column`` does the same and keeps the names.
 
     Args:
-      column: ``[n]``, the owner of each example, whole numbers or names.
+      column: ``[n]``, the owner of each example, as whole numbers or names.
 
     Returns:
       One sorted ``int64`` index array per value.
 
     Guarantees:
-      - Every example goes to exactly one client.
-      - Two examples have one client if and only if they have one value.
+      - Every example is assigned to exactly one client.
+      - Two examples have the same client if and only if they have the same value.
 
     Raises:
-      ValueError: not one value per example, or none at all.
+      ValueError: the column is empty or does not have one value per example.
 
     >>> [rows.tolist() for rows in by_column(["bob", "ann", "bob"])]
     [[1], [0, 2]]

@@ -1,9 +1,16 @@
-"""Label skew by a Dirichlet prior, seen from the class.
+"""Label skew from a Dirichlet distribution over clients, drawn for each class.
 
 T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for federated visual
-classification", 2019: https://arxiv.org/abs/1909.06335. Deviation, which most code shares: they draw a mixture of classes for
-each client, and here each class draws its mixture of clients (as M. Yurochkin et al., "Bayesian nonparametric federated
-learning of neural networks", ICML 2019), so sizes vary, too. For theirs see `dirichlet_balanced`.
+classification", 2019: https://arxiv.org/abs/1909.06335. Deviation: they draw a mixture of classes for each client. Here each
+class draws a mixture of clients, as in M. Yurochkin et al., "Bayesian nonparametric federated learning of neural networks",
+ICML 2019, so the sizes of the clients vary, too. For the method of Hsu et al. see `dirichlet_balanced`.
+
+Libraries differ in what they do with clients that are already large. With ``capped=False`` nothing is done. With
+``capped=True`` a client that holds at least n / clients of the n examples gets none of the classes that follow, as in
+NIID-Bench (Q. Li, Y. Diao, Q. Chen, B. He, "Federated learning on non-IID data silos: an experimental study", ICDE 2022,
+https://arxiv.org/abs/2102.02079), in FedLab (``hetero_dir_partition``), and in much code derived from these; Flower's
+``DirichletPartitioner`` calls it ``self_balancing``. Deviation: when a client has too few examples, these libraries draw the
+whole partition again; here the largest clients give it some of theirs.
 """
 
 from __future__ import annotations
@@ -16,42 +23,56 @@ from fedsim import checks
 from fedsim.partitioners._draw import check_clients, check_labels, generator
 
 
-def dirichlet(labels: Any, *, clients: int, alpha: float, seed: int, min_size: int = 1) -> list[np.ndarray]:
-    """Each class is spread over the clients by its own draw from Dirichlet(alpha): skewed labels, and skewed sizes.
+def dirichlet(
+    labels: Any, *, clients: int, alpha: float, seed: int, min_size: int = 1, capped: bool = False
+) -> list[np.ndarray]:
+    """Divides each class over the clients by shares drawn from Dirichlet(alpha), which skews both labels and sizes.
 
-    A client short of ``min_size`` examples is then given some from the largest clients.
+    A client that has fewer than ``min_size`` examples is then given some by the largest clients.
 
     Args:
       labels: ``[n]``, whole numbers or names.
       clients: number of clients.
-      alpha: small means skewed, large means alike.
-      seed: same seed, same partition.
-      min_size: no client has fewer examples than this.
+      alpha: concentration. Small values give skewed clients, large values similar ones.
+      seed: the same seed gives the same partition.
+      min_size: smallest number of examples of a client.
+      capped: if true, a client that already holds at least n / clients examples gets no examples of further classes, as in
+        FedLab and NIID-Bench. Classes are divided in ascending order. Sizes vary less then.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
+      - Every example is assigned to exactly one client.
       - No client has fewer than ``min_size`` examples.
 
     Raises:
-      ValueError: ``alpha`` not positive and finite, ``clients`` not positive, or fewer than ``clients * min_size`` examples.
+      ValueError: ``alpha`` is not positive and finite, ``clients`` is not positive, or there are fewer than
+        ``clients * min_size`` examples.
 
     >>> parts = dirichlet(np.arange(100) % 10, clients=5, alpha=0.3, seed=0)
     >>> sorted(np.concatenate(parts)) == list(range(100))
     True
     """
     labels = check_labels(labels)
-    checks.positive(alpha=alpha, remedy="small is skewed, large is alike")
+    checks.positive(alpha=alpha, remedy="small values give skewed clients, large values similar ones")
+    checks.truth(capped=capped)
     check_clients(clients, len(labels), min_size)
     draw = generator(seed)
     parts: list[list[np.ndarray]] = [[] for _ in range(clients)]
+    sizes = np.zeros(clients, np.int64)
     for label in np.unique(labels):
         rows = draw.permutation(np.flatnonzero(labels == label))
-        cuts = (np.cumsum(draw.dirichlet(np.full(clients, alpha)))[:-1] * len(rows)).astype(np.int64)
-        for part, chunk in zip(parts, np.split(rows, cuts), strict=True):
-            part.append(chunk)
+        shares = draw.dirichlet(np.full(clients, alpha))
+        if capped:
+            below = sizes * clients < len(labels)
+            shares = shares * below
+            # With a tiny alpha, all clients below the cap may have drawn a share of 0.
+            shares = shares / shares.sum() if shares.sum() > 0 else below / below.sum()
+        cuts = (np.cumsum(shares)[:-1] * len(rows)).astype(np.int64)
+        for client, chunk in enumerate(np.split(rows, cuts)):
+            parts[client].append(chunk)
+            sizes[client] += len(chunk)
     merged = [np.concatenate([np.zeros(0, np.int64), *part]) for part in parts]
     for client, rows in enumerate(merged):
         while len(rows) < min_size:

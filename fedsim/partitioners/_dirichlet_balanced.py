@@ -1,10 +1,11 @@
-"""Label skew by a Dirichlet prior, seen from the client, with equal sizes.
+"""Label skew from a Dirichlet distribution over classes, drawn for each client, with equal sizes.
 
 T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data distribution for federated visual
 classification", 2019, section 3: https://arxiv.org/abs/1909.06335. Deviations: their parameter is alpha times the prior
 distribution of the classes, so with K equally frequent classes their alpha is K times the one here (which is that of
-`dirichlet`, and of FedLab's balanced Dirichlet partition). They say nothing of classes that run out; here clients take turns
-at random, and a class without examples left is no longer drawn, so that the last clients are not left with the leftovers.
+`dirichlet`, and of FedLab's balanced Dirichlet partition). The paper does not say what happens when a class runs out. Here
+clients take turns in random order, and a class without examples left is not drawn any more, so the last clients do not have to
+take whatever is left.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from typing import Any
 import numpy as np
 
 from fedsim import checks
-from fedsim.partitioners._draw import check_clients, check_labels, deal, even_sizes, generator
+from fedsim.partitioners._draw import assign_by_label, check_clients, check_labels, even_sizes, generator
 
 
 def dirichlet_balanced(labels: Any, *, clients: int, alpha: float, seed: int) -> list[np.ndarray]:
-    """Every client draws a mixture of classes from Dirichlet(alpha), and equally many examples by it.
+    """Draws a mixture of classes for every client from Dirichlet(alpha), and equally many examples for each by its mixture.
 
-    One example after another goes to a client whose turn it is, turns shuffled: a class drawn from the client's mixture,
-    restricted to classes that have examples left, then an example of it. Towards the end few classes are left, so the
-    clients are somewhat more alike than their mixtures.
+    Examples are assigned one at a time to clients in a shuffled order of turns: a class is drawn from the client's mixture,
+    restricted to classes with examples left, and then an example of that class. Towards the end few classes are left, so the
+    clients are somewhat more similar than their mixtures.
 
     Args:
       labels: ``[n]``, whole numbers or names.
       clients: number of clients.
-      alpha: of each class; small means skewed, large means alike.
-      seed: same seed, same partition.
+      alpha: concentration of each class. Small values give skewed clients, large values similar ones.
+      seed: the same seed gives the same partition.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
+      - Every example is assigned to exactly one client.
       - Sizes differ by at most 1.
 
     Raises:
-      ValueError: ``alpha`` not positive, ``clients`` not positive, or more clients than examples.
+      ValueError: ``alpha`` or ``clients`` is not positive, or there are more clients than examples.
 
     >>> [len(rows) for rows in dirichlet_balanced(np.arange(100) % 10, clients=3, alpha=0.1, seed=0)]
     [34, 33, 33]
@@ -50,4 +51,4 @@ def dirichlet_balanced(labels: Any, *, clients: int, alpha: float, seed: int) ->
     classes, codes = np.unique(labels, return_inverse=True)
     mixtures = draw.dirichlet(np.full(len(classes), float(alpha)), size=clients)
     turns = draw.permutation(np.repeat(np.arange(clients), even_sizes(len(labels), clients)))
-    return deal(turns, clients, codes, lambda people, left: mixtures[people] * left, draw)
+    return assign_by_label(turns, clients, codes, lambda receivers, left: mixtures[receivers] * left, draw)

@@ -1,12 +1,12 @@
-"""The same labels, seen otherwise by every client.
+"""Clients with the same labels whose features differ: rotated images, and noise.
 
 Rotation: A. Ghosh, J. Chung, D. Yin, K. Ramchandran, "An efficient framework for clustered federated learning", NeurIPS 2020
-(Rotated MNIST: 0, 90, 180 and 270 degrees): https://arxiv.org/abs/2006.04088. Multiples of 90, which move pixels and invent
-none. Deviation: which client has which angle is not drawn, but goes round, so that the clusters are known and even.
+(Rotated MNIST: 0, 90, 180 and 270 degrees): https://arxiv.org/abs/2006.04088. Angles are multiples of 90, so no pixel has to be
+interpolated. Deviation: angles are not drawn; clients take them in turn, so the clusters are known and equally large.
 
 Noise: Q. Li, Y. Diao, Q. Chen, B. He, "Federated learning on non-IID data silos: an experimental study", ICDE 2022, section
-4.2: https://arxiv.org/abs/2102.02079: party i of N adds Gau(sigma * i / N). That is a variance in the paper and a standard
-deviation in the authors' code; here it is a standard deviation.
+4.2: https://arxiv.org/abs/2102.02079: party i of N adds Gau(sigma * i / N). The paper calls that a variance, and the authors'
+code takes it as a standard deviation, as this module does.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ from fedsim.data import FederatedData, TextColumn
 
 
 def rotation(data: FederatedData, *, angles: Sequence[int] = (0, 90, 180, 270), feature: str = "x") -> FederatedData:
-    """Turns the images of client i counter-clockwise by ``angles[i % len(angles)]`` degrees.
+    """Rotates the images of client i counter-clockwise by ``angles[i % len(angles)]`` degrees.
+
+    Train and test examples of the same clients get the same angles, because the angle depends on the client's position only.
 
     Args:
-      data: the population; the feature is copied, all else is shared.
-      angles: multiples of 90.
-      feature: images ``[rows, height, width]`` or ``[rows, height, width, channels]``.
+      data: the population. The feature is copied; all other columns are shared with the result.
+      angles: degrees, multiples of 90.
+      feature: name of the images ``[rows, height, width]`` or ``[rows, height, width, channels]``.
 
     Guarantees:
-      - Clients, labels and dtype stay; every image keeps its pixels.
-      - As many clients have one angle as another, up to one.
+      - Clients, labels and dtype do not change; every image keeps its pixels.
+      - The numbers of clients per angle differ by at most 1.
 
     Raises:
-      ValueError: no such feature, not images, an angle that is not a multiple of 90, or of 180 with images that are not
-        square.
+      ValueError: there is no such feature, it does not hold images, or an angle is not a multiple of 90 (of 180 if the images
+        are not square).
 
     >>> data = FederatedData.from_arrays({"x": [[[1, 2], [3, 4]]] * 2}, sizes=[1, 1])
     >>> rotation(data, angles=[0, 90]).columns["x"].tolist()
@@ -46,31 +48,34 @@ def rotation(data: FederatedData, *, angles: Sequence[int] = (0, 90, 180, 270), 
         raise ValueError(f"Expected angles that are multiples of 90, got angles={list(angles)}.")
     if column.shape[1] != column.shape[2] and any(angle % 180 for angle in angles):
         raise ValueError(
-            f"Images of {column.shape[1]} by {column.shape[2]} cannot be turned by {list(angles)} degrees: crop them square, "
-            "or use multiples of 180."
+            f"Images of {column.shape[1]} by {column.shape[2]} cannot be rotated by {list(angles)} degrees: crop them "
+            "square, or use multiples of 180."
         )
-    turned = np.empty(column.shape, column.dtype)
+    rotated = np.empty(column.shape, column.dtype)
     for client in range(data.num_clients):
         rows = slice(*data.offsets[client : client + 2])
-        turned[rows] = np.rot90(column[rows], angles[client % len(angles)] // 90, axes=(1, 2))
-    return _with(data, feature, turned)
+        rotated[rows] = np.rot90(column[rows], angles[client % len(angles)] // 90, axes=(1, 2))
+    return _with(data, feature, rotated)
 
 
 def noise(data: FederatedData, *, sigma: float, seed: int, feature: str = "x") -> FederatedData:
-    """Adds Gaussian noise to every client's features: of N clients, the i-th (from 1) gets standard deviation sigma * i / N.
+    """Adds Gaussian noise to every client's features; client i of N, counted from 1, gets standard deviation sigma * i / N.
+
+    Use another seed for the test examples than for the training examples of the same clients; with the same seed, row j of a
+    client gets the same noise in both.
 
     Args:
-      data: the population; the feature is copied, all else is shared.
-      sigma: the last client's standard deviation, in the feature's own units (of 255, for bytes).
-      seed: same seed, same noise.
-      feature: which. Whole numbers stay so: noise is rounded, and cut off at the dtype's ends.
+      data: the population. The feature is copied; all other columns are shared with the result.
+      sigma: standard deviation for the last client, in the feature's units (out of 255 for bytes).
+      seed: the same seed gives the same noise.
+      feature: name of the feature. If it has an integer dtype, the result is rounded and clipped to the range of the dtype.
 
     Guarantees:
-      - Clients, labels, shapes and dtype stay; ``sigma=0`` changes nothing.
-      - A client's noise depends on the seed, its position and the number of clients, and not on what others hold.
+      - Clients, labels, shapes and dtype do not change; ``sigma=0`` changes nothing.
+      - A client's noise depends on the seed, its position and the number of clients, and not on the data of other clients.
 
     Raises:
-      ValueError: no such feature, one that is not of numbers, ``sigma`` negative or not finite.
+      ValueError: there is no such feature, it is not numeric, or ``sigma`` is negative or not finite.
 
     >>> data = FederatedData.from_arrays({"x": np.zeros(2000)}, sizes=[1000, 1000])
     >>> [round(float(client["x"].std()), 1) for client in noise(data, sigma=1.0, seed=0).clients()]
@@ -79,7 +84,7 @@ def noise(data: FederatedData, *, sigma: float, seed: int, feature: str = "x") -
     column = _column(data, feature)
     checks.number(least=0, sigma=sigma)
     if column.dtype.kind not in "iuf":
-        raise ValueError(f"Feature {feature!r} has dtype {column.dtype}: noise is added to numbers.")
+        raise ValueError(f"Feature {feature!r} has dtype {column.dtype}: noise is added to numbers, so give a numeric feature.")
     words = np.asarray(rng.words(rng.stream(rng.root(seed), "noise"))).astype(np.uint64)
     noisy = np.empty(column.shape, column.dtype)
     for client in range(data.num_clients):
@@ -99,7 +104,7 @@ def _column(data: FederatedData, feature: str) -> np.ndarray:
         raise ValueError(f"There is no feature {feature!r}; the data has {sorted(data.columns)}.")
     column = data.columns[feature]
     if isinstance(column, TextColumn):
-        raise ValueError(f"Feature {feature!r} is text: expected numbers.")
+        raise ValueError(f"Feature {feature!r} is text: give a feature that holds numbers.")
     return column
 
 

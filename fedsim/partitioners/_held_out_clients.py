@@ -1,7 +1,7 @@
-"""Clients that training never sees.
+"""Clients that take no part in training.
 
 H. Yuan, W. Morningstar, L. Ning, K. Singhal, "What do we mean by generalization in federated learning?", ICLR 2022, which
-tells the participation gap by them: https://arxiv.org/abs/2110.14216.
+measures the participation gap with such clients: https://arxiv.org/abs/2110.14216.
 """
 
 from __future__ import annotations
@@ -15,35 +15,38 @@ from fedsim.data import FederatedData
 
 
 def held_out_clients(data: FederatedData, *, clients: int, seed: int) -> tuple[FederatedData, FederatedData]:
-    """Splits a population by client: those to train on, and those held out.
+    """Divides a population by client into clients for training and clients that are held out.
+
+    Applied to the train and the test examples of the same clients, the same seed holds out the same clients of both.
 
     Args:
       data: the population; its rows are copied.
-      clients: how many to hold out.
-      seed: same seed, same split.
+      clients: number of clients to hold out.
+      seed: the same seed gives the same division.
 
     Returns:
-      ``(seen, held_out)``, each in the population's order.
+      ``(training, held_out)``, each in the population's order.
 
     Guarantees:
       - Every client is in exactly one of the two, with its name and all its examples.
-      - Whoever is held out of ``clients=k`` is held out of ``clients=k + 1``, too, by the same seed.
+      - With the same seed, the clients held out by ``clients=k`` are also held out by ``clients=k + 1``.
 
     Raises:
-      ValueError: ``clients`` not positive, or not less than there are.
+      ValueError: ``clients`` is not positive, or not less than the number of clients.
 
     >>> data = FederatedData.from_arrays({"y": np.arange(4)}, sizes=[1, 1, 1, 1])
-    >>> seen, held_out = held_out_clients(data, clients=1, seed=0)
-    >>> seen.num_clients, held_out.num_clients
+    >>> training, held_out = held_out_clients(data, clients=1, seed=0)
+    >>> training.num_clients, held_out.num_clients
     (3, 1)
     """
     if not 1 <= operator.index(clients) < data.num_clients:
         raise ValueError(
-            f"Expected 1 <= clients < {data.num_clients} (the population), got clients={clients}: some to hold out."
+            f"Expected 1 <= clients < {data.num_clients}, got clients={clients}: hold out at least one client, and leave at "
+            "least one of the population for training."
         )
     words = np.asarray(rng.words(rng.stream(rng.root(seed), "held_out_clients")))
-    out = np.zeros(data.num_clients, bool)
-    out[rng.permute(words, 0, data.num_clients, np.arange(clients, dtype=np.int32), np)] = True
-    names = np.arange(data.num_clients)
-    seen, held_out = ([data.client_ids[int(i)] for i in names[mask]] for mask in (~out, out))
-    return data.select(seen), data.select(held_out)
+    is_held_out = np.zeros(data.num_clients, bool)
+    is_held_out[rng.permute(words, 0, data.num_clients, np.arange(clients, dtype=np.int32), np)] = True
+    positions = np.arange(data.num_clients)
+    training, held_out = ([data.client_ids[int(i)] for i in positions[mask]] for mask in (~is_held_out, is_held_out))
+    return data.select(training), data.select(held_out)

@@ -1,4 +1,4 @@
-"""No skew at all."""
+"""Partition without skew."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from fedsim.partitioners._draw import check_clients, count_examples, cut, even_s
 
 
 def iid(examples: Any, *, clients: int, seed: int) -> list[np.ndarray]:
-    """Examples shuffled and dealt out evenly.
+    """Shuffles the examples and divides them evenly among the clients.
 
     Args:
-      examples: their number, or anything that has one row for each (labels, say).
+      examples: the number of examples, or an array with one row per example (the labels, for instance).
       clients: number of clients.
-      seed: same seed, same partition.
+      seed: the same seed gives the same partition.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
+      - Every example is assigned to exactly one client.
       - Sizes differ by at most 1.
-      - Which examples a client gets does not depend on what they are.
+      - The assignment does not depend on the content of the examples.
 
     Raises:
-      ValueError: ``clients`` not positive, or more clients than examples.
+      ValueError: ``clients`` is not positive, or there are more clients than examples.
 
     >>> [len(rows) for rows in iid(10, clients=3, seed=0)]
     [4, 3, 3]

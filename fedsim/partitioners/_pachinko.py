@@ -1,9 +1,9 @@
-"""Hierarchical label skew: the partition of TFF's CIFAR-100.
+"""Hierarchical label skew, as in TensorFlow Federated's CIFAR-100.
 
 S. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konečný, S. Kumar, B. McMahan, "Adaptive federated optimization",
 ICLR 2021, appendix: https://arxiv.org/abs/2003.00295, after W. Li, A. McCallum, "Pachinko allocation", ICML 2006. There:
-500 clients of 100 examples, alpha = 0.1 over 20 coarse labels, beta = 10 over 5 fine labels each. No deviations in the
-law; the clients are not those of TFF's file, whose random numbers are another library's.
+500 clients of 100 examples, alpha = 0.1 over 20 coarse labels, beta = 10 over 5 fine labels each. The distribution has no
+deviations. The clients are not those of TFF's file, which was drawn with another library's random numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import checks
-from fedsim.partitioners._draw import check_clients, check_labels, deal, even_sizes, generator
+from fedsim.partitioners._draw import assign_by_label, check_clients, check_labels, even_sizes, generator
 
 
 def pachinko(
@@ -27,33 +27,35 @@ def pachinko(
     seed: int,
     replace: bool = False,
 ) -> list[np.ndarray]:
-    """Every client draws a mixture of coarse labels, of each a mixture of fine labels, and its examples by these.
+    """Draws for every client a mixture of coarse labels and mixtures of the fine labels below them, and its examples by these.
 
-    Client after client, example after example: a coarse label from the client's Dirichlet(alpha), a fine label below it from
-    its Dirichlet(beta), then an example of that label that nobody has. A fine label without examples left is taken out, and
-    so is a coarse label without fine ones; what remains of a mixture is scaled up.
+    Examples are assigned one at a time, client by client: a coarse label is drawn from the client's Dirichlet(alpha) mixture,
+    a fine label below it from the client's Dirichlet(beta) mixture, and then an example of that label that has not been
+    assigned yet. A fine label without examples left is removed, and so is a coarse label without fine labels left; the rest of
+    the mixture is rescaled.
 
     Args:
       fine: ``[n]``, the fine label of each example, whole numbers or names.
-      coarse: ``[n]``, the coarse label of each example. With a table from fine to coarse labels: ``table[fine]``.
+      coarse: ``[n]``, the coarse label of each example; ``table[fine]`` if you have a table from fine to coarse labels.
       clients: number of clients.
-      examples: how many each gets; None: all there are, evenly.
-      alpha: of each coarse label; small means skewed, large means alike.
-      beta: of each fine label.
-      seed: same seed, same partition.
-      replace: every draw is from all examples, so that one can come twice and no label is ever used up.
+      examples: number of examples per client; None divides all examples evenly.
+      alpha: concentration of each coarse label. Small values give skewed clients, large values similar ones.
+      beta: concentration of each fine label.
+      seed: the same seed gives the same partition.
+      replace: if true, every draw is from all examples, so an example can occur twice and no label runs out.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - No example goes to two clients, or to one twice, unless ``replace``.
-      - With ``examples=None`` and without ``replace`` every example goes to exactly one client, and sizes differ by at most 1.
-      - With ``examples``, every client has exactly so many; the others are left out.
+      - Without ``replace``, no example is assigned twice.
+      - With ``examples=None`` and without ``replace``, every example is assigned to exactly one client, and sizes differ by at
+        most 1.
+      - With ``examples``, every client has exactly that many; the remaining examples are not used.
 
     Raises:
-      ValueError: ``alpha``, ``beta`` or a number not positive, a fine label under two coarse ones, fewer than
-        ``clients * examples`` examples without ``replace``.
+      ValueError: ``alpha``, ``beta``, ``clients`` or ``examples`` is not positive, a fine label has two coarse labels, or there
+        are fewer than ``clients * examples`` examples and ``replace`` is false.
 
     >>> fine = np.arange(600) % 6
     >>> parts = pachinko(fine, fine // 2, clients=10, seed=0)
@@ -63,15 +65,20 @@ def pachinko(
     fine, coarse = check_labels(fine), check_labels(coarse)
     checks.positive(alpha=alpha, beta=beta)
     if len(fine) != len(coarse):
-        raise ValueError(f"There are {len(fine)} fine and {len(coarse)} coarse labels: expected both of every example.")
+        raise ValueError(f"There are {len(fine)} fine and {len(coarse)} coarse labels: give one of each per example.")
     check_clients(clients, len(fine), 1 if examples is None else 0)
-    checks.whole(1, or_none=True, examples=examples, remedy="give each client's number, or None for equal shares")
+    checks.whole(
+        1,
+        or_none=True,
+        examples=examples,
+        remedy="give a number per client, or None to divide all evenly",
+    )
     if examples is not None and not len(fine):
-        raise ValueError(f"Expected any examples at all, to give examples={examples} of them to each client.")
+        raise ValueError(f"There are no examples to give examples={examples} to each client: give labels that are not empty.")
     if examples is not None and clients * examples > len(fine) and not replace:
         raise ValueError(
-            f"{len(fine)} examples are too few for clients={clients} with examples={examples} each: ask for fewer, or give "
-            "replace=True to draw some more than once."
+            f"{len(fine)} examples are too few for clients={clients} with examples={examples} each: give smaller numbers, or "
+            "replace=True, which may draw an example more than once."
         )
     names, codes = np.unique(fine, return_inverse=True)
     parents, parent_codes = np.unique(coarse, return_inverse=True)
@@ -79,7 +86,7 @@ def pachinko(
     parent[codes] = parent_codes
     if np.any(parent[codes] != parent_codes):
         name = names[codes[np.flatnonzero(parent[codes] != parent_codes)[0]]]
-        raise ValueError(f"Fine label {name!s} is under more than one coarse label: expected a tree.")
+        raise ValueError(f"Fine label {name!s} has more than one coarse label: give each fine label exactly one coarse label.")
 
     draw = generator(seed, "pachinko")
     roots = draw.dirichlet(np.full(len(parents), float(alpha)), size=clients)
@@ -89,18 +96,18 @@ def pachinko(
         leaves[:, children] = draw.dirichlet(np.full(len(children), float(beta)), size=clients)
     below = np.equal(parent[:, None], np.arange(len(parents))).astype(np.float64)
 
-    def mixture(people: np.ndarray, left: np.ndarray) -> np.ndarray:
-        weights = leaves[people] * left
+    def mixture(receivers: np.ndarray, left: np.ndarray) -> np.ndarray:
+        weights = leaves[receivers] * left
         of_parent = (weights @ below)[:, parent]
-        # Divided before it is multiplied: a share is at most 1, where the inverse of what is left may overflow.
-        return np.divide(weights, of_parent, out=np.zeros_like(weights), where=of_parent > 0) * roots[people][:, parent]
+        # The division comes first because a share is at most 1, while the inverse of a tiny sum may overflow.
+        return np.divide(weights, of_parent, out=np.zeros_like(weights), where=of_parent > 0) * roots[receivers][:, parent]
 
     sizes = even_sizes(len(fine), clients) if examples is None else np.full(clients, examples)
     if replace:
         return [
             _with_replacement(mixture(np.array([i]), np.ones(len(names), bool))[0], codes, n, draw) for i, n in enumerate(sizes)
         ]
-    return deal(np.repeat(np.arange(clients), sizes), clients, codes, mixture, draw)
+    return assign_by_label(np.repeat(np.arange(clients), sizes), clients, codes, mixture, draw)
 
 
 def _with_replacement(weights: np.ndarray, codes: np.ndarray, size: int, draw: np.random.Generator) -> np.ndarray:

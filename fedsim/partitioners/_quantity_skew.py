@@ -1,7 +1,7 @@
-"""Clients of unlike sizes and like data.
+"""Clients that differ in size only.
 
 Log-normal sizes: T. Li et al., "Federated optimization in heterogeneous networks", MLSys 2020 (FedProx's synthetic data):
-https://arxiv.org/abs/1812.06127. Power law: sizes by rank, as G. K. Zipf's law has it.
+https://arxiv.org/abs/1812.06127. Power law: sizes by rank, as in Zipf's law.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ def quantity_skew(
     seed: int,
     min_size: int = 1,
 ) -> list[np.ndarray]:
-    """Sizes from a log-normal distribution or by a power law; which examples a client gets is pure chance.
+    """Divides shuffled examples into clients whose sizes follow a log-normal distribution or a power law.
 
-    Every client gets ``min_size`` examples, and the rest is shared out in proportion, rounded by largest remainders.
+    Every client gets ``min_size`` examples. The remaining examples are divided in proportion to the clients' shares, rounded by
+    largest remainders.
 
     Args:
-      examples: their number, or anything that has one row for each.
+      examples: the number of examples, or an array with one row per example.
       clients: number of clients.
-      sigma: shares in proportion to LogNormal(0, sigma), drawn for each client; 0: equal sizes.
-      exponent: instead of ``sigma``: shares in proportion to k ** -exponent for k = 1, 2, ..., in random order.
-      seed: same seed, same partition.
-      min_size: no client has fewer examples than this.
+      sigma: the share of each client is drawn from LogNormal(0, sigma); 0 gives equal sizes.
+      exponent: instead of ``sigma``: shares are proportional to k ** -exponent for k = 1, 2, ..., in random order.
+      seed: the same seed gives the same partition.
+      min_size: smallest number of examples of a client.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
+      - Every example is assigned to exactly one client.
       - No client has fewer than ``min_size`` examples.
-      - With ``min_size=0``, a client's size is its share of the examples, rounded up or down.
+      - With ``min_size=0``, a client's size is its share of the number of examples, rounded up or down.
 
     Raises:
-      ValueError: neither or both of ``sigma`` and ``exponent``, one negative, ``clients`` not positive, or fewer than
-        ``clients * min_size`` examples.
+      ValueError: neither or both of ``sigma`` and ``exponent`` are given, one of them is negative, ``clients`` is not positive,
+        or there are fewer than ``clients * min_size`` examples.
 
     >>> sorted(len(rows) for rows in quantity_skew(60, clients=3, exponent=1.0, seed=0, min_size=0))
     [11, 16, 33]
@@ -54,7 +55,7 @@ def quantity_skew(
     check_clients(clients, number, min_size)
     if (sigma is None) == (exponent is None):
         raise ValueError(f"Give either sigma (log-normal) or exponent (power law), got sigma={sigma}, exponent={exponent}.")
-    checks.number(least=0, or_none=True, sigma=sigma, exponent=exponent, remedy="0 is no skew")
+    checks.number(least=0, or_none=True, sigma=sigma, exponent=exponent, remedy="0 means no skew")
     draw = generator(seed, "quantity_skew")
     if exponent is None:
         logarithms = np.float64(sigma) * draw.standard_normal(clients)

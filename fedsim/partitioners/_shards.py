@@ -1,4 +1,4 @@
-"""The pathological partition.
+"""The "pathological" partition of the FedAvg paper.
 
 B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-efficient learning of deep networks from
 decentralized data", AISTATS 2017, section 3: https://arxiv.org/abs/1602.05629: MNIST sorted by digit, 200 shards of 300
@@ -16,25 +16,25 @@ from fedsim.partitioners._draw import check_clients, check_labels, generator
 
 
 def shards(labels: Any, *, clients: int, shards_per_client: int = 2, seed: int) -> list[np.ndarray]:
-    """Examples sorted by label and cut into equal shards, of which every client gets some at random.
+    """Sorts the examples by label, cuts them into equal shards, and gives each client some of these at random.
 
     Args:
-      labels: ``[n]``, whole numbers or names. Examples of one label keep their order.
+      labels: ``[n]``, whole numbers or names. Examples with the same label keep their order.
       clients: number of clients.
-      shards_per_client: how many each gets.
-      seed: same seed, same partition.
+      shards_per_client: number of shards per client.
+      seed: the same seed gives the same partition.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
-      - Shard sizes differ by at most 1, and client sizes by at most ``shards_per_client``.
-      - If no shard is larger than the rarest label, no client has more than ``2 * shards_per_client`` labels; if the shards
-        divide every label's number, none has more than ``shards_per_client``.
+      - Every example is assigned to exactly one client.
+      - Sizes of shards differ by at most 1, and sizes of clients by at most ``shards_per_client``.
+      - If no shard is larger than the rarest label, no client has more than ``2 * shards_per_client`` labels. If the shard size
+        divides the number of examples of every label, no client has more than ``shards_per_client``.
 
     Raises:
-      ValueError: a number not positive, or more shards than examples.
+      ValueError: a number is not positive, or there are more shards than examples.
 
     >>> parts = shards(np.arange(40) % 4, clients=4, seed=0)
     >>> max(len(set(rows % 4)) for rows in parts)
@@ -49,5 +49,5 @@ def shards(labels: Any, *, clients: int, shards_per_client: int = 2, seed: int) 
             f"{clients * shards_per_client} shards."
         )
     pieces = np.array_split(np.argsort(labels, kind="stable"), clients * shards_per_client)
-    given = generator(seed, "shards").permutation(len(pieces)).reshape(clients, shards_per_client)
-    return [np.sort(np.concatenate([pieces[i] for i in mine])).astype(np.int64) for mine in given]
+    shards_of_clients = generator(seed, "shards").permutation(len(pieces)).reshape(clients, shards_per_client)
+    return [np.sort(np.concatenate([pieces[i] for i in chosen])).astype(np.int64) for chosen in shards_of_clients]

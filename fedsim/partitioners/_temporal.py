@@ -1,4 +1,4 @@
-"""Clients that follow each other in time."""
+"""Partition by time."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from fedsim.partitioners._draw import check_clients, cut, even_sizes
 
 
 def temporal(timestamps: Any, *, clients: int, equal: Literal["examples", "time"] = "examples") -> list[np.ndarray]:
-    """Each client is a contiguous block of time, the first the oldest.
+    """Divides the examples into contiguous blocks of time, one per client; the first client has the oldest examples.
 
     Args:
-      timestamps: ``[n]``, numbers or ``datetime64``. Examples of one moment keep their order.
+      timestamps: ``[n]``, numbers or ``datetime64``. Examples with equal timestamps keep their order.
       clients: number of clients.
-      equal: ``"examples"``: blocks of equally many examples; ``"time"``: blocks equally long, which may hold nothing.
+      equal: ``"examples"`` gives blocks with equal numbers of examples; ``"time"`` gives blocks of equal duration, which may be
+        empty.
 
     Returns:
       One sorted ``int64`` index array per client.
 
     Guarantees:
-      - Every example goes to exactly one client.
-      - No example of a client is later than any of the next client's.
-      - By ``"examples"``, sizes differ by at most 1. By ``"time"``, examples of one moment have one client.
+      - Every example is assigned to exactly one client.
+      - No example of a client is later than any example of the next client.
+      - With ``"examples"``, sizes differ by at most 1. With ``"time"``, examples with equal timestamps have the same client.
 
     Raises:
-      ValueError: timestamps that are not one number or moment per example, NaN or NaT among them, ``clients`` not positive,
-        more clients than examples, an ``equal`` that is neither.
+      ValueError: the timestamps are not one number or ``datetime64`` per example, or contain NaN or NaT; ``clients`` is not
+        positive; there are more clients than examples (with ``"examples"``); or ``equal`` is neither of the two.
 
     >>> [rows.tolist() for rows in temporal([30, 10, 20, 90], clients=2)]
     [[1, 2], [0, 3]]
@@ -38,7 +39,9 @@ def temporal(timestamps: Any, *, clients: int, equal: Literal["examples", "time"
     if times.ndim != 1 or times.dtype.kind not in "iufM":
         raise ValueError(f"Expected one number or datetime64 per example, got {times.dtype} {list(times.shape)}.")
     if times.dtype.kind in "fM" and not np.all(np.isfinite(times)):
-        raise ValueError(f"Example {int(np.flatnonzero(~np.isfinite(times))[0])} has no time (NaN, NaT or infinite): drop it.")
+        raise ValueError(
+            f"Example {int(np.flatnonzero(~np.isfinite(times))[0])} has no timestamp (NaN, NaT or infinite): drop it."
+        )
     if equal not in ("examples", "time"):
         raise ValueError(f"Expected equal to be 'examples' or 'time', got equal={equal!r}.")
     check_clients(clients, len(times), 1 if equal == "examples" else 0)

@@ -1,6 +1,6 @@
-"""Parties that hold other features of the same examples.
+"""Vertical partition: parties that hold different features of the same examples.
 
-Vertical federated learning: Q. Yang, Y. Liu, T. Chen, Y. Tong, "Federated machine learning: concept and applications", ACM
+Q. Yang, Y. Liu, T. Chen, Y. Tong, "Federated machine learning: concept and applications", ACM
 TIST 10(2), 2019: https://arxiv.org/abs/1902.04885.
 """
 
@@ -24,26 +24,27 @@ def vertical(
     order: Literal["contiguous", "random"] = "contiguous",
     seed: int = 0,
 ) -> list[np.ndarray]:
-    """Divides features over parties.
+    """Divides features among parties.
 
     Args:
-      features: their number, their names, or examples ``[n, features]``.
+      features: the number of features, their names, or examples ``[n, features]``.
       parties: number of parties.
-      sizes: how many each gets; None: equally many, up to one.
-      order: ``"contiguous"``: blocks of neighbours, the first party the first; ``"random"``: any features.
-      seed: for ``"random"``: same seed, same division.
+      sizes: number of features of each party; None gives sizes that differ by at most 1.
+      order: ``"contiguous"`` gives blocks of neighbouring features, the first block to the first party; ``"random"`` shuffles
+        the features first.
+      seed: used by ``"random"``: the same seed gives the same division.
 
     Returns:
-      One sorted ``int64`` index array per party, of features: ``x[:, rows]`` is what it holds.
+      One sorted ``int64`` array of feature indices per party: ``x[:, indices]`` are the party's features.
 
     Guarantees:
-      - Every feature goes to exactly one party.
-      - Every party has its size, and without ``sizes`` they differ by at most 1.
+      - Every feature is assigned to exactly one party.
+      - Every party has its size in ``sizes``; without ``sizes``, the sizes differ by at most 1.
       - In ``"contiguous"`` order a party's features are neighbours.
 
     Raises:
-      ValueError: ``parties`` not positive, more parties than features, sizes that are not one positive number per party or do
-        not sum to the features, another order.
+      ValueError: ``parties`` is not positive, there are more parties than features, the sizes are not one positive number per
+        party or do not sum to the number of features, or ``order`` is neither of the two.
 
     >>> [block.tolist() for block in vertical(5, parties=2)]
     [[0, 1, 2], [3, 4]]
@@ -52,7 +53,7 @@ def vertical(
     number = operator.index(features) if dimensions == 0 else np.shape(features)[-1]
     if dimensions > 2:
         raise ValueError(f"Expected examples [n, features], got shape {list(np.shape(features))}: flatten them first.")
-    checks.whole(1, number, parties=parties, remedy="as many as there are features, at most")
+    checks.whole(1, number, parties=parties, remedy="at most the number of features")
     if order not in ("contiguous", "random"):
         raise ValueError(f"Expected order to be 'contiguous' or 'random', got order={order!r}.")
     blocks = even_sizes(number, parties) if sizes is None else np.array([operator.index(size) for size in sizes])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fedsim.partitioners import dirichlet
+from fedsim.partitioners._draw import generator
 
 LABELS = np.random.default_rng(0).integers(10, size=4000)
 
@@ -76,8 +77,48 @@ def test_impossible_partitions_are_refused(change, message):
     ],
 )
 def test_partitions_are_those_of_version_0_1(arguments, digest):
-    """Before it moved here, as fedsim.data.dirichlet_partition: the digits' clients depend on it."""
+    """The clients of the digits depend on it. In version 0.1 it was fedsim.data.dirichlet_partition."""
     result = hashlib.sha256()
     for rows in dirichlet(LABELS, **arguments):
         result.update(np.int64(len(rows)).tobytes() + rows.tobytes())
     assert result.hexdigest()[:16] == digest
+
+
+def niid_bench(labels, clients, alpha, draw):
+    """The loop of NIID-Bench (utils.py, "noniid-labeldir") and FedLab (hetero_dir_partition), with a given generator."""
+    parts = [[] for _ in range(clients)]
+    for label in range(labels.max() + 1):
+        rows = draw.permutation(np.where(labels == label)[0])
+        shares = draw.dirichlet(np.repeat(alpha, clients))
+        shares = np.array([share * (len(part) < len(labels) / clients) for share, part in zip(shares, parts, strict=True)])
+        shares = shares / shares.sum()
+        cuts = (np.cumsum(shares) * len(rows)).astype(int)[:-1]
+        parts = [part + chunk.tolist() for part, chunk in zip(parts, np.split(rows, cuts), strict=True)]
+    return [sorted(part) for part in parts]
+
+
+@pytest.mark.parametrize(("clients", "alpha", "seed"), [(20, 0.3, 0), (7, 5.0, 1), (100, 0.1, 2)])
+def test_capped_partitions_are_those_of_niid_bench_and_fedlab(clients, alpha, seed):
+    expected = niid_bench(LABELS, clients, alpha, generator(seed))
+    parts = dirichlet(LABELS, clients=clients, alpha=alpha, seed=seed, min_size=0, capped=True)
+    assert [rows.tolist() for rows in parts] == expected
+
+
+def test_capped_sizes_vary_less():
+    """Coefficient of variation of client sizes, 100 clients, Dirichlet(0.3), a mean over seeds; the two libraries agree."""
+
+    def variation(partition):
+        return np.mean([np.std(sizes) / np.mean(sizes) for sizes in ([len(rows) for rows in partition(s)] for s in range(10))])
+
+    plain = variation(lambda seed: dirichlet(LABELS, clients=100, alpha=0.3, seed=seed))
+    capped = variation(lambda seed: dirichlet(LABELS, clients=100, alpha=0.3, seed=seed, capped=True))
+    theirs = variation(lambda seed: niid_bench(LABELS, 100, 0.3, np.random.default_rng(seed)))
+    # One share of Dirichlet(0.3) over 100 clients has a coefficient of variation of 1.8, so the sum of ten has 0.57.
+    assert plain == pytest.approx(1.8 / np.sqrt(10), rel=0.1)
+    assert capped < 0.85 * plain
+    assert capped == pytest.approx(theirs, rel=0.1)
+
+
+def test_capped_partitions_with_a_tiny_alpha_lose_nothing():
+    parts = dirichlet(LABELS, clients=20, alpha=1e-3, seed=0, capped=True)
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(LABELS)))

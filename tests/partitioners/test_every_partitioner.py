@@ -17,6 +17,7 @@ TIMES = np.random.default_rng(1).integers(0, 300, size=N)
 MAKERS = {
     "iid": lambda seed: partitioners.iid(LABELS, clients=CLIENTS, seed=seed),
     "dirichlet": lambda seed: partitioners.dirichlet(LABELS, clients=CLIENTS, alpha=0.3, seed=seed),
+    "dirichlet, capped": lambda seed: partitioners.dirichlet(LABELS, clients=CLIENTS, alpha=0.3, seed=seed, capped=True),
     "dirichlet_balanced": lambda seed: partitioners.dirichlet_balanced(LABELS, clients=CLIENTS, alpha=0.3, seed=seed),
     "shards": lambda seed: partitioners.shards(LABELS, clients=CLIENTS, seed=seed),
     "classes_per_client": lambda seed: partitioners.classes_per_client(LABELS, clients=CLIENTS, classes=3, seed=seed),
@@ -31,6 +32,7 @@ UNSEEDED = {"by_column", "temporal", "temporal, equal time"}
 GOLDEN = {
     "iid": "e5d571f4029d264e",
     "dirichlet": "03427f18e9a0218c",
+    "dirichlet, capped": "2fa04d5e17efd191",
     "dirichlet_balanced": "c63537b198cf9b6c",
     "shards": "41e9d7b66ec1437a",
     "classes_per_client": "09f70a3597a93482",
@@ -57,7 +59,8 @@ def digest(parts):
 
 def test_every_partitioner_is_in_the_table():
     there = {name for name, thing in vars(partitioners).items() if inspect.isfunction(thing)}
-    others = {"held_out_clients", "rotation", "noise", "vertical"}  # of populations and of features: tests of their own
+    # Those of populations, features and further splits have their own tests.
+    others = {"held_out_clients", "rotation", "noise", "vertical", "same_shares", "split_within_clients"}
     assert there == {name.partition(",")[0] for name in MAKERS} | others
 
 
@@ -100,7 +103,7 @@ def test_labels_may_be_names():
 
 
 @pytest.mark.parametrize("labels", [np.zeros([4, 2], int), np.zeros(4), 3, np.zeros(4, complex), np.array(["a", None], object)])
-def test_labels_that_are_none_are_refused(labels):
+def test_labels_of_a_wrong_kind_are_refused(labels):
     for make in (
         lambda: partitioners.dirichlet(labels, clients=2, alpha=1, seed=0),
         lambda: partitioners.dirichlet_balanced(labels, clients=2, alpha=1, seed=0),

@@ -91,7 +91,7 @@ def test_which_classes_come_together_is_drawn():
         (lambda: partitioners.classes_per_client(LABELS, clients=3, classes=2, seed=0), "give at least 5 clients"),
         (
             lambda: partitioners.classes_per_client([0, 0, 1], clients=2, classes=2, seed=0),
-            "Label 1 has 1 examples, and 2 clients are to hold some",
+            "Label 1 has 1 examples and should be held by 2 clients",
         ),
     ],
 )

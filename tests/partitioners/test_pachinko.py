@@ -125,8 +125,8 @@ def test_with_replacement_an_example_may_come_twice_and_no_label_is_used_up():
     ("change", "message"),
     [
         ({"coarse": COARSE[:-1]}, "9 fine and 8 coarse labels"),
-        ({"coarse": [0, 0, 1, 0, 0, 1, 1, 1, 1]}, "Fine label 1 is under more than one coarse label"),
-        ({"examples": 5}, "9 examples are too few for clients=2 with examples=5 each: ask for fewer, or give replace=True"),
+        ({"coarse": [0, 0, 1, 0, 0, 1, 1, 1, 1]}, "Fine label 1 has more than one coarse label"),
+        ({"examples": 5}, "9 examples are too few for clients=2 with examples=5 each: give smaller numbers, or replace=True"),
         ({"examples": 0}, "got examples=0"),
         ({"alpha": 0}, "Expected alpha > 0 and finite, got alpha=0"),
         ({"beta": float("inf")}, "Expected beta > 0 and finite, got beta=inf"),

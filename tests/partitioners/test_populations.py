@@ -41,7 +41,7 @@ def test_more_held_out_clients_include_the_fewer():
 
 @pytest.mark.parametrize("clients", [0, 10, -1])
 def test_impossible_numbers_of_held_out_clients_are_refused(clients):
-    with pytest.raises(ValueError, match=f"Expected 1 <= clients < 10 .*, got clients={clients}"):
+    with pytest.raises(ValueError, match=f"Expected 1 <= clients < 10, got clients={clients}"):
         partitioners.held_out_clients(population(), clients=clients, seed=0)
 
 
@@ -71,7 +71,7 @@ def test_rotation_leaves_its_argument_alone_and_half_turns_fit_any_shape():
         (population(), {"angles": []}, "multiples of 90"),
         (population(), {"feature": "z"}, "no feature 'z'"),
         (population(), {"feature": "y"}, "expected images"),
-        (population(shape=(2, 5)), {}, "Images of 2 by 5 cannot be turned"),
+        (population(shape=(2, 5)), {}, "Images of 2 by 5 cannot be rotated"),
     ],
 )
 def test_impossible_rotations_are_refused(data, arguments, message):

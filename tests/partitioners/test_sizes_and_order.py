@@ -113,8 +113,8 @@ def test_one_moment_has_one_client_by_time_and_keeps_its_order_by_examples():
 @pytest.mark.parametrize(
     ("times", "change", "message"),
     [
-        ([1.0, np.nan], {}, "Example 1 has no time"),
-        (np.array(["2020-01-01", "NaT"], "datetime64[D]"), {}, "Example 1 has no time"),
+        ([1.0, np.nan], {}, "Example 1 has no timestamp"),
+        (np.array(["2020-01-01", "NaT"], "datetime64[D]"), {}, "Example 1 has no timestamp"),
         (["yesterday", "today"], {}, "one number or datetime64 per example, got <U9"),
         (np.zeros([2, 2]), {}, "one number or datetime64 per example"),
         ([1, 2], {"equal": "days"}, "Expected equal to be 'examples' or 'time', got equal='days'"),
