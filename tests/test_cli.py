@@ -184,7 +184,7 @@ def test_commands_are_listed(capsys):
     ("arguments", "expected"),
     [
         (["--dataset", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
-        (["--dataset", "digits(alpha=1)"], "The dataset 'digits' has no option 'alpha'. It has none."),
+        (["--dataset", "digits(alhpa=1)"], "The partition 'dirichlet' has no option 'alhpa'. Did you mean 'alpha'?"),
         (["--dataset", "nowhere.py:load"], "nowhere.py:load': there is no file"),
         (["--model", "digits_dense(hiden=(3,))"], "The model 'digits_dense' has no option 'hiden'. Did you mean 'hidden'?"),
         (["--model", "digits_dens"], "There is no model 'digits_dens'. Did you mean 'digits_dense'"),

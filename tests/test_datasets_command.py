@@ -42,7 +42,7 @@ def test_a_dataset_is_described_and_drawn(capsys, tmp_path, monkeypatch):
         assert line in text
     for features in (about.features, about.source_features):
         assert all(f"{name}: {meaning}" in text for name, meaning in features.items())
-    assert "a client: 2 to 42 examples" in text and "as diverse as 3.9 classes" in text
+    assert "a client: 2 to 42 examples" in text and "as diverse as 4.2 classes" in text
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
@@ -92,7 +92,7 @@ def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shel
     ("arguments", "expected"),
     [
         (["describe", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
-        (["describe", "digits(alpha=1)"], "has no option 'alpha'"),
+        (["describe", "shakespeare(alpha=1)"], "has no option 'alpha'"),
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "digits.bmp"], "end in .png, .pdf, .svg, got 'digits.bmp'"),

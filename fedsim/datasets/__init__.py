@@ -1,7 +1,9 @@
-"""Federated datasets by name: each with its contract, its source, and a model to start with."""
+"""Federated datasets by name, each with the features it loads, its source and a default model."""
 
 from fedsim.datasets._cache import is_cached as is_cached
 from fedsim.datasets._download import DownloadError as DownloadError
+from fedsim.datasets._partitioned import partition_and_split as partition_and_split
+from fedsim.datasets._partitioned import partition_splits as partition_splits
 from fedsim.datasets._registry import Description as Description
 from fedsim.datasets._registry import FederatedSplits as FederatedSplits
 from fedsim.datasets._registry import describe as describe
@@ -9,7 +11,7 @@ from fedsim.datasets._registry import load as load
 from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
 
-# Importing a dataset's file registers it.
+# Importing the file of a dataset registers it.
 from fedsim.datasets import (  # isort: skip
     _cifar10,  # noqa: F401
     _cifar100,  # noqa: F401

@@ -1,4 +1,4 @@
-"""What the datasets check alike, before anything is compiled: clients' features, and arguments."""
+"""Checks of clients' features and of arguments that several datasets share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import numpy as np
 
 
 def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -> np.ndarray:
-    """``values [n]`` as int32 labels.
+    """Returns ``values [n]`` as int32 labels.
 
     Raises:
-      ValueError: not whole numbers in ``[0, num_classes)``, one per example.
+      ValueError: the values are not one whole number in ``[0, num_classes)`` per example.
 
     >>> labels("ann", "label", np.array([3, 10]), 10)
     Traceback (most recent call last):
     ...
-    ValueError: Feature 'label' of client 'ann' reaches from 3 to 10: expected 0 to 9.
+    ValueError: Feature 'label' of client 'ann' has values from 3 to 10: expected 0 to 9.
     """
     if values.dtype.kind not in "iu" or values.ndim != 1:
         raise ValueError(
@@ -25,17 +25,17 @@ def labels(client_id: str, feature: str, values: np.ndarray, num_classes: int) -
         )
     if values.size and not 0 <= values.min() <= values.max() < num_classes:
         raise ValueError(
-            f"Feature {feature!r} of client {client_id!r} reaches from {values.min()} to {values.max()}: expected 0 to "
+            f"Feature {feature!r} of client {client_id!r} has values from {values.min()} to {values.max()}: expected 0 to "
             f"{num_classes - 1}."
         )
     return values.astype(np.int32)
 
 
 def images(client_id: str, feature: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """``values [n, *shape]`` as uint8.
+    """Returns ``values [n, *shape]`` as uint8.
 
     Raises:
-      ValueError: another shape, or not whole numbers from 0 to 255.
+      ValueError: the values have another shape, or are not whole numbers from 0 to 255.
 
     >>> images("ann", "image", np.zeros([2, 8, 8]), (8, 8))
     Traceback (most recent call last):
@@ -52,9 +52,9 @@ def images(client_id: str, feature: str, values: np.ndarray, shape: tuple[int, .
 
 
 def no_folder(name: str, data: Path | None) -> None:
-    """Raises ``ValueError`` if a dataset that is generated is given a folder to read.
+    """Raises ``ValueError`` if a folder is given for a dataset that is generated or embedded.
 
     >>> no_folder("synthetic", None)
     """
     if data is not None:
-        raise ValueError(f"The dataset {name!r} is generated and reads no folder, got data={str(data)!r}: leave it out.")
+        raise ValueError(f"The dataset {name!r} reads no files, got data={str(data)!r}: leave out data.")

@@ -1,18 +1,19 @@
-"""Federated CIFAR-100: 60,000 colour images of 100 kinds of things, over 500 + 100 clients by the Pachinko allocation.
+"""Federated CIFAR-100: 60,000 colour images of 100 classes, divided among 500 + 100 clients by Pachinko allocation.
 
 A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009, https://www.cs.toronto.edu/~kriz/cifar.html.
 The partition is that of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295,
-appendix F: 100 images a client, drawn by a Dirichlet(0.1) over the 20 coarse labels and a Dirichlet(10) over the fine ones
-in each. Clients of test are others than those of train, though both are called by numbers from 0.
+appendix F: 100 images per client, drawn by Dirichlet(0.1) over the 20 coarse labels and Dirichlet(10) over the fine labels
+below each. The clients of test are not those of train, although both are named by numbers from 0. So personal models of the
+training clients cannot be evaluated on test; `fedsim.partitioners.split_within_clients` divides the training clients' images.
 
-Files are TensorFlow Federated's; hash and size of the SQLite archive are those that FedJAX checks
-(fedjax/datasets/cifar100.py), the hash of the HDF5 archive is TensorFlow Federated's own (simulation/datasets/cifar100.py
+The files are TensorFlow Federated's. The hash and size of the SQLite archive are those that FedJAX checks
+(fedjax/datasets/cifar100.py); the hash of the HDF5 archive is TensorFlow Federated's own (simulation/datasets/cifar100.py
 up to 2021).
 
 Source:
   image: [32, 32, 3] uint8 (SQLite: int64) red, green, blue.
   label: [] int64 fine label, 0-99.
-  coarse_label: [] int64, 0-19; not loaded.
+  coarse_label: [] int64 coarse label, 0-19; not loaded.
 
 Loaded:
   x: [32, 32, 3] uint8 red, green, blue.
@@ -25,8 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
 from fedsim.datasets._checks import images, labels
+from fedsim.datasets._chosen_clients import OPTIONS, choose_clients
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted
@@ -67,7 +70,7 @@ _SOURCES = [
 
 @register(
     "cifar100",
-    task="tell which of 100 things a 32 by 32 colour image shows; 500 clients of 100 images, others for test",
+    task="classify 32 by 32 colour images, 100 classes; 500 clients with 100 images each, and 100 other clients for test",
     features={"x": "[32, 32, 3] uint8 red, green, blue", "y": "[] int32 fine label, 0-99"},
     source_features={
         "image": "[32, 32, 3] uint8 (SQLite: int64) red, green, blue",
@@ -77,22 +80,26 @@ _SOURCES = [
     splits={"train": (500, 50_000), "test": (100, 10_000)},
     num_classes=100,
     default_model="cifar100_resnet18",
+    options=OPTIONS | {"clients": f"{OPTIONS['clients']}; test keeps the same proportion of its own clients"},
     source=f"{_TFF}/cifar100.sqlite.lzma; or TFF's HDF5",
     download_bytes=153_019_920,
-    licence="not stated (its authors ask for the citation); TFF's partition: Apache 2.0",
+    licence="not stated (the authors ask for a citation); TFF's partition: Apache 2.0",
     citation="A. Krizhevsky. Learning multiple layers of features from tiny images. 2009. "
     "https://www.cs.toronto.edu/~kriz/cifar.html; S. Reddi et al. Adaptive federated optimization. ICLR, 2021. "
     "https://arxiv.org/abs/2003.00295 (the partition)",
 )
-def load_cifar100(data: Path | None, cache: Path) -> dict[str, FederatedData]:
-    """The two splits, from ``data``, or from the cache, fetched and converted into it once.
+def load_cifar100(data: Path | None, cache: Path, *, clients: int | None = None, seed: int = 0) -> dict[str, FederatedData]:
+    """Loads train and test from ``data``, or from the cache, into which they are downloaded and converted once.
 
     Raises:
-      FileNotFoundError: ``data`` has none of the forms.
-      FormatError: a file that is damaged, or whose features break the contract.
-      DownloadError: nothing could be fetched; says the ways out.
+      FileNotFoundError: ``data`` holds the dataset in none of its formats.
+      FormatError: a file is damaged, or its features have other shapes or dtypes.
+      ValueError: ``clients`` exceeds the number of clients.
+      DownloadError: the files could not be downloaded; the message says what to do instead.
     """
-    return load_converted("cifar100", data, cache, _SOURCES, _columns)
+    checks.whole(1, or_none=True, clients=clients)
+    splits = load_converted("cifar100", data, cache, _SOURCES, _columns)
+    return choose_clients("cifar100", splits, clients, seed, cache, same_clients=())
 
 
 def _columns(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

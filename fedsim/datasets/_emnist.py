@@ -1,24 +1,24 @@
-"""Federated EMNIST: characters, or digits alone, by 3,400 writers, a client each.
+"""Federated EMNIST: handwritten characters, or digits only, of 3,400 writers; each writer is a client.
 
 S. Caldas et al., "LEAF: a benchmark for federated settings", 2018, https://arxiv.org/abs/1812.01097, made from G. Cohen et
-al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. Split and files are
-TensorFlow Federated's, every writer in both splits.
+al., "EMNIST: extending MNIST to handwritten letters", IJCNN 2017, https://arxiv.org/abs/1702.05373. The splits and
+files are TensorFlow Federated's; every writer is in both splits.
 
-Addresses, hashes and numbers of examples are those of FedJAX's and TensorFlow Federated's own loaders
+The addresses, hashes and numbers of examples are those of FedJAX's and TensorFlow Federated's own loaders
 (fedjax/datasets/emnist.py; tensorflow_federated/python/simulation/datasets/emnist.py, and emnist/load_data.py up to 2021
-for HDF5). For the SQLite files neither published a hash or a size: what the server announces is checked instead.
+for HDF5). No hash or size of the SQLite files is published, so the size is checked against the one that the server announces.
 
-Source, whichever of the forms below:
-  pixels: [28, 28] float32, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper, 0 = ink: the same, not yet divided).
+Source, in each of the formats below:
+  pixels: [28, 28] float32, 1.0 = paper, 0.0 = ink (or uint8, 255 = paper, 0 = ink: the same values before division by 255).
   label: [] int32, 0-9 digits, 10-35 A-Z, 36-61 a-z.
 
 Loaded:
-  x: [28, 28, 1] uint8, 0 = paper, 255 = ink: the other way round, as Reddi et al. (2021) and FedJAX train on it.
-  y: [] int32, the label, as it was.
+  x: [28, 28, 1] uint8, 0 = paper, 255 = ink: inverted, because Reddi et al. (2021) and FedJAX train on inverted images.
+  y: [] int32, the label, unchanged.
 
-The order of clients is that of the file; FedJAX's names have a hash before them, which is taken off. ``emnist10`` from
-files of all 62 classes keeps their split, which is another than TensorFlow Federated drew for digits alone, and writers
-without digits.
+Clients are in the order of the file. The names in FedJAX's files start with a hash, which is removed. ``emnist10`` read from
+files of all 62 classes keeps the split of these files, which differs from the one that TensorFlow Federated drew for digits
+only, and it keeps writers without digits as empty clients.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import ClientStream, FederatedData
 from fedsim.datasets._checks import labels
+from fedsim.datasets._chosen_clients import OPTIONS, choose_clients
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted, read_fedjax
@@ -57,8 +59,8 @@ def _read_leaf(path: Path, split: str) -> ClientStream:
 
 
 def _sources(digits: bool) -> list[Source]:
-    """The forms of all classes, or of digits alone."""
-    infix, without = (f"{_DIGITS}_", "") if digits else ("", _DIGITS)
+    """The file formats of all classes, or of digits only."""
+    infix, excluded = (f"{_DIGITS}_", "") if digits else ("", _DIGITS)
     sqlite = ("emnist_all.sqlite", "emnist_all.sqlite.lzma")
     sha256 = (
         "55333deb8546765427c385710ca5e7301e16f4ed8b60c1dc5ae224b42bd5b14b"
@@ -72,7 +74,7 @@ def _sources(digits: bool) -> list[Source]:
             "FedJAX's SQLite",
             {split: (f"*_{infix}{split}.sqlite",) for split in _SPLITS},
             lambda path, split: read_fedjax(path, ["pixels", "label"]),
-            without,
+            excluded,
             [Download(f"{_FEDJAX}/{file}", (file,)) for file in fedjax.values()],
         ),
         Source(
@@ -85,7 +87,7 @@ def _sources(digits: bool) -> list[Source]:
             "TFF's HDF5",
             {split: (f"*_{infix}{split}.h5",) for split in _SPLITS},
             _read_hdf5,
-            without,
+            excluded,
             [Download(f"{_TFF}/fed_emnist{'_digitsonly' if digits else ''}.tar.bz2", tuple(hdf5.values()), sha256)],
         ),
     ]
@@ -105,7 +107,7 @@ _CITATION = (
 
 @register(
     "emnist62",
-    task="tell which of 62 characters a 28 by 28 image shows; 3,400 writers, a client each",
+    task="classify 28 by 28 images of 62 characters; each of 3,400 writers is a client",
     features={
         "x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink",
         "y": "[] int32 character: 0-9 digits, 10-35 A-Z, 36-61 a-z",
@@ -115,52 +117,57 @@ _CITATION = (
     num_classes=62,
     class_names=string.digits + string.ascii_uppercase + string.ascii_lowercase,
     default_model="emnist_cnn",
-    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite, of which no hash or size is published; or "
-    "TFF's SQLite or "
+    options=OPTIONS,
+    source=f"{_FEDJAX}/federated_emnist_train.sqlite and _test.sqlite (no hash or size is published); or TFF's SQLite or "
     "HDF5, or LEAF's JSON",
     licence=_LICENCE,
     citation=_CITATION,
 )
-def load_emnist62(data: Path | None, cache: Path) -> dict[str, FederatedData]:
-    """The two splits, from whichever form is in ``data``, or from the cache, fetched and converted into it once.
+def load_emnist62(data: Path | None, cache: Path, *, clients: int | None = None, seed: int = 0) -> dict[str, FederatedData]:
+    """Loads train and test from ``data``, or from the cache, into which they are downloaded and converted once.
 
     Raises:
-      FileNotFoundError: ``data`` has none of the forms.
-      FormatError: a file that is damaged, or whose features break the contract.
-      DownloadError: nothing could be fetched; says the ways out.
+      FileNotFoundError: ``data`` holds the dataset in none of its formats.
+      FormatError: a file is damaged, or its features have other shapes or dtypes.
+      ValueError: ``clients`` exceeds the number of clients.
+      DownloadError: the files could not be downloaded; the message says what to do instead.
     """
-    return load_converted("emnist62", data, cache, [*_sources(digits=False), _LEAF], _inked)
+    checks.whole(1, or_none=True, clients=clients)
+    splits = load_converted("emnist62", data, cache, [*_sources(digits=False), _LEAF], _inverted)
+    return choose_clients("emnist62", splits, clients, seed, cache)
 
 
 @register(
     "emnist10",
-    task="tell which digit a 28 by 28 image shows; 3,383 writers, a client each",
+    task="classify 28 by 28 images of digits; each of 3,383 writers is a client",
     features={"x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink", "y": "[] int32 the digit"},
     source_features=_SOURCE_FEATURES,
     splits={"train": (3383, 341_873), "test": (3383, 40_832)},
     num_classes=10,
     default_model="emnist_cnn(num_classes=10)",
-    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite, of which no hash or size is "
-    "published; or TFF's "
+    options=OPTIONS,
+    source=f"{_FEDJAX}/federated_emnist_digitsonly_train.sqlite and _test.sqlite (no hash or size is published); or TFF's "
     "SQLite or HDF5; or the digits in files of all classes",
     licence=_LICENCE,
     citation=_CITATION,
 )
-def load_emnist10(data: Path | None, cache: Path) -> dict[str, FederatedData]:
-    """The two splits; see `load_emnist62`. A folder with files of 62 classes does too."""
+def load_emnist10(data: Path | None, cache: Path, *, clients: int | None = None, seed: int = 0) -> dict[str, FederatedData]:
+    """Loads train and test; see `load_emnist62`. ``data`` may also hold files of all 62 classes."""
+    checks.whole(1, or_none=True, clients=clients)
     sources = _sources(digits=True)
     if data is not None:
         sources += [*_sources(digits=False), _LEAF]
-    return load_converted("emnist10", data, cache, sources, _inked_digits)
+    splits = load_converted("emnist10", data, cache, sources, _inverted_digits)
+    return choose_clients("emnist10", splits, clients, seed, cache)
 
 
-def _inked_digits(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    inked = _inked(client_id, examples)
-    digits = inked["y"] < 10
-    return {name: column[digits] for name, column in inked.items()}
+def _inverted_digits(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    inverted = _inverted(client_id, examples)
+    digits = inverted["y"] < 10
+    return {name: column[digits] for name, column in inverted.items()}
 
 
-def _inked(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _inverted(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     pixels, label = examples["pixels"], examples["label"]
     if pixels.shape[1:] != (28, 28) or label.shape[1:] != ():
         raise ValueError(
@@ -168,11 +175,11 @@ def _inked(client_id: str, examples: dict[str, np.ndarray]) -> dict[str, np.ndar
             "expected [28, 28] and []."
         )
     if pixels.dtype.kind == "f":
-        # Written so that a NaN fails too.
+        # Written as a negation so that a NaN fails, too.
         if pixels.size and not (pixels.min() >= 0 and pixels.max() <= 1):
             raise ValueError(
-                f"Feature 'pixels' of client {client_id!r} reaches from {pixels.min()} to {pixels.max()}: floats must "
-                "lie in [0, 1], 1 = paper."
+                f"Feature 'pixels' of client {client_id!r} has values from {pixels.min()} to {pixels.max()}: floats "
+                "must be in [0, 1], where 1 is paper."
             )
         pixels = np.rint(pixels * 255).astype(np.uint8)
     elif pixels.dtype != np.uint8:

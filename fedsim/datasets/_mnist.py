@@ -1,23 +1,23 @@
-"""MNIST and Fashion-MNIST: 70,000 grey images of ten kinds, over clients that a partitioner makes, or by MNIST's real writers.
+"""MNIST and Fashion-MNIST: 70,000 grey images of ten classes, divided among clients by a partitioner or by MNIST's writers.
 
 Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, "Gradient-based learning applied to document recognition", Proceedings of the
-IEEE 86(11), 1998. H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, https://arxiv.org/abs/1708.07747. The partition of
-MNIST by default, shards, 2 a client over 100 clients, is that of B. McMahan et al., "Communication-efficient learning of
-deep networks from decentralized data", AISTATS 2017, https://arxiv.org/abs/1602.05629. Writers are those that C. Yadav and
-L. Bottou, "Cold case: the lost MNIST digits", NeurIPS 2019, https://arxiv.org/abs/1905.10498, found out.
+IEEE 86(11), 1998. H. Xiao, K. Rasul, R. Vollgraf, "Fashion-MNIST", 2017, https://arxiv.org/abs/1708.07747. The default
+partition of MNIST, 2 shards for each of 100 clients, is that of B. McMahan et al., "Communication-efficient learning of
+deep networks from decentralized data", AISTATS 2017, https://arxiv.org/abs/1602.05629. The writers are those identified by
+C. Yadav and L. Bottou, "Cold case: the lost MNIST digits", NeurIPS 2019, https://arxiv.org/abs/1905.10498.
 
-Addresses, hashes and sizes are those of TensorFlow Datasets (url_checksums/mnist.txt, fashion_mnist.txt).
+The addresses, hashes and sizes are those that TensorFlow Datasets publishes (url_checksums/mnist.txt, fashion_mnist.txt).
 
 Source, four idx files, compressed by gzip or not:
   images: [28, 28] uint8, 0 = background, 255 = ink.
   labels: [] uint8.
 
 Loaded:
-  x: [28, 28, 1] uint8, as it was.
+  x: [28, 28, 1] uint8, unchanged.
   y: [] int32.
 
-With ``partition="writers"`` each writer is a client, by the file ``mnist_writer_ids.npz`` in the user's folder
-(``train_writer [60000]`` and ``test_writer [10000]``, a number each); those of test are others than those of train.
+With ``partition="writers"`` each writer is a client. This needs the file ``mnist_writer_ids.npz`` in the user's folder, with
+the integer arrays ``train_writer [60000]`` and ``test_writer [10000]``. The writers of test are not those of train.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData, FormatError
 from fedsim.datasets._checks import images, labels
+from fedsim.datasets._chosen_clients import choose_clients
 from fedsim.datasets._download import Download
-from fedsim.datasets._partitioned import OPTIONS, find_partitioner, partitioned
+from fedsim.datasets._partitioned import OPTIONS, check_partition, partition_dataset
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, locate
 from fedsim.formats import read_idx
@@ -39,7 +41,7 @@ _FILES = {"train": "train", "test": "t10k"}
 _KINDS = {"images": "images-idx3-ubyte", "labels": "labels-idx1-ubyte"}
 _WRITERS = "mnist_writer_ids.npz"
 
-# SHA-256 and bytes of the images and labels of train, and of test.
+# SHA-256 and size in bytes of the images and labels of train, then of test.
 _MNIST = (
     ("440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609", 9_912_422),
     ("3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c", 28_881),
@@ -86,13 +88,19 @@ def _arrays(name: str, source: Source, data: Path | None, cache: Path) -> dict[s
 
 @register(
     "mnist",
-    task="tell which digit a 28 by 28 image shows; 100 clients of 2 shards each, or another partition, or by real writer",
+    task="classify 28 by 28 images of digits; 100 clients with 2 shards each, another partition, or the real writers",
     features=_FEATURES,
     source_features=_SOURCE_FEATURES,
     splits={"train": (100, 60_000), "test": (100, 10_000)},
     num_classes=10,
     default_model="mnist_cnn",
-    options=OPTIONS | {"partition": f"{OPTIONS['partition']}; or writers, with data=DIR that holds {_WRITERS}"},
+    options=OPTIONS
+    | {
+        "partition": f"{OPTIONS['partition']}; or writers, with data=DIR that holds {_WRITERS}",
+        "clients": "number of clients; None: 100, or all writers, of which a smaller number is drawn at random (of test, whose "
+        "writers are others, the same proportion)",
+        "seed": "seed of the partition, or of the draw of writers",
+    },
     source=f"{_MNIST_URL}/train-images-idx3-ubyte.gz and three more",
     download_bytes=sum(num_bytes for _, num_bytes in _MNIST),
     licence="CC BY-SA 3.0",
@@ -105,27 +113,40 @@ def _arrays(name: str, source: Source, data: Path | None, cache: Path) -> dict[s
     "https://arxiv.org/abs/1905.10498 (the writers)",
 )
 def load_mnist(
-    data: Path | None, cache: Path, *, partition: str = "shards", clients: int = 100, seed: int = 0, **partition_options: Any
+    data: Path | None,
+    cache: Path,
+    *,
+    partition: str = "shards",
+    clients: int | None = None,
+    seed: int = 0,
+    test_fraction: float | None = None,
+    **partition_options: Any,
 ) -> dict[str, FederatedData]:
-    """The two splits, over the same number of clients.
+    """Loads train and test. Unless clients are writers, both have the same clients with the same label shares.
 
     Raises:
-      FileNotFoundError: ``data`` has not the four files, or not the writers that are asked for.
-      FormatError: a file that is damaged, or does not fit the others.
-      ValueError: no such partition, or it has no such option.
-      DownloadError: nothing could be fetched; says the ways out.
+      FileNotFoundError: ``data`` lacks one of the four files, or the file of writers that the option needs.
+      FormatError: a file is damaged, or does not fit the others.
+      ValueError: there is no such partition, it has no such option, or ``clients`` exceeds the number of writers.
+      DownloadError: the files could not be downloaded; the message says what to do instead.
     """
+    checks.whole(1, or_none=True, clients=clients)
     if partition != "writers":
-        find_partitioner(partition, partition_options)
+        check_partition(partition, partition_options, clients=clients, test_fraction=test_fraction)
+    elif test_fraction is not None or partition_options:
+        raise ValueError("partition='writers' takes no test_fraction and no options of a partition: leave them out.")
     splits = _arrays("mnist", _source(_MNIST_URL, _MNIST), data, cache)
     if partition == "writers":
-        return _by_writer(splits, cache if data is None else data)
-    return partitioned(splits, partition, clients=clients, seed=seed, **partition_options)
+        by_writer = _by_writer(splits, cache if data is None else data)
+        return choose_clients("mnist", by_writer, clients, seed, cache, same_clients=())
+    return partition_dataset(
+        splits, partition, clients=clients or 100, seed=seed, test_fraction=test_fraction, **partition_options
+    )
 
 
 @register(
     "fashion_mnist",
-    task="tell which of ten kinds of clothing a 28 by 28 image shows; 100 clients, Dirichlet(0.5) label skew, or another",
+    task="classify 28 by 28 images of clothing, ten classes; 100 clients, Dirichlet(0.5) label skew, or another partition",
     features=_FEATURES,
     source_features=_SOURCE_FEATURES,
     splits={"train": (100, 60_000), "test": (100, 10_000)},
@@ -141,12 +162,19 @@ def load_mnist(
     "2017. https://arxiv.org/abs/1708.07747",
 )
 def load_fashion_mnist(
-    data: Path | None, cache: Path, *, partition: str = "dirichlet", clients: int = 100, seed: int = 0, **partition_options: Any
+    data: Path | None,
+    cache: Path,
+    *,
+    partition: str = "dirichlet",
+    clients: int = 100,
+    seed: int = 0,
+    test_fraction: float | None = None,
+    **partition_options: Any,
 ) -> dict[str, FederatedData]:
-    """The two splits, over the same number of clients; see `load_mnist`."""
-    find_partitioner(partition, partition_options)
+    """Loads train and test, which have the same clients with the same label shares; see `load_mnist`."""
+    check_partition(partition, partition_options, clients=clients, test_fraction=test_fraction)
     splits = _arrays("fashion_mnist", _source(_FASHION_URL, _FASHION), data, cache)
-    return partitioned(splits, partition, clients=clients, seed=seed, **partition_options)
+    return partition_dataset(splits, partition, clients=clients, seed=seed, test_fraction=test_fraction, **partition_options)
 
 
 def _by_writer(splits: dict[str, dict[str, np.ndarray]], folder: Path) -> dict[str, FederatedData]:
@@ -157,7 +185,7 @@ def _by_writer(splits: dict[str, dict[str, np.ndarray]], folder: Path) -> dict[s
         with np.load(path, allow_pickle=False) as file:
             writers = {split: file[f"{split}_writer"] for split in splits}
     except (OSError, KeyError, ValueError, EOFError) as error:
-        raise FormatError(f"{path} holds no arrays train_writer and test_writer: {error}") from None
+        raise FormatError(f"{path} does not hold the arrays train_writer and test_writer: {error}") from None
     for split, columns in splits.items():
         if writers[split].shape != columns["y"].shape:
             raise FormatError(f"{path}: {split}_writer has shape {list(writers[split].shape)}: expected [{len(columns['y'])}].")

@@ -1,20 +1,21 @@
-"""Shakespeare: what 715 characters of the plays say, a client each; the next character is to be told.
+"""Shakespeare: the lines of 715 roles in the plays, for next-character prediction; each role is a client.
 
 B. McMahan et al., "Communication-efficient learning of deep networks from decentralized data", AISTATS 2017,
 https://arxiv.org/abs/1602.05629; S. Caldas et al., "LEAF: a benchmark for federated settings", 2018,
-https://arxiv.org/abs/1812.01097. Split and files are TensorFlow Federated's; the sequences are FedJAX's
-(fedjax/datasets/shakespeare.py): all snippets of a client end to end, which loses none, where TensorFlow Federated's tutorial
-drops the rest of each. So Reddi et al. (2021), who cut snippet by snippet, saw somewhat other sequences.
+https://arxiv.org/abs/1812.01097. The splits and files are TensorFlow Federated's. The sequences are FedJAX's
+(fedjax/datasets/shakespeare.py): the snippets of a client are concatenated, so no character is lost, whereas TensorFlow
+Federated's tutorial drops the remainder of each snippet. Reddi et al. (2021) cut each snippet by itself, so their sequences
+differ somewhat.
 
-Hash and size of the SQLite archive are those that FedJAX's tests check, the hash of the HDF5 archive is TensorFlow Federated's
-own (simulation/datasets/shakespeare.py up to 2021). For FedJAX's SQLite files none is published.
+The hash and size of the SQLite archive are those that FedJAX's tests check; the hash of the HDF5 archive is TensorFlow
+Federated's own (simulation/datasets/shakespeare.py up to 2021). None is published for FedJAX's SQLite files.
 
 Source:
   snippets: [] text.
 
 Loaded, with ``length=80``:
   x: [80] int16 characters: 0 pad, 1 bos, 2 eos, 3-88 TFF's characters, 89 any other.
-  y: [80] int16 the same, one character on.
+  y: [80] int16 the next characters: x shifted by one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
+from fedsim.datasets._chosen_clients import OPTIONS, choose_clients
 from fedsim.datasets._download import Download
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted, read_fedjax
@@ -71,31 +74,35 @@ _CHARACTERS = np.array(["", "⊢", "⊣", *TFF_SHAKESPEARE.decode(), "�"])
 
 @register(
     "shakespeare",
-    task="tell the next character of 80 in a row; 715 characters of Shakespeare's plays, a client each",
+    task="next-character prediction, sequences of 80; each of 715 roles in Shakespeare's plays is a client",
     features={
         "x": "[80] int16 characters: 0 pad, 1 bos, 2 eos, 3-88 TFF's characters, 89 any other",
-        "y": "[80] int16 the same, one character on",
+        "y": "[80] int16 the next characters: x shifted by one",
     },
-    source_features={"snippets": "[] text, some of it empty: what a character says in one go"},
+    source_features={"snippets": "[] text, may be empty: one speech of the role"},
     splits={"train": (715, 30_249), "test": (715, 4_657)},
     num_classes=90,
     default_model="shakespeare_lstm",
-    options={"length": "characters in a sequence"},
-    source=f"{_FEDJAX}/shakespeare_train.sqlite and _test.sqlite, of which no hash or size is published; or TFF's "
-    "SQLite or HDF5",
+    options={"length": "characters in a sequence", **OPTIONS},
+    source=f"{_FEDJAX}/shakespeare_train.sqlite and _test.sqlite (no hash or size is published); or TFF's SQLite or HDF5",
     licence="public domain (Shakespeare); TFF's files: Apache 2.0",
     citation="B. McMahan et al. Communication-efficient learning of deep networks from decentralized data. AISTATS, 2017. "
     "https://arxiv.org/abs/1602.05629; S. Caldas et al. LEAF: a benchmark for federated settings. 2018. "
     "https://arxiv.org/abs/1812.01097",
 )
-def load_shakespeare(data: Path | None, cache: Path, *, length: int = 80) -> dict[str, Any]:
-    """The two splits, from ``data``, or from the cache, fetched and converted into it once.
+def load_shakespeare(
+    data: Path | None, cache: Path, *, length: int = 80, clients: int | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """Loads train and test from ``data``, or from the cache, into which they are downloaded and converted once.
 
     Raises:
-      FileNotFoundError: ``data`` has none of the forms.
-      FormatError: a file that is damaged, or holds something else than text.
-      DownloadError: nothing could be fetched; says the ways out.
+      FileNotFoundError: ``data`` holds the dataset in none of its formats.
+      FormatError: a file is damaged, or does not hold text.
+      ValueError: ``clients`` exceeds the number of clients.
+      DownloadError: the files could not be downloaded; the message says what to do instead.
     """
+    checks.whole(1, or_none=True, clients=clients)
     tokenizer = CharacterTokenizer(length=length)
     splits = load_converted("shakespeare", data, cache, _SOURCES, tokenizer.client, length=length)
+    splits = choose_clients("shakespeare", splits, clients, seed, cache)
     return {**splits, "decode": lambda ids: "".join(_CHARACTERS[ids])}

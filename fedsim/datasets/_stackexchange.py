@@ -1,15 +1,16 @@
-"""Smaller Stack Exchange sites by user, shaped like Stack Overflow's file: the next word is to be told.
+"""Posts on smaller Stack Exchange sites in the format of the Stack Overflow data, for next-word prediction; users are clients.
 
-For who has such a file: one JSON line a user, ``client_id``, and ``train`` and ``test``, lists of ``{tokens, creation_date,
-tags, title, type, score}``; beside it, if there is one, a file ``*.word_count`` of lines ``word count``, most frequent
-first. Without it, words are counted over ``train``: how many users have each.
+The dataset is not downloaded; you provide a file of JSON lines. Each line is a user with ``client_id``, ``train`` and ``test``,
+the latter two lists of ``{tokens, creation_date, tags, title, type, score}``. The same folder may hold a file ``*.word_count``
+with lines ``word count``, most frequent word first. Without it, a word's count is the number of users that have it in
+``train``.
 
 Source:
-  tokens: [] text, one paragraph, lower case, words divided by spaces.
+  tokens: [] text, one paragraph, lower case, words separated by spaces.
 
 Loaded, with ``vocabulary=10000``, ``length=20``:
   x: [20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other.
-  y: [20] int16 the same, one word on.
+  y: [20] int16 the next words: x shifted by one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fedsim import checks
+from fedsim.datasets import _chosen_clients
 from fedsim.datasets._registry import register
 from fedsim.datasets._source import Source, load_converted
-from fedsim.datasets._stackoverflow import first
-from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, words_again
+from fedsim.datasets._stackoverflow import limit_examples
+from fedsim.datasets._words import NEXT_WORD, OPTIONS, counts_file, word_decoder
 from fedsim.formats import read_json_lines
 from fedsim.text import WordTokenizer, vocabulary_from_counts
 
@@ -35,30 +38,40 @@ _SOURCES = [
 
 @register(
     "stackexchange",
-    task="tell the next word of 20 in a row; what people wrote on Stack Exchange sites, a client each; for who has the file",
+    task="next-word prediction, sequences of 20 words; each user of Stack Exchange sites is a client; you provide the file",
     features=NEXT_WORD,
-    source_features={"tokens": "[] text, a paragraph, words divided by spaces"},
+    source_features={"tokens": "[] text, a paragraph, words separated by spaces"},
     num_classes=10_004,
     default_model="stackoverflow_lstm(expected_length=13.3)",
-    options=OPTIONS,
-    source="data=DIR with one file *.jsonl.gz, a JSON line a user; https://archive.org/details/stackexchange is what "
-    "it is made of",
+    options=OPTIONS | _chosen_clients.OPTIONS,
+    source="data=DIR with one file *.jsonl.gz, one JSON line per user, made from https://archive.org/details/stackexchange",
     needs_data=True,
     licence="CC BY-SA 4.0 (Stack Exchange's users)",
     citation="Stack Exchange, Inc. Stack Exchange data dump. https://archive.org/details/stackexchange",
 )
 def load_stackexchange(
-    data: Path | None, cache: Path, *, vocabulary: int = 10_000, length: int = 20, oov_buckets: int = 1, examples: int = 0
+    data: Path | None,
+    cache: Path,
+    *,
+    vocabulary: int = 10_000,
+    length: int = 20,
+    oov_buckets: int = 1,
+    examples: int = 0,
+    clients: int | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """The two splits of the file in ``data``, converted into the cache once.
+    """Loads train and test from the file in ``data``, which is converted into the cache once.
 
     Raises:
-      FileNotFoundError: no ``data``, or it has no such file.
-      FormatError: a file that is damaged, or holds something else than text; a vocabulary with fewer words.
+      FileNotFoundError: ``data`` is not given, or holds no such file.
+      FormatError: a file is damaged, or does not hold text.
+      ValueError: there are fewer words than ``vocabulary``, or fewer clients than ``clients``.
     """
+    checks.whole(1, or_none=True, clients=clients)
     counts = counts_file("stackexchange", data, cache, _SOURCES, feature="tokens", separator=" ", patterns=("*.word_count",))
     words = vocabulary_from_counts(counts, vocabulary)
     options = {"vocabulary": vocabulary, "length": length, "oov_buckets": oov_buckets, "examples": examples}
-    transform = first(examples, WordTokenizer(words, length, oov_buckets).client)
+    transform = limit_examples(examples, WordTokenizer(words, length, oov_buckets).client)
     splits = load_converted("stackexchange", data, cache, _SOURCES, transform, files=[counts], **options)
-    return {**splits, "decode": words_again(words)}
+    splits = _chosen_clients.choose_clients("stackexchange", splits, clients, seed, cache)
+    return {**splits, "decode": word_decoder(words)}

@@ -1,11 +1,11 @@
-"""Any dataset of TensorFlow Datasets, by its name there: split over clients by a feature that names them, or by a partitioner.
+"""Any dataset of TensorFlow Datasets by its name, divided among clients by a feature of the data or by a partitioner.
 
-https://www.tensorflow.org/datasets/catalog lists them. They are read without TensorFlow; preparing one for the first time is
-done by TensorFlow Datasets, which may need TensorFlow for it (`fedsim.formats.arrays_from_tfds` says when).
+https://www.tensorflow.org/datasets/catalog lists the datasets. They are read without TensorFlow. TensorFlow Datasets prepares a
+dataset at first use and may need TensorFlow for that (see `fedsim.formats.arrays_from_tfds`).
 
 Loaded:
-  x: the feature ``x``, an image by default, as it is.
-  y: the feature ``y``, a label by default; whole numbers become int32.
+  x: the feature named by the option ``x``, by default ``image``, unchanged.
+  y: the feature named by the option ``y``, by default ``label``; integers become int32.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
-from fedsim.datasets._partitioned import OPTIONS, find_partitioner, partitioned
+from fedsim.datasets._chosen_clients import choose_clients
+from fedsim.datasets._partitioned import OPTIONS, check_partition, partition_dataset
 from fedsim.datasets._registry import register
 from fedsim.formats import arrays_from_tfds, read_tfds
 
@@ -25,17 +27,19 @@ from fedsim.formats import arrays_from_tfds, read_tfds
     "tfds:NAME",
     task="any dataset of TensorFlow Datasets, e.g. 'tfds:cifar10(clients=100, alpha=0.1)'; 100 clients, Dirichlet label skew",
     features={},
-    source_features={"image, label": "or whatever x and y name: see the dataset's page"},
+    source_features={"image, label": "or the features that the options x and y name; see the dataset's page"},
     options=OPTIONS
     | {
-        "x": "the feature that becomes x",
-        "y": "the feature that becomes y",
-        "train": "the split to learn from, also a part of one: 'train[:1000]'",
-        "test": "the split to measure on",
-        "client": "the feature that names each example's client, instead of a partition",
+        "x": "feature that becomes x",
+        "y": "feature that becomes y",
+        "train": "split for training, or a slice of one: 'train[:1000]'",
+        "test": "split for test",
+        "client": "feature that names the client of each example; used instead of a partition",
+        "clients": "number of clients; None: 100, or all if client is given",
+        "seed": "seed of the partition, or of the draw of clients",
     },
     source="https://www.tensorflow.org/datasets/catalog; data=DIR is its data_dir",
-    licence="see its page",
+    licence="see the dataset's page",
     citation="the dataset's own; TensorFlow Datasets, a collection of ready-to-use datasets. https://www.tensorflow.org/datasets",
 )
 def load_tfds(
@@ -49,26 +53,31 @@ def load_tfds(
     test: str = "test",
     client: str = "",
     partition: str = "dirichlet",
-    clients: int = 100,
+    clients: int | None = None,
     seed: int = 0,
+    test_fraction: float | None = None,
     **partition_options: Any,
 ) -> dict[str, FederatedData]:
-    """Two splits of the dataset ``name``.
+    """Loads train and test of the dataset ``name``. With a partition, both have the same clients with the same label shares.
 
     Raises:
       ImportError: tensorflow-datasets is not installed.
-      ValueError: no such dataset, split, feature, partition or option.
-      FormatError: a damaged file.
+      ValueError: there is no such dataset, split, feature, partition or option.
+      FormatError: a file is damaged.
     """
+    checks.whole(1, or_none=True, clients=clients)
     folder = cache if data is None else data
     chosen = {"train": train, "test": test}
     if client:
         streams = {split: read_tfds(name, part, [x, y], client=client, data_dir=folder) for split, part in chosen.items()}
-        return {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
-    find_partitioner(partition, partition_options)
+        splits = {split: stream.map(lambda _, examples: _columns(examples, x, y)).load() for split, stream in streams.items()}
+        return choose_clients(f"tfds:{name}", splits, clients, seed, cache)
+    check_partition(partition, partition_options, clients=clients, test_fraction=test_fraction)
     arrays = {split: arrays_from_tfds(name, part, [x, y], data_dir=folder) for split, part in chosen.items()}
     columns = {split: _columns(examples, x, y) for split, examples in arrays.items()}
-    return partitioned(columns, partition, clients=clients, seed=seed, **partition_options)
+    return partition_dataset(
+        columns, partition, clients=clients or 100, seed=seed, test_fraction=test_fraction, **partition_options
+    )
 
 
 def _columns(examples: dict[str, np.ndarray], x: str, y: str) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What the datasets of words share: vocabularies, published or counted, and ids as text again."""
+"""Shared by the word datasets: vocabularies, published or counted from the data, and decoding of ids to text."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedsim.datasets._cache import fingerprint, only_one
 from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
 
-# Next-word prediction: what is loaded, and the loaders' options.
+# Features and options of the datasets for next-word prediction.
 NEXT_WORD = {
     "x": "[20] int16 words: 0 pad, 1 bos, 2 eos, 3-10002 the most frequent words, 10003 any other",
-    "y": "[20] int16 the same, one word on",
+    "y": "[20] int16 the next words: x shifted by one",
 }
 OPTIONS = {
-    "vocabulary": "how many of the most frequent words",
+    "vocabulary": "number of most frequent words that have their own id",
     "length": "words in a sequence",
-    "oov_buckets": "ids that other words share",
-    "examples": "keep so many of each client, the first; 0: all",
+    "oov_buckets": "number of ids for all other words",
+    "examples": "keep only this many examples of each client, the first ones; 0 keeps all",
 }
 
 
@@ -41,31 +41,31 @@ def counts_file(
     patterns: Sequence[str],
     download: Download | None = None,
 ) -> Path:
-    """A file of words and their counts: from the user's folder, or the published one, or else counted here, once.
+    """Finds a file of word counts in the user's folder, or downloads the published one, or counts the words once.
 
     Args:
-      name: the dataset's.
+      name: name of the dataset.
       data: the user's folder, or None.
       cache: the dataset's folder in the cache.
-      sources: the forms of the dataset, of whose ``train`` split the texts ``feature`` are counted.
-      feature: their feature.
-      separator: what divides words. As in TensorFlow Federated's files, a word counts once for each client who has it.
-      patterns: what the file may be called in the user's folder.
-      download: where it is fetched from for those who have no folder; None: it is not.
+      sources: the file formats of the dataset; words are counted in its ``train`` split.
+      feature: the feature that holds the text.
+      separator: separates the words. As in TensorFlow Federated's files, a word is counted once per client that has it.
+      patterns: possible file names in the user's folder.
+      download: where the file is downloaded from if there is no user's folder; None if it cannot be downloaded.
     """
     if data is not None:
         for pattern in patterns:
             for found in sorted(data.glob(pattern)):
                 return found
-    source, files = locate(name, data, cache, sources)  # The data first: without them, counts are of no use.
+    source, files = locate(name, data, cache, sources)  # First, because counts without data are useless.
     if data is None and download is not None:
         try:
             download.into(cache)
         except DownloadError as error:
             raise DownloadError(
-                f"Could not fetch the counts for {name!r}: {error} Two ways out: give a folder with the data (--data DIR, or "
-                f"data=DIR in Python), which are counted if it has no {patterns[0]}; or fetch {download.url} by hand and "
-                f"put it into {cache}."
+                f"Could not download the counts for {name!r}: {error} Either give a folder with the data (--data DIR, or "
+                f"data=DIR in Python), whose words are counted if it has no {patterns[0]}; or download {download.url} by hand "
+                f"into {cache}."
             ) from None
         return cache / download.files[0]
     assert source.read is not None
@@ -80,7 +80,7 @@ def counts_file(
                 except UnicodeDecodeError as error:
                     raise FormatError(
                         f"{files['train']}: feature {feature!r} of client {client.client_id!r} is not UTF-8 ({error.reason}): "
-                        "decode it from its own encoding first."
+                        "convert the text to UTF-8 first."
                     ) from None
             del counts[""]
             ordered = dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
@@ -89,10 +89,10 @@ def counts_file(
     return path
 
 
-def words_again(vocabulary: Sequence[str]) -> Callable[[Any], str]:
-    """What reads ids of `fedsim.text.WordTokenizer`: text up to the padding, unknown words as ``�``.
+def word_decoder(vocabulary: Sequence[str]) -> Callable[[Any], str]:
+    """Returns a function that decodes ids of `fedsim.text.WordTokenizer` to text without padding; unknown words are ``�``.
 
-    >>> words_again(["to", "be"])(np.array([1, 3, 4, 5, 2, 0, 0]))
+    >>> word_decoder(["to", "be"])(np.array([1, 3, 4, 5, 2, 0, 0]))
     '⊢ to be � ⊣'
     """
     shown = np.array(["", "⊢", "⊣", *vocabulary])

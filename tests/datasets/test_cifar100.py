@@ -57,7 +57,7 @@ def test_every_form_gives_the_same_images(write, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label": np.array([0, 100])}, "'label' of client '0' reaches from 0 to 100: expected 0 to 99"),
+        ({"label": np.array([0, 100])}, "'label' of client '0' has values from 0 to 100: expected 0 to 99"),
         ({"image": np.full((2, 32, 32, 3), 256)}, "fed_cifar100_train.h5.*'image' of client '0' is int64"),
         ({"image": np.zeros((2, 24, 24, 3), np.uint8)}, r"\[24, 24, 3\] per example: expected .* \[32, 32, 3\]"),
         ({"image": np.zeros((2, 32, 32, 3), np.float32)}, "'image' of client '0' is float32"),

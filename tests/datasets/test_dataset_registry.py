@@ -122,7 +122,7 @@ def test_options_come_by_keyword_or_in_the_name():
     ("name", "message"),
     [
         ("sized(siez=3)", r"dataset 'sized' has no option 'siez'. Did you mean 'size'\? It has: size, kind, share, three."),
-        ("digits(alpha=1)", "dataset 'digits' has no option 'alpha'. It has none."),
+        ("plain(alpha=1)", "dataset 'plain' has no option 'alpha'. It has none."),
         ("sized(data='.')", "no option 'data'"),
         ("sized(size=1.5)", "option size of the dataset 'sized' is a whole number, as its default 3 is: got size=1.5"),
         ("sized(size=True)", "is a whole number"),
@@ -142,6 +142,7 @@ def test_options_come_by_keyword_or_in_the_name():
 )
 def test_options_that_cannot_be_are_refused(name, message):
     datasets.register("sized")(sized)
+    datasets.register("plain")(two_clients)
     for ask in (datasets.load, datasets.describe):
         with pytest.raises(ValueError, match=message):
             ask(name)

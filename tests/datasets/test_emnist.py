@@ -145,14 +145,14 @@ def test_floats_are_rounded_back_to_what_they_were(folder, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixels": np.full((2, 28, 28), 1.5)}, r"'pixels' of client 'f0000' reaches from 1.5 to 1.5"),
-        ({"pixels": np.full((2, 28, 28), np.nan)}, "reaches from nan"),
+        ({"pixels": np.full((2, 28, 28), 1.5)}, r"'pixels' of client 'f0000' has values from 1.5 to 1.5"),
+        ({"pixels": np.full((2, 28, 28), np.nan)}, "has values from nan"),
         ({"pixels": np.full((2, 28, 28), 9, np.int64)}, "'pixels' of client 'f0000' is int64"),
         ({"pixels": np.zeros((2, 784), np.uint8)}, r"'f0000' has pixels \[784\] and label \[\]"),
         ({"label": np.zeros((2, 1), np.int32)}, r"pixels \[28, 28\] and label \[1\]"),
         ({"label": np.zeros(2)}, "'label' of client 'f0000' is float64"),
-        ({"label": np.array([3, 62])}, "'label' of client 'f0000' reaches from 3 to 62: expected 0 to 61"),
-        ({"label": np.array([-1, 3])}, "reaches from -1 to 3"),
+        ({"label": np.array([3, 62])}, "'label' of client 'f0000' has values from 3 to 62: expected 0 to 61"),
+        ({"label": np.array([-1, 3])}, "has values from -1 to 3"),
         ({"label": np.array([b"a", b"b"])}, r"'label' of client 'f0000' is (\|S1|object)"),
     ],
 )

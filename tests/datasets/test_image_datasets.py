@@ -6,6 +6,7 @@ import os
 import struct
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -58,6 +59,58 @@ def test_every_partition_keeps_every_image_with_its_label(partition, folder):
     fedsim.models.get(splits.description.default_model).check(splits.train)
 
 
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("test_fraction", [None, 0.3])
+def test_clients_are_tested_on_the_labels_they_train_on(partition, test_fraction, folder):
+    """Both splits of these files have equally many examples of each label, so each client's exact shares are the same."""
+    name, options = fedsim.names.parse_call(partition)
+    splits = datasets.load("mnist", data=folder, partition=name, clients=5, test_fraction=test_fraction, **options)
+    assert splits.train.client_ids == splits.test.client_ids
+    assert heterogeneity.split_distance(splits.train, splits.test) < 0.4
+    everything = sorted(rows(splits.train) + rows(splits.test))
+    assert everything == sorted(
+        x.tobytes() + bytes([y]) for split in LABELS for x, y in zip(IMAGES[split], LABELS[split], strict=True)
+    )
+    if test_fraction:
+        both = splits.train.sizes + splits.test.sizes
+        assert np.all(np.abs(splits.test.sizes - 0.3 * both) <= 0.5 + 1e-9)
+    separately = fedsim.partitioners.dirichlet(LABELS["test"], clients=5, alpha=0.1, seed=0)
+    drawn_twice = fedsim.FederatedData.from_partition({"y": LABELS["test"].astype(np.int32)}, separately)
+    skewed = datasets.load("mnist(partition='dirichlet', alpha=0.1, clients=5)", data=folder)
+    assert heterogeneity.split_distance(skewed.train, drawn_twice) > 0.8
+
+
+def test_evaluation_sees_every_test_image_once(folder):
+    splits = datasets.load("mnist(partition='dirichlet', alpha=0.1, clients=20)", data=folder)
+    assert splits.test.sizes.min() == 0  # such a client counts nowhere
+    model = fedsim.models.mnist_2nn()
+    evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), splits.test)
+    centrally = fedsim.FederatedData.from_arrays(
+        {"x": IMAGES["test"][..., None], "y": LABELS["test"].astype(np.int32)}, sizes=[100]
+    )
+    expected = fedsim.evaluate(model, model.init(jax.random.key(0)), centrally)
+    assert evaluation.overall["accuracy"] == expected.overall["accuracy"]
+
+
+def test_arrays_of_ones_own_are_partitioned_with_one_call():
+    columns = {"x": np.arange(1000), "y": np.arange(1000) % 10}
+    fractions = {"train": 0.7, "validation": 0.1, "test": 0.2}
+    splits = datasets.partition_and_split(columns, "dirichlet", clients=10, alpha=0.3, seed=0, fractions=fractions)
+    assert list(splits) == list(fractions)
+    assert sorted(np.concatenate([split.columns["x"] for split in splits.values()])) == list(range(1000))
+    assert heterogeneity.split_distance(splits["train"], splits["validation"]) < 0.3  # of ten examples
+    both = datasets.partition_splits({"train": columns, "validation": columns, "test": columns}, "shards", clients=10, seed=0)
+    assert all(heterogeneity.split_distance(both["train"], both[split]) < 1e-12 for split in ("validation", "test"))
+    numbers = {"x": np.arange(20), "y": np.linspace(0, 1, 20)}
+    assert datasets.partition_splits({"a": numbers, "b": numbers}, "iid", clients=4, seed=0)["b"].sizes.tolist() == [5] * 4
+    by_size = datasets.partition_and_split(numbers, "iid", clients=4, seed=0, fractions={"train": 0.6, "test": 0.4})
+    assert by_size["test"].sizes.tolist() == [2] * 4
+    with pytest.raises(ValueError, match=r"split 'test' has no column 'label', only \['y'\]"):
+        datasets.partition_splits({"test": {"y": [1]}}, "iid", clients=1, seed=0, labels="label")
+    with pytest.raises(ValueError, match="no column 'label'"):
+        datasets.partition_and_split(columns, "iid", clients=1, seed=0, labels="label", fractions=fractions)
+
+
 def test_options_reach_the_partitioner(folder):
     def spread(name):
         return heterogeneity.label_emd(datasets.load(name, data=folder).train)
@@ -78,7 +131,9 @@ def test_options_reach_the_partitioner(folder):
         ("partition='dirichlet', alhpa=1", "no option 'alhpa'. Did you mean 'alpha'"),
         ("partition='dirichlet', alpha=-1", "Expected alpha > 0"),
         ("clients=1000", "1000"),
-        ("clients=1.5", "clients of the dataset 'mnist' is a whole number"),
+        ("clients=1.5", "Expected clients >= 1, or None, got clients=1.5: give a positive whole number"),
+        ("test_fraction=1", "Expected 0 < test_fraction < 1, or None, got test_fraction=1"),
+        ("partition='writers', test_fraction=0.3", "takes no test_fraction"),
     ],
 )
 def test_partitions_that_cannot_be_are_refused(options, message, folder):
@@ -101,12 +156,13 @@ def test_writers_are_clients(folder):
     np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["train"], test_writer=writers["test"])
     splits = datasets.load("mnist(partition='writers')", data=folder)
     assert splits.train.sizes.tolist() == [50] * 4 and splits.test.num_clients == 2
+    assert datasets.load("mnist(partition='writers', clients=2)", data=folder).train.num_clients == 2
     np.testing.assert_array_equal(splits.train["8"]["x"][..., 0], IMAGES["train"][50:100])
     np.savez(folder / "mnist_writer_ids.npz", train_writer=writers["test"], test_writer=writers["test"])
     with pytest.raises(ValueError, match=r"mnist_writer_ids.npz: train_writer has shape \[100\]: expected \[200\]"):
         datasets.load("mnist(partition='writers')", data=folder)
     (folder / "mnist_writer_ids.npz").write_bytes(b"no archive")
-    with pytest.raises(fedsim.data.FormatError, match=r"mnist_writer_ids.npz holds no arrays"):
+    with pytest.raises(fedsim.data.FormatError, match=r"mnist_writer_ids.npz does not hold the arrays"):
         datasets.load("mnist(partition='writers')", data=folder)
 
 
@@ -116,7 +172,7 @@ def test_files_that_do_not_fit_are_refused(folder):
     with pytest.raises(fedsim.data.FormatError, match=r"t10k-images-idx3-ubyte.gz has 100 images and .* 99 labels"):
         datasets.load("mnist", data=folder)
     path.write_bytes(gzip.compress(idx(LABELS["test"] + 1)))
-    with pytest.raises(fedsim.data.FormatError, match=r"data: Feature 'labels' of split 'test' reaches from 1 to 10"):
+    with pytest.raises(fedsim.data.FormatError, match=r"data: Feature 'labels' of split 'test' has values from 1 to 10"):
         datasets.load("mnist", data=folder)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(fedsim.data.FormatError, match=r"t10k-labels-idx1-ubyte.gz"):
@@ -189,10 +245,10 @@ def test_a_damaged_file_of_cifar10_is_named(cifar):
     path = folder / "data_batch_3.bin"
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin has 61459 bytes, no multiple of 3073"):
+    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin has 61459 bytes, which is not a multiple of 3073"):
         datasets.load("cifar10", data=folder)
     path.write_bytes(b"\xff" + content[1:])
-    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin: Feature 'label' .* reaches from 0 to 255"):
+    with pytest.raises(fedsim.data.FormatError, match=r"data_batch_3.bin: Feature 'label' .* has values from 0 to 255"):
         datasets.load("cifar10", data=folder)
 
 

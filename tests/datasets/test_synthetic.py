@@ -138,7 +138,7 @@ def test_arguments_out_of_range_are_named(name, message):
 
 @pytest.mark.parametrize("name", ["synthetic", "synthetic_iid", "toy_regression", "emnist62_like", "stackoverflow_like"])
 def test_a_folder_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match=f"{name!r} is generated and reads no folder"):
+    with pytest.raises(ValueError, match=f"{name!r} reads no files"):
         datasets.load(name, data=tmp_path)
 
 

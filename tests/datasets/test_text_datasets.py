@@ -232,7 +232,8 @@ def test_without_a_network_one_line_names_the_ways_out(tmp_path, monkeypatch):
     (tmp_path / "stackoverflow_word").mkdir(exist_ok=True)
     write_fedjax(tmp_path / "stackoverflow_word", "stackoverflow", POSTS)
     with pytest.raises(
-        datasets.DownloadError, match=r"the counts for 'stackoverflow_word': .* Two ways out: .*by hand"
+        datasets.DownloadError,
+        match=r"the counts for 'stackoverflow_word': .* Either give a folder .*by hand",
     ) as caught:
         datasets.load("stackoverflow_word", cache=tmp_path)
     assert "\n" not in str(caught.value)

@@ -75,6 +75,8 @@ def test_clients_by_a_feature_of_the_dataset(folder):
     loaded = datasets.load("tfds:shades(client='user')", data=folder)
     expected = {"ann": [(i, i % 3) for i in range(12) if i % 4], "bob": [(i, i % 3) for i in range(0, 12, 4)]}
     assert shades(loaded.train) == expected
+    one = datasets.load("tfds:shades(client='user', clients=1, seed=1)", data=folder)
+    assert list(one.train.client_ids) == list(one.test.client_ids) and shades(one.train).items() < expected.items()
 
 
 @pytest.mark.parametrize(
