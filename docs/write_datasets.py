@@ -1,4 +1,4 @@
-"""Writes docs/datasets.md from what the registry says: ``python docs/write_datasets.py``."""
+"""Writes docs/datasets.md from the registry of datasets: ``python docs/write_datasets.py``."""
 
 from __future__ import annotations
 
@@ -11,24 +11,38 @@ from pathlib import Path
 from fedsim import datasets, experiment
 from fedsim.algorithms import ALGORITHMS
 
-# Models that make another task of a dataset.
+# Models that define another task on a dataset.
 TASKS = {"emnist62": [None, "emnist_autoencoder"]}
 
 HEAD = """\
 # Datasets
 
-What `fedsim.datasets.load(NAME)` and `fedsim run --dataset NAME` know by name. Written by `python docs/write_datasets.py`
-from the registry, so do not edit it. `fedsim datasets describe NAME --picture FILE.png` shows the same in a shell, with
-what was found in the data, and a picture. Options go in parentheses: `"mnist(partition='dirichlet', alpha=0.1)"`. How to
-make one of your own: [`examples/own_dataset.py`](../examples/own_dataset.py), [the notebook](../colab/datasets.ipynb).
+The datasets that `fedsim.datasets.load(NAME)` and `fedsim run --dataset NAME` know by name. This page is written by
+`python docs/write_datasets.py` from the registry; do not edit it. `fedsim datasets describe NAME --picture FILE.png` shows the
+same in a shell, with statistics of the data and a picture. Options are written in parentheses:
+`"mnist(partition='dirichlet', alpha=0.1)"`. To add your own dataset see
+[`examples/own_dataset.py`](../examples/own_dataset.py) and [the notebook](../colab/datasets.ipynb).
 
-Clients and examples are those published or, of generated datasets and of those split by a partitioner, those by default. One
-number of clients means that all splits have the same clients.
+Numbers of clients and examples are the published ones, or those with default options if a dataset is generated or divided by a
+partitioner. If there is one number of clients, all splits have the same clients.
+
+Datasets without clients of their own (`digits`, `mnist`, `fashion_mnist`, `cifar10`, `tfds:NAME`) are divided by one partition
+for all splits: every client has the same share of each label in train and test, and every test example has exactly one client.
+`test_fraction=0.3` instead takes 30 % of each client's own examples for test. `fedsim.datasets.partition_splits` and
+`partition_and_split` do the same for your own arrays, and `fedsim.heterogeneity.split_distance` measures how far the label
+shares of train and test differ. In early versions of 0.1 each split had a partition of its own; figures over clients from then
+(mean, worst 10 %, personal models) cannot be compared with those of today. Accuracy over all test examples has not changed,
+except on `digits`, whose training images are others.
+
+Datasets with clients of their own can be cut to fewer: `"emnist62(clients=360)"` keeps 360 writers, drawn by `seed`, in train
+and test. Splits with other clients keep the same proportion of theirs: the test clients of `cifar100` and of MNIST's writers,
+and `held_out` of Stack Overflow. Of the test users of Stack Overflow those stay that are among the drawn users of train. The
+whole dataset is downloaded and converted once, client by client; after that, only the rows of the drawn clients are read.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     descriptions = [datasets.describe(name) for name in datasets.names()]
     rows = [
         (
@@ -47,7 +61,7 @@ def page() -> str:
 
 def _section(about: datasets.Description) -> str:
     if about.needs_data:
-        download = "none: bring the files, `data=DIR` or `--data DIR`"
+        download = "none: provide the files with `data=DIR` or `--data DIR`"
     elif about.download_bytes == 0:
         download = "none"
     else:
@@ -82,10 +96,10 @@ def _option(about: datasets.Description, option: str) -> str:
 
 
 def _setup(dataset: str, model: str | None) -> str:
-    """What `fedsim run` takes unless told otherwise; empty if there is nothing that is the dataset's own."""
+    """Returns the defaults of `fedsim run`, or an empty text if the dataset has none of its own."""
     if not experiment.published(dataset, "fedavg", model).values:
         return ""
-    # Algorithms of which nothing of their own is known for this dataset train like `others`.
+    # Algorithms without their own defaults for this dataset have those of `others`.
     others = experiment.published(dataset, "others", model)
     setups = {algorithm: experiment.published(dataset, algorithm, model) for algorithm in ALGORITHMS}
     setups = {name: setup for name, setup in setups.items() if name == "fedavg" or setup.values != others.values}
@@ -98,7 +112,7 @@ def _setup(dataset: str, model: str | None) -> str:
         rows.append((f"`{algorithm}`", *map(_value, values), setup.source))
     title = f"Set-up of `fedsim run` with `--model {model}`" if model else "Set-up of `fedsim run`"
     heads = [name.replace("_", " ") for name in names]
-    return f"{title} (–: the general default, or none):\n\n{_table(('algorithm', *heads, 'from'), rows)}"
+    return f"{title} (–: the general default, or no such option):\n\n{_table(('algorithm', *heads, 'from'), rows)}"
 
 
 def _value(value: object) -> str:

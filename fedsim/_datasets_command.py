@@ -137,6 +137,9 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
     print(f"\nFound{f' in {data}' if data else ''}")
     splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
     _facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
+    if _has_labels(loaded.train, about) and list(loaded.train.client_ids) == list(loaded.test.client_ids):
+        distance = heterogeneity.split_distance(loaded.train, loaded.test)
+        _facts([("clients", f"label shares in train and test differ by {distance:.2f} on average (0 equal, 2 disjoint)")])
     if picture:
         figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
         figure.savefig(picture)
@@ -191,13 +194,17 @@ def _measured(population: Any, about: datasets.Description) -> list[str]:
         f"a client: {sizes.min():,} to {sizes.max():,} examples, half have {int(np.median(sizes)):,} or more; "
         f"Gini coefficient {heterogeneity.gini(population):.2f}",
     ]
-    label = population.columns.get("y")
-    if about.num_classes and label is not None and label.ndim == 1 and len(label) <= _COUNT_LABELS_UP_TO:
+    if _has_labels(population, about):
         lines.append(
             f"labels: distance from the population's {heterogeneity.label_emd(population):.2f} on average (0 alike, 2 "
             f"disjoint); as diverse as {np.mean(heterogeneity.effective_classes(population)):.1f} classes"
         )
     return lines
+
+
+def _has_labels(population: Any, about: datasets.Description) -> bool:
+    label = population.columns.get("y")
+    return bool(about.num_classes and label is not None and label.ndim == 1 and len(label) <= _COUNT_LABELS_UP_TO)
 
 
 def _download(about: datasets.Description, cached: bool) -> str:

@@ -1,4 +1,4 @@
-"""Taking files out of archives and compressed files, in a stream: each takes its name only when it is whole."""
+"""Extracts files from archives and compressed files as a stream; each is renamed to its final name when it is complete."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _DAMAGE = (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError)
 
 
 def unpack(archive: Path, members: Sequence[str]) -> None:
-    """Puts the files ``members`` of an archive beside it: those of a tar archive, or the content of one compressed file.
+    """Extracts the files ``members`` into the folder of a tar archive, or decompresses a file to the one name in ``members``.
 
     Raises:
-      ValueError: the archive is damaged, or has something else in it.
+      ValueError: the archive is damaged, or lacks a member.
     """
     if ".tar" in archive.suffixes:
         extract(archive, members)
@@ -35,15 +35,15 @@ def unpack(archive: Path, members: Sequence[str]) -> None:
 
 
 def extract(archive: Path, members: Sequence[str]) -> None:
-    """Takes the files named ``members`` out of a tar archive, into its folder, whatever folders they lie in inside.
+    """Extracts the files named ``members`` from a tar archive into its folder, whichever folder of the archive they are in.
 
-    Nothing else is written.
+    No other files are written.
 
     Raises:
       ValueError: the archive is damaged, or lacks a member.
     """
     missing = dict.fromkeys(members)
-    with _blaming(archive), tarfile.open(archive, "r:*") as tar:
+    with _errors_of(archive), tarfile.open(archive, "r:*") as tar:
         for entry in tar:
             name = entry.name.rpartition("/")[2]
             content = tar.extractfile(entry) if entry.isreg() and name in missing else None
@@ -55,18 +55,18 @@ def extract(archive: Path, members: Sequence[str]) -> None:
             if not missing:
                 break
     if missing:
-        raise ValueError(f"{archive} has no {' and no '.join(missing)}: delete it to fetch it anew.")
+        raise ValueError(f"{archive} does not contain {' and '.join(missing)}: delete it to download it again.")
 
 
 def decompress(archive: Path, name: str) -> None:
-    """Decompresses ``archive`` (``.lzma``, ``.xz``, ``.bz2`` or ``.gz``) to the file ``name`` beside it.
+    """Decompresses ``archive`` (``.lzma``, ``.xz``, ``.bz2`` or ``.gz``) to the file ``name`` in the same folder.
 
     Raises:
       ValueError: the file is damaged.
     """
     size = archive.stat().st_size
     with (
-        _blaming(archive),
+        _errors_of(archive),
         open(archive, "rb") as raw,
         _OPENERS[archive.suffix](raw, "rb") as content,
         bar(f"decompressing {name}", size) as progress,
@@ -75,7 +75,7 @@ def decompress(archive: Path, name: str) -> None:
 
 
 def bar(label: str, total: int | None, start: int = 0) -> Any:
-    """A progress bar of bytes, shown where there is a terminal."""
+    """Returns a progress bar of bytes, which is shown in terminals only."""
     return tqdm(desc=label, total=total, initial=start, unit="B", unit_scale=True, disable=None, leave=False)
 
 
@@ -87,11 +87,11 @@ def _copy(content: IO[bytes], target: Path, advance: Callable[[int], Any]) -> No
 
 
 @contextlib.contextmanager
-def _blaming(archive: Path) -> Iterator[None]:
+def _errors_of(archive: Path) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as error:
-        if isinstance(error, OSError) and error.errno is not None:  # A full disk is no fault of the archive.
+        if isinstance(error, OSError) and error.errno is not None:  # Errors of the disk are not errors of the archive.
             raise
         reason = str(error).partition("\n")[0].rstrip(":.") or type(error).__name__
-        raise ValueError(f"{archive} is damaged ({reason}): delete it to fetch it anew.") from error
+        raise ValueError(f"{archive} is damaged ({reason}): delete it to download it again.") from error

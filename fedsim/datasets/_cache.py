@@ -1,8 +1,9 @@
-"""The cache: where fetched files are kept, and populations once they are converted.
+"""The cache of downloaded files and converted populations.
 
-A dataset has one folder in it. Beside the files that were fetched, ``packed-<key>/<split>.h5`` are the packed populations that
-were made of them; the key is a digest of the dataset's version and options and of the source files' names, sizes and times, so
-that another option, or another file, is converted anew. A packed file takes its name only when it is whole.
+Each dataset has one folder in the cache. It holds the downloaded files, and the populations converted from them as packed
+files ``packed-<key>/<split>.h5``. The key is a digest of the dataset's version and options and of the source files' names,
+sizes and times, so another option or another file leads to a new conversion. A packed file gets its final name when it is
+complete.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedsim.data import ClientStream, FederatedData, FormatError
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks; there, two first runs at once may fetch twice.
+except ImportError:  # Windows has no such locks, so two first runs at once may download twice there.
     fcntl = None  # type: ignore[assignment]
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -29,27 +30,27 @@ _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
-    """``cache``, or ``$FEDSIM_CACHE``, or the user's own cache folder."""
+    """Returns ``cache``, or ``$FEDSIM_CACHE``, or the user's cache folder."""
     if cache is None:
         cache = os.environ.get("FEDSIM_CACHE")
     if cache:
         return Path(cache).expanduser()
-    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):  # The second is Windows' own.
+    for variable in ("XDG_CACHE_HOME", "LOCALAPPDATA"):  # The second is for Windows.
         if os.environ.get(variable):
             return Path(os.environ[variable]) / "fedsim"
     return Path.home() / ".cache" / "fedsim"
 
 
 def dataset_folder(name: str, cache: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of one dataset in the cache; it may not exist."""
+    """Returns the folder of one dataset in the cache, which may not exist."""
     return cache_folder(cache) / re.sub(r"[^\w.-]+", "_", name).strip("_")
 
 
 def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
-    """Whether a dataset has been fetched, so that it loads without network.
+    """Returns whether a dataset has been downloaded, so that it loads without a network.
 
     Args:
-      name: the dataset's, without options.
+      name: name of the dataset, without options.
       cache: see `load`.
 
     >>> is_cached("emnist62", cache="/nowhere")
@@ -57,7 +58,7 @@ def is_cached(name: str, cache: str | os.PathLike[str] | None = None) -> bool:
     """
     folder = dataset_folder(name, cache)
     entries = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    # What was converted may be of a user's own files.
+    # Packed files do not count, because they may have been converted from the user's own files.
     return any(not name.startswith((".", "packed-")) and not name.endswith("part") for name in entries)
 
 
@@ -70,28 +71,29 @@ def converted(
     version: int = 1,
     **options: Any,
 ) -> dict[str, FederatedData]:
-    """The splits that ``streams`` yield, written as packed files once, and memory-mapped from then on.
+    """Writes the splits that ``streams`` yield to packed files, once, and opens these memory-mapped.
 
-    Of several processes at once, one converts and the others wait for it. One that is killed leaves nothing that the next
-    would take for whole.
+    If several processes do this at the same time, one converts and the others wait for it. A process that is killed leaves no
+    file that a later one would take for complete.
 
     Args:
-      name: the dataset's, for progress bars and errors.
-      cache: its folder in the cache, made if need be.
-      streams: split to what starts reading it.
-      files: what is read; converted again when their names, sizes or times change. A folder stands for what is in it.
-      version: of the conversion: raise it when ``streams`` yields something else from the same files.
-      **options: what else the result depends on.
+      name: name of the dataset, for progress bars and errors.
+      cache: the dataset's folder in the cache; it is created if it does not exist.
+      streams: split to a function that starts to read it.
+      files: the files that are read. The conversion is repeated when their names, sizes or times change. A folder stands for
+        all files in it.
+      version: version of the conversion; increase it when ``streams`` yield something else from the same files.
+      **options: everything else that the result depends on.
 
     Raises:
-      OSError: the cache is full, or cannot be written; nothing half-written is left.
-      FormatError: as the streams do.
+      OSError: the cache is full or cannot be written; no incomplete file is left.
+      FormatError: raised by the streams.
     """
     key = json.dumps([version, fingerprint(files), options], sort_keys=True)
     folder = cache / f"packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     paths = {split: folder / f"{split}.h5" for split in streams}
     if not all(path.is_file() for path in paths.values()):
-        with _writing_for(name, folder), only_one(folder / ".lock"):
+        with _writing_for(name, folder), exclusive(folder / ".lock"):
             for split, path in paths.items():
                 if not path.is_file():
                     streams[split]().save(path, progress=f"converting {name}, {split}")
@@ -102,8 +104,8 @@ def converted(
 
 
 @contextlib.contextmanager
-def only_one(path: Path) -> Iterator[None]:
-    """Holds a lock between processes, in a file whose folder is made; it ends with the process, however that ends."""
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds a lock between processes, on a file whose folder is created; the system releases it if the process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if fcntl is None:
         yield
@@ -114,7 +116,7 @@ def only_one(path: Path) -> Iterator[None]:
 
 
 def fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of files, and of what is in folders."""
+    """Returns names, sizes and times of files, and of all files in folders."""
     found = []
     for path in files:
         parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]
@@ -124,12 +126,12 @@ def fingerprint(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 @contextlib.contextmanager
 def _writing_for(name: str, folder: Path) -> Iterator[None]:
-    """Says of a full or closed cache what to do about it."""
+    """Adds a remedy to the error of a cache that is full or cannot be written."""
     try:
         yield
     except OSError as error:
-        trouble = "is full" if error.errno in _FULL else "cannot be written" if error.errno in _CLOSED else None
-        if trouble is None:
+        problem = "is full" if error.errno in _FULL else "cannot be written" if error.errno in _CLOSED else None
+        if problem is None:
             raise
-        message = f"{name!r} could not be converted: {folder} {trouble} ({error.strerror}). Free some room, or set FEDSIM_CACHE"
-        raise OSError(error.errno, f"{message} or cache= to another folder") from error
+        message = f"{name!r} could not be converted: {folder} {problem} ({error.strerror})"
+        raise OSError(error.errno, f"{message}. Free some space, or set FEDSIM_CACHE or cache= to another folder") from error

@@ -15,11 +15,11 @@ Loaded:
   y: [] int32, the digit.
 
 Both splits have the same clients, and each client's own images are divided into train and test such that both have the
-client's label shares, as closely as whole numbers allow (until version 0.2 they were divided at random, which gave other
-images for training and test, and other figures). A client with n images uses (n + 2) // 5 of them for test by default, which
-leaves at least one for training; with one or two images, it has none for test. The default clients are small, 18 images on
-average, so their label shares in train and test still differ by 0.65 on average (`fedsim.heterogeneity.split_distance`). To
-compare personal models, use fewer clients and more test images: ``digits(clients=50, alpha=0.1, test_fraction=0.3)``.
+client's label shares, as closely as whole numbers allow (early versions of 0.1 divided them at random, so figures from then
+differ). A client with n images uses (n + 2) // 5 of them for test by default, which leaves at least one for training; with
+one or two images, it has none for test. The default clients are small, 18 images on average, so their label shares in train
+and test still differ by 0.65 on average (`fedsim.heterogeneity.split_distance`). To compare personal models, use fewer
+clients and more test images: ``digits(clients=50, alpha=0.1, test_fraction=0.3)``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fetching a file once: resumed where it was cut, checked, and given its name only when it is whole."""
+"""Downloads a file once: resumed where it was interrupted, checked, and renamed to its final name when it is complete."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.datasets._archive import bar, unpack
-from fedsim.datasets._cache import only_one
+from fedsim.datasets._cache import exclusive
 
 _BLOCK = 1 << 16
 _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}
 
 
 class DownloadError(OSError):
-    """A file could not be fetched; the message is one line that says which and why."""
+    """A file could not be downloaded; the message is one line with the address and the reason."""
 
 
 class UnreachableError(DownloadError):
-    """There is no network, or no such server."""
+    """The server cannot be reached: there is no network, or no such server."""
 
 
 def fetch(
@@ -38,36 +38,36 @@ def fetch(
     backoff: float = 1.0,
     timeout: float = 30.0,
 ) -> Path:
-    """Fetches ``url`` into ``path``, unless it is there.
+    """Downloads ``url`` to ``path``, unless the file exists.
 
-    A cut or stalled transfer is taken up where it ended, in this call or the next one, from ``<path>.part``; a server
-    that cannot resume sends all of it again. The number of bytes is checked against what the server announces.
+    An interrupted or stalled transfer is resumed from ``<path>.part``, in this call or the next one. A server that cannot
+    resume sends the whole file again. The number of bytes is checked against the one that the server announces.
 
     Args:
       url: the address.
-      path: the file to be; its folder is made.
-      sha256: what the content must hash to, in hex; checked for a file that is there already too. Without it, only the
-        number of bytes is checked.
-      num_bytes: how long it must be; without it, as long as the server says.
-      retries: how often, in a row, to try again without a single new byte.
-      backoff: seconds to wait before the first of these, doubled for each that follows.
+      path: the file to write; its folder is created.
+      sha256: expected hash of the content, in hex, also checked if the file exists already. Without it, only the number of
+        bytes is checked.
+      num_bytes: expected size; without it, the size that the server announces.
+      retries: number of attempts in a row that may bring no new byte before the download fails.
+      backoff: seconds to wait before the first retry, doubled for each that follows.
       timeout: seconds without a byte after which a transfer counts as stalled.
 
     Returns:
       ``path``.
 
     Raises:
-      DownloadError: the server cannot be reached (which is not tried again), it refuses, it keeps failing, or what it
-        sends has another hash or size (in which case nothing is kept).
-      ValueError: ``path`` is there and has another hash or size.
+      DownloadError: the server cannot be reached (which is not retried), refuses, or keeps failing; or the content has another
+        hash or size (in which case nothing is kept).
+      ValueError: ``path`` exists with another hash or size.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     if path.exists():
         if fault := _fault(path, sha256, num_bytes):
-            raise ValueError(f"{path} has {fault}: delete it to fetch it anew.")
+            raise ValueError(f"{path} has {fault}: delete it to download it again.")
         return path
-    # What an earlier call left may be another file's beginning: if the hash is wrong then, once more from the start.
+    # A partial file of an earlier call may belong to another file, so after a wrong hash the download starts again once.
     fault = ""
     for _ in range(2 if part.exists() else 1):
         _fetch_whole(url, part, retries, backoff, timeout)
@@ -81,13 +81,13 @@ def fetch(
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """An address, and what is known of what lies there.
+    """A file to download, with its published hash and size.
 
     Attributes:
-      url: the address. A tar archive, or a compressed file if ``files`` says so, is unpacked.
-      files: names of the files that there are in the end.
-      sha256: published hash of what is fetched, in hex; None: none is published.
-      num_bytes: published size of what is fetched; None: none is published.
+      url: the address. A tar archive is extracted, and a compressed file is decompressed if ``files`` has another name.
+      files: names of the files that result.
+      sha256: published hash of the download, in hex; None if none is published.
+      num_bytes: published size of the download; None if none is published.
     """
 
     url: str
@@ -97,25 +97,25 @@ class Download:
 
     @property
     def name(self) -> str:
-        """The name of the file that is fetched."""
+        """Name of the downloaded file."""
         return self.url.rpartition("/")[2]
 
-    def at_hand(self, folder: Path) -> bool:
+    def is_local(self, folder: Path) -> bool:
         """Whether `into` needs no network."""
         return (folder / self.name).is_file() or all((folder / file).is_file() for file in self.files)
 
     def into(self, folder: Path, **how: Any) -> None:
-        """Fetches, checks and unpacks into ``folder``, unless all ``files`` are there.
+        """Downloads, checks and extracts into ``folder``, unless all ``files`` exist there.
 
-        A file that lies in ``folder`` already, under the name it has in ``url``, is taken instead (and an archive is removed
-        after, like a fetched one). Of several processes at once, one does the work and the others wait for it.
+        If ``folder`` has a file with the name in ``url``, it is used instead of a download (an archive is removed afterwards,
+        as a downloaded one is). If several processes do this at the same time, one does the work and the others wait for it.
 
         Raises:
-          DownloadError, ValueError: as `fetch` does; the archive is damaged, or lacks a file.
+          DownloadError, ValueError: raised by `fetch`; or the archive is damaged, or lacks a file.
         """
         if all((folder / file).is_file() for file in self.files):
             return
-        with only_one(folder / ".lock"):
+        with exclusive(folder / ".lock"):
             if not all((folder / file).is_file() for file in self.files):
                 fetched = fetch(self.url, folder / self.name, sha256=self.sha256, num_bytes=self.num_bytes, **how)
                 if self.name not in self.files:
@@ -124,7 +124,7 @@ class Download:
 
 
 def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: float) -> None:
-    """Tries until ``part`` is whole."""
+    """Tries until ``part`` is complete."""
     reached, best, fruitless = False, _size(part), 0
     while True:
         try:
@@ -136,7 +136,7 @@ def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: fl
                 raise DownloadError(f"{url} answers {reason}.") from None
         except urllib.error.URLError as error:
             reason = str(getattr(error.reason, "strerror", None) or error.reason)
-            if not reached:  # Without a network, waiting helps nobody.
+            if not reached:  # Without a network, a retry is useless.
                 raise UnreachableError(f"{url} cannot be reached ({reason}).") from None
         except TimeoutError:
             reached, reason = True, f"no byte for {timeout:g} seconds"
@@ -146,18 +146,18 @@ def _fetch_whole(url: str, part: Path, retries: int, backoff: float, timeout: fl
         fruitless = 0 if size > best else fruitless + 1
         best = max(best, size)
         if fruitless > retries:
-            raise DownloadError(f"{url} broke off {fruitless} times at byte {best} ({reason}); what there is is kept.")
+            raise DownloadError(f"{url} was interrupted {fruitless} times at byte {best} ({reason}). What arrived is kept.")
         time.sleep(backoff * 2 ** max(0, fruitless - 1) if fruitless else 0)
 
 
 def _transfer(url: str, part: Path, timeout: float) -> None:
-    """One request: appends to ``part`` what it lacks, or writes it anew; raises unless it is whole afterwards."""
+    """Makes one request that completes ``part`` or writes it from the start; raises unless it is complete afterwards."""
     have = _size(part)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # Range not satisfiable: nothing is missing, or this is not the file it was.
+        if error.code != 416:  # Range not satisfiable: nothing is missing, or the file on the server has changed.
             raise
         error.close()
         if _total(error.headers) == have:
@@ -183,10 +183,10 @@ def _transfer(url: str, part: Path, timeout: float) -> None:
 
 
 def _blocks(response: Any) -> Iterator[bytes]:
-    """What arrives; a failure of the network cannot be mistaken for one of the disk."""
+    """Yields received bytes; errors of the network are raised as ``ConnectionError``, unlike those of the disk."""
     while True:
         try:
-            block = response.read1(_BLOCK)  # What is there, so that a stall loses nothing.
+            block = response.read1(_BLOCK)  # Returns what has arrived, so that a stall loses nothing.
         except TimeoutError:
             raise
         except OSError as error:
@@ -206,7 +206,7 @@ def _length(headers: Any) -> int | None:
 
 
 def _start(headers: Any) -> int | None:
-    """The first byte of ``Content-Range: bytes start-end/total``."""
+    """Returns the first byte of ``Content-Range: bytes start-end/total``."""
     start = headers.get("Content-Range", "").removeprefix("bytes ").partition("-")[0]
     return int(start) if start.isdigit() else None
 
@@ -222,7 +222,7 @@ def _to_disk(file: Any) -> None:
 
 
 def _fault(path: Path, sha256: str | None, num_bytes: int | None) -> str:
-    """What is wrong with a file; empty: nothing."""
+    """Returns what is wrong with a file, or an empty text."""
     if num_bytes is not None and (size := _size(path)) != num_bytes:
         return f"{size} bytes, expected {num_bytes}"
     if sha256 is not None:

@@ -1,14 +1,14 @@
-"""A stand-in for Federated EMNIST: invented characters by invented writers, as many of them as there are really, or more.
+"""A synthetic stand-in for Federated EMNIST with as many writers as the real one, or more.
 
-For work on speed and memory without the download; accuracy on it says nothing about EMNIST.
+It serves to measure speed and memory without the download. Accuracy on it says nothing about EMNIST.
 
-What is true: the clients' sizes, drawn from the quantiles of the 3,400 writers' training examples in TensorFlow
-Federated's files (of seed 0, 3,400 have 679,555 in all; really it is 671,585); a ninth as many for test; shapes,
-dtypes, number of classes, and the frequencies of the classes (those of EMNIST's "by class" test split, G. Cohen et al., 2017).
-What is invented: every class is a few random strokes. A writer has a slant, a width, a pen and, of each character, one of
-two forms; a single image is bent, moved and pressed a little differently. A writer's class frequencies are one of 4,096 draws
-of Dirichlet(concentration * frequencies). Real writers differ by chance alone there (300 of them fit best an infinite
-concentration): the skew is for what one wants to try under skew.
+These properties are real: the clients' sizes, drawn from the quantiles of the 3,400 writers' training examples in TensorFlow
+Federated's files (3,400 clients of seed 0 have 679,555 examples together; the real ones have 671,585), with a ninth as many
+test examples; the shapes, dtypes and number of classes; and the frequencies of the classes, those of EMNIST's "by class" test
+split (G. Cohen et al., 2017). These are synthetic: every class is a few random strokes. A writer has a slant, a width, a pen
+and one of two forms of each character, and every image is bent, shifted and inked a little differently. A writer's class
+frequencies are one of 4,096 draws from Dirichlet(concentration * frequencies). The class frequencies of real writers differ
+only by chance (an infinite concentration fits 300 of them best); the skew is meant for experiments on skewed labels.
 
 Loaded, as `emnist62`:
   x: [28, 28, 1] uint8, 0 = paper, 255 = ink.
@@ -36,19 +36,19 @@ _SIZES = """
 164 168 188 200 211 219 224 232 239 244 250 256 262 267 271 275 280 285 288 293 297 302 306 311 313 317 320 325 329 332 338
 341 348 353 357 364 375 418
 """
-# Per mille of each class in EMNIST "by class", test.
+# Frequency of each class, per mille, in EMNIST "by class", test.
 _FREQUENCIES = """
 49.7 54.4 50.5 51.3 48.3 44.6 49.0 52.8 48.4 48.9 9.1 5.6 14.9 6.7 7.3 12.4 3.8 4.5 17.6 5.4 3.3 7.0 12.8 11.6 35.7 12.0 3.6
 7.0 30.2 13.5 17.2 6.8 6.9 3.7 6.9 4.0 14.1 7.3 3.7 14.5 35.2 3.4 5.1 12.7 3.7 2.7 4.0 21.8 4.0 16.3 4.0 3.2 4.3 19.9 3.8
 25.5 4.1 4.0 4.0 4.0 3.3 3.9
 """
 _CLASSES, _FORMS, _SIDE = 62, 2, 28
-# Characters are drawn on a grid of half pixels, with room around: distances to the nearest stroke, in 1/16 of a pixel.
+# Characters are drawn on a grid of half pixels with a margin, as distances to the nearest stroke in 1/16 of a pixel.
 _GRID, _BENDS = 128, 256
 
 
 class _Alphabet:
-    """Everything that is the same for all writers of a seed."""
+    """Data shared by all writers of a seed."""
 
     def __init__(self, seed: int, concentration: float) -> None:
         frequencies = np.array(_FREQUENCIES.split(), float)
@@ -75,7 +75,7 @@ _alphabet = functools.lru_cache(maxsize=2)(_Alphabet)
 
 
 def rows(client: np.ndarray, number: np.ndarray, *, split: int, seed: int, concentration: float) -> Mapping[str, np.ndarray]:
-    """The examples of these numbers of these clients, each ``int64 [n]``.
+    """Returns the examples with these numbers of these clients, each ``int64 [n]``.
 
     >>> {name: column.shape for name, column in rows(np.array([7]), np.array([0]), split=0, seed=0, concentration=50).items()}
     {'x': (1, 28, 28, 1), 'y': (1,)}
@@ -91,7 +91,7 @@ def rows(client: np.ndarray, number: np.ndarray, *, split: int, seed: int, conce
     down, right = (2.4 * normal(image, k) for k in (9, 11))
     bend = alphabet.bend[(bits(image, 13) % _BENDS).astype(np.int64)]
 
-    # In half pixels from here on, and single precision: this is where the time goes.
+    # From here on units are half pixels, in single precision, because this part takes most of the time.
     pixel = np.arange(_SIDE, dtype=np.float32) * 2 - (_SIDE - 1)
     slants, widths, heights, downs, rights = (v.astype(np.float32)[:, None] for v in (slant, width, height, down, right))
     at_down = _on_grid(pixel * heights + downs)
@@ -105,17 +105,17 @@ def rows(client: np.ndarray, number: np.ndarray, *, split: int, seed: int, conce
 
 
 def _form(writer: np.ndarray, label: np.ndarray) -> np.ndarray:
-    """Which of its forms a writer gives a character, always the same."""
+    """Returns the form that a writer always gives a character."""
     return ((bits(writer, 20) >> label.astype(np.uint64)) & np.uint64(_FORMS - 1)).astype(np.int64)
 
 
 def _on_grid(x: np.ndarray) -> np.ndarray:
-    """The nearest line of the grid, with room left for the bends."""
+    """Returns the nearest position on the grid, with a margin for the bends."""
     return np.clip(np.rint(x) + np.float32(_GRID // 2), 8, _GRID - 9).astype(np.int32)
 
 
 def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.ndarray]:
-    """Numbers of examples of each client, ``int64 [clients]``, for train and test.
+    """Returns the numbers of train and test examples of each client, ``int64 [clients]``.
 
     >>> sizes(3, 0, None)["train"].shape
     (3,)
@@ -129,19 +129,19 @@ def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.nda
 
 @register(
     "emnist62_like",
-    task="a stand-in for emnist62 without the download: invented characters by any number of writers, of true sizes; generated",
-    features={"x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink", "y": "[] int32 invented character, 0 to 61"},
-    source_features={"x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink", "y": "[] int32 invented character, 0 to 61"},
+    task="a synthetic stand-in for emnist62 without a download: any number of writers, with real sizes; generated",
+    features={"x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink", "y": "[] int32 synthetic character, 0 to 61"},
+    source_features={"x": "[28, 28, 1] uint8 image, 0 = paper, 255 = ink", "y": "[] int32 synthetic character, 0 to 61"},
     options={
-        "clients": "how many, 1 to 10,000,000",
-        "max_examples": "largest training set of a client; None: the true sizes",
-        "concentration": "of clients' class frequencies: small is skewed, large is alike",
-        "seed": "of all random numbers",
+        "clients": "number of clients, 1 to 10,000,000",
+        "max_examples": "largest number of training examples of a client; None: the real sizes",
+        "concentration": "of the clients' class frequencies; small values give skewed clients, large values similar ones",
+        "seed": "seed of all random numbers",
     },
     splits={"train": (3_400, 679_555), "test": (3_400, 76_919)},
     num_classes=_CLASSES,
     default_model="emnist_cnn",
-    source="generated; kept in the cache above a gigabyte",
+    source="generated; stored in the cache if larger than a gigabyte",
     download_bytes=0,
     licence="none needed: generated images",
     citation="for the sizes: S. Caldas et al. LEAF: a benchmark for federated settings. 2018. https://arxiv.org/abs/1812.01097",
@@ -155,11 +155,11 @@ def load_emnist62_like(
     concentration: float = 50.0,
     seed: int = 0,
 ) -> dict[str, FederatedData]:
-    """The two splits, in memory, or above a gigabyte generated into the cache once and memory-mapped.
+    """Generates train and test in memory, or above a gigabyte once into the cache, from where they are memory-mapped.
 
     Raises:
-      ValueError: an argument out of its range, or a folder ``data`` is given.
-      OSError: the cache is full, or cannot be written.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
+      OSError: the cache is full or cannot be written.
     """
     options: dict[str, Any] = dict(clients=clients, max_examples=max_examples, concentration=concentration, seed=seed)
     return _stand_in.load("emnist62_like", data, cache, sizes, rows, **options)

@@ -1,8 +1,8 @@
-"""Random numbers by position: what is drawn for a client's row depends on the seed, the client, and the row alone.
+"""Random numbers by position: those of a client's row depend only on the seed, the client and the row.
 
-Hence a generated population needs no memory of what was drawn before: any client may be generated alone, in any order, many
-rows at a time, and client 7 of ten is client 7 of a million. SplitMix64 gives each row a stream of its own: G. Steele, D.
-Lea and C. Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, https://doi.org/10.1145/2660193.2660195.
+So a generated population has no state: clients can be generated in any order, one at a time or many rows at a time, and client
+7 of ten is the same as client 7 of a million. SplitMix64 gives each row its own stream: G. Steele, D. Lea and C. Flood, "Fast
+splittable pseudorandom number generators", OOPSLA 2014, https://doi.org/10.1145/2660193.2660195.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def generator(seed: int, name: str, client: int = 0) -> np.random.Generator:
-    """NumPy's generator for what has one draw, or one draw a client: same seed, purpose and client, same numbers.
+    """Returns a NumPy generator, which depends on the seed, the purpose ``name`` and the client.
 
     >>> int(generator(0, "sizes").integers(100)) == int(generator(0, "sizes").integers(100))
     True
@@ -25,7 +25,7 @@ def generator(seed: int, name: str, client: int = 0) -> np.random.Generator:
 
 
 def streams(seed: int, name: str, *positions: np.ndarray) -> np.ndarray:
-    """A stream for each position (client, row, ...): ``int [n]`` each, to ``uint64 [n]``, which `bits` draws from.
+    """Returns a stream ``uint64 [n]`` for each position (client, row, ...), given as arrays ``int [n]``; `bits` draws from it.
 
     >>> first, second = streams(0, "rows", np.array([3, 3]), np.array([0, 1]))
     >>> bool(first == second)
@@ -39,7 +39,7 @@ def streams(seed: int, name: str, *positions: np.ndarray) -> np.ndarray:
 
 
 def bits(streams: np.ndarray, number: int) -> np.ndarray:
-    """The draw of this number of each stream: ``uint64 [n]``, 64 random bits.
+    """Returns draw ``number`` of each stream, 64 random bits: ``uint64 [n]``.
 
     >>> bits(streams(0, "rows", np.arange(2)), 5).dtype
     dtype('uint64')
@@ -48,7 +48,7 @@ def bits(streams: np.ndarray, number: int) -> np.ndarray:
 
 
 def uniform(streams: np.ndarray, number: int) -> np.ndarray:
-    """The draw of this number of each stream: ``float64 [n]`` in [0, 1).
+    """Returns draw ``number`` of each stream, uniform in [0, 1): ``float64 [n]``.
 
     >>> u = uniform(streams(0, "rows", np.arange(10_000)), 0)
     >>> bool(0.49 < u.mean() < 0.51 and 0 <= u.min() and u.max() < 1)
@@ -58,7 +58,7 @@ def uniform(streams: np.ndarray, number: int) -> np.ndarray:
 
 
 def normal(streams: np.ndarray, number: int) -> np.ndarray:
-    """The draws ``number`` and ``number + 1`` of each stream, made one standard normal ``float64 [n]`` (Box and Muller).
+    """Returns a standard normal ``float64 [n]`` from the draws ``number`` and ``number + 1`` of each stream (Box and Muller).
 
     >>> z = normal(streams(0, "rows", np.arange(10_000)), 0)
     >>> bool(abs(z.mean()) < 0.05 and abs(z.std() - 1) < 0.05)

@@ -1,4 +1,4 @@
-"""The registry: names to loaders, and what a dataset says of itself."""
+"""The registry of datasets: their names, loaders and descriptions."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a dataset says of itself.
+    """Description of a dataset, available without loading it.
 
     Attributes:
-      name: what `load` calls it.
-      task: what is to be learnt, in a line.
-      features: the contract of what `load` gives: feature name to ``"[shape] dtype meaning"`` of one example.
-      source_features: the same of the source, before preprocessing.
-      splits: split to ``(clients, examples)``, as published or, for generated data, by default; None: not known before.
-      class_names: what the labels 0, 1, ... stand for, for pictures; empty: the labels themselves.
-      num_classes: labels ``y`` lie in ``[0, num_classes)``; None: not a classification, or not known before.
-      default_model: a name of `fedsim.models`, or a callable that makes a model; None: there is none.
+      name: name of the dataset, as `load` takes it.
+      task: the learning task, in one line.
+      features: feature name to ``"[shape] dtype meaning"`` of one example, as loaded.
+      source_features: the same for the source, before preprocessing.
+      splits: split to ``(clients, examples)``, as published, or with default options if the data is generated or divided by a
+        partitioner; None if a number is not known before loading.
+      class_names: names of the labels 0, 1, ... in pictures; empty to show the labels.
+      num_classes: labels ``y`` are in ``[0, num_classes)``; None if the task is not classification or the number is not known
+        before loading.
+      default_model: a name in `fedsim.models`, or a callable that returns a model; None if there is no default.
       options: the loader's options, each with its meaning.
-      defaults: the loader's options, each with its default (``inspect.Parameter.empty``: it must be given); ``...`` stands for
-        those that depend on others.
-      source: where it comes from.
-      download_bytes: how much is fetched at first; 0: nothing, ever; None: not known before.
-      needs_data: it is never fetched: the user must give a folder.
-      licence: under which terms.
-      citation: whom to cite.
+      defaults: the loader's options, each with its default (``inspect.Parameter.empty`` if it must be given). ``...`` stands
+        for options that depend on another option.
+      source: where the data comes from.
+      download_bytes: size of the download at first use; 0 if nothing is ever downloaded, None if the size is not known.
+      needs_data: whether the user must provide the files because the dataset cannot be downloaded.
+      licence: terms of use.
+      citation: what to cite.
     """
 
     name: str
@@ -57,14 +59,14 @@ class Description:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FederatedSplits:
-    """A dataset, loaded.
+    """The splits of a loaded dataset.
 
     Attributes:
-      train: what clients learn from.
-      test: what they are measured on; it may have other clients, or empty ones.
-      description: the dataset's own words; features that it does not state are those of ``train``.
-      held_out: a third split, of clients in neither of the others (Stack Overflow's); None: there is none.
-      decode: one example's ``x`` or ``y`` as text, for data that are token ids; None: they are not.
+      train: the training examples.
+      test: the test examples. It may have other clients than ``train``, and clients without examples.
+      description: description of the dataset. If it does not state the features, they are those of ``train``.
+      held_out: a third split with clients that are in neither of the others (of Stack Overflow); None if there is none.
+      decode: converts one example's ``x`` or ``y`` to text if these are token ids; otherwise None.
     """
 
     train: FederatedData
@@ -82,23 +84,23 @@ _FAMILY = ":NAME"
 
 
 def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
-    """Makes ``(data, cache, **options) -> {"train": ..., "test": ...}`` loadable as ``name``, also by `fedsim run`.
+    """Registers a loader ``(data, cache, **options) -> {"train": ..., "test": ...}`` under a name, also for `fedsim run`.
 
-    The loader gets ``data``, the folder that the user named or None, and ``cache``, a folder of this dataset's own that
-    may not exist yet. Its further parameters are the dataset's options. It may add a split ``held_out``,
-    and ``decode``, see `FederatedSplits`. Registering the same function again (a notebook's cell run twice, a file that is both
-    imported and named by its path) replaces it.
+    The loader receives ``data``, the folder that the user gave or None, and ``cache``, the dataset's own folder in the cache,
+    which may not exist yet. Its further parameters are the dataset's options. Its result may also have a split ``held_out`` and
+    a function ``decode``, see `FederatedSplits`. Registering the same function again replaces it, for example when a notebook
+    cell runs twice or a file is both imported and named by its path.
 
     Args:
-      name: the name. ``"PREFIX:NAME"``, with these four capitals, stands for a family: the loader is given ``name=``, what
-        the user wrote after ``PREFIX:``.
+      name: name of the dataset. ``"PREFIX:NAME"``, with these four capitals, registers a family: its loader receives what the
+        user wrote after ``PREFIX:`` as the argument ``name``.
       **about: fields of `Description`.
 
     Raises:
-      ValueError: the name is taken, or cannot be told from options or a file.
+      ValueError: another loader has this name, or the name has parentheses or a colon.
 
     >>> import numpy as np
-    >>> @register("two_clients", task="none at all")
+    >>> @register("two_clients", task="no task")
     ... def two_clients(data, cache, *, size=3):
     ...     both = FederatedData.from_arrays({"y": np.arange(size + 1)}, sizes=[size, 1])
     ...     return {"train": both, "test": both}
@@ -106,13 +108,13 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
     (4, 8)
     """
     if "(" in name or (":" in name and not name.endswith(_FAMILY)):
-        raise ValueError(f"Expected a name without parentheses and colons, got {name!r}: pick another name.")
+        raise ValueError(f"Expected a name without parentheses and colons, got {name!r}: choose another name.")
 
     def decorate(loader: _Loader) -> _Loader:
         description = Description(name=name, defaults=_defaults(loader, name), **about)
         taken = _LOADERS.get(name)
-        if taken is not None and not _is_again(loader, taken[0]):
-            raise ValueError(f"There is a dataset {name!r} already, by {_origin(taken[0])}: pick another name.")
+        if taken is not None and not _is_same(loader, taken[0]):
+            raise ValueError(f"There is already a dataset {name!r}, loaded by {_origin(taken[0])}: choose another name.")
         _LOADERS[name] = loader, description
         return loader
 
@@ -120,7 +122,7 @@ def register(name: str, **about: Any) -> Callable[[_Loader], _Loader]:
 
 
 def names() -> list[str]:
-    """The names of all datasets, sorted.
+    """Returns the names of all datasets, sorted.
 
     >>> {"digits", "emnist62"} <= set(names())
     True
@@ -129,10 +131,10 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Description:
-    """A dataset's description, without loading it; what `load` takes for a name, this takes too.
+    """Returns the description of a dataset without loading it. Accepts the same names as `load`.
 
     Raises:
-      ValueError: no dataset has this name (the message has the nearest ones), or it has not these options.
+      ValueError: there is no such dataset (the message suggests similar names), or it has no such option.
 
     >>> describe("digits").num_classes
     10
@@ -154,17 +156,20 @@ def load(
     """Loads a dataset.
 
     Args:
-      name: one of `names`; or ``"FILE.py:FUNCTION"`` or ``"MODULE:FUNCTION"``, a loader of your own (see `register` for its
-        arguments). Any of them may carry options in parentheses, as literals: ``"NAME(option=value)"``.
-      data: a folder with the dataset's files; by default they are found, or fetched, by the dataset itself.
-      cache: where fetched and converted files are kept; by default ``$FEDSIM_CACHE``, or the user's cache folder.
-      **options: the dataset's own; ``fedsim datasets describe NAME`` lists them.
+      name: one of `names`, or ``"FILE.py:FUNCTION"`` or ``"MODULE:FUNCTION"`` for your own loader (see `register` for its
+        arguments). Each may be followed by options in parentheses, written as literals: ``"NAME(option=value)"``.
+      data: a folder with the dataset's files; by default they are downloaded.
+      cache: folder for downloaded and converted files; by default ``$FEDSIM_CACHE``, or the user's cache folder.
+      **options: options of the dataset; ``fedsim datasets describe NAME`` lists them.
+
+    Returns:
+      The splits ``train`` and ``test`` (and ``held_out``, if there is one), with the description.
 
     Raises:
-      ValueError: no dataset has this name (the message has the nearest ones), it has no such option, or ``data`` holds
-        something else.
-      FileNotFoundError: no such folder ``data``.
-      DownloadError: the files could not be fetched.
+      ValueError: there is no such dataset (the message suggests similar names), it has no such option or refuses the value of
+        one, or ``data`` does not hold the dataset's files.
+      FileNotFoundError: there is no folder ``data``.
+      DownloadError: the files could not be downloaded.
 
     >>> digits = load("digits")
     >>> digits.train.num_clients, digits.train.num_examples + digits.test.num_examples
@@ -175,11 +180,9 @@ def load(
     _check_call(name, loader, options)
     folder = None if data is None else Path(data).expanduser()
     if folder is not None and folder.is_file():
-        raise ValueError(
-            f"Expected data to be a folder to read {name!r} from, and {folder} is a file: give the folder it is in."
-        )
+        raise ValueError(f"Expected data to be a folder with the files of {name!r}, and {folder} is a file: give its folder.")
     if folder is not None and not folder.is_dir():
-        raise FileNotFoundError(f"No folder {folder} to read {name!r} from.")
+        raise FileNotFoundError(f"No folder {folder} to read {name!r} from: check the path.")
     splits = loader(folder, dataset_folder(name, cache), **options)
     _check_splits(name, splits)
     if not description.features:
@@ -195,15 +198,15 @@ class _Found(NamedTuple):
 
 
 def _find(text: str, options: Mapping[str, Any]) -> _Found:
-    """What a name, which may carry options itself, stands for."""
-    name, carried = parse_call(text)
-    if twice := sorted(set(carried) & set(options)):
-        raise ValueError(f"The option {twice[0]!r} is given twice, in {text!r} and beside it: leave one out.")
-    options = carried | dict(options)
+    """Finds the loader of a name, which may include options."""
+    name, in_text = parse_call(text)
+    if twice := sorted(set(in_text) & set(options)):
+        raise ValueError(f"The option {twice[0]!r} is given twice, in {text!r} and as an argument: leave one out.")
+    options = in_text | dict(options)
     prefix, colon, rest = name.partition(":")
     if colon and prefix + _FAMILY in _LOADERS:
         if not rest:
-            raise ValueError(f"{text!r} lacks a name behind the colon: write {prefix}{_FAMILY}.")
+            raise ValueError(f"{text!r} has no name after the colon: write {prefix}{_FAMILY}.")
         loader, description = _LOADERS[prefix + _FAMILY]
         check_options("dataset", name, loader, options, _reserved(loader, name))
         return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
@@ -211,7 +214,7 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         loader = import_reference(name)
         if not _takes_folders(loader):
             raise ValueError(
-                f"{name} is not a function that loads a dataset, (data, cache, **options): see fedsim.datasets.register."
+                f"{name} is not a function with the parameters (data, cache, **options): see fedsim.datasets.register."
             )
         own = Description(name=name, task=(loader.__doc__ or "").strip().partition("\n")[0], defaults=_defaults(loader, name))
         description = next((about for known, about in _LOADERS.values() if known is loader), own)
@@ -224,13 +227,13 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
 def _takes_folders(loader: Any) -> bool:
     try:
         inspect.signature(loader).bind_partial(None, None)
-    except (TypeError, ValueError):  # It takes fewer arguments, is not callable, or does not say what it takes.
+    except (TypeError, ValueError):  # It has fewer parameters, is not callable, or has no signature.
         return False
     return True
 
 
 def _reserved(loader: Loader, name: str) -> list[str]:
-    """Parameters of a loader that are not options: folder, cache, and a family's ``name``."""
+    """Returns the parameters of a loader that are not options: data, cache, and ``name`` of a family."""
     family = name.partition(":")[0] + _FAMILY in {name, *_LOADERS}
     return [*list(inspect.signature(loader).parameters)[:2], *(["name"] if family else [])]
 
@@ -245,8 +248,8 @@ def _origin(loader: Loader) -> str:
     return f"{loader.__module__}.{getattr(loader, '__qualname__', repr(loader))}"
 
 
-def _is_again(loader: Loader, taken: Loader) -> bool:
-    """Whether it is the same function, defined anew: of the same module, or of the same file, which may go by two modules."""
+def _is_same(loader: Loader, taken: Loader) -> bool:
+    """Whether both are the same function of one module or file; a file may have been imported under two module names."""
     if _origin(loader) == _origin(taken):
         return True
     codes = [getattr(each, "__code__", None) for each in (loader, taken)]
@@ -269,7 +272,7 @@ def _check_splits(name: str, splits: Any) -> None:
         raise ValueError(f"The loader of {name!r} returned {type(splits).__name__}: expected {{'train': ..., 'test': ...}}.")
     for split in ("train", "test"):
         if split not in splits:
-            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: add it.")
+            raise ValueError(f"The loader of {name!r} returned no split {split!r}, only {list(splits)}: return both.")
     known = ["train", "test", "held_out", "decode"]
     for split, data in splits.items():
         if split not in known:
@@ -277,6 +280,6 @@ def _check_splits(name: str, splits: Any) -> None:
                 f"The loader of {name!r} returned {split!r}.{did_you_mean(str(split), known)} There are {', '.join(known)}."
             )
         if split == "decode" and not callable(data):
-            raise ValueError(f"The loader of {name!r} returned a {type(data).__name__} as decode: expected a function.")
+            raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as decode: expected a function.")
         if split != "decode" and not isinstance(data, FederatedData):
             raise ValueError(f"The loader of {name!r} returned {type(data).__name__} as {split}: expected FederatedData.")

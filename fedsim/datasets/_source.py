@@ -1,4 +1,4 @@
-"""The forms in which a dataset is found: recognized in a folder, fetched if there is none, converted once."""
+"""The file formats of a dataset: found in a folder, or downloaded, and converted once."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ Transform = Callable[[str, dict[str, Any]], Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One form of a dataset.
+    """One file format of a dataset.
 
     Attributes:
-      form: what people call it, e.g. ``"TFF's HDF5"``.
-      files: split to what its file may be called, the first that is there being taken; ``*`` stands for anything. Splits may
-        share a file, and a name that ends with ``/`` is a folder's.
-      read: ``(file, split) ->`` its clients, with the features that all forms of the dataset share; None: not for
-        `load_converted`.
-      without: what no name may have in it.
-      downloads: where it is fetched from; empty: it is not.
+      form: name of the format, e.g. ``"TFF's HDF5"``.
+      files: split to the possible names of its file, of which the first that exists is used; ``*`` matches anything. Splits may
+        share a file, and a name that ends with ``/`` is a folder.
+      read: ``(file, split) ->`` the clients, with the features that all formats of the dataset share; None if the format is not
+        read by `load_converted`.
+      excluded: text that no file name may contain; empty for none.
+      downloads: what is downloaded to get the files; empty if they cannot be downloaded.
     """
 
     form: str
     files: Mapping[str, Sequence[str]]
     read: Callable[[Path, str], ClientStream] | None = None
-    without: str = ""
+    excluded: str = ""
     downloads: Sequence[Download] = ()
 
     def find(self, folder: Path) -> dict[str, Path] | None:
-        """Split to file, if all are in ``folder``.
+        """Returns the file of each split, or None unless all are in ``folder``.
 
         Raises:
-          FileNotFoundError: several files could be one.
+          FileNotFoundError: several files match a pattern.
         """
         found = {}
         for split, patterns in self.files.items():
             for pattern in patterns:
-                paths = [p for p in sorted(folder.glob(pattern)) if p.is_dir() == pattern.endswith("/") and self._may_be(p)]
+                paths = [p for p in sorted(folder.glob(pattern)) if p.is_dir() == pattern.endswith("/") and self._is_allowed(p)]
                 if len(paths) > 1:
                     raise FileNotFoundError(
                         f"Expected exactly one file {pattern} in {folder}, found {len(paths)}: "
-                        f"{', '.join(path.name for path in paths)}. Leave one there."
+                        f"{', '.join(path.name for path in paths)}: remove all but one."
                     )
                 if paths:
                     found[split] = paths[0]
                     break
         return found if len(found) == len(self.files) else None
 
-    def _may_be(self, path: Path) -> bool:
-        return not self.without or self.without not in path.name
+    def _is_allowed(self, path: Path) -> bool:
+        return not self.excluded or self.excluded not in path.name
 
     def __str__(self) -> str:
         return f"{self.form} ({', '.join(dict.fromkeys(patterns[0] for patterns in self.files.values()))})"
 
 
 def read_fedjax(path: Path, features: Sequence[str]) -> ClientStream:
-    """`fedsim.formats.read_fedjax_sqlite`, without the hash that FedJAX's own files have before clients' names."""
+    """Reads FedJAX's SQLite, and removes the hash at the start of the client names in FedJAX's own files."""
     stream = read_fedjax_sqlite(path, features)
 
     def read() -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -86,22 +86,22 @@ def load_converted(
     version: int = 1,
     **options: Any,
 ) -> dict[str, FederatedData]:
-    """Finds or fetches a dataset, and opens it, converted once by ``transform``.
+    """Finds or downloads a dataset, converts it once with ``transform``, and opens the result memory-mapped.
 
     Args:
-      name: the dataset's.
-      data: the user's folder, or None: the cache, and what has to be fetched into it.
+      name: name of the dataset.
+      data: the user's folder, or None to use the cache and download missing files into it.
       cache: the dataset's folder in the cache.
-      sources: the forms it comes in, the best first.
+      sources: the file formats of the dataset, the preferred one first.
       transform: ``(client id, features of the source) ->`` features of the dataset; see `ClientStream.map`.
       files: further files that the result depends on.
       version: see `converted`.
-      **options: what else ``transform`` depends on.
+      **options: everything else that ``transform`` depends on.
 
     Raises:
-      FileNotFoundError: ``data`` holds none of the forms.
-      DownloadError: nothing could be fetched; one line with the ways out.
-      FormatError: a file is not what it should be.
+      FileNotFoundError: ``data`` holds the dataset in none of its formats.
+      DownloadError: the files could not be downloaded; the message, one line, says what to do instead.
+      FormatError: a file is damaged, or does not have the expected content.
     """
     source, found = locate(name, data, cache, sources)
 
@@ -116,7 +116,7 @@ def load_converted(
 
 
 def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source]) -> tuple[Source, dict[str, Path]]:
-    """The first of ``sources`` that is in ``data``, or in the cache, or can be fetched into it; and split to file."""
+    """Returns the first of ``sources`` that is in ``data``, or in the cache or can be downloaded, and each split's file."""
     folder = cache if data is None else data
     for source in sources:
         if found := source.find(folder):
@@ -124,23 +124,23 @@ def locate(name: str, data: Path | None, cache: Path, sources: Sequence[Source])
     if data is not None:
         present = ", ".join(sorted(path.name for path in data.iterdir())[:20]) or "nothing"
         raise FileNotFoundError(f"No {name!r} in {data}, which holds {present}: expected {_forms(sources)}.")
-    source = _fetched(name, cache, sources)
+    source = _download(name, cache, sources)
     found = source.find(cache)
     assert found is not None
     return source, found
 
 
-def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
-    """Fetches the best of ``sources`` that can be had."""
-    able = [source for source in sources if source.downloads]
-    if not able:
+def _download(name: str, cache: Path, sources: Sequence[Source]) -> Source:
+    """Downloads the first of ``sources`` that can be downloaded, and returns it."""
+    downloadable = [source for source in sources if source.downloads]
+    if not downloadable:
         raise FileNotFoundError(
-            f"{name!r} is not for download: give a folder that holds {_forms(sources)} (--data DIR, or data=DIR in Python)."
+            f"{name!r} cannot be downloaded: give a folder that holds {_forms(sources)} (--data DIR, or data=DIR in Python)."
         )
-    # What somebody put there by hand needs no network.
-    able.sort(key=lambda source: not all(download.at_hand(cache) for download in source.downloads))
+    # Archives that the user has put into the cache need no network.
+    downloadable.sort(key=lambda source: not all(download.is_local(cache) for download in source.downloads))
     reasons = []
-    for source in able:
+    for source in downloadable:
         try:
             for download in source.downloads:
                 download.into(cache)
@@ -149,10 +149,10 @@ def _fetched(name: str, cache: Path, sources: Sequence[Source]) -> Source:
             reasons.append(str(error))
             if isinstance(error, UnreachableError):
                 break
-    by_hand = " and ".join(download.url for download in able[0].downloads)
+    by_hand = " and ".join(download.url for download in downloadable[0].downloads)
     raise DownloadError(
-        f"Could not fetch {name!r}: {' '.join(reasons)} Two ways out: give a folder that holds {_forms(sources)} (--data DIR, "
-        f"or data=DIR in Python); or fetch {by_hand} by hand into {cache}."
+        f"Could not download {name!r}: {' '.join(reasons)} Either give a folder that holds {_forms(sources)} (--data DIR, or "
+        f"data=DIR in Python), or download {by_hand} by hand into {cache}."
     ) from None
 
 

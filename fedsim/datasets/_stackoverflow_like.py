@@ -1,20 +1,20 @@
-"""A stand-in for Stack Overflow: invented sentences by invented users, as many of them as there are really, or more.
+"""A synthetic stand-in for Stack Overflow with as many users as the real one, or more.
 
-For work on speed and memory without the download; accuracy on it says nothing about Stack Overflow.
+It serves to measure speed and memory without the download. Accuracy on it says nothing about Stack Overflow.
 
-What is true: the real set has 342,477 users with 135,818,730 sentences to train on, and users with fewer than 100 sentences
-were left out (TensorFlow Federated, tff.simulation.datasets.stackoverflow.load_data). No quantiles of the sizes are
-published that we know of, so a client's size is drawn from the one-parameter law that fits these two facts: a Pareto law
-from 100 to 200,000 (the largest is assumed) whose exponent, 1.288, gives the true mean of 396.6; its median is 171, its 90%
-597, its 99% 3,555. An eighth as many are for test, for every client, where only 60% of the real users have test sentences.
-Shapes, dtypes, and special ids are those of the real task: 10,000 words, and pad, bos, eos, out-of-vocabulary.
-What is invented: a word follows the one before it (45%: one of its eight usual followers), or the topic (25%: one of the
-topic's words), or is any word, by Zipf's law. A user has one of 4,096 mixes of 50 topics, drawn from Dirichlet(concentration,
-..., concentration); a sentence has one topic. Lengths are log-normal with a median of 12 words, cut at 20.
+These properties are real: the dataset has 342,477 users with 135,818,730 training sentences, and users with fewer than 100
+sentences were left out (TensorFlow Federated, tff.simulation.datasets.stackoverflow.load_data). We know of no published
+quantiles of the sizes, so a client's size is drawn from the one-parameter distribution that fits these two facts: a Pareto
+distribution from 100 to 200,000 (the maximum is assumed) whose exponent, 1.288, gives the real mean of 396.6. Its median is
+171, its 90 % quantile 597 and its 99 % quantile 3,555. Every client has an eighth as many test sentences, whereas only 60 % of
+the real users have any. Shapes, dtypes and special ids are those of the real task: 10,000 words, and pad, bos, eos,
+out-of-vocabulary. These are synthetic: a word is one of the eight usual followers of the previous word (45 %), or a word of the
+topic (25 %), or any word by Zipf's law. A user has one of 4,096 mixtures of 50 topics, drawn from Dirichlet(concentration, ...,
+concentration), and a sentence has one topic. Lengths are log-normal with a median of 12 words, truncated at 20.
 
-Loaded, as FedJAX's preprocessing gives (0 pad, 1 bos, 2 eos, 3 to 10,002 words; out-of-vocabulary, 10,003, does not occur):
-  x: [20] int16, bos and the sentence but its last token.
-  y: [20] int16, the sentence, and eos where there is room; then pad.
+Loaded, as by FedJAX's preprocessing (0 pad, 1 bos, 2 eos, 3 to 10,002 words; out-of-vocabulary, 10,003, does not occur):
+  x: [20] int16, bos and the sentence without its last token.
+  y: [20] int16, the sentence, followed by eos if it fits, and pad.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _SMALLEST, _LARGEST, _EXPONENT, _TEST_SHARE = 100, 200_000, 1.288, 16_586_035 / 
 
 
 class _Language:
-    """Everything that is the same for all users of a seed."""
+    """Data shared by all users of a seed."""
 
     def __init__(self, seed: int, concentration: float) -> None:
         base = np.ones(_TOPICS)
         self.mixes = _stand_in.dirichlet_mixes(seed, "stackoverflow_like mixes", base, concentration)
         draw = generator(seed, "stackoverflow_like language")
         chances = np.cumsum(1 / np.arange(1, _WORDS + 1))
-        # Inverse of Zipf's law, at 2**18 even steps: the rarest word has two or three of them.
+        # The inverse of Zipf's distribution at 2**18 even steps; the rarest word has two or three of these.
         self.any_word = np.searchsorted(chances / chances[-1], (np.arange(2**18) + 0.5) / 2**18).astype(np.int16) + _FIRST_WORD
         self.followers = draw.choice(self.any_word, (_FIRST_WORD + _WORDS, _FOLLOWERS))
-        # A topic's own words are any but the hundred that all share, the first of them the most frequent ones.
+        # The words of a topic, the most frequent first, exclude the hundred words that all topics share.
         own = np.stack([draw.choice(np.arange(100, _WORDS), _TOPIC_WORDS, replace=False) for _ in range(_TOPICS)])
         ranks = np.searchsorted(chances[:_TOPIC_WORDS] / chances[_TOPIC_WORDS - 1], (np.arange(2**12) + 0.5) / 2**12)
         self.topic_words = (own[:, ranks] + _FIRST_WORD).astype(np.int16)
@@ -57,7 +57,7 @@ _language = functools.lru_cache(maxsize=2)(_Language)
 
 
 def rows(client: np.ndarray, number: np.ndarray, *, split: int, seed: int, concentration: float) -> Mapping[str, np.ndarray]:
-    """The examples of these numbers of these clients, each ``int64 [n]``.
+    """Returns the examples with these numbers of these clients, each ``int64 [n]``.
 
     >>> row = rows(np.array([7]), np.array([0]), split=0, seed=0, concentration=0.1)
     >>> row["x"].shape, row["x"][0, 0], bool((row["x"][:, 1:] == row["y"][:, :-1]).all())
@@ -81,12 +81,12 @@ def rows(client: np.ndarray, number: np.ndarray, *, split: int, seed: int, conce
     return {"x": np.concatenate([tokens[:, :1], y[:, :-1]], axis=1), "y": y}
 
 
-# Of a word's followers the first comes half of the time, the second a quarter, and so on.
+# The first follower of a word is drawn half of the time, the second a quarter, and so on.
 _FAVOURITES = np.minimum(12 - np.frexp(np.arange(2**12))[1], _FOLLOWERS - 1)
 
 
 def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.ndarray]:
-    """Numbers of examples of each client, ``int64 [clients]``, for train and test.
+    """Returns the numbers of train and test examples of each client, ``int64 [clients]``.
 
     >>> sizes(3, 0, 200)["train"].max() <= 200
     np.True_
@@ -99,19 +99,19 @@ def sizes(clients: int, seed: int, max_examples: int | None) -> dict[str, np.nda
 
 @register(
     "stackoverflow_like",
-    task="a stand-in for stackoverflow_word without the download: invented sentences by any number of users; generated",
+    task="a synthetic stand-in for stackoverflow_word without a download: any number of users; generated",
     features={"x": "[20] int16 token ids, from bos on", "y": "[20] int16 the next token's ids; 0 = pad"},
     source_features={"x": "[20] int16 token ids, from bos on", "y": "[20] int16 the next token's ids; 0 = pad"},
     options={
-        "clients": "how many, 1 to 10,000,000; really there are 342,477",
-        "max_examples": "largest training set of a client; None: fitted to the true sizes",
-        "concentration": "of clients' topics: small is skewed, large is alike",
-        "seed": "of all random numbers",
+        "clients": "number of clients, 1 to 10,000,000; the real dataset has 342,477",
+        "max_examples": "largest number of training examples of a client; None: fitted to the real sizes",
+        "concentration": "of the clients' topics; small values give skewed clients, large values similar ones",
+        "seed": "seed of all random numbers",
     },
     splits={"train": (10_000, 3_717_737), "test": (10_000, 454_015)},
     num_classes=_FIRST_WORD + _WORDS + 1,
     default_model="stackoverflow_lstm(expected_length=13.3)",
-    source="generated; kept in the cache above a gigabyte",
+    source="generated; stored in the cache if larger than a gigabyte",
     download_bytes=0,
     licence="none needed: generated text",
     citation="for the counts: TensorFlow Federated, tff.simulation.datasets.stackoverflow. "
@@ -126,11 +126,11 @@ def load_stackoverflow_like(
     concentration: float = 0.1,
     seed: int = 0,
 ) -> dict[str, FederatedData]:
-    """The two splits, in memory, or above a gigabyte generated into the cache once and memory-mapped.
+    """Generates train and test in memory, or above a gigabyte once into the cache, from where they are memory-mapped.
 
     Raises:
-      ValueError: an argument out of its range, or a folder ``data`` is given.
-      OSError: the cache is full, or cannot be written.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
+      OSError: the cache is full or cannot be written.
     """
     options: dict[str, Any] = dict(clients=clients, max_examples=max_examples, concentration=concentration, seed=seed)
     return _stand_in.load("stackoverflow_like", data, cache, sizes, rows, **options)

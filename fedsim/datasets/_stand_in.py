@@ -1,7 +1,7 @@
-"""Stand-ins for datasets that are large to fetch: generated row by row, in memory or straight into a packed file.
+"""Synthetic stand-ins for datasets with large downloads: generated row by row, in memory or directly into a packed file.
 
-A stand-in is two functions of positions alone: how many examples a client has, and what its rows are. Same seed and client,
-same examples, whatever the number of clients.
+A stand-in consists of two functions of positions: the number of examples of a client, and the content of its rows. The same
+seed and client have the same examples, whatever the number of clients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fedsim.datasets._checks import no_folder
 from fedsim.datasets._random_access import generator
 
 Rows = Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]]
-"""Clients ``int64 [n]`` and their rows' numbers ``int64 [n]`` to columns ``[n, ...]``."""
+"""Maps clients ``int64 [n]`` and the numbers of their rows ``int64 [n]`` to columns ``[n, ...]``."""
 
 _IN_MEMORY = 1 << 30
-# Rows at a time: few enough for the caches, enough for NumPy.
+# Rows generated at a time: few enough for the processor's caches, and enough for NumPy to be efficient.
 _CHUNK = 2048
 
 
@@ -39,19 +39,19 @@ def load(
     seed: int,
     concentration: float,
 ) -> dict[str, FederatedData]:
-    """The two splits of a stand-in, for its loader.
+    """Generates train and test of a stand-in, for its loader.
 
     Args:
-      name: the dataset's.
+      name: name of the dataset.
       data: must be None.
-      cache: its folder in the cache.
+      cache: the dataset's folder in the cache.
       sizes: ``(clients, seed, max_examples) ->`` split to the number of examples of each client, ``int64 [clients]``.
       rows: ``(clients, numbers, split=, seed=, concentration=) ->`` columns; train is split 0, test 1.
       clients, max_examples, seed, concentration: the loader's options.
 
     Raises:
-      ValueError: an argument out of its range, or a folder ``data`` is given.
-      OSError: the cache is full, or cannot be written.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
+      OSError: the cache is full or cannot be written.
     """
     no_folder(name, data)
     check(clients=clients, max_examples=max_examples)
@@ -63,23 +63,23 @@ def load(
 def splits(
     name: str, cache: Path, sizes: Mapping[str, np.ndarray], rows: Mapping[str, Rows], **options: Any
 ) -> dict[str, FederatedData]:
-    """Each split, in memory; above a gigabyte together, as packed files in the cache, generated once.
+    """Generates each split in memory, or once as packed files in the cache if all splits together exceed a gigabyte.
 
     Args:
-      name: the dataset's.
-      cache: its folder in the cache.
+      name: name of the dataset.
+      cache: the dataset's folder in the cache.
       sizes: split to the number of examples of each client, ``int64 [clients]``.
-      rows: split to what its rows are.
-      **options: what the rows depend on, besides the seed's sizes: part of the files' key.
+      rows: split to the function that returns its rows.
+      **options: everything that the result depends on; part of the key of the packed files.
 
     Raises:
-      ValueError: more examples than a `FederatedData` holds.
-      OSError: the cache is full, or cannot be written.
+      ValueError: there are more examples than a `FederatedData` can hold.
+      OSError: the cache is full or cannot be written.
     """
     for split, counts in sizes.items():
         if counts.sum() >= 2**31:
             raise ValueError(
-                f"{counts.sum()} examples of {split} are too many, 2**31 - 1 fit: give fewer clients or max_examples."
+                f"The split {split!r} would have {counts.sum()} examples, more than 2**31 - 1: lower clients or max_examples."
             )
     first = np.zeros(1, np.int64)
     row_bytes = {split: sum(column.nbytes for column in how(first, first).values()) for split, how in rows.items()}
@@ -93,29 +93,29 @@ def splits(
 
 
 def check(*, clients: int, max_examples: int | None) -> None:
-    """Raises ``ValueError`` unless both are positive (``max_examples`` may be None: no limit)."""
+    """Raises ``ValueError`` unless both are positive; None for ``max_examples`` means no limit."""
     checks.whole(1, 10_000_000, clients=clients)
-    checks.whole(1, or_none=True, max_examples=max_examples, remedy="None takes the true sizes")
+    checks.whole(1, or_none=True, max_examples=max_examples, remedy="None keeps the real sizes")
 
 
 def dirichlet_mixes(seed: int, name: str, base: np.ndarray, concentration: float, mixes: int = 4096) -> np.ndarray:
-    """Cumulative proportions ``float64 [mixes, kinds]`` of draws from Dirichlet(concentration * base).
+    """Draws mixtures from Dirichlet(concentration * base) and returns their cumulative proportions ``float64 [mixes, kinds]``.
 
-    A client has one of them, picked by its own random bits; see `pick`.
+    The random bits of a client select one of them; see `pick`.
 
     Raises:
       ValueError: ``concentration`` is not positive.
     """
     if not 0 < concentration < np.inf:
-        raise ValueError(f"Expected concentration > 0, got concentration={concentration}: small is skewed, large is alike.")
+        raise ValueError(f"Expected concentration > 0, got concentration={concentration}: give a positive number.")
     gammas = generator(seed, name).gamma(concentration * base, size=(mixes, len(base)))
-    # Tiny shapes can underflow to nothing at all: such a mix is its base's largest kind alone.
+    # Tiny parameters can underflow to a sum of 0; such a mixture gets only the largest kind of the base.
     gammas[gammas.sum(1) == 0, np.argmax(base)] = 1
     return np.cumsum(gammas, axis=1) / gammas.sum(1, keepdims=True)
 
 
 def pick(mixes: np.ndarray, mix: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """The kind ``int64 [n]`` at ``u float64 [n]`` of mix number ``mix int64 [n]``: as often as the mix says."""
+    """Draws kinds ``int64 [n]`` from the mixtures ``mix int64 [n]`` with uniform numbers ``u float64 [n]``."""
     edges = (mixes + np.arange(len(mixes))[:, None]).ravel()
     kinds = np.searchsorted(edges, mix + u, side="right") - mix * mixes.shape[1]
     return np.minimum(kinds, mixes.shape[1] - 1)
@@ -134,7 +134,7 @@ def _in_memory(sizes: np.ndarray, rows: Rows) -> FederatedData:
 
 
 def _clients(sizes: np.ndarray, rows: Rows) -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-    """Generates many small clients at once, and a large one in parts."""
+    """Generates many small clients at a time, or a single large one."""
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     start = 0
     while start < len(sizes):

@@ -8,12 +8,12 @@ appendix C.1. Details are those of the authors' code (litian96/FedProx, data/syn
   W_k [60, 10] and b_k [10], all entries ~ N(u_k, 1); mean v_k [60], all entries ~ N(B_k, 1),
   x ~ N(v_k, Sigma), Sigma = diag(j^-1.2) for j = 1 .. 60; y = argmax(x W_k + b_k),
 
-and keeps the first floor(0.9 n_k) for training, the rest for test. In the iid variant v_k = 0, and one W and b with entries ~
-N(0, 1) are all clients'. Note that u_k moves all logits of an example alike: alpha has no effect on the labels, in the authors'
-data neither, and clients' models differ by their own draws at any alpha.
+and uses the first floor(0.9 n_k) for training and the rest for test. In the iid variant v_k = 0, and all clients
+share one W and b with entries ~ N(0, 1). Note that u_k shifts all logits of an example equally, so alpha has no effect on the
+labels, also in the authors' data. The clients' models differ at any alpha because each has its own draw.
 
-Deviations: the random numbers themselves (the authors' are not seeded), and float32 features. Client k is the same whatever the
-number of clients.
+Deviations: the random numbers differ (the authors' have no seed), and features are float32. Client k is the same whatever
+the number of clients.
 
 Loaded:
   x: [60] float32 features.
@@ -43,21 +43,21 @@ _ABOUT = {
     "licence": "none needed: generated numbers",
     "citation": "T. Li et al. Federated Optimization in Heterogeneous Networks. MLSys, 2020. https://arxiv.org/abs/1812.06127",
 }
-_OPTIONS = {"clients": "how many", "seed": "of all random numbers"}
+_OPTIONS = {"clients": "number of clients", "seed": "seed of all random numbers"}
 
 
 def synthetic(alpha: float, beta: float, *, clients: int = 30, seed: int = 0, iid: bool = False) -> dict[str, FederatedData]:
-    """The two splits of Synthetic(alpha, beta), or of its iid variant, which reads neither.
+    """Generates train and test of Synthetic(alpha, beta), or of its iid variant, which ignores both parameters.
 
     Args:
       alpha: standard deviation of u_k; at least 0.
-      beta: standard deviation of B_k, how much clients' features differ; at least 0.
-      clients: how many; named ``f_00000``, ``f_00001``, ..., the same in both splits.
-      seed: of all random numbers.
-      iid: the same model and the same features for all.
+      beta: standard deviation of B_k, which controls how much clients' features differ; at least 0.
+      clients: number of clients. They are named ``f_00000``, ``f_00001``, ..., and are the same in both splits.
+      seed: seed of all random numbers.
+      iid: whether all clients have the same model and the same distribution of features.
 
     Raises:
-      ValueError: an argument out of its range.
+      ValueError: an argument is out of its range.
 
     >>> splits = synthetic(1, 1, clients=2)
     >>> splits["train"]["f_00001"]["x"].shape[1:], splits["test"].num_clients
@@ -90,17 +90,21 @@ def _model(draw: np.random.Generator, center: float) -> tuple[np.ndarray, np.nda
 @register(
     "synthetic",
     task="softmax regression on clients that differ in models, features and sizes; generated",
-    options={"alpha": "FedProx's alpha, which moves all logits alike", "beta": "how much features differ", **_OPTIONS},
+    options={
+        "alpha": "FedProx's alpha, which shifts all logits equally",
+        "beta": "how much features differ between clients",
+        **_OPTIONS,
+    },
     splits={"train": (30, 10_551), "test": (30, 1_189)},
     **_ABOUT,
 )
 def load_synthetic(
     data: Path | None, cache: Path, *, alpha: float = 1.0, beta: float = 1.0, clients: int = 30, seed: int = 0
 ) -> dict[str, FederatedData]:
-    """See `synthetic`.
+    """Loads train and test; see `synthetic`.
 
     Raises:
-      ValueError: as `synthetic` does, or a folder ``data`` is given.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
     """
     _checks.no_folder("synthetic", data)
     return synthetic(alpha, beta, clients=clients, seed=seed)
@@ -108,16 +112,16 @@ def load_synthetic(
 
 @register(
     "synthetic_iid",
-    task="softmax regression on clients that differ in size only; generated",
+    task="softmax regression on clients that differ only in size; generated",
     options=_OPTIONS,
     splits={"train": (30, 10_551), "test": (30, 1_189)},
     **_ABOUT,
 )
 def load_synthetic_iid(data: Path | None, cache: Path, *, clients: int = 30, seed: int = 0) -> dict[str, FederatedData]:
-    """See `synthetic`.
+    """Loads train and test; see `synthetic`.
 
     Raises:
-      ValueError: as `synthetic` does, or a folder ``data`` is given.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
     """
     _checks.no_folder("synthetic_iid", data)
     return synthetic(0, 0, clients=clients, seed=seed, iid=True)

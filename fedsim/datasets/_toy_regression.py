@@ -1,18 +1,18 @@
-"""Linear regression whose optima are known in closed form, for tests of algorithms.
+"""Linear regression with optima in closed form, for tests of algorithms.
 
-Client k's data follow weights of its own, ``w_k = w + heterogeneity * z_k`` with standard normal ``w`` and ``z_k``, and
-features at a scale of its own::
+The data of client k follow its own weights, ``w_k = w + heterogeneity * z_k`` with standard normal ``w`` and ``z_k``, and
+its features have their own scale::
 
     y = x . w_k + noise * e,    x ~ N(0, scale_k^2 I),    log2(scale_k) ~ U(-1, 1),    e ~ N(0, 1).
 
-On its own data, a client's best weights are its least-squares solution (``w_k`` itself where ``noise`` is 0), and the best for
-all together, weighted by examples, that of all rows: ``solve(sum X_k'X_k, sum X_k'y_k)``. Rounds of a single step of gradient
-descent lead there. Rounds of t steps at learning rate h on all data of all clients lead to the solution of
-``sum p_k (I - (I - h A_k)^t) (w - w_k*) = 0`` instead, with ``A_k = 2 X_k'X_k / n_k``, shares ``p_k`` and least-squares
-solutions ``w_k*``: client drift, in closed form (Z. Charles and J. Konečný, "Convergence and Accuracy Trade-Offs in Federated
-Learning and Meta-Learning", AISTATS 2021, https://arxiv.org/abs/2103.05032).
+The best weights for a client's own data are its least-squares solution (``w_k`` if ``noise`` is 0). The best weights for all
+clients together, weighted by examples, are the solution for all rows: ``solve(sum X_k'X_k, sum X_k'y_k)``. Rounds with a single
+step of gradient descent converge to it. Rounds with t steps at learning rate h on all data of all clients converge to the
+solution of ``sum p_k (I - (I - h A_k)^t) (w - w_k*) = 0`` instead, with ``A_k = 2 X_k'X_k / n_k``, shares ``p_k`` and
+least-squares solutions ``w_k*``: client drift, in closed form (Z. Charles and J. Konečný, "Convergence and Accuracy Trade-Offs
+in Federated Learning and Meta-Learning", AISTATS 2021, https://arxiv.org/abs/2103.05032).
 
-This is not FedJAX's dataset of that name, which asks for the centre of points under agnostic losses.
+This is not FedJAX's dataset of the same name, in which the task is to find the centre of points under agnostic losses.
 
 Loaded:
   x: [dimension] float32 features.
@@ -37,11 +37,11 @@ from fedsim.datasets._registry import register
     features={"x": "[2] float32 features ([dimension] in general)", "y": "[] float32 target"},
     source_features={"x": "[2] float64 features ([dimension] in general)", "y": "[] float64 target"},
     options={
-        "clients": "how many",
-        "dimension": "of the features",
-        "heterogeneity": "standard deviation of clients' weights",
-        "noise": "standard deviation of the targets' noise",
-        "seed": "of all random numbers",
+        "clients": "number of clients",
+        "dimension": "number of features",
+        "heterogeneity": "standard deviation of the clients' weights",
+        "noise": "standard deviation of the noise in the targets",
+        "seed": "seed of all random numbers",
     },
     splits={"train": (20, 906), "test": (20, 200)},
     default_model="toy_regression",
@@ -61,10 +61,10 @@ def load_toy_regression(
     noise: float = 0.1,
     seed: int = 0,
 ) -> dict[str, FederatedData]:
-    """Both splits: 10 to 99 training examples and 10 test examples of each client.
+    """Generates train and test: each client has 10 to 99 training examples and 10 test examples.
 
     Raises:
-      ValueError: an argument out of its range, or a folder ``data`` is given.
+      ValueError: an argument is out of its range, or a folder ``data`` is given.
     """
     _checks.no_folder("toy_regression", data)
     for name, value, least in (("clients", clients, 1), ("dimension", dimension, 1)):

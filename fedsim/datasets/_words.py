@@ -13,7 +13,7 @@ import numpy as np
 
 from fedsim.data import FormatError
 from fedsim.data._atomic_write import atomic_write
-from fedsim.datasets._cache import fingerprint, only_one
+from fedsim.datasets._cache import exclusive, fingerprint
 from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
 
@@ -71,7 +71,7 @@ def counts_file(
     assert source.read is not None
     key = json.dumps([fingerprint([files["train"]]), feature])
     path = cache / f"packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}" / f"{feature}_count.json"
-    with only_one(path.with_name(".lock")):
+    with exclusive(path.with_name(".lock")):
         if not path.is_file():
             counts: collections.Counter[str] = collections.Counter()
             for client in source.read(files["train"], "train"):

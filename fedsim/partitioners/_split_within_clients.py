@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -49,8 +50,8 @@ def split_within_clients(
     """
     if not fractions:
         raise ValueError("Expected at least one split, got no fractions: give, for example, {'train': 0.7, 'test': 0.3}.")
-    for name, fraction in fractions.items():
-        checks.positive(remedy="give the fraction of the examples in this split", **{f"fractions[{name!r}]": fraction})
+    values: dict[str, Any] = {f"fractions[{name!r}]": fraction for name, fraction in fractions.items()}
+    checks.positive(remedy="give the fraction of the examples in this split", **values)
     if not math.isclose(sum(fractions.values()), 1, abs_tol=1e-9):
         raise ValueError(
             f"Expected fractions with the sum 1, got {dict(fractions)} with the sum {sum(fractions.values()):g}: every example "

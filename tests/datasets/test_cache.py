@@ -157,7 +157,9 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, source):
     output, _ = child(tmp_path / "cache", source, rows=300_000, before=limit).communicate(timeout=60)
     number, _, message = output.splitlines()[-1].partition(" ")
     assert int(number) == errno.EFBIG
-    assert "'mine' could not be converted: " in message and "is full (File too large). Free some room, or set FEDSIM" in message
+    assert (
+        "'mine' could not be converted: " in message and "is full (File too large). Free some space, or set FEDSIM" in message
+    )
     assert atomic_writes(tmp_path / "cache") == []
 
 

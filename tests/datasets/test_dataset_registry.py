@@ -79,7 +79,7 @@ def test_a_taken_name_is_refused_and_the_same_function_again_is_not():
     datasets.register("mine")(two_clients)
     datasets.register("mine", task="again")(two_clients)
     assert datasets.describe("mine").task == "again"
-    with pytest.raises(ValueError, match=r"a dataset 'digits' already, by fedsim.datasets._digits.load_digits"):
+    with pytest.raises(ValueError, match=r"already a dataset 'digits', loaded by fedsim.datasets._digits.load_digits"):
         datasets.register("digits")(two_clients)
 
 
@@ -150,7 +150,7 @@ def test_options_that_cannot_be_are_refused(name, message):
 
 def test_an_option_given_twice_is_refused():
     datasets.register("sized")(sized)
-    with pytest.raises(ValueError, match=r"'size' is given twice, in 'sized\(size=3\)' and beside it"):
+    with pytest.raises(ValueError, match=r"'size' is given twice, in 'sized\(size=3\)' and as an argument"):
         datasets.load("sized(size=3)", size=3)
 
 
@@ -199,7 +199,7 @@ def test_a_loader_in_a_file_of_ones_own(tmp_path):
         datasets.load(f"{file}:load(sise=5)")
     with pytest.raises(ValueError, match=r"mine.py has no 'laod'. Did you mean 'load'"):
         datasets.load(f"{file}:laod")
-    with pytest.raises(ValueError, match="is not a function that loads a dataset"):
+    with pytest.raises(ValueError, match=r"is not a function with the parameters \(data, cache"):
         datasets.load(f"{file}:number")
     with pytest.raises(ValueError, match="there is no file"):
         datasets.load(f"{tmp_path}/no.py:load")
@@ -209,7 +209,7 @@ def test_a_loader_in_a_file_of_ones_own(tmp_path):
     ("returned", "message"),
     [
         ((1, 2), "'mine' returned tuple: expected {'train'"),
-        ({"train": two_clients(None, None)["train"]}, r"no split 'test', only \['train'\]: add it"),
+        ({"train": two_clients(None, None)["train"]}, r"no split 'test', only \['train'\]: return both"),
         (two_clients(None, None) | {"heldout": 1}, "returned .heldout.. Did you mean 'held_out'"),
         ({"train": 1, "test": 2}, "returned int as train: expected FederatedData"),
     ],
@@ -222,7 +222,7 @@ def test_what_a_loader_returns_is_checked(returned, message):
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "train.sqlite").touch()
-    with pytest.raises(ValueError, match=r"Expected data to be a folder .*train.sqlite is a file: give the folder it is in"):
+    with pytest.raises(ValueError, match=r"Expected data to be a folder .*train.sqlite is a file: give its folder"):
         datasets.load("emnist62", data=tmp_path / "train.sqlite")
 
 
@@ -245,14 +245,14 @@ def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
         (tmp_path / f"{name}.py").write_text(source)
     runpy.run_path(str(tmp_path / "mine.py"), run_name="imported")
     assert datasets.describe(f"{tmp_path}/mine.py:load").name == "both"
-    with pytest.raises(ValueError, match="There is a dataset 'both' already"):
+    with pytest.raises(ValueError, match="There is already a dataset 'both'"):
         datasets.describe(f"{tmp_path}/yours.py:load")
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def load(data): return {}", "not a function that loads"),
+        ("def load(data): return {}", "not a function with the parameters"),
         ("def load(data, cache, *, size): return {}", r"needs the option size: write .*load\(size=...\)"),
         ("def load(data, cache): return {1: 2, 'train': 3}", "no split 'test'"),
         ("def load(data, cache)", "Cannot import .*expected ':'"),

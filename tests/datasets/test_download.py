@@ -104,7 +104,7 @@ def test_a_cut_transfer_is_resumed_where_it_ended(server, tmp_path):
 
 def test_a_transfer_is_resumed_by_the_next_call(server, tmp_path):
     server.faults = [{"cut": 100_000}, {"hang_up": True}, {"hang_up": True}]
-    with pytest.raises(DownloadError, match="broke off 2 times at byte 100000"):
+    with pytest.raises(DownloadError, match="was interrupted 2 times at byte 100000"):
         fetch(server, tmp_path / "file.bin", retries=1)
     assert os.listdir(tmp_path) == ["file.bin.part"]
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
@@ -132,7 +132,7 @@ def test_a_stalled_transfer_is_taken_up_again(server, tmp_path):
 
 def test_a_server_that_always_stalls_is_given_up(server, tmp_path):
     server.faults = [{"cut": 0, "stall": 5}] * 9
-    with pytest.raises(DownloadError, match=r"broke off 3 times at byte 0 \(no byte for 0.2 seconds\)"):
+    with pytest.raises(DownloadError, match=r"was interrupted 3 times at byte 0 \(no byte for 0.2 seconds\)"):
         fetch(server, tmp_path / "file.bin", timeout=0.2, retries=2)
     assert len(server.ranges) == 3
 
@@ -177,7 +177,7 @@ def test_a_part_as_long_as_the_file_or_longer_ends_well(server, tmp_path, left):
 
 def test_a_file_that_is_there_is_checked(server, tmp_path):
     (tmp_path / "file.bin").write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"file.bin has SHA-256 .* expected .*: delete it to fetch it anew"):
+    with pytest.raises(ValueError, match=r"file.bin has SHA-256 .* expected .*: delete it to download it again"):
         fetch(server, tmp_path / "file.bin", sha256=HASH)
     assert server.ranges == []
 
@@ -223,7 +223,7 @@ def test_a_link_is_no_member(tmp_path):
         link = tarfile.TarInfo("a.h5")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
         tar.addfile(link)
-    with pytest.raises(ValueError, match=r"a.tar has no a.h5: delete it"):
+    with pytest.raises(ValueError, match=r"a.tar does not contain a.h5: delete it"):
         _archive.extract(tmp_path / "a.tar", ["a.h5"])
 
 
@@ -231,7 +231,7 @@ def test_a_link_is_no_member(tmp_path):
 def test_a_cut_archive_is_named_and_no_member_takes_its_name(tmp_path, share):
     content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # Several blocks of bzip2.
     (tmp_path / "a.tar.bz2").write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to fetch it anew"):
+    with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to download it again"):
         _archive.extract(tmp_path / "a.tar.bz2", ["a.h5", "b.h5"])
     assert os.listdir(tmp_path) == ["a.tar.bz2"]
 
@@ -262,7 +262,7 @@ def test_a_cut_compressed_file_is_named_and_nothing_half_is_left(tmp_path, suffi
     content = COMPRESSED[suffix](CONTENT)
     path = tmp_path / f"a.sqlite{suffix}"
     path.write_bytes(content[: int(len(content) * share)])
-    with pytest.raises(ValueError, match=rf"a.sqlite{suffix} is damaged .*: delete it to fetch it anew"):
+    with pytest.raises(ValueError, match=rf"a.sqlite{suffix} is damaged .*: delete it to download it again"):
         _download.Download(f"http://nowhere/a.sqlite{suffix}", ("a.sqlite",)).into(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".lock", path.name]
 

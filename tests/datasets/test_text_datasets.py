@@ -225,7 +225,7 @@ def test_without_a_network_one_line_names_the_ways_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_download, "fetch", no_network)
     with pytest.raises(
-        datasets.DownloadError, match=r"Could not fetch 'stackoverflow_word': .* Two ways out: .*by hand"
+        datasets.DownloadError, match=r"Could not download 'stackoverflow_word': .* Either give a folder .*by hand"
     ) as caught:
         datasets.load("stackoverflow_word", cache=tmp_path)
     assert "\n" not in str(caught.value)
@@ -260,7 +260,7 @@ def test_stackexchange_is_read_from_json_lines(tmp_path):
 
 
 def test_stackexchange_is_not_for_download(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"'stackexchange' is not for download: give a folder that holds JSON lines"):
+    with pytest.raises(FileNotFoundError, match=r"'stackexchange' cannot be downloaded: give a folder that holds JSON lines"):
         datasets.load("stackexchange", cache=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"No 'stackexchange' in .*, which holds nothing: expected JSON lines"):
         datasets.load("stackexchange", data=tmp_path)
