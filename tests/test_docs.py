@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,24 @@ import fedsim
 from fedsim import aggregators, attacks, compressors, datasets
 from fedsim.experiment.reproductions import REPRODUCTIONS
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGE = DOCS / "datasets.md"
+
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+OTHER_REPOSITORIES = {"https://github.com/google/farmhash"}  # cited as a source
+
+
+def repositories(text):
+    """Returns the address of every Git repository that a text mentions.
+
+    Recognized are pages of public hosts, Colab's and raw addresses of GitHub files, ``git clone`` and ``git+``.
+    """
+    text = re.sub(r"colab\.research\.google\.com/github/|raw\.githubusercontent\.com/", "github.com/", text)
+    hosts = r"(?:git(?:hub|lab)\.com|codeberg\.org|bitbucket\.org)"
+    named = re.findall(rf"\b({hosts})[/:]([\w.-]+/[\w.-]+)|git(?:\+| clone )https?://([\w.-]+)/([\w./-]+)", text)
+    pairs = [(host or other_host, path or other_path) for host, path, other_host, other_path in named]
+    return [f"https://{host}/{path.rstrip('.').removesuffix('.git')}" for host, path in pairs]
 
 
 @pytest.mark.slow
@@ -23,7 +40,7 @@ def test_a_page_is_what_the_registry_says(name):
     """In a process of its own, for other tests register datasets."""
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path('docs/write_{name}.py')['page']())"
     command = [sys.executable, "-X", "utf8", "-c", code]
-    written = subprocess.run(command, capture_output=True, check=True, cwd=DOCS.parent, encoding="utf-8")
+    written = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, encoding="utf-8")
     assert written.stdout == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run: python docs/write_{name}.py"
 
 
@@ -84,3 +101,44 @@ def test_page_of_datasets_has_a_section_for_each_and_links_that_lead_there():
 def test_page_of_datasets_has_the_published_numbers(words):
     """Of FedAdam on EMNIST CR, as Reddi et al. have them: 10^-1.5, 10^-2.5, 10^-4."""
     assert words in PAGE.read_text(encoding="utf-8")
+
+
+def test_every_mention_of_the_repository_has_the_address_of_pyproject():
+    """After a change of ``[project.urls]``, the failure lists every place that needs the change."""
+    suffixes = {".md", ".py", ".ipynb", ".toml", ".cff", ".txt", ""}
+    folders = [ROOT / name for name in (".ci", "benchmarks", "colab", "docs", "examples", "fedsim", "tests")]
+    files = [*ROOT.glob("*"), *(path for folder in folders for path in folder.rglob("*"))]
+    texts = [path for path in files if path.suffix in suffixes and path.is_file() and ".envs" not in path.parts]
+    mentions = [
+        (f"{path.relative_to(ROOT)}:{number}", address)
+        for path in texts
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for address in repositories(line)
+    ]
+    assert len(mentions) > 10
+    wrong = [f"{place}: {address}" for place, address in mentions if address not in {REPOSITORY, *OTHER_REPOSITORIES}]
+    assert not wrong, "\n".join([f"Expected {REPOSITORY}, the address in pyproject.toml, and found:", *wrong])
+
+
+@pytest.mark.parametrize(
+    "mention",
+    [
+        "see URL/ann/fed.sim.",
+        "](URL/ann/fed.sim/blob/main/docs/runs.md)",
+        '%pip install "fedsim-jax[run] @ git+URL/ann/fed.sim"',
+        "git clone git@HOST:ann/fed.sim.git",
+        "COLAB/ann/fed.sim/blob/main/colab/quickstart.ipynb",
+        "RAW/ann/fed.sim/main/README.md",
+    ],
+)
+def test_a_mention_of_a_repository_is_found(mention):
+    host = "github.com"  # in two strings, so that this file mentions no other repository
+    text = mention.replace("URL", f"https://{host}").replace("HOST", host)
+    text = text.replace("COLAB", "https://colab.research.google.com/github").replace("RAW", "https://raw.githubusercontent.com")
+    assert repositories(text) == [f"https://{host}/ann/fed.sim"]
+
+
+def test_a_repository_on_a_private_host_is_found_where_it_is_installed_or_cloned():
+    address = "//git.example.org/group/fedsim"
+    for command in ("pip install 'fedsim-jax @ git+https:", "git clone https:"):
+        assert repositories(command + address) == ["https:" + address]

@@ -1,7 +1,8 @@
-"""The notebooks run top to bottom on embedded and generated data, and what is committed is what they give."""
+"""The notebooks run from top to bottom on embedded and generated data, and are committed with their outputs."""
 
 import os
 import time
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -9,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
 NOTEBOOKS = sorted((ROOT / "colab").glob("*.ipynb"))
 
 
@@ -37,7 +39,7 @@ def test_all_notebooks_are_there():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # of the notebook's client; what the notebook itself warns of is on its stderr
+@pytest.mark.filterwarnings("default")  # for nbclient's own warnings; those of the notebook are on its stderr, which is checked
 def test_notebook_runs_top_to_bottom_within_a_minute(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     notebook, began = read(path), time.perf_counter()
@@ -49,7 +51,7 @@ def test_notebook_runs_top_to_bottom_within_a_minute(path, tmp_path, monkeypatch
 
 
 def test_notebook_is_committed_as_it_ran(path):
-    """In order, with pictures, without errors, and without a path of the machine it ran on."""
+    """The cells ran in order, with pictures and without errors, and no output has a path of the machine."""
     notebook = read(path)
     nbformat.validate(notebook)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
@@ -63,7 +65,8 @@ def test_notebook_is_committed_as_it_ran(path):
 
 def test_notebook_opens_in_colab_and_installs_itself(path):
     cells = read(path).cells
-    address = f"https://colab.research.google.com/github/fedsim/fedsim/blob/main/colab/{path.name}"
+    on_github = REPOSITORY.removeprefix("https://github.com/")
+    address = f"https://colab.research.google.com/github/{on_github}/blob/main/colab/{path.name}"
     assert f"]({address})" in cells[0].source.splitlines()[0]
     first_code = next(cell.source for cell in cells if cell.cell_type == "code")
-    assert "%pip install" in first_code and "fedsim.use_all_cores()" in first_code
+    assert f"git+{REPOSITORY}" in first_code and "fedsim.use_all_cores()" in first_code
