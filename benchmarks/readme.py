@@ -1,4 +1,4 @@
-"""Writes the committed figures into the README: ``python -m benchmarks.readme``. No number there is typed by hand."""
+"""Writes the README's section on speed from the committed results: ``python -m benchmarks.readme``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ README = Path(__file__).parents[1] / "README.md"
 _BLOCK = re.compile(r"(?<=<!-- speeds -->\n).*?(?=<!-- /speeds -->)", re.DOTALL)
 _NAMES = {
     "fedsim": "**fedsim**",
-    "fedsim, one round a dispatch": "fedsim, one round a dispatch",
-    "floor": "bare SGD steps, nothing federated",
+    "fedsim, one round a dispatch": "fedsim, one round per dispatch",
+    "floor": "SGD steps alone, nothing federated",
     "fedjax": "FedJAX",
     "drjax": "DrJAX",
     "pfl": "pfl-research (PyTorch)",
@@ -22,7 +22,7 @@ _NAMES = {
 
 
 def block(device: str = "cpu") -> str:
-    """The README's text between its two marks, from ``results/<device>-*.json``."""
+    """Returns the README's text between the two ``speeds`` markers, from ``results/<device>-*.json``."""
     tables = {path.stem.partition("-")[2]: json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{device}-*.json"))}
     if (gpu := RESULTS / "gpu-rounds.json").exists():
         tables["gpu"] = json.loads(gpu.read_text())
@@ -37,9 +37,9 @@ def _rounds(table: dict[str, Any]) -> str:
             versions = about.get("versions", {}) | versions
     named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     rows = [
-        "Microseconds per client step, whole rounds counted (sampling, shuffling, batching, training, aggregation, server "
-        f"step), and in brackets how many times fedsim's. Federated EMNIST shapes, 10 clients a round, batch 20, server Adam. "
-        f"{table['cpu']}, {table['cores']} cores, {table['date'][:10]}; {named}.",
+        "Microseconds per client step, and in parentheses the ratio to fedsim's time. Whole rounds are measured: sampling, "
+        "shuffling, batching, training, aggregation and server step. Examples have the shapes of Federated EMNIST; 10 clients "
+        f"per round, batch size 20, Adam on the server. {table['cpu']}, {table['cores']} cores, {table['date'][:10]}; {named}.",
         "",
         "| | " + " | ".join(models) + " |",
         "| --- " * (len(models) + 1) + "|",
@@ -57,7 +57,7 @@ def _rounds(table: dict[str, Any]) -> str:
 def _others(tables: dict[str, Any]) -> str:
     evaluation = {row["contender"]: row for row in tables["evaluation"]["parts"][0]["rows"]}
     scale = ", ".join(
-        f"{row['model']} {row['us_per_step']:.2f}×"
+        f"{row['us_per_step']:.2f} ({row['model']})"
         for part in tables["scale"]["parts"]
         for row in part["rows"]
         if row["clients"] == "ratio"
@@ -66,10 +66,12 @@ def _others(tables: dict[str, Any]) -> str:
     large = next(row["relative_to_smallest"] for row in rounds if row["population"] == 10**6 and row["memory"] == "stream")
     return "\n".join(
         [
-            f"- Evaluation of 77,483 examples of 3,400 clients, dense: {evaluation['fedsim']['seconds']:.2f} s; FedJAX "
-            f"{evaluation['fedjax']['seconds']:.2f} s ({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
-            f"- Scale: with 1,000 clients a round instead of 10, a client step takes {scale} as long. With a population of "
-            f"1,000,000 clients instead of 1,000, streamed from a file, a round takes {large:.2f}× as long.",
+            "- Evaluating the dense model on 77,483 examples of 3,400 clients takes "
+            f"{evaluation['fedsim']['seconds']:.2f} s; with FedJAX, {evaluation['fedjax']['seconds']:.2f} s "
+            f"({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
+            f"- With 1,000 clients per round instead of 10, the time per client step is multiplied by {scale}.",
+            "- With a population of 1,000,000 clients instead of 1,000, streamed from a file, the time per round is multiplied by "
+            f"{large:.2f}.",
             _gpu(tables.get("gpu")),
         ]
     )
@@ -77,13 +79,13 @@ def _others(tables: dict[str, Any]) -> str:
 
 def _gpu(table: dict[str, Any] | None) -> str:
     if table is None:
-        return "- GPUs: not measured yet; `python -m benchmarks.gpu` prints the table in six minutes."
-    rows = ", ".join(
-        f"{row['model']} {row['clients']:,} clients {row['ms a round']:.3g} ms"
+        return "- GPUs have not been measured yet; `python -m benchmarks.gpu` measures fedsim on one in six minutes."
+    rows = "; ".join(
+        f"{row['model']}, {row['clients']:,} clients: {row['ms a round']:.3g} ms"
         + (" (deterministic)" if row["deterministic"] else "")
         for row in table["rows"]
     )
-    return f"- {table['device']} (jax {table['jax']}, {table['date'][:10]}), a round: {rows}."
+    return f"- {table['device']} (jax {table['jax']}, {table['date'][:10]}), time per round: {rows}."
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The README does what it says: its Python runs, top to bottom, and what it points at exists."""
+"""The README is correct: its Python blocks run, its commands and options exist, and its links have targets."""
 
 import contextlib
 import itertools
@@ -38,9 +38,9 @@ def test_quickstart_runs_and_is_short(namespace, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:JAX had already started")
-def test_algorithms_of_one_s_own_run(namespace):
+def test_the_other_python_blocks_run(namespace):
     code = blocks("python")
-    if "data" not in namespace:  # this test alone
+    if "data" not in namespace:  # the quickstart's test did not run before this one
         exec(code[0].replace("rounds(100)", "rounds(1)"), namespace)
     for block in code[1:]:
         exec(block, namespace)
@@ -54,8 +54,8 @@ def test_algorithms_of_one_s_own_run(namespace):
     assert int(state.round) == 1
 
     mean = namespace["MeanPixel"](batches=batches)
-    everyone = fedsim.Cohort.of(data, data.client_ids)
-    state, _ = mean.apply(mean.init(jax.random.key(0)), everyone)
+    all_clients = fedsim.Cohort.of(data, data.client_ids)
+    state, _ = mean.apply(mean.init(jax.random.key(0)), all_clients)
     assert float(state) == pytest.approx(data.columns["x"].mean(), rel=1e-5)
 
     count = namespace["CountLabels"](batches=batches)
@@ -65,8 +65,8 @@ def test_algorithms_of_one_s_own_run(namespace):
     assert int(info["examples"]) == expected.sum()
 
 
-def test_commands_are_the_cli_s(capsys):
-    """Every `fedsim ...` line has a known command and options that exist."""
+def test_commands_and_options_exist(capsys):
+    """Every line that starts with ``fedsim`` has a command and options of the command line."""
     lines = [
         shlex.split(line, comments=True) for block in blocks("") for line in block.splitlines() if line.startswith("fedsim ")
     ]
@@ -80,11 +80,11 @@ def test_commands_are_the_cli_s(capsys):
             for option in (word for word in arguments if word.startswith("--")):
                 assert option in shown, shlex.join(arguments)
             continue
-        known = dict(itertools.pairwise(arguments))
-        choice = [word for name in ("--dataset", "--algorithm") if name in known for word in (name, known[name])]
-        with pytest.raises(SystemExit) as done:
+        given = dict(itertools.pairwise(arguments))
+        choice = [word for name in ("--dataset", "--algorithm") if name in given for word in (name, given[name])]
+        with pytest.raises(SystemExit) as exit_:
             cli.main(["run", *choice, "--help"])
-        assert done.value.code == 0
+        assert exit_.value.code == 0
         shown = capsys.readouterr().out
         for option in (word for word in arguments if word.startswith("--") and word != "--help"):
             assert option in shown, shlex.join(arguments)
@@ -98,10 +98,10 @@ def test_links_and_paths_exist():
     assert [target for target in targets if not (ROOT / target).exists()] == []
 
 
-def test_map_names_every_room():
-    rooms = {path.name for path in (ROOT / "fedsim").iterdir() if not path.name.startswith(("_", "py.typed"))}
-    named = {Path(room).name for room in re.findall(r"`fedsim/([\w./]+)`", README)}
-    assert rooms - named == set()
+def test_every_module_is_in_the_table_of_paths():
+    modules = {path.name for path in (ROOT / "fedsim").iterdir() if not path.name.startswith(("_", "py.typed"))}
+    named = {Path(path).name for path in re.findall(r"`fedsim/([\w./]+)`", README)}
+    assert modules - named == set()
 
 
 def test_make_targets_exist():
@@ -111,5 +111,5 @@ def test_make_targets_exist():
 
 
 def test_speeds_are_those_of_the_committed_results():
-    """No number in the table is typed by hand: `python -m benchmarks.readme` writes it."""
+    """``python -m benchmarks.readme`` writes the section, and the README has what it writes."""
     assert f"<!-- speeds -->\n{readme.block()}<!-- /speeds -->" in README
