@@ -1,1 +1,1 @@
-"""fedsim's figures: every contender in one run, each in an environment of its own. See README.md."""
+"""Benchmarks of fedsim and of other libraries, each in its own environment. See README.md."""

@@ -1,4 +1,4 @@
-"""fedsim's table of figures, in one run: ``python -m benchmarks``. See README.md."""
+"""Makes the tables of fedsim's benchmarks: ``python -m benchmarks``. See README.md."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ TABLES = tables.TABLES | catalogue.TABLES
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables to make; all")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables to make; default: all")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="of the tables that train; see each")
-    parser.add_argument("--contenders", nargs="+", choices=("fedsim", "floor", *PEERS), help="of rounds; all")
-    parser.add_argument("--without", nargs="+", choices=PEERS, default=(), help="peers to leave out of rounds")
-    parser.add_argument("--repeats", type=int, default=5, help="turns of each contender")
-    parser.add_argument("--seconds", type=float, default=4.0, help="length of a turn, about")
-    parser.add_argument("--unchecked", action="store_true", help="skip the equality check of rounds")
-    parser.add_argument("--femnist", type=Path, metavar="DIR", help="folder of femnist_train.h5 and femnist_test.h5")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="models to train; the default depends on the table")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=("fedsim", "floor", *PEERS), help="contenders of the table rounds; default: all"
+    )
+    parser.add_argument("--without", nargs="+", choices=PEERS, default=(), help="libraries to leave out of the table rounds")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns of each contender")
+    parser.add_argument("--seconds", type=float, default=4.0, help="approximate length of a turn")
+    parser.add_argument("--unchecked", action="store_true", help="skip the check that contenders compute the same")
+    parser.add_argument("--femnist", type=Path, metavar="DIR", help="folder with femnist_train.h5 and femnist_test.h5")
     parser.add_argument("--femnist-rounds", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3, help="runs on FEMNIST")
-    parser.add_argument("--sizes", type=Path, metavar="CSV", help="EMNIST's test examples per writer, for evaluation")
-    parser.add_argument("--sqlite", type=Path, metavar="FILE", help="a file of clients that FedJAX wrote, for conversion")
-    parser.add_argument("--emnist", type=Path, metavar="DIR", help="folder of client_sizes and emnist_byclass, for data")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the JSON files")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs on FEMNIST")
+    parser.add_argument("--sizes", type=Path, metavar="CSV", help="number of test examples per EMNIST writer, for evaluation")
+    parser.add_argument("--sqlite", type=Path, metavar="FILE", help="a file of clients written by FedJAX, for conversion")
+    parser.add_argument("--emnist", type=Path, metavar="DIR", help="folder with client_sizes and emnist_byclass, for data")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON files")
     return parser.parse_args()
 
 
@@ -66,7 +68,7 @@ def main() -> None:
                 show(part["rows"])
         except ContenderError as failure:
             print(f"{table}: {failure}", file=sys.stderr)
-        if parts:  # what was measured is kept, also when a later part fails
+        if parts:  # also if a later part failed
             record = {"table": table, **stamp, "parts": parts}
             (args.out / f"{args.device}-{table}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
-"""Tables over all of a registry, each in turns of less than a second.
+"""Tables over whole registries, measured in turns of less than a second.
 
-As in `benchmarks.tables`, of whose generators these are more.
+The generators have the same form as those of `benchmarks.tables`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from benchmarks import workload
 from benchmarks.tables import CHECKED_ROUNDS, TOLERANCE, Part
 from benchmarks.worker import ContenderError, Worker
 
-TURNS_IN = 16  # that fill --seconds: there are many rows
-SETTLING = 4  # whole turns of an entry before it is timed at all
-# What has no randomness is the same in both; of APFL, its global model: FedJAX leaves a factor out of the personal one's step.
+TURNS_PER_SECONDS = 16  # turns in the time of --seconds, because there are many rows
+WARMUP_TURNS = 4  # turns of an entry before the first that is timed
+# Entries without randomness, whose parameters must agree. For APFL the global model is compared, because FedJAX leaves a factor
+# out of the personal model's step.
 EXACT = ("FedAvg", "FedProx", "Mime", "MimeLite", "AgnosticFedAvg", "HypCluster", "APFL")
 QUANTIZED = ("UniformQuantizer", "UniformQuantizer, entropy", "RotatedUniformQuantizer", "Drive", "TernGrad")
-NO_WORSE = 1.1  # times FedJAX's mean squared error of what arrives
+MOST_ERROR = 1.1  # largest mean squared error of quantized updates, relative to FedJAX's
 
 Turn = dict[str, float]
 Leaves = list[np.ndarray]
 
 
 def algorithms(args: argparse.Namespace) -> Iterator[Part]:
-    """All algorithms that train: time of a round per gradient that they need, against FedAvg's; dense and CNN by default."""
+    """Every algorithm that trains a model: time of a round per gradient, relative to FedAvg; default: dense and CNN."""
     for model in args.models or ("dense", "cnn"):
-        part = within(_task(args, model, "algorithms"), "FedAvg", args)
+        part = compare_all(_task(args, model, "algorithms"), "FedAvg", args)
         rows = []
         for name, pairs in part.pop("pairs").items():
             row: Part = {"model": model, "algorithm": name, "failure": part["failures"].get(name)}
             if pairs:
                 gradients = [one["gradients"] / base["gradients"] for one, base in pairs]
-                ratio = median(_ratio(pair) / of_it for pair, of_it in zip(pairs, gradients, strict=True))
+                ratio = median(_ratio(pair) / count for pair, count in zip(pairs, gradients, strict=True))
                 row |= {"gradients": median(gradients), "ms_per_round": median(one["ms_per_round"] for one, _ in pairs)}
                 row |= {"to_fedavg": median(map(_ratio, pairs)), "per_gradient": ratio}
             rows.append(row)
@@ -49,9 +50,9 @@ def algorithms(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def aggregators(args: argparse.Namespace) -> Iterator[Part]:
-    """FedAvg with every aggregator and compressor: time of a round against that with the plain mean; CNN."""
+    """FedAvg with every aggregator and compressor: time of a round relative to the plain mean; default: CNN."""
     for model in args.models or ("cnn",):
-        part = within(_task(args, model, "aggregators"), "Mean", args)
+        part = compare_all(_task(args, model, "aggregators"), "Mean", args)
         rows = []
         for name, pairs in part.pop("pairs").items():
             streams = name not in part["about"]["side_by_side"]
@@ -64,7 +65,7 @@ def aggregators(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def fedjax(args: argparse.Namespace) -> Iterator[Part]:
-    """FedJAX's own algorithms and quantizers against the same of fedsim: time per client step; dense by default."""
+    """FedJAX's algorithms and quantizers and the same of fedsim: time per client step; default: dense."""
     names = (*EXACT, *QUANTIZED)
     for model in args.models or ("dense",):
         checks = {} if args.unchecked else check(_task(args, model, "fedjax"))
@@ -77,7 +78,7 @@ def fedjax(args: argparse.Namespace) -> Iterator[Part]:
             for name in names:
                 for library, worker in workers.items():
                     try:
-                        rounds[name, library] = fill(worker, name, tasks[library].per_dispatch, args)
+                        rounds[name, library] = rounds_per_turn(worker, name, tasks[library].per_dispatch, args)
                     except ContenderError as failure:
                         failures[name] = f"{library}: {failure}"
             for _ in range(args.repeats):
@@ -100,15 +101,15 @@ def fedjax(args: argparse.Namespace) -> Iterator[Part]:
         yield {"rows": rows, "turns": turns, "about": about}
 
 
-def within(task: workload.Task, baseline: str, args: argparse.Namespace) -> Part:
-    """Times all of fedsim's catalogue against one of it, whose turns lie between those of every two, on the same cohorts."""
+def compare_all(task: workload.Task, baseline: str, args: argparse.Namespace) -> Part:
+    """Times all entries of a catalogue and, between every two of them, the baseline, on the same cohorts."""
     failures: dict[str, str] = {}
     with Worker("fedsim_catalogue", task) as worker:
-        rounds = fill(worker, baseline, task.per_dispatch, args)
+        rounds = rounds_per_turn(worker, baseline, task.per_dispatch, args)
         pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in worker.about["names"] if name != baseline}
         for name in pairs:
             try:
-                settle(worker, name, rounds)
+                warm_up(worker, name, rounds)
             except ContenderError as failure:
                 failures[name] = str(failure)
                 print(f"  {name}: {failure}", file=sys.stderr)
@@ -123,7 +124,7 @@ def within(task: workload.Task, baseline: str, args: argparse.Namespace) -> Part
 
 
 def turn(worker: Worker, name: str, rounds: int) -> Turn:
-    """Whole rounds of one entry, after as many that are not timed: while the others had theirs, its memory may have gone."""
+    """Times whole rounds of one entry, after as many untimed ones, because the host may have reclaimed the entry's memory."""
     worker("run", name=name, rounds=rounds)
     reply = worker("run", name=name, rounds=rounds)
     each = {
@@ -132,32 +133,31 @@ def turn(worker: Worker, name: str, rounds: int) -> Turn:
     return {"rounds": rounds, **each, **reply["result"]}
 
 
-def settle(worker: Worker, name: str, rounds: int) -> None:
-    """Whole turns that are not timed: they compile, and take the memory that what clients keep will have from then on.
+def warm_up(worker: Worker, name: str, rounds: int) -> None:
+    """Runs turns that are not timed. They compile, and they write the memory for the clients' rows for the first time.
 
-    A system gives memory page by page when it is written first, which on a rented machine, whose host must find it, too, can
-    take longer than all that a round computes; rows lie in memory that was written before once every client has come and the
-    store of rows has grown to what it needs, some turns later.
+    The operating system provides memory page by page at the first write. On a rented machine this can take longer than the
+    computation of a round. After some turns every client has participated, and the store of rows has reached its final size.
     """
-    for _ in range(SETTLING):
+    for _ in range(WARMUP_TURNS):
         worker("run", name=name, rounds=rounds)
 
 
-def fill(worker: Worker, name: str, chunk: int, args: argparse.Namespace) -> int:
-    """Compiles an entry, finds how many rounds fill a turn, and settles it."""
+def rounds_per_turn(worker: Worker, name: str, chunk: int, args: argparse.Namespace) -> int:
+    """Compiles an entry, warms it up, and returns how many rounds fill a turn."""
     for _ in range(2):
         worker("run", name=name, rounds=chunk)
     took = worker("run", name=name, rounds=chunk)["seconds"]
-    rounds = chunk * max(1, round(args.seconds / TURNS_IN / took))
-    settle(worker, name, rounds)
+    rounds = chunk * max(1, round(args.seconds / TURNS_PER_SECONDS / took))
+    warm_up(worker, name, rounds)
     return rounds
 
 
 def check(task: workload.Task) -> dict[str, Part]:
-    """Has both train from the same parameters, as in `benchmarks.tables.check`, and compares them.
+    """Trains with both libraries from the same parameters, as in `benchmarks.tables.check`, and compares the results.
 
-    Where nothing is random, parameters must agree after some rounds. Where it is, the mean squared error of a round with
-    quantized updates, relative to one without, must not be larger than FedJAX's: the draws cannot agree.
+    Without randomness, parameters must agree after some rounds. Quantizers draw at random; there the mean squared error of
+    a round with quantized updates, relative to one without, must be at most `MOST_ERROR` times FedJAX's.
     """
     checks: dict[str, Part] = {}
     start = workload.initial_leaves(task.model)
@@ -171,23 +171,23 @@ def check(task: workload.Task) -> dict[str, Part]:
                     continue
                 ours, theirs = (of[name, CHECKED_ROUNDS] for of in results.values())
                 began = [np.stack([a, b]) for a, b in zip(start, workload.initial_leaves(task.model, 1), strict=True)]
-                moved = _largest(theirs, began if name == "HypCluster" else start)
-                error = _largest(ours, theirs) / moved
+                change = _largest(theirs, began if name == "HypCluster" else start)
+                error = _largest(ours, theirs) / change
                 checks[name] = {"equal": error < TOLERANCE, "error": error}
             for name in QUANTIZED if data == "repeated" else ():
                 ours, theirs = (
                     _squares(of[name, 1], of["FedAvg", 1]) / _squares(start, of["FedAvg", 1]) for of in results.values()
                 )
-                # FedJAX rotates tensors padded to powers of two, and sends a bit for each coordinate of these.
+                # FedJAX pads tensors to powers of two before it rotates them, and sends a bit for each padded coordinate.
                 theirs *= _padding(start) if name == "Drive" else 1
-                checks[name] = {"equal": ours <= NO_WORSE * theirs, "nmse": ours, "fedjax_nmse": theirs}
+                checks[name] = {"equal": ours <= MOST_ERROR * theirs, "nmse": ours, "fedjax_nmse": theirs}
     return checks
 
 
 def _results(
     library: str, task: workload.Task, exact: Collection[str], folder: Path
 ) -> dict[tuple[str, int], list[np.ndarray]]:
-    """Parameters of each entry after so many rounds."""
+    """Returns the parameters of each entry by its name and the number of rounds."""
     results = {}
     with Worker(f"{library}_catalogue", task) as worker:
         for name in (*exact, *QUANTIZED) if task.data == "repeated" else exact:
@@ -214,7 +214,7 @@ def _ratio(pair: tuple[Turn, Turn]) -> float:
 
 
 def _padding(leaves: Leaves) -> float:
-    """How many times as many coordinates there are if every tensor is padded to a power of two."""
+    """Returns the number of coordinates with every tensor padded to a power of two, relative to the number without padding."""
     return sum(1 << (leaf.size - 1).bit_length() for leaf in leaves) / sum(leaf.size for leaf in leaves)
 
 

@@ -1,18 +1,18 @@
 """Runs one contender in its own environment: ``python -m benchmarks.contender NAME TASK_JSON``.
 
-Commands arrive as JSON lines on stdin and each is answered by one on stdout, timed here, so that every contender is
-timed by the same lines of code. Between commands the process waits on a read and takes no processor time, so that all
-contenders can stay compiled and take turns.
+Commands are JSON lines on stdin. Each is answered by a line on stdout. Commands are timed here, so that the same code times
+every contender. Between commands the process waits for input and uses no processor time, so all contenders can stay compiled
+and take turns.
 
 A contender is a class ``Contender(task)`` in ``benchmarks/peers/NAME.py`` with some of the methods below. Its ``run``
-returns only when the last result is there. A module that has to own the main thread defines ``host(task, serve)``.
+returns only when the last result is available. A module that needs the main thread defines ``host(task, serve)``.
 
-    run(rounds) -> int            whole rounds; returns the number of client steps
-    save(path)                    the parameters, as the list of leaves of `workload.initial_leaves`
-    evaluate() -> dict            accuracy over the evaluation population, computed per client
-    reset(seed)                   back to fresh parameters of another seed, keeping what is compiled
+    run(rounds) -> int            runs whole rounds; returns the number of client steps
+    save(path)                    saves the parameters as the list of leaves of `workload.initial_leaves`
+    evaluate() -> dict            returns the accuracy over the evaluation population, computed per client
+    reset(seed)                   sets the parameters to initial ones of another seed; compiled code is kept
 
-Contenders that hold many algorithms at once (``..._catalogue``) are told which: ``run(name, rounds)``, ``save(name, path)``.
+Contenders with many algorithms (``..._catalogue``) take the algorithm's name: ``run(name, rounds)``, ``save(name, path)``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks import workload
 
 
 def serve(contender: Any, replies: IO[str]) -> None:
-    """Answers commands until stdin ends."""
+    """Executes commands until stdin ends."""
 
     def reply(**message: Any) -> None:
         print(json.dumps(message), file=replies, flush=True)
@@ -59,7 +59,7 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 def main() -> None:
     name, task = sys.argv[1], workload.Task(**json.loads(sys.argv[2]))
-    # Libraries print what they like: their lines go to stderr, and stdout is left to the replies.
+    # Whatever libraries print goes to stderr, so that stdout has only the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module = importlib.import_module(f"benchmarks.peers.{name}")

@@ -1,8 +1,8 @@
-"""fedsim's rounds on a GPU, in at most six minutes: ``python -m benchmarks.gpu``.
+"""Times fedsim's rounds on a GPU, in at most six minutes: ``python -m benchmarks.gpu``.
 
-It prints a table with hardware, versions and date, and writes it to ``results/gpu-rounds.json``. Sizes are those of EMNIST's
-writers and of Stack Overflow's users, examples are generated (`emnist62_like`, `stackoverflow_like`). Without a GPU it runs the
-same rows with a few clients on a CPU, as a test of itself, and writes nothing.
+It prints a table with hardware, versions and date, and writes it to ``results/gpu-rounds.json``. Client sizes are those of
+EMNIST's writers and Stack Overflow's users; examples are generated (`emnist62_like`, `stackoverflow_like`). Without a GPU
+it only tests itself: it runs the same rows with a few clients on a CPU and writes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULT = Path(__file__).parent / "results" / "gpu-rounds.json"
 
 
 class Row(NamedTuple):
-    """One row: a model, a cohort, and the most milliseconds that a round is to take on one H100 or H200."""
+    """A row of the table; ``at_most`` is the target for a round on one H100 or H200, in milliseconds."""
 
     model: str
     clients: int
@@ -45,7 +45,7 @@ ROWS = [
 
 
 def measured(row: Row, population: int, seconds: float) -> dict[str, Any]:
-    """Times whole rounds, several per dispatch, after one dispatch that compiles; the least of three."""
+    """Times whole rounds, several per dispatch, after a dispatch that compiles. The time is the least of three."""
     name = "stackoverflow_like" if row.model.startswith("stackoverflow") else "emnist62_like"
     data = _data(name, population)
     algorithm = fedsim.algorithms.FedAvg(
@@ -96,7 +96,7 @@ _loaded: dict[tuple[str, int], fedsim.FederatedData] = {}
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     """Prints and returns the rows."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="numbers of rows; all")
+    parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="indices of rows; default: all")
     chosen = parser.parse_args(arguments).rows
     on_gpu = jax.default_backend() == "gpu"
     rows = []

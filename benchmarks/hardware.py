@@ -1,4 +1,4 @@
-"""What the figures were measured on: the one place that looks at the machine."""
+"""Describes the machine on which results are measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def stamp(device: str) -> dict[str, Any]:
-    """Hardware, system, date and commit, to lie beside every figure."""
+    """Returns the hardware, system, date and commit, which every result records."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     changed = _output("git", "status", "--porcelain", "--untracked-files=no")
@@ -37,7 +37,7 @@ def _cpu() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or "" where there is none such or it fails."""
+    """Returns what a command prints, or "" if it does not exist or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
         return run.stdout.strip()

@@ -1,4 +1,4 @@
-"""Measures of fedsim on large populations, each run alone: ``python -m benchmarks.populations NAME ARGUMENTS_JSON``."""
+"""Measurements of fedsim on large populations, one per process: ``python -m benchmarks.populations NAME ARGUMENTS_JSON``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STACK_OVERFLOW = {"clients": 342_477, "sequences": 10_000_000, "length": 20}
 
 
 def write_tokens(path: str, clients: int, sequences: int, length: int) -> Figures:
-    """A packed file of token sequences: many clients with few, few with many."""
+    """Writes a packed file of token sequences; many clients have few sequences, and few have many."""
     import fedsim
 
     draw = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def write_tokens(path: str, clients: int, sequences: int, length: int) -> Figure
 
 
 def open_tokens(path: str, clients: int) -> Figures:
-    """Seconds and resident memory to open the file and find one client in it."""
+    """Measures the time and the resident memory to open the file and find one client in it."""
     import psutil
 
     import fedsim
@@ -45,14 +45,14 @@ def open_tokens(path: str, clients: int) -> Figures:
 
 
 def gather(path: str, cohort: int, repeats: int) -> Figures:
-    """Seconds to sample a cohort and gather its rows, of pages that are in memory."""
+    """Measures the time to sample a cohort and to gather its rows from pages that are in memory."""
     import fedsim
 
     data = fedsim.FederatedData.open(path)
     sampler = fedsim.UniformSampler(data, clients=cohort, seed=0)
     sampling, gathering, size = [], [], 0
     for turn in range(repeats + 1):
-        for timed in (False, True):  # The first time, pages may have to come from the disk.
+        for timed in (False, True):  # The first pass may read pages from the disk.
             start = time.perf_counter()
             clients = sampler.cohort(turn).clients
             middle = time.perf_counter()
@@ -65,7 +65,7 @@ def gather(path: str, cohort: int, repeats: int) -> Figures:
 
 
 def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list[Figures]:
-    """Milliseconds a round of clients with 20 digits each, small populations and large in turn, in memory and streamed."""
+    """Measures rounds of clients with 20 digits each: all population sizes in turn, with resident and with streamed data."""
     import fedsim
 
     fedsim.use_all_cores()
@@ -93,7 +93,7 @@ def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:
 
 
 def _timed_rounds(model: Any, data: Any, memory: Any, cohort: int, size: int) -> tuple[Callable[[int], float], Any]:
-    """A function that runs so many rounds and gives their seconds, compiled already; and the algorithm."""
+    """Returns a compiled function that runs rounds and returns their seconds, and the state after its first rounds."""
     import jax
     import optax
 
@@ -122,7 +122,7 @@ def _timed_rounds(model: Any, data: Any, memory: Any, cohort: int, size: int) ->
 
 
 def memory(source: str, cohort: int, turns: int, rounds: int) -> list[Figures]:
-    """Seconds of a round and of a full evaluation, CNN, clients of EMNIST's true sizes: streamed and resident in turn."""
+    """Measures rounds and full evaluations, CNN, clients of EMNIST's true sizes: streamed and resident in turn."""
     import fedsim
 
     fedsim.use_all_cores()
@@ -141,7 +141,7 @@ def memory(source: str, cohort: int, turns: int, rounds: int) -> list[Figures]:
         times[how] = {"round": [], "evaluation": []}
         evaluate(how)
     for _ in range(turns):
-        # Both see the same cohorts.
+        # Both run the same cohorts.
         for how, (run, _) in runs.items():
             times[how]["round"].append(run(rounds) / rounds)
         for how in runs:
@@ -156,7 +156,7 @@ def memory(source: str, cohort: int, turns: int, rounds: int) -> list[Figures]:
 
 
 def emnist(folder: Path, split: str) -> Any:
-    """3,400 clients of their true sizes, with images drawn from EMNIST byclass."""
+    """Returns 3,400 clients of their true sizes, with images drawn from EMNIST byclass."""
     import fedsim
 
     with open(folder / "client_sizes" / f"emnist_{split}_num_examples.csv", newline="") as file:
@@ -167,8 +167,8 @@ def emnist(folder: Path, split: str) -> Any:
     return fedsim.FederatedData.from_arrays(columns, sizes=list(sizes.values()), client_ids=list(sizes))
 
 
-def moving(floats: int, leaves: int, cohort: int, turns: int) -> list[Figures]:
-    """Milliseconds to gather a cohort's rows, send them to the device, and write them back, in memory and in a file."""
+def row_transfer(floats: int, leaves: int, cohort: int, turns: int) -> list[Figures]:
+    """Measures gathering a cohort's rows, sending them to the device, and writing them back, in memory and in a file."""
     import jax
 
     from fedsim.data import ClientRows
@@ -198,12 +198,12 @@ def moving(floats: int, leaves: int, cohort: int, turns: int) -> list[Figures]:
     return figures
 
 
-def keeping(clients: int, floats: int, cohort: int, rounds: int, chunk_bytes: int | None = None) -> Figures:
-    """Rounds of SCAFFOLD whose clients keep so many floats each: time, memory and disk, in a run that is resumed half way.
+def client_memories(clients: int, floats: int, cohort: int, rounds: int, chunk_bytes: int | None = None) -> Figures:
+    """Measures rounds of SCAFFOLD whose clients keep ``floats`` floats each, in a run that is resumed halfway.
 
-    The loss is as good as free, so that what is measured is what it costs to keep. The budget is that of
-    `fedsim.data._row_store.RowFile`: 1.25 times the rows in use and a chunk. In use are a row of every client that was ever
-    seen, and one of each client of the rounds that the kept checkpoints lie apart, and that are under way.
+    The loss costs almost nothing, so the time is that of storing the memories. The disk budget is that of
+    `fedsim.data._row_store.RowFile`: 1.25 times the rows in use, and a chunk. In use are one row of every client that has
+    participated, one of each client of the rounds between the checkpoints that are kept, and of the rounds that are running.
     """
     import tempfile
 
@@ -255,7 +255,7 @@ def keeping(clients: int, floats: int, cohort: int, rounds: int, chunk_bytes: in
         stored, seen = result.state.clients.store, len(result.state.clients)
         disk = 512 * stored.path.stat().st_blocks
     budget = 1.25 * (seen + (3 * every + 4) * cohort) * stored.row_bytes + stored.rows_per_chunk * stored.row_bytes
-    # Of this program alone: what getrusage says may be that of the process that started it.
+    # VmHWM is the peak memory of this program alone. The value of getrusage may be that of the parent process.
     status = Path("/proc/self/status").read_text()
     peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
     return {
@@ -266,9 +266,10 @@ def keeping(clients: int, floats: int, cohort: int, rounds: int, chunk_bytes: in
     }  # fmt: skip
 
 
-MEASURES: dict[str, Callable[..., Any]] = {
-    measure.__name__: measure for measure in (write_tokens, open_tokens, gather, rounds, memory, keeping, moving)
+MEASUREMENTS: dict[str, Callable[..., Any]] = {
+    measurement.__name__: measurement
+    for measurement in (write_tokens, open_tokens, gather, rounds, memory, client_memories, row_transfer)
 }
 
 if __name__ == "__main__":
-    print(json.dumps(MEASURES[sys.argv[1]](**json.loads(sys.argv[2]))))
+    print(json.dumps(MEASUREMENTS[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -70,8 +70,8 @@ def _others(tables: dict[str, Any]) -> str:
             f"{evaluation['fedsim']['seconds']:.2f} s; with FedJAX, {evaluation['fedjax']['seconds']:.2f} s "
             f"({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
             f"- With 1,000 clients per round instead of 10, the time per client step is multiplied by {scale}.",
-            "- With a population of 1,000,000 clients instead of 1,000, streamed from a file, the time per round is multiplied by "
-            f"{large:.2f}.",
+            "- With a population of 1,000,000 clients instead of 1,000, streamed from a file, the time per round is multiplied "
+            f"by {large:.2f}.",
             _gpu(tables.get("gpu")),
         ]
     )

@@ -1,4 +1,4 @@
-"""Real data, trained and evaluated: ``python -m benchmarks.runs --data DIR`` writes ``docs/runs.md`` and its pictures."""
+"""Trains and evaluates on real data: ``python -m benchmarks.runs --data DIR`` writes ``docs/runs.md`` and its plots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedsim.experiment import RunConfig, Settings
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parents[1] / "docs"
 
-# Title, folder below --data, and configuration: `fedsim run` with the same options is the same run.
+# Title, folder below --data, and configuration. `fedsim run` with the same options gives the same run.
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "femnist-cnn": (
         "FEMNIST, 300 real writers, CNN",
@@ -74,8 +74,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def most_frequent(model: fedsim.Model, train: fedsim.FederatedData, test: fedsim.FederatedData) -> float:
-    """Test accuracy of always naming the same label, the best one of the train split's eight most frequent."""
+def constant_prediction(model: fedsim.Model, train: fedsim.FederatedData, test: fedsim.FederatedData) -> float:
+    """Returns the test accuracy of a constant prediction: the best of the train split's eight most frequent labels."""
     counts = np.bincount(np.concatenate([np.ravel(train.gather("y", [i])) for i in range(train.num_clients)]))
     outputs = jax.eval_shape(model.apply_for_eval, jax.eval_shape(model.init, jax.random.key(0)), _one_example(model))
     size, shape = outputs.shape[-1], outputs.shape[1:]
@@ -96,7 +96,7 @@ def _one_example(model: fedsim.Model) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def train(name: str, data: Path, seed: int) -> dict[str, Any]:
-    """One run; returns what is recorded of it."""
+    """Trains one run and returns its record."""
     title, below, options = RUNS[name]
     published = {"clients": 10, "batch_size": 20, "epochs": 1}
     config = RunConfig(**(published | options), data=str(data / below), seed=seed)
@@ -127,23 +127,23 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
         "train": [sampler.data.num_clients, sampler.data.num_examples],
         "test": [test_data.num_clients, test_data.num_examples],
         "seconds": round(seconds, 1),
-        "most_frequent": round(most_frequent(algorithm.model, sampler.data, test_data), 4),
+        "most_frequent": round(constant_prediction(algorithm.model, sampler.data, test_data), 4),
         "last": tested[-1],
         "accuracy": {line["round"]: round(line["test_accuracy"], 4) for line in tested},
     }
 
 
 def page(records: list[dict[str, Any]]) -> str:
-    """``docs/runs.md``."""
+    """Returns the text of ``docs/runs.md``."""
     lines = [
         "# Runs on real data",
         "",
-        "Made by `python -m benchmarks.runs --data DIR`. Configuration, machine, date, commit and all evaluations of each",
-        "run are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of what papers use: these",
-        "accuracies are not to be compared with published tables. *Always the same answer* is the test accuracy of naming one",
-        "label for every example, the best such label.",
+        "`python -m benchmarks.runs --data DIR` writes this page. The configuration, the machine, the date, the commit and all",
+        "evaluations of each run are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of the data",
+        "that papers use, so these accuracies cannot be compared with published ones. *Constant prediction* is the test",
+        "accuracy of predicting the same label for every example, with the best such label.",
         "",
-        "| run | seed | rounds × clients | test accuracy | clients: mean, std, worst 10 % | always the same answer | seconds |",
+        "| run | seed | rounds × clients | test accuracy | clients: mean, std, worst 10 % | constant prediction | seconds |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for record in records:
@@ -181,7 +181,9 @@ def _shell(value: Any) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.runs", description=__doc__)
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folder of the datasets' folders; without it, only the page")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="folder with one folder per dataset; without it, only the page is written"
+    )
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

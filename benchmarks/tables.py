@@ -1,4 +1,4 @@
-"""The tables, one generator each: it yields parts ``{"rows": what is printed, ...: what is only recorded}``."""
+"""The tables. Each is a generator of parts ``{"rows": ..., ...}``: the rows are printed, everything is recorded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Part = dict[str, Any]
 
 
 def rotate(entrants: Collection[Entrant], args: argparse.Namespace, turns: int = 1) -> None:
-    """A B C A B C: every contender in turn, over and over, so that a machine that drifts drifts for all.
+    """Runs contenders in turns (A B C A B C), so that a drift of the machine's speed affects all of them.
 
-    A repeat may be cut into several short ``turns``: a rented core changes its speed for seconds at a time, by a third where
-    the caches are shared with others, and only short turns, many of them, meet the same speed for all.
+    A repeat may be divided into several short ``turns``. A rented core changes its speed for seconds at a time, by a third
+    where it shares caches with other users. Over many short turns the speed is the same for all on average.
     """
     with ExitStack() as stack:
         for entrant in entrants:
@@ -43,39 +43,42 @@ def rotate(entrants: Collection[Entrant], args: argparse.Namespace, turns: int =
 
 
 def ratio(ours: Entrant, theirs: Entrant) -> float | None:
-    """How many times longer theirs takes for a client step: the median over rotations of the ratios within one."""
+    """Returns the time per client step relative to ``ours``: the median over rotations of the ratio within a rotation."""
     pairs = zip(theirs.times, ours.times, strict=False)
     ratios = [a["us_per_step"] / b["us_per_step"] for a, b in pairs]
     return median(ratios) if ratios else None
 
 
 def rounds(args: argparse.Namespace) -> Iterator[Part]:
-    """Time of whole rounds at 10 clients, all contenders in rotation, and relative to fedsim's."""
+    """Time of whole rounds of 10 clients, also relative to fedsim; all contenders in rotation."""
     names = [name for name in args.contenders or ("fedsim", "floor", *PEERS) if name not in args.without]
     for model in args.models or MODELS:
         yield compare(workload.Task(model=model, device=args.device), 1 if model == "cnn" else 20, names, args)
 
 
 def lstm(args: argparse.Namespace) -> Iterator[Part]:
-    """Time of whole rounds of next-word prediction, 10 clients, batch 16: fedsim, bare steps and FedJAX in rotation."""
+    """Time of whole rounds of next-word prediction, 10 clients, batch size 16: fedsim, floor and FedJAX in rotation."""
     task = workload.Task(model="lstm", data="sentences", batch=16, device=args.device)
     yield compare(task, 1, ["fedsim", "floor", "fedjax"], args)
 
 
-def compare(one: workload.Task, several: int, names: list[str], args: argparse.Namespace) -> Part:
-    """Checks that all compute the same, then times them in rotation; those that can take ``several`` rounds a dispatch."""
-    checks = {} if args.unchecked else check(one, names)
-    many = dataclasses.replace(one, per_dispatch=several)
-    entrants = {name: Entrant(name, many if name in ("fedsim", "floor") else one, visits=name == "flower") for name in names}
-    if "fedsim" in names and many != one:  # what several rounds a dispatch are worth
-        entrants["fedsim, one round a dispatch"] = Entrant("fedsim", one)
+def compare(task: workload.Task, several: int, names: list[str], args: argparse.Namespace) -> Part:
+    """Checks that contenders compute the same, then times them in rotation.
+
+    fedsim and the floor run ``several`` rounds per dispatch.
+    """
+    checks = {} if args.unchecked else check(task, names)
+    many = dataclasses.replace(task, per_dispatch=several)
+    entrants = {name: Entrant(name, many if name in ("fedsim", "floor") else task, restarts=name == "flower") for name in names}
+    if "fedsim" in names and many != task:  # shows the gain of several rounds per dispatch
+        entrants["fedsim, one round a dispatch"] = Entrant("fedsim", task)
     rotate(entrants.values(), args, turns=4)
     if len({entrant.about["digest"] for entrant in entrants.values() if entrant.about}) > 1:
-        raise ContenderError("the contenders were given different data")
+        raise ContenderError("the contenders report different digests of the data: check workload.population")
     rows = []
     for label, entrant in entrants.items():
         equal = checks.get(entrant.name, {}).get("equal")
-        row: Part = {"model": one.model, "contender": label, "equal": equal, "turns": len(entrant.times)}
+        row: Part = {"model": task.model, "contender": label, "equal": equal, "turns": len(entrant.times)}
         if entrant.times:
             row |= {key: median(t[key] for t in entrant.times) for key in ("us_per_step", "ms_per_round")}
             row["relative_to_fedsim"] = ratio(entrants["fedsim"], entrant) if "fedsim" in entrants else None
@@ -85,42 +88,42 @@ def compare(one: workload.Task, several: int, names: list[str], args: argparse.N
     return {"rows": rows, "checks": checks, "turns": turns, "about": about}
 
 
-def check(one: workload.Task, names: list[str]) -> dict[str, Part]:
-    """Has contenders train the same rounds from the same parameters, and compares each with the plain reference.
+def check(task: workload.Task, names: list[str]) -> dict[str, Part]:
+    """Trains the same rounds from the same parameters with each contender, and compares the results with the reference.
 
-    See `workload.population` on why shuffling does not matter. Dropout is off, for its draws cannot agree. Flower is
-    checked with plain averaging: its Adam corrects the bias of round r as if it were round r + 1.
+    `workload.population` explains why shuffling does not matter. Dropout is off, because its random draws differ between
+    libraries. Flower is checked with plain averaging: its Adam corrects the bias of round r as if it were round r + 1.
     """
     checks: dict[str, Part] = {}
     references: dict[str, list[np.ndarray]] = {}
-    start = workload.initial_leaves(one.model)
+    start = workload.initial_leaves(task.model)
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
-            if name == "floor":  # nothing federated to check; its model and steps are the reference's
+            if name == "floor":  # it trains nothing federated; its steps are those of the reference
                 continue
             server, path = "average" if name == "flower" else "adam", f"{folder}/{name}.npz"
-            task = dataclasses.replace(one, data="repeated", dropout=False, server=server)
+            checked = dataclasses.replace(task, data="repeated", dropout=False, server=server)
             try:
                 if server not in references:
-                    with Worker("floor", task) as floor:
+                    with Worker("floor", checked) as floor:
                         floor("reference", path=f"{folder}/{server}", rounds=CHECKED_ROUNDS)
                     references[server] = list(np.load(f"{folder}/{server}.npz").values())
-                with Worker(name, task) as worker:
+                with Worker(name, checked) as worker:
                     steps = worker("run", rounds=CHECKED_ROUNDS)["result"]
                     worker("save", path=path)
             except ContenderError as failure:
                 checks[name] = {"equal": False, "failure": str(failure)}
                 continue
             saved, expected = list(np.load(path).values()), references[server]
-            moved = max(np.abs(a - b).max() for a, b in zip(expected, start, strict=True))
-            error = float(max(np.abs(a - b).max() for a, b in zip(saved, expected, strict=True)) / moved)
-            right = steps == CHECKED_ROUNDS * sum(map(task.steps, workload.population(task).sizes))
+            change = max(np.abs(a - b).max() for a, b in zip(expected, start, strict=True))
+            error = float(max(np.abs(a - b).max() for a, b in zip(saved, expected, strict=True)) / change)
+            right = steps == CHECKED_ROUNDS * sum(map(task.steps, workload.population(checked).sizes))
             checks[name] = {"equal": right and error < TOLERANCE, "error": error, "steps": steps, "server": server}
     return checks
 
 
 def scale(args: argparse.Namespace) -> Iterator[Part]:
-    """fedsim's time a client step and peak memory with 1,000 clients a round against 10, of one population of 1,000."""
+    """fedsim's time per client step and peak memory with 10 and with 1,000 clients per round; a population of 1,000."""
     for model in args.models or MODELS:
         entrants = {}
         for clients in (10, 1000):
@@ -137,7 +140,7 @@ def scale(args: argparse.Namespace) -> Iterator[Part]:
             for clients, entrant in entrants.items()
         ]  # fmt: skip
         memory = rows[1]["peak_mib"] / rows[0]["peak_mib"]
-        # Of medians, not by rotation: a turn with 1,000 clients may last so long that it is the only one.
+        # The ratio of medians, because a turn with 1,000 clients may take so long that it is the only one.
         time = rows[1]["us_per_step"] / rows[0]["us_per_step"]
         rows.append({"model": model, "clients": "ratio", "us_per_step": time, "peak_mib": memory})
         turns = {clients: entrant.times for clients, entrant in entrants.items()}
@@ -145,7 +148,7 @@ def scale(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def mnist(args: argparse.Namespace) -> Iterator[Part]:
-    """Seconds of 100 rounds of softmax regression: 1,000 clients of 69 examples, 10 a round, batch 10, averaging."""
+    """Seconds for 100 rounds of softmax regression: 1,000 clients of 69 examples, 10 per round, batch size 10, averaging."""
     task = workload.Task(
         model="softmax", data="mnist", population=1000, batch=10, server="average", per_dispatch=20, device=args.device
     )
@@ -160,9 +163,9 @@ def mnist(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def femnist(args: argparse.Namespace) -> Iterator[Part]:
-    """Accuracy and time on real handwriting: dense, 10 clients a round, several seeds; FedJAX and fedsim in turn."""
+    """Accuracy and time on real FEMNIST: dense, 10 clients per round, several seeds; FedJAX and fedsim in turn."""
     if args.femnist is None:
-        print("left out: give --femnist a folder with femnist_train.h5 and femnist_test.h5", file=sys.stderr)
+        print("femnist is left out: pass --femnist a folder with femnist_train.h5 and femnist_test.h5", file=sys.stderr)
         return
     source = str(args.femnist.resolve())
     runs: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
@@ -210,9 +213,9 @@ def evaluation(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def conversion(args: argparse.Namespace) -> Iterator[Part]:
-    """Seconds in which FedJAX reads its SQLite file of 3,400 clients, and fedsim converts it into a packed file; in turn."""
+    """Seconds for FedJAX to read its SQLite file of 3,400 clients, and for fedsim to convert it to a packed file; in turn."""
     if args.sqlite is None:
-        print("left out: give --sqlite a file that FedJAX wrote; its clients are repeated", file=sys.stderr)
+        print("conversion is left out: pass --sqlite a file that FedJAX wrote; its clients are repeated", file=sys.stderr)
         return
     task = workload.Task(model="logistic", population=10, device=args.device)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -238,7 +241,7 @@ def conversion(args: argparse.Namespace) -> Iterator[Part]:
 
 
 def data(args: argparse.Namespace) -> Iterator[Part]:
-    """Large populations: a packed file opened and gathered from, rounds whatever the population, streaming against resident."""
+    """Large populations: opening and reading a packed file, rounds by population size, streamed and resident data."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = {"path": f"{folder}/tokens.h5"}
         written = measured(args, "write_tokens", **tokens, **populations.STACK_OVERFLOW)
@@ -247,31 +250,31 @@ def data(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": [populations.STACK_OVERFLOW | {"file_mb": written["mb"]} | opened | gathered], "written": written}
     yield {"rows": measured(args, "rounds", populations=[1_000, 1_000_000], cohort=100, turns=args.repeats, rounds=20)}
     if args.emnist is None:
-        print("rest left out: give --emnist a folder with client_sizes and emnist_byclass", file=sys.stderr)
+        print("the rest of data is left out: pass --emnist a folder with client_sizes and emnist_byclass", file=sys.stderr)
         return
     yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
 
 
 def memory(args: argparse.Namespace) -> Iterator[Part]:
-    """Clients that keep something: SCAFFOLD over 342,477 clients, 1 MB each: time, memory, disk; moving a cohort's rows."""
+    """Client memories: SCAFFOLD over 342,477 clients, 1 MB each: time, memory, disk; gathering and writing a cohort's rows."""
     population = populations.STACK_OVERFLOW["clients"]
     sizes = {10: 200, 50: 100}
     yield {
         "rows": [
-            measured(args, "keeping", clients=population, floats=2**18, cohort=cohort, rounds=rounds)
+            measured(args, "client_memories", clients=population, floats=2**18, cohort=cohort, rounds=rounds)
             for cohort, rounds in sizes.items()
         ]
     }
-    yield {"rows": measured(args, "moving", floats=50_000, leaves=8, cohort=10, turns=100 * args.repeats)}
+    yield {"rows": measured(args, "row_transfer", floats=50_000, leaves=8, cohort=10, turns=100 * args.repeats)}
 
 
 def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
-    """What a measure of `benchmarks.populations` finds, in a process of its own: its memory is nobody else's."""
+    """Runs a function of `benchmarks.populations` in its own process, so that only its memory is measured."""
     command = [sys.executable, "-m", "benchmarks.populations", name, json.dumps(arguments)]
     environment = os.environ | {"JAX_PLATFORMS": "cuda" if args.device == "gpu" else "cpu"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     if done.returncode:
-        raise ContenderError(f"{name} ended with status {done.returncode}")
+        raise ContenderError(f"benchmarks.populations {name} ended with status {done.returncode}: see its output above")
     return json.loads(done.stdout)
 
 

@@ -1,4 +1,4 @@
-"""A contender's process, seen from the benchmark: started, asked, timed, ended."""
+"""Starts a contender's process, sends it commands, and ends it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from benchmarks import environments, workload
 
 ROOT = Path(__file__).parent.parent
-SLOW = 10.0  # seconds; a contender whose round takes longer has one turn only
+SLOW = 10.0  # seconds; a contender whose round takes longer has only one turn
 
 
 class ContenderError(Exception):
-    """A contender that could not be installed, started or run; the table goes on without it and says so."""
+    """A contender could not be installed, started or run. The table reports it and continues without it."""
 
 
 class Worker:
-    """A contender's process, alive between commands and idle while others have their turn."""
+    """A contender's process. Between commands it stays alive and idle."""
 
     def __init__(self, name: str, task: workload.Task) -> None:
         environment = os.environ | {
@@ -36,8 +36,8 @@ class Worker:
         try:
             python = environments.python(name, task.device)
         except (OSError, subprocess.CalledProcessError) as error:
-            raise ContenderError("pip could not install its packages") from error
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
+            raise ContenderError(f"pip could not install the packages of {name}: see its output above") from error
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115, closed with the process
         self.process = subprocess.Popen(
             [python, "-m", "benchmarks.contender", name, json.dumps(vars(task))],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, cwd=ROOT, env=environment,
@@ -49,12 +49,12 @@ class Worker:
             raise
 
     def __call__(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Runs one command; the answer has its result, its seconds and the process's peak memory."""
+        """Runs one command; returns its result, its seconds and the process's peak memory."""
         assert self.process.stdin
         try:
             print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
         except BrokenPipeError as error:
-            raise ContenderError(self._last_words()) from error
+            raise ContenderError(self._last_line_of_log()) from error
         return self._reply()
 
     def __enter__(self) -> Worker:
@@ -79,35 +79,35 @@ class Worker:
     def _reply(self) -> dict[str, Any]:
         assert self.process.stdout
         line = self.process.stdout.readline()
-        reply = json.loads(line) if line else {"error": self._last_words()}
+        reply = json.loads(line) if line else {"error": self._last_line_of_log()}
         if "error" in reply:
             raise ContenderError(reply["error"])
         return reply
 
-    def _last_words(self) -> str:
+    def _last_line_of_log(self) -> str:
         self.log.seek(0)
-        return (self.log.read().strip().splitlines() or ["ended without a word"])[-1]
+        return (self.log.read().strip().splitlines() or ["ended without an error message"])[-1]
 
 
 class Entrant:
-    """A contender in a rotation: it starts and compiles on its first turn, and is out after a failure.
+    """A contender in a rotation. It starts and compiles on its first turn, and has no further turns after a failure.
 
     Attributes:
-      times: one entry a turn.
-      failure: why it is out, or None.
-      visits: it comes and goes with each turn, so that its background processes (Ray's) end; two turns only.
+      times: one entry per turn.
+      failure: the error that ended its turns, or None.
+      restarts: whether it starts and ends with each turn, so that its background processes (Ray's) end; it has two turns.
     """
 
-    def __init__(self, name: str, task: workload.Task, *, visits: bool = False) -> None:
-        self.name, self.task, self.visits = name, task, visits
+    def __init__(self, name: str, task: workload.Task, *, restarts: bool = False) -> None:
+        self.name, self.task, self.restarts = name, task, restarts
         self.times: list[dict[str, float]] = []
         self.about: dict[str, Any] = {}
         self.failure: str | None = None
         self.worker: Worker | None = None
-        self.most_turns = 2 if visits else 10**9
+        self.most_turns = 2 if restarts else 10**9
 
     def turn(self, seconds: float) -> None:
-        """Runs whole rounds for about so many seconds."""
+        """Runs whole rounds for about the given time."""
         if self.failure or len(self.times) >= self.most_turns:
             return
         try:
@@ -124,7 +124,7 @@ class Entrant:
             {"rounds": self.rounds, "steps": steps, "us_per_step": per_step, "ms_per_round": per_round,
              "peak_mib": reply["peak_mib"]}
         )  # fmt: skip
-        if self.visits:
+        if self.restarts:
             self.close()
 
     def close(self) -> None:
@@ -133,12 +133,12 @@ class Entrant:
             self.worker = None
 
     def _start(self, seconds: float) -> Worker:
-        """Starts, compiles, and finds how many rounds fill the time."""
+        """Starts the contender, compiles, and determines how many rounds fill the time."""
         self.worker = worker = Worker(self.name, self.task)
         self.about = worker.about
         chunk = self.task.per_dispatch
         took = worker("run", rounds=chunk)["seconds"]
-        if took < 3 * SLOW:  # the first run held the compilation
+        if took < 3 * SLOW:  # the first run included the compilation
             took = worker("run", rounds=chunk)["seconds"]
         if took / chunk > SLOW:
             self.most_turns = 1

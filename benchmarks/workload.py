@@ -1,4 +1,4 @@
-"""What every contender is given: task, data, initial parameters. NumPy only, so the same bytes for all."""
+"""The task, data and initial parameters of all contenders. NumPy alone computes them, so all contenders get the same bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-EVEN = 40  # examples of every client of "even"
+EVEN = 40  # number of examples of every client in "even"
 
 Layer = tuple[np.ndarray, np.ndarray]  # (bias, weight): the order in which JAX flattens Haiku's {"b": ..., "w": ...}.
 
@@ -22,21 +22,21 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {  # weights in Haiku's layout: [in, 
     "cnn": [(3, 3, 1, 32), (3, 3, 32, 64), (9216, 128), (128, 62)],
     "lstm": [(670, 96), (96, 10004), (766, 2680)],  # projection, output, recurrence: Haiku's alphabetical order
 }
-EMBEDDINGS = {"lstm": (10004, 96)}  # comes before all of them
+EMBEDDINGS = {"lstm": (10004, 96)}  # precede the layers in Haiku's order
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One federated training: model, data and hyperparameters. Defaults: Reddi et al. 2021's server Adam on EMNIST-62.
+    """One federated training: model, data and hyperparameters. Defaults: Reddi et al. (2021), EMNIST-62 with server Adam.
 
     Attributes:
       data: "emnist" (sizes clip(normal(198, 77), 19, 420)), "repeated" and "even" (for the equality checks, see
-        `population`), "sentences" (for the lstm: 8 to 128 a client), "mnist" (69 examples each), "evaluation" (3,400 clients,
+        `population`), "sentences" (for the lstm: 8 to 128 per client), "mnist" (69 examples each), "evaluation" (3,400 clients,
         77,483 examples) or "femnist" (TFF's HDF5 files).
       server: "adam", or "average": the clients' weighted mean becomes the model.
-      per_dispatch: rounds that a contender which can do so may hand to its devices at once.
+      per_dispatch: number of rounds per dispatch, for contenders that support more than one.
       source: the file of client sizes ("evaluation") or the folder of HDF5 files ("femnist").
-      catalogue: of the contenders that hold many algorithms, which ones: "algorithms", "aggregators" or "fedjax".
+      catalogue: "algorithms", "aggregators" or "fedjax", for contenders with many algorithms.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Task:
     catalogue: str | None = None
 
     def steps(self, size: int) -> int:
-        """Client steps of one epoch; the last batch may be partial."""
+        """Returns the number of client steps of one epoch; the last batch may be partial."""
         return -(-int(size) // self.batch)
 
 
@@ -65,7 +65,7 @@ class Task:
 class Population:
     """Packed clients: ``x: [n, 28, 28, 1] uint8``, ``y: [n] int32``, ``sizes: [clients] int64``, in client order.
 
-    For the lstm, ``x`` and ``y`` are ``[n, 20] int32``: word ids, and those of the next words.
+    For the lstm, ``x`` and ``y`` are ``[n, 20] int32``: ids of words and of the next words.
     """
 
     x: np.ndarray
@@ -81,11 +81,11 @@ class Population:
         return self.x[rows], self.y[rows]
 
     def floats(self) -> np.ndarray:
-        """``x / 255``, float32, for the peers whose own data sets hold floats."""
+        """Returns ``x / 255`` as float32, for libraries whose datasets store floats."""
         return np.multiply(self.x, np.float32(1 / 255), dtype=np.float32)
 
     def digest(self) -> str:
-        """What contenders compare to show that they were given the same bytes."""
+        """Returns a digest by which contenders show that they have the same bytes."""
         digest = hashlib.sha256()
         for array in (self.x, self.y, self.sizes):
             digest.update(np.ascontiguousarray(array))
@@ -93,12 +93,12 @@ class Population:
 
 
 def population(task: Task, split: str = "train") -> Population:
-    """The clients of ``task``.
+    """Returns the clients of ``task``.
 
-    In "repeated", for the equality check, a client holds one image many times. Every batch of it is then the same,
-    whatever the order and however a library completes the last batch (mask, wrap around, leave short), so libraries
-    that shuffle by different generators must still agree: on batches, steps, weights, averaging and server step. In "even",
-    clients are of one size besides.
+    In "repeated", for the equality check, a client has one image many times. All of its batches are then the same, in any
+    order and however a library completes the last batch (mask, wrap around, leave short). So libraries that shuffle with
+    different generators must still agree on batches, steps, weights, averaging and server step. In "even", all clients
+    also have the same size.
     """
     rng = np.random.default_rng(0)
     if task.data == "femnist":
@@ -120,12 +120,12 @@ def population(task: Task, split: str = "train") -> Population:
 
 
 def domains(data: Population) -> np.ndarray:
-    """Two domains, for agnostic learning: even labels and odd ones."""
+    """Returns the domain of each example, for agnostic learning: 0 for even labels, 1 for odd ones."""
     return (data.y % 2).astype(np.int32)
 
 
 def repeat_sqlite(source: Path, target: str, clients: int) -> None:
-    """Writes a FedJAX SQLite file in which the clients of another are repeated under new names."""
+    """Writes a FedJAX SQLite file that repeats the clients of another one under new names."""
     with contextlib.closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as small:
         rows = small.execute("SELECT client_id, data, num_examples FROM federated_data ORDER BY rowid").fetchall()
         (table,) = small.execute("SELECT sql FROM sqlite_master WHERE name = 'federated_data'").fetchone()
@@ -137,7 +137,7 @@ def repeat_sqlite(source: Path, target: str, clients: int) -> None:
 
 
 def initial_layers(model: str, seed: int = 0) -> list[Layer]:
-    """Haiku's initialisation (normal cut at 2 deviations of 1/sqrt(fan in), bias 0), drawn by NumPy."""
+    """Draws initial parameters like Haiku's with NumPy: clipped at 2 standard deviations of 1/sqrt(fan in); biases are 0."""
     rng = np.random.default_rng(seed)
     layers = []
     for shape in SHAPES[model]:
@@ -147,7 +147,7 @@ def initial_layers(model: str, seed: int = 0) -> list[Layer]:
 
 
 def initial_leaves(model: str, seed: int = 0) -> list[np.ndarray]:
-    """`initial_layers` as JAX flattens the Haiku parameters of these models."""
+    """Returns `initial_layers` in the order in which JAX flattens the Haiku parameters of these models."""
     layers = [array for layer in initial_layers(model, seed) for array in layer]
     if model not in EMBEDDINGS:
         return layers
@@ -155,7 +155,7 @@ def initial_leaves(model: str, seed: int = 0) -> list[np.ndarray]:
 
 
 def _sentences(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Words by Zipf's law, 4 to 30 a sentence, cut to 20; 0 pads, 1 begins, 2 ends."""
+    """Draws sentences of 4 to 30 words by Zipf's law, cut to 20. Ids: 0 is padding, 1 the beginning, 2 the end."""
     words = np.minimum(3 + rng.zipf(1.2, (n, 21)), 10_003)
     ends = rng.integers(4, 30, (n, 1))
     place = np.arange(21)
@@ -164,7 +164,7 @@ def _sentences(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray
 
 
 def _examples(rng: np.random.Generator, n: int, classes: int = 62) -> tuple[np.ndarray, np.ndarray]:
-    """Learnable images: half the class's prototype, half noise; made in blocks, so that this is not the peak memory."""
+    """Draws learnable images: half the prototype of the class, half noise. Blocks keep the peak memory low."""
     prototypes = rng.integers(0, 128, (classes, 28, 28, 1), np.uint8)
     y = rng.integers(0, classes, n, np.int32)
     x = np.empty((n, 28, 28, 1), np.uint8)
@@ -175,7 +175,7 @@ def _examples(rng: np.random.Generator, n: int, classes: int = 62) -> tuple[np.n
 
 
 def _evaluation_sizes(rng: np.random.Generator, source: str | None) -> np.ndarray:
-    """EMNIST's true number of test examples per writer if a CSV gives it, else sizes of the same count and sum."""
+    """Returns the number of test examples per writer, from a CSV of EMNIST or drawn with the same count and sum."""
     if source is None:
         return 1 + rng.multinomial(77_483 - 3_400, rng.dirichlet(np.full(3_400, 4.0)))
     with open(source, newline="") as file:
@@ -183,7 +183,7 @@ def _evaluation_sizes(rng: np.random.Generator, source: str | None) -> np.ndarra
 
 
 def _femnist(folder: Path, split: str) -> Population:
-    """TFF's layout, with ink = 1 (the files hold 255 for paper)."""
+    """Reads files in TFF's layout and inverts the images, because the files have 255 for paper."""
     import h5py
 
     with h5py.File(folder / f"femnist_{split}.h5") as file:

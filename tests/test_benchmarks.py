@@ -1,4 +1,4 @@
-"""The benchmarks' tables over whole registries hold all of them."""
+"""The benchmarks' tables over registries have all that is registered, and the script for GPUs runs."""
 
 import jax
 import pytest
@@ -9,19 +9,19 @@ from benchmarks.peers import fedsim_catalogue
 
 
 @pytest.mark.parametrize("catalogue", fedsim_catalogue.CATALOGUES)
-def test_everything_registered_is_measured_and_needs_some_gradients(catalogue):
+def test_every_registered_class_is_measured_and_needs_gradients(catalogue):
     task = workload.Task(model="dense", catalogue=catalogue)
     entries = fedsim_catalogue.CATALOGUES[catalogue](fedsim.models.emnist_dense(), task)
-    assert all(entry.step >= 1 and entry.look >= 0 for entry in entries.values())
+    assert all(entry.step >= 1 and entry.preview >= 0 for entry in entries.values())
 
 
-def test_what_is_registered_and_in_no_row_is_named():
-    with pytest.raises(ValueError, match="is registered: FedAvg, FedProx"):
-        fedsim_catalogue._complete({fedsim.algorithms.FedProx, fedsim.algorithms.FedAvg}, set())
+def test_a_registered_class_without_a_row_is_named():
+    with pytest.raises(ValueError, match="in no row: FedAvg, FedProx"):
+        fedsim_catalogue._check_complete({fedsim.algorithms.FedProx, fedsim.algorithms.FedAvg}, set())
 
 
 @pytest.mark.slow
-def test_the_gpu_script_runs_small_on_a_cpu_and_writes_nothing(capsys):
+def test_the_script_for_gpus_runs_on_a_cpu_and_writes_nothing(capsys):
     written = gpu.RESULT.exists()
     with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it, and conftest.py sets strict promotion
         logistic, lstm = gpu.main(["--rows", "0", "6"])

@@ -1,1 +1,1 @@
-"""The contenders, one module each; `benchmarks.contender` runs them. Each imports its own library and no other's."""
+"""The contenders, one per module. `benchmarks.contender` runs them. Each module imports only its own library."""

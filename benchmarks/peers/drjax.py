@@ -1,4 +1,4 @@
-"""DrJAX as its examples use it: broadcast, map over clients padded to one shape, weighted mean; one jit a round."""
+"""DrJAX as in its examples: broadcast, map over clients padded to one shape, weighted mean; one jitted function per round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import workload
 
 
 def forward(model: str, dropout: bool) -> hk.Transformed:
-    """The task's model in plain Haiku."""
+    """Returns the task's model in plain Haiku."""
 
     def drop(rate: float, x: jax.Array) -> jax.Array:
         return hk.dropout(hk.next_rng_key(), rate, x) if dropout else x
@@ -57,7 +57,7 @@ class Contender:
                 return jax.tree.map(lambda p, g: p - task.client_lr * g, params, gradient), None
 
             params, _ = jax.lax.scan(step, start, (x, y, mask, jax.random.split(key, len(x))))
-            return jax.tree.map(jnp.subtract, start, params)  # a padding batch has no gradient and moves nothing
+            return jax.tree.map(jnp.subtract, start, params)  # a padding batch has a gradient of zero
 
         @jax.jit
         @drjax.program(placements={"clients": task.clients})
@@ -71,7 +71,7 @@ class Contender:
         self.one_round = one_round
 
     def cohort(self) -> tuple[int, tuple[np.ndarray, ...]]:
-        """Samples clients, shuffles each, pads all to the largest client of the population so that one trace does."""
+        """Samples clients, shuffles each, and pads all to the largest client of the population, so that one trace suffices."""
         task = self.task
         x = np.zeros((task.clients, self.max_steps * task.batch, 28, 28, 1), np.uint8)
         y, mask = np.zeros(x.shape[:2], np.int32), np.zeros(x.shape[:2], np.float32)

@@ -1,4 +1,4 @@
-"""FedJAX's own algorithms beside federated averaging, and its aggregators, as its examples and notebooks use them."""
+"""FedJAX's algorithms and aggregators, as in its examples and notebooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import workload
-from benchmarks.peers.fedjax import MODELS, federated  # and FedJAX's names that JAX has removed put back
+from benchmarks.peers.fedjax import MODELS, federated  # restores names that JAX has removed
 
 import fedjax  # isort: skip
 from fedjax.aggregators import compression  # isort: skip
@@ -29,7 +29,10 @@ AGGREGATORS: dict[str, Callable[[jax.Array], fedjax.aggregators.Aggregator]] = {
 
 
 def aggregated(gradient: Any, client: Any, server: Any, batches: Any, aggregator: Any) -> fedjax.FederatedAlgorithm:
-    """Federated averaging with one of FedJAX's aggregators, as in its notebook on compression: it has no such algorithm."""
+    """Returns federated averaging with one of FedJAX's aggregators, as in its notebook on compression.
+
+    FedJAX itself has no such algorithm.
+    """
     train = fed_avg.create_train_for_each_client(gradient, client)
 
     def init(params: Any) -> tuple[fed_avg.ServerState, Any]:
@@ -48,7 +51,7 @@ def aggregated(gradient: Any, client: Any, server: Any, batches: Any, aggregator
 
 
 def build(name: str, model: fedjax.Model, task: workload.Task) -> fedjax.FederatedAlgorithm:
-    """The algorithm with the hyperparameters of `benchmarks.peers.fedsim_catalogue.of_fedjax`."""
+    """Returns the algorithm with the hyperparameters of `benchmarks.peers.fedsim_catalogue.of_fedjax`."""
     adam = fedjax.optimizers.adam(task.server_lr, b1=0.9, b2=task.b2, eps=task.eps)
     server = adam if task.server == "adam" else fedjax.optimizers.sgd(1.0)
     client, momentum = fedjax.optimizers.sgd(task.client_lr), fedjax.optimizers.sgd(task.client_lr, momentum=0.9)
@@ -79,7 +82,7 @@ class Contender:
         model = MODELS[task.model]()
         self.treedef = jax.tree.structure(jax.eval_shape(model.init, jax.random.key(0)))
         self.model = model if task.dropout else model.replace(apply_for_train=lambda p, b, _: model.apply_for_eval(p, b))
-        # Only who reads a further column has to carry it.
+        # Only AgnosticFedAvg reads the column of domains, so only its clients have it.
         self.clients = {
             True: federated(self.data, domain_id=workload.domains(self.data)),
             False: federated(self.data),
@@ -88,7 +91,7 @@ class Contender:
         self.states: dict[str, Any] = {}
 
     def run(self, name: str, rounds: int) -> dict[str, float]:
-        """The first so many cohorts of the sampler, from where this one was; returns the client steps."""
+        """Runs the sampler's first cohorts from the entry's last state; returns the client steps."""
         if name not in self.algorithms:
             self.algorithms[name] = build(name, self.model, self.task)
             clusters = [self._start(self.task.seed + i) for i in range(CLUSTERS)]

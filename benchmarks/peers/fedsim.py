@@ -1,4 +1,4 @@
-"""fedsim, through its public interface only."""
+"""fedsim, by its public interface only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""fedsim's registries: every algorithm that trains a model, every aggregator and compressor, and what FedJAX has of them.
+"""fedsim's registries: every algorithm that trains a model, every aggregator and compressor, and those that FedJAX also has.
 
-One process holds all of them, compiled, so that turns can be short. All run the same cohorts in every turn.
+One process has all of them compiled, so turns can be short. All entries run the same cohorts in every turn.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from benchmarks.peers.fedsim import MODELS, federated, without_dropout
 from fedsim import aggregators, compressors
 from fedsim.algorithms import GradientServer
 
-FORWARD = 1 / 3  # of a gradient: what a pass through the network is counted for that nothing is propagated back from
+FORWARD = 1 / 3  # the cost of a forward pass without a backward pass, in gradients
 CLUSTERS = 2
 LEVELS = 16  # of quantizers
 
 
 class Entry(NamedTuple):
-    """An algorithm, and the gradients that it needs, of a batch of the task's size, by definition and not by measurement.
+    """An algorithm, and the number of gradients of a batch of the task's size that it needs by definition.
 
     Attributes:
-      step: in a step of its own ``batches``.
-      look: for a batch of the pass before training, if it takes one.
+      algorithm: the algorithm.
+      step: gradients per step of the algorithm's own ``batches``.
+      preview: gradients per batch of the pass before training; 0 if measured is none.
     """
 
     algorithm: fedsim.Algorithm
     step: float = 1
-    look: float = 0
+    preview: float = 0
 
 
 def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
-    """Every algorithm of the registry that trains a model; servers average where they do not say otherwise."""
+    """Returns every registered algorithm that trains a model; the server averages unless the algorithm differs."""
     of, batches = fedsim.algorithms, fedsim.Batches(size=task.batch)
     sgd = optax.sgd(task.client_lr)
     common: dict[str, Any] = {"model": model, "batches": batches, "client_optimizer": sgd}
     mimicked = common | {"client_optimizer": optax.sgd(task.client_lr, momentum=0.9)}
 
-    def dealt(parts: int) -> dict[str, Any]:  # batches of which each part is as large as the others' batches
+    def split(parts: int) -> dict[str, Any]:  # each part of a batch is as large as a batch of the other algorithms
         return common | {"batches": fedsim.Batches(size=parts * task.batch)}
 
     server_sgd = {"model": model, "batches": batches.one_pass()}
@@ -58,38 +59,38 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "FedAdagrad": Entry(of.FedAdagrad(**common)),
         "FedNova": Entry(of.FedNova(**common)),
         "FedProx": Entry(of.FedProx(**common)),
-        "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), look=FORWARD),
+        "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), preview=FORWARD),
         "SCAFFOLD": Entry(of.SCAFFOLD(**common)),
-        "SCAFFOLD, option I": Entry(of.SCAFFOLD(**common, option="I"), look=1),
-        "Mime": Entry(of.Mime(**mimicked), step=2, look=1),  # a batch's gradients at y and at x; the cohort's
-        "MimeLite": Entry(of.MimeLite(**mimicked), look=1),
+        "SCAFFOLD, option I": Entry(of.SCAFFOLD(**common, option="I"), preview=1),
+        "Mime": Entry(of.Mime(**mimicked), step=2, preview=1),  # gradients of a batch at y and at x; the cohort's gradient
+        "MimeLite": Entry(of.MimeLite(**mimicked), preview=1),
         "FedDyn": Entry(of.FedDyn(**common)),
-        "QFedAvg": Entry(of.QFedAvg(**common), look=FORWARD),
+        "QFedAvg": Entry(of.QFedAvg(**common), preview=FORWARD),
         "QFedSGD": Entry(of.QFedSGD(**server_sgd)),
-        "AgnosticFedAvg": Entry(of.AgnosticFedAvg(**common, num_domains=2), look=FORWARD),
+        "AgnosticFedAvg": Entry(of.AgnosticFedAvg(**common, num_domains=2), preview=FORWARD),
         "FedMGDA": Entry(of.FedMGDA(**common)),
         "APFL": Entry(of.APFL(**common), step=2),
         "APFL, adaptive": Entry(of.APFL(**common, adaptive=True), step=2),
         "Ditto": Entry(of.Ditto(**common), step=2),
         "FedPer": Entry(of.FedPer(**common)),
         "FedRep": Entry(of.FedRep(**common)),  # body and head from one pass
-        "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), look=CLUSTERS * FORWARD),
-        "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), look=CLUSTERS * FORWARD),
-        "PerFedAvg": Entry(of.PerFedAvg(**dealt(2)), step=2),
-        "PerFedAvg, Hessian-free": Entry(of.PerFedAvg(**dealt(3), variant="hessian_free"), step=4),
-        "PFedMe": Entry(of.PFedMe(**common), step=5 + FORWARD),  # five for theta, and the loss there
+        "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
+        "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
+        "PerFedAvg": Entry(of.PerFedAvg(**split(2)), step=2),
+        "PerFedAvg, Hessian-free": Entry(of.PerFedAvg(**split(3), variant="hessian_free"), step=4),
+        "PFedMe": Entry(of.PFedMe(**common), step=5 + FORWARD),  # five for theta, and the loss at theta
         "Reptile": Entry(of.Reptile(**common)),
         "DSSGD": Entry(of.DSSGD(**common)),
         "DSSGD, random, half downloaded": Entry(of.DSSGD(**common, selection="random", theta_d=0.5)),
     }
     trained = {cls for cls in of.ALGORITHMS.values() if issubclass(cls, GradientServer)}
-    _complete(trained, {type(entry.algorithm) for entry in entries.values()})
+    _check_complete(trained, {type(entry.algorithm) for entry in entries.values()})
     return entries
 
 
-def folds(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
-    """FedAvg with every aggregator, and with the mean of what every compressor sends."""
-    examples = task.clients * 198  # of a cohort, about
+def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
+    """Returns FedAvg with every aggregator, and with the mean of what every compressor sends."""
+    examples = task.clients * 198  # approximate number of examples of a cohort
 
     def fedavg(aggregator: fedsim.aggregators.Aggregator, **options: Any) -> Entry:
         sgd = optax.sgd(task.client_lr)
@@ -115,27 +116,27 @@ def folds(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
     senders["Eden, 4 bits"] = compressors.Eden(bits=4)
     for inner in (compressors.TopK(), compressors.ScaledSign(), compressors.PowerSGD()):
         senders[f"ErrorFeedback({type(inner).__name__})"] = compressors.ErrorFeedback(inner)
-    of_all = optax.sgd(1 / examples)  # a sum is so many times a mean
-    entries = {"Mean": fedavg(aggregators.Mean()), "Sum": fedavg(aggregators.Sum(), server_optimizer=of_all)}
+    scaled = optax.sgd(1 / examples)  # the sum is about this many times the mean
+    entries = {"Mean": fedavg(aggregators.Mean()), "Sum": fedavg(aggregators.Sum(), server_optimizer=scaled)}
     entries["Mean, averaging=0.9"] = fedavg(aggregators.Mean(), averaging=0.9)
     entries |= {name: fedavg(aggregator) for name, aggregator in kinds.items()}
     entries |= {f"Compressed({name})": fedavg(aggregators.Compressed(sender)) for name, sender in senders.items()}
     both = aggregators.Clipped(1.0, inner=aggregators.Compressed(compressors.Eden(bits=1)))
     entries["Clipped(Compressed(Eden))"] = fedavg(both)
-    there = {type(entry.algorithm.aggregator) for entry in entries.values()}
-    _complete(set(aggregators.AGGREGATORS.values()), there)
+    measured = {type(entry.algorithm.aggregator) for entry in entries.values()}
+    _check_complete(set(aggregators.AGGREGATORS.values()), measured)
     return entries
 
 
 def of_fedjax(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
-    """What FedJAX has, too, with the hyperparameters of `benchmarks.peers.fedjax_catalogue`."""
+    """Returns what FedJAX also has, with the hyperparameters of `benchmarks.peers.fedjax_catalogue`."""
     of, adam = fedsim.algorithms, optax.adam(task.server_lr, b2=task.b2, eps=task.eps)
     server = adam if task.server == "adam" else optax.sgd(1.0)
     common: dict[str, Any] = {"model": model, "batches": fedsim.Batches(size=task.batch)}
     momentum = optax.sgd(task.client_lr, momentum=0.9)
     fedavg = common | {"client_optimizer": optax.sgd(task.client_lr), "server_optimizer": server}
-    # FedJAX divides the sum over a batch by the client's weight, and so steps shrink as clients grow. In the check all are
-    # of one size, so that this is a matter of the rate.
+    # FedJAX divides the sum over a batch by the client's weight, so its steps shrink as clients grow. In the check all clients
+    # have one size, so a different learning rate compensates for this.
     shrunk = task.client_lr * task.batch / workload.EVEN if task.data == "even" else task.client_lr
     senders = {
         "UniformQuantizer": compressors.UniformQuantizer(levels=LEVELS),
@@ -156,7 +157,7 @@ def of_fedjax(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
     }
 
 
-CATALOGUES = {"algorithms": algorithms, "aggregators": folds, "fedjax": of_fedjax}
+CATALOGUES = {"algorithms": algorithms, "aggregators": aggregators_and_compressors, "fedjax": of_fedjax}
 
 
 class Contender:
@@ -179,8 +180,8 @@ class Contender:
         }
 
     def run(self, name: str, rounds: int) -> dict[str, float]:
-        """The first so many cohorts of the sampler, from where this one was: client steps, and gradients by definition."""
-        algorithm, step, look = self.entries[name]
+        """Runs the sampler's first cohorts from the entry's last state; returns the client steps and the gradients."""
+        algorithm, step, preview = self.entries[name]
         state = self.states[name] if name in self.states else self._start(algorithm)
         sizes: list[int] = []
         numbers = iter(range(rounds))
@@ -192,13 +193,13 @@ class Contender:
             sizes += [int(size) for cohort in cohorts for size in cohort.sizes]
         self.states[name] = jax.block_until_ready(state)
         steps = sum(map(self.task.steps, sizes))
-        return {"steps": steps, "gradients": step * sum(map(algorithm.batches.num_steps, sizes)) + look * steps}
+        return {"steps": steps, "gradients": step * sum(map(algorithm.batches.num_steps, sizes)) + preview * steps}
 
     def save(self, name: str, path: str) -> None:
         np.savez(path, *jax.tree.leaves(self.states[name].params))
 
     def _start(self, algorithm: fedsim.Algorithm) -> Any:
-        """The state before the first round; against FedJAX, from the parameters that are given."""
+        """Returns the state before the first round; for the comparison with FedJAX, with the common initial parameters."""
         state = algorithm.init(jax.random.key(self.task.seed))
         if self.task.catalogue != "fedjax":
             return state
@@ -219,7 +220,7 @@ def _nested(aggregator: aggregators.Aggregator) -> Iterator[aggregators.Aggregat
         yield from _nested(aggregator.inner)
 
 
-def _complete(registered: set[type], there: set[type]) -> None:
-    """Raises ``ValueError`` if something of a registry is in no row."""
-    if missing := sorted(cls.__name__ for cls in registered - there):
-        raise ValueError(f"Add to benchmarks/peers/fedsim_catalogue.py what is registered: {', '.join(missing)}.")
+def _check_complete(registered: set[type], measured: set[type]) -> None:
+    """Raises ``ValueError`` if a registered class is in no row."""
+    if missing := sorted(cls.__name__ for cls in registered - measured):
+        raise ValueError(f"Registered but in no row: {', '.join(missing)}. Add them to benchmarks/peers/fedsim_catalogue.py.")

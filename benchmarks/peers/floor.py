@@ -1,10 +1,10 @@
-"""The floor: hand-written SGD steps on batches already on the devices, and nothing federated.
+"""The floor: SGD steps written by hand on batches that are already on the devices, without anything federated.
 
-A batch is drawn and shuffled before the clock starts; clients lie in queues, one a device on a CPU (one a device and
-lane on a GPU, where a single client does not fill the chip), and each queue is one compiled loop of steps. The model is
-one function, ``loss(params, x, y, mask, key)``: fedsim's own where fedsim is installed, else `plain_loss`.
+Batches are drawn and shuffled before the timing starts. Clients are divided into queues, one per device on a CPU. On a GPU,
+where a single client does not use the whole chip, there is one per device and lane. Each queue is one compiled loop of steps.
+The model is a function ``loss(params, x, y, mask, key)``: fedsim's if fedsim is installed, else `plain_loss`.
 
-`reference` is what all contenders are checked against: `plain_loss` and NumPy, sharing no code with fedsim.
+`reference` is what all contenders are compared with. It uses `plain_loss` and NumPy and shares no code with fedsim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loss = Callable[..., jax.Array]
 
 
 def plain_loss(task: workload.Task, params: list[jax.Array], x: Any, y: Any, mask: Any, key: Any) -> jax.Array:
-    """Masked mean cross-entropy of the task's model, in plain jnp, on the leaves of `workload.initial_leaves`."""
+    """Computes the masked mean cross-entropy of the task's model in plain jnp, on the leaves of `workload.initial_leaves`."""
     if task.model == "lstm":
         return jnp.sum(_sentence_losses(params, x, y) * mask) / jnp.sum(mask)
     layers = list(zip(params[::2], params[1::2], strict=True))
@@ -46,7 +46,7 @@ def plain_loss(task: workload.Task, params: list[jax.Array], x: Any, y: Any, mas
 
 
 def _sentence_losses(params: list[jax.Array], x: Any, y: Any) -> jax.Array:
-    """Sums over a sentence's words of the cross-entropy of the next: FedJAX's model, unrolled step by step."""
+    """Computes the sum over each sentence of the cross-entropy of the next word: FedJAX's model, unrolled."""
     embedding, b_projection, projection, b_output, output, b_lstm, lstm = params
     h = c = jnp.zeros((len(x), len(lstm) - embedding.shape[1]))
     losses = jnp.zeros(len(x))
@@ -61,10 +61,12 @@ def _sentence_losses(params: list[jax.Array], x: Any, y: Any) -> jax.Array:
 
 
 def _conv3x3(x: jax.Array, bias: jax.Array, weight: jax.Array) -> jax.Array:
-    """A VALID convolution as three matmuls of patches along the width: XLA:CPU's own is 16 times slower in a loop."""
+    """Computes a VALID convolution as three matrix products of patches: XLA's own on a CPU is 16 times slower in a loop."""
     n, height, width, channels = x.shape
     patches = jnp.concatenate([x[:, :, i : i + width - 2] for i in range(3)], axis=-1)
-    bands = [patches[:, i : i + height - 2].reshape(-1, 3 * channels) for i in range(3)]  # matrices: batched is slower
+    bands = [
+        patches[:, i : i + height - 2].reshape(-1, 3 * channels) for i in range(3)
+    ]  # two-dimensional, because batched products are slower
     products = [band @ weight[i].reshape(3 * channels, -1) for i, band in enumerate(bands)]
     return (products[0] + products[1] + products[2]).reshape(n, height - 2, width - 2, -1) + bias
 
@@ -140,14 +142,14 @@ class Contender:
         np.savez(path, *params)
 
     def _batches(self, client: int, order: np.ndarray) -> list[tuple[np.ndarray, ...]]:
-        """A client's batches in this order; the last wraps around and is masked."""
+        """Returns a client's batches in this order; the last one wraps around and is masked."""
         (x, y), batch = self.data.client(client), self.task.batch
         starts = range(0, len(order), batch)
         rows = [np.arange(start, start + batch) for start in starts]
         return [(x[order[r % len(order)]], y[order[r % len(order)]], (r < len(order)).astype(np.float32)) for r in rows]
 
     def _queues(self) -> tuple[Any, ...]:
-        """Cohorts dealt to queues (longest client first onto the shortest queue), put on the devices."""
+        """Divides cohorts into queues, longest client first onto the shortest queue, and puts them on the devices."""
         task, rng, devices = self.task, np.random.default_rng(self.task.seed), len(jax.devices())
         lanes = 1 if task.device == "cpu" else task.clients
         queues: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(devices * lanes)]
@@ -167,7 +169,7 @@ class Contender:
 
 
 def _training(loss: Loss, task: workload.Task, lanes: int) -> Callable[..., Any]:
-    """The compiled loop: ``(params, (x, y, mask), counts, mesh, key) -> params of every queue``."""
+    """Returns the compiled loop: ``(params, (x, y, mask), counts, mesh, key) -> params of every queue``."""
 
     def step(params: Any, batch: tuple[jax.Array, ...], key: jax.Array) -> Any:
         gradients = jax.grad(loss)(params, *batch, key)

@@ -1,4 +1,4 @@
-"""Flower's simulation: Ray, one processor a client, PyTorch clients, FedAdam on the server."""
+"""Flower's simulation: Ray, one processor per client, PyTorch clients, FedAdam on the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ client_app = ClientApp()
 
 @functools.cache
 def _client_side(task_json: str) -> tuple[Any, ...]:
-    """What one Ray actor keeps between clients, so that no client pays for it: task, data, model."""
+    """Returns task, data and model, which a Ray actor keeps between clients, so that they are loaded once."""
     task = workload.Task(**json.loads(task_json))
     data = workload.population(task)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,7 +61,7 @@ class Contender:
         self.model = torch_model.build(task)
         self.arrays = ArrayRecord(self.model.state_dict())
         common = {
-            "fraction_train": 1e-9,  # at least min_train_nodes are sampled: exactly so many
+            "fraction_train": 1e-9,  # at least min_train_nodes are sampled; with this fraction, exactly that many
             "fraction_evaluate": 0.0,
             "min_train_nodes": task.clients,
             "min_available_nodes": len(self.data.sizes),
@@ -82,7 +82,7 @@ class Contender:
 
 
 def host(task: workload.Task, serve: Callable[[Contender], None]) -> None:
-    """Flower calls the server's code from the simulation, not the other way round."""
+    """Runs the simulation, which calls ``serve``: Flower needs the main thread."""
     logging.getLogger("flwr").setLevel(logging.WARNING)
     server_app = ServerApp()
 

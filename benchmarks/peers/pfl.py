@@ -21,7 +21,7 @@ from benchmarks.peers import torch_model
 
 
 class Counting(torch.nn.Module):
-    """The model with the two methods that pfl wants; counts its steps."""
+    """The model with the two methods that pfl requires; it counts its steps."""
 
     def __init__(self, net: torch.nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Counting(torch.nn.Module):
         return cross_entropy(self.net(x), y)
 
     def metrics(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        return {}  # nothing is evaluated here
+        return {}  # the benchmark evaluates nothing
 
 
 class Contender:
@@ -41,7 +41,7 @@ class Contender:
     def __init__(self, task: workload.Task) -> None:
         self.data, self.rounds = workload.population(task), 0
         np.random.seed(task.seed)  # pfl draws from NumPy's global generator
-        if task.model != "cnn":  # measured: small models gain nothing from more, and stall where a core is shared
+        if task.model != "cnn":  # measured: more threads do not help small models, and stall where a core is shared
             torch.set_num_threads(1)
         device = pytorch_ops.get_default_device()
         self.about = {"devices": f"{device}, {torch.get_num_threads()} threads"}
@@ -69,7 +69,7 @@ class Contender:
     def run(self, rounds: int) -> int:
         before, self.rounds = self.module.steps, self.rounds + rounds
         params = NNAlgorithmParams(
-            central_num_iterations=self.rounds,  # the algorithm goes on from the iteration it has reached
+            central_num_iterations=self.rounds,  # the algorithm continues from its last iteration
             evaluation_frequency=10**9,
             train_cohort_size=self.cohort,
             val_cohort_size=0,

@@ -1,4 +1,4 @@
-"""The task's models in PyTorch, for the peers that train it, and their parameters to and from Haiku's layout."""
+"""The task's models in PyTorch, and conversion of their parameters from and to Haiku's layout."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def build(task: workload.Task) -> nn.Sequential:
         layers = workload.initial_layers(task.model, task.seed)
         for module, (bias, weight) in zip(_weighted(model), layers, strict=True):
             module.bias.copy_(torch.from_numpy(bias))
-            module.weight.copy_(torch.from_numpy(_swap(weight)))
+            module.weight.copy_(torch.from_numpy(_to_torch(weight)))
     return model
 
 
 def images(data: workload.Population) -> tuple[torch.Tensor, torch.Tensor]:
-    """All examples as PyTorch likes them: float32 [n, 1, 28, 28] and int64 [n]."""
+    """Returns all examples in PyTorch's layout: float32 [n, 1, 28, 28] and int64 [n]."""
     return torch.from_numpy(data.floats().reshape(-1, 1, 28, 28)), torch.from_numpy(data.y.astype(np.int64))
 
 
 def leaves(model: nn.Module) -> list[np.ndarray]:
-    """The parameters as `workload.initial_leaves` has them."""
+    """Returns the parameters in the order and layout of `workload.initial_leaves`."""
     arrays = []
     for module in _weighted(model):
-        arrays += [module.bias.detach().cpu().numpy(), _unswap(module.weight.detach().cpu().numpy())]
+        arrays += [module.bias.detach().cpu().numpy(), _to_haiku(module.weight.detach().cpu().numpy())]
     return arrays
 
 
@@ -46,8 +46,11 @@ def _weighted(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
 
 
-def _swap(weight: np.ndarray) -> np.ndarray:
-    """Haiku to PyTorch: [h, w, in, out] to [out, in, h, w], [in, out] to [out, in], features of pixels to pixels."""
+def _to_torch(weight: np.ndarray) -> np.ndarray:
+    """Converts Haiku's layout to PyTorch's: [h, w, in, out] to [out, in, h, w], [in, out] to [out, in].
+
+    The inputs of the first dense layer are reordered from pixels of channels to channels of pixels.
+    """
     if weight.ndim == 4:
         return weight.transpose(3, 2, 0, 1)
     if weight.shape[0] == 9216:
@@ -55,8 +58,8 @@ def _swap(weight: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(weight.T)
 
 
-def _unswap(weight: np.ndarray) -> np.ndarray:
-    """The inverse of `_swap`."""
+def _to_haiku(weight: np.ndarray) -> np.ndarray:
+    """Inverts `_to_torch`."""
     if weight.ndim == 4:
         return weight.transpose(2, 3, 1, 0)
     if weight.shape[1] == 9216:

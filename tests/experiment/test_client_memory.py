@@ -267,9 +267,9 @@ def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, mon
 
 @pytest.mark.slow
 def test_scaffold_over_342_477_clients_stays_within_its_budgets(tmp_path):
-    """A small part of `python -m benchmarks --only memory`: fewer rounds, 64 kB a client, resumed half way."""
+    """A small part of `python -m benchmarks --only memory`: fewer rounds, 64 kB a client, resumed halfway."""
     arguments = {"clients": 342_477, "floats": 2**14, "cohort": 10, "rounds": 24, "chunk_bytes": 2**20}
-    command = [sys.executable, "-m", "benchmarks.populations", "keeping", json.dumps(arguments)]
+    command = [sys.executable, "-m", "benchmarks.populations", "client_memories", json.dumps(arguments)]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], env=environment, timeout=300)
     figures = json.loads(done.stdout)
