@@ -1,8 +1,8 @@
-"""An algorithm of your own: `init`, `client_update` and `server_update`. Here FedNova for clients with unequal step counts.
+"""A custom algorithm with `init`, `client_update` and `server_update`: FedNova, for clients with unequal step counts.
 
 J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor, "Tackling the objective inconsistency problem in heterogeneous federated
-optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481. Clients use plain SGD; `fedsim.algorithms.FedNova` takes more
-optimizers.
+optimization", NeurIPS 2020: https://arxiv.org/abs/2007.07481. Clients use plain SGD here; `fedsim.algorithms.FedNova`
+also supports other optimizers.
 From the command line: fedsim run --algorithm examples/custom_algorithm.py:FedNova --client-learning-rate 0.1
 """
 
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import fedsim
 from fedsim import experiment, tree
 
-State = namedtuple("State", ["params"])  # a pytree; states with .params can be evaluated
+State = namedtuple("State", ["params"])  # a pytree; states with params can be evaluated
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedNova(fedsim.Algorithm):
-    """Clients send their mean change per step; the server takes as many of these steps as clients took on average."""
+    """Clients send their mean change per step. The server multiplies the average by the mean number of steps."""
 
     model: fedsim.Model
     client_learning_rate: float = 0.2
@@ -46,7 +46,7 @@ class FedNova(fedsim.Algorithm):
 
 
 def main(rounds: int = 60) -> float:
-    """Trains on the embedded digits, prints how it went, and returns the test accuracy."""
+    """Trains on the digits; prints and returns the test accuracy."""
     data = fedsim.datasets.load("digits")
     algorithm = FedNova(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10, epochs=5))
     sampler = fedsim.UniformSampler(data.train, clients=20, seed=0)

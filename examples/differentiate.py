@@ -1,7 +1,7 @@
 """The derivative of a loss after several rounds of FedAvg with respect to the clients' learning rate.
 
 With ``fedsim.Jit(differentiable=True)``, `jax.grad` goes through whole rounds: the clients' training, the aggregation and the
-server's steps. Here the derivative is compared with a finite difference, and then used to improve the learning rate.
+server's steps. Here the derivative is compared with a finite difference and then used to improve the learning rate.
 
 Run it with ``python examples/differentiate.py``.
 """
@@ -19,7 +19,7 @@ examples = {name: jnp.asarray(column) for name, column in data.test.columns.item
 
 
 def loss_after(learning_rate, rounds: int = 3) -> jax.Array:
-    """The loss on the test data after some rounds."""
+    """Returns the loss on the test data after some rounds."""
     algorithm = fedsim.algorithms.FedAvg(
         model=model,
         client_optimizer=optax.sgd(learning_rate),
@@ -32,7 +32,7 @@ def loss_after(learning_rate, rounds: int = 3) -> jax.Array:
 
 
 def main(steps: int = 5) -> tuple[float, float]:
-    """Prints derivative and finite difference, which it returns, and takes some steps along the derivative."""
+    """Prints and returns the derivative and the finite difference, and takes some gradient steps on the learning rate."""
     value_and_grad = jax.jit(jax.value_and_grad(loss_after))
     learning_rate, change = 0.05, 0.002
     _, derivative = value_and_grad(learning_rate)

@@ -1,8 +1,8 @@
-"""FedAvg with one method overridden: the loss of the clients, which makes it FedProx.
+"""FedProx: FedAvg with one overridden method, the loss of the clients.
 
 T. Li et al., "Federated optimization in heterogeneous networks", MLSys 2020: https://arxiv.org/abs/1812.06127.
 
-Run it with ``python examples/fedprox.py``, or with the command line, where ``mu`` becomes an option::
+Run it with ``python examples/fedprox.py``, or from the command line, where ``mu`` is an option::
 
     fedsim run --algorithm examples/fedprox.py:FedProx --mu 0.01
 """
@@ -31,7 +31,7 @@ class FedProx(fedsim.algorithms.FedAvg):
 
 
 def main(rounds: int = 60) -> float:
-    """Trains on the embedded digits, prints how it went, and returns the test accuracy."""
+    """Trains on the digits without and with the proximal term; prints the test accuracies and returns the last."""
     data = fedsim.datasets.load("digits")
     for mu in (0.0, 0.1):
         algorithm = FedProx(

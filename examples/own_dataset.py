@@ -1,4 +1,4 @@
-"""Your own dataset: 569 tumours that come with scikit-learn, dealt to hospitals that see them in different shares.
+"""A custom dataset: 569 tumours from scikit-learn, divided among hospitals with different proportions of malignant ones.
 
 In a shell: fedsim run --dataset "examples/own_dataset.py:tumours(hospitals=30)" --rounds 40 --client-learning-rate 0.1
 """
@@ -12,10 +12,10 @@ import fedsim
 
 @fedsim.datasets.register(
     "tumours",
-    task="tell benign from malignant tumours by 30 measurements",
+    task="classify tumours as benign or malignant from 30 measurements",
     num_classes=2,
     default_model="logistic(shape=[30], num_classes=2, scale=1)",
-    options={"hospitals": "how many clients", "alpha": "small: they differ much in their share of malignant ones"},
+    options={"hospitals": "number of clients", "alpha": "small values: proportions of malignant tumours differ much"},
     download_bytes=0,
 )
 def tumours(data, cache, *, hospitals=20, alpha=0.5):

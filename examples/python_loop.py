@@ -1,8 +1,8 @@
-"""An algorithm that overrides ``apply`` with a Python loop over the cohort, for what is not a round of independent clients.
+"""An algorithm that overrides ``apply`` with a Python loop over the cohort, because its clients depend on each other.
 
-Here a model visits one client after another, and each trains from where the last one stopped: K. Chang et al., "Distributed
-deep learning networks among institutions for medical imaging", JAMIA 25(8), 2018
-(cyclical weight transfer). From the command line::
+Cyclical weight transfer: one client after another trains the model, each starting from the parameters of the one before it.
+K. Chang et al., "Distributed deep learning networks among institutions for medical imaging", JAMIA 25(8), 2018.
+From the command line::
 
     fedsim run --algorithm examples/python_loop.py:WeightTransfer --rounds 30 --client-learning-rate 0.05
 """
@@ -24,7 +24,7 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WeightTransfer(fedsim.Algorithm):
-    """One model visits the clients of the cohort, one after another; there is no server step."""
+    """The clients of the cohort train one model in turn; there is no server step."""
 
     model: fedsim.Model
     client_learning_rate: float = 0.05
@@ -47,7 +47,7 @@ class WeightTransfer(fedsim.Algorithm):
 
 
 def main(rounds: int = 30) -> float:
-    """Trains on the embedded digits, prints how it went, and returns the test accuracy."""
+    """Trains on the digits; prints and returns the test accuracy."""
     data = fedsim.datasets.load("digits")
     algorithm = WeightTransfer(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10))
     state = algorithm.init(jax.random.key(0))

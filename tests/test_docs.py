@@ -1,4 +1,4 @@
-"""The pages of docs/ are what their scripts write, so no number in them is typed by hand."""
+"""The pages of docs/ are what their scripts write, and every mention of the repository has its address."""
 
 import importlib
 import re
@@ -36,22 +36,22 @@ def repositories(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["datasets", "algorithms"])
-def test_a_page_is_what_the_registry_says(name):
-    """In a process of its own, for other tests register datasets."""
+def test_a_page_is_what_its_script_writes(name):
+    """The script runs in its own process, because other tests register datasets."""
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path('docs/write_{name}.py')['page']())"
     command = [sys.executable, "-X", "utf8", "-c", code]
     written = subprocess.run(command, capture_output=True, check=True, cwd=ROOT, encoding="utf-8")
     assert written.stdout == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run: python docs/write_{name}.py"
 
 
-def test_page_of_algorithms_lists_every_one():
+def test_page_of_algorithms_lists_all_registered_classes():
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
     known = [*fedsim.algorithms.ALGORITHMS, *aggregators.AGGREGATORS, *compressors.COMPRESSORS, *attacks.ATTACKS]
     assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
-# Classes that are parts or bases of others, or wrap others, and so have no name to be asked for by.
-PARTS = {
+# Base classes and wrappers, which have no name in a registry.
+WITHOUT_NAME = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
     *("Aggregator", "SumAggregator", "Wrapper", "Beside", "Clipped", "Compressed", "Grouped", "Noised", "SideBySide"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
@@ -68,26 +68,26 @@ PARTS = {
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_every_module_s_classes_are_registered(package, base, registry):
-    """From the files: what was forgotten in a registry is in no test and on no page that goes by the registry."""
-    found = set()
+def test_every_class_of_a_module_is_registered(package, base, registry):
+    """Finds classes in the files, because tests and pages that use a registry do not show what is missing in it."""
+    defined = set()
     for path in Path(package.__file__).parent.glob("_*.py"):
         if path.stem != "__init__":
             name = f"{package.__name__}.{path.stem}"
-            things = vars(importlib.import_module(name)).values()
-            found |= {x for x in things if isinstance(x, type) and issubclass(x, base) and x.__module__ == name}
-    public = {cls for cls in found if not cls.__name__.startswith("_")}
+            values = vars(importlib.import_module(name)).values()
+            defined |= {x for x in values if isinstance(x, type) and issubclass(x, base) and x.__module__ == name}
+    public = {cls for cls in defined if not cls.__name__.startswith("_")}
     assert set(registry.values()) <= public
-    assert {cls.__name__ for cls in public - set(registry.values())} - PARTS == set()
+    assert {cls.__name__ for cls in public - set(registry.values())} - WITHOUT_NAME == set()
 
 
-def test_page_of_reproductions_is_what_their_records_say():
+def test_page_of_reproductions_is_what_its_script_writes():
     written = runpy.run_path(str(DOCS / "write_reproductions.py"))["page"]()
     assert written == (DOCS / "reproductions.md").read_text(encoding="utf-8"), "run: python docs/write_reproductions.py"
     assert [path.stem for path in (DOCS / "reproductions").glob("*.json") if path.stem not in REPRODUCTIONS] == []
 
 
-def test_page_of_datasets_has_a_section_for_each_and_links_that_lead_there():
+def test_page_of_datasets_has_a_section_for_each_and_links_to_it():
     text = PAGE.read_text(encoding="utf-8")
     sections = re.findall(r"^## (.+)$", text, re.MULTILINE)
     assert {"emnist62", "stackoverflow_word", "tfds:NAME"} <= set(sections) <= set(datasets.names())
@@ -99,7 +99,7 @@ def test_page_of_datasets_has_a_section_for_each_and_links_that_lead_there():
 
 @pytest.mark.parametrize("words", ["1,500 | 10 | 20 | 1 | 50 | 0.03162 | 0.003162 | – | 0.0001 | 0.9 | 0.99", "max steps"])
 def test_page_of_datasets_has_the_published_numbers(words):
-    """Of FedAdam on EMNIST CR, as Reddi et al. have them: 10^-1.5, 10^-2.5, 10^-4."""
+    """The hyperparameters of FedAdam on EMNIST CR in Reddi et al.: 10^-1.5, 10^-2.5, 10^-4."""
     assert words in PAGE.read_text(encoding="utf-8")
 
 

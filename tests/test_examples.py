@@ -1,4 +1,4 @@
-"""The examples: they train, do not depend on the execution, and run from the command line."""
+"""The examples train, give the same result under every execution, and run from the command line."""
 
 import dataclasses
 import importlib.util
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSES = {"fedprox": "FedProx", "custom_algorithm": "FedNova", "python_loop": "WeightTransfer"}
-COMPILED = ["fedprox", "custom_algorithm"]  # their `apply` is the library's, so an execution runs it
+COMPILED = ["fedprox", "custom_algorithm"]  # these do not override `apply`, so an execution runs them
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def assert_close(a, b):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_example_trains_and_says_so(name, capsys):
+def test_example_trains_and_prints_its_name(name, capsys):
     accuracy = load(name).main(rounds=20)
     assert accuracy > 0.8
     assert f"{CLASSES[name]}" in capsys.readouterr().out
@@ -74,16 +74,16 @@ def test_example_gives_the_same_under_every_execution(name):
 
 
 def test_fedprox_example_is_the_librarys():
-    """And does not fall back on FedAvg: another mu gives other parameters."""
+    """The results are equal, and differ from FedAvg, so ``mu`` has an effect."""
     data = dict(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10), client_optimizer=optax.sgd(0.2))
     example = train(make("fedprox", mu=0.5))[0]
     assert_close(example, train(fedsim.algorithms.FedProx(**data, mu=0.5))[0])
-    moved = fedsim.tree.subtract(example, train(fedsim.algorithms.FedAvg(**data))[0])
-    assert fedsim.tree.squared_norm(moved) > 1e-6
+    difference = fedsim.tree.subtract(example, train(fedsim.algorithms.FedAvg(**data))[0])
+    assert fedsim.tree.squared_norm(difference) > 1e-6
 
 
 def test_fednova_example_against_numpy():
-    """One round, redone client by client: x + (Σ p_i τ_i) Σ p_i (x_i - x) / τ_i."""
+    """One round in NumPy, client by client: x + (Σ p_i τ_i) Σ p_i (x_i - x) / τ_i."""
     algorithm = make("custom_algorithm")
     cohort = fedsim.UniformSampler(fedsim.datasets.load("digits").train, clients=5, seed=3).cohort(0)
     start = algorithm.init(jax.random.key(3))
@@ -101,17 +101,17 @@ def test_fednova_example_against_numpy():
     assert len(set(steps)) > 1
     share = np.array(sizes) / np.sum(sizes)
 
-    def redo(x, *moves):
-        return np.asarray(x) + share @ steps * np.tensordot(share, np.stack(moves), 1)
+    def server_step(x, *directions):
+        return np.asarray(x) + share @ steps * np.tensordot(share, np.stack(directions), 1)
 
-    expected = jax.tree.map(redo, start.params, *directions)
+    expected = jax.tree.map(server_step, start.params, *directions)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), state.params, expected)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsys):
     reference = f"{EXAMPLES / name}.py:{CLASSES[name]}"
-    jax.devices()  # JAX has started, so that the command line does not change the devices of other tests
+    jax.devices()  # starts JAX, so that the command line does not change the devices of other tests
     options = ["--rounds", "2", "--clients", "4", "--client-learning-rate", "0.05", "--folder", str(tmp_path / "run")]
     assert cli.main(["run", "--algorithm", reference, *options]) == 0
     assert "after round 2 of 2" in capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
 
 
 def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # Only an outermost jit may have the options of conftest.
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest sets options that only an outermost jit may have
     derivative, difference = load("differentiate").main(steps=2)
     assert derivative == pytest.approx(difference, rel=5e-3) and abs(derivative) > 0.1
     losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
@@ -128,7 +128,7 @@ def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
 
 
 def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys):
-    """The same numbers, so the option in parentheses arrived and the dataset's own model was taken."""
+    """Both give the same accuracy, so the command line used the option in parentheses and the dataset's default model."""
     accuracy = load("own_dataset").main(rounds=3)
     assert accuracy > 0.9 and "tumours, 3 rounds" in capsys.readouterr().out
     options = {"rounds": 3, "clients": 10, "batch-size": 10, "epochs": 1, "client-learning-rate": 0.1, "folder": tmp_path}
@@ -140,7 +140,7 @@ def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys
     assert last["test_accuracy"] == pytest.approx(accuracy)
 
 
-def test_own_dataset_leaves_no_tumour_out():
+def test_own_dataset_has_every_tumour_once():
     splits = load("own_dataset").tumours(None, None, hospitals=30)
     assert [data.num_clients for data in splits.values()] == [30, 30]
     both = np.concatenate([data.columns["x"] for data in splits.values()])
@@ -148,7 +148,7 @@ def test_own_dataset_leaves_no_tumour_out():
     assert splits["train"].sizes.min() >= 4 and splits["test"].sizes.min() >= 1
 
 
-def test_examples_are_as_small_as_promised():
+def test_examples_are_short():
     lines = (EXAMPLES / "fedprox.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("@dataclasses"))
     last = next(i for i, line in enumerate(lines) if line.startswith("def main"))

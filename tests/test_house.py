@@ -1,4 +1,4 @@
-"""The house stands as its plan says: which room imports which, what is documented, what is shipped, one version."""
+"""Rules for the repository: which module imports which, what is documented, what the wheel contains, one version."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fedsim"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-# Rooms from the ground up. A room imports those of lower floors and itself; "fedsim" is the package's own __init__.
-FLOORS: list[set[str]] = [
+# Layers of modules and subpackages, the lowest first. A module imports only from lower layers and from its own subpackage.
+# "fedsim" is the __init__ of the package.
+LAYERS: list[set[str]] = [
     {"_version", "checks"},
     {"names", "rng", "tree"},
     {"metrics"},
@@ -41,8 +42,8 @@ FLOORS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-EXCEPTIONS: dict[str, list[str]] = {}  # this list only shrinks
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+EXCEPTIONS: dict[str, list[str]] = {}  # nothing may be added
+LAYER = {component: number for number, components in enumerate(LAYERS) for component in components}
 
 PUBLIC_MODULES = [
     "fedsim",
@@ -68,9 +69,9 @@ PUBLIC_MODULES = [
     "fedsim.tree",
 ]
 
-# Public names without an example of their own. This list only shrinks.
+# Public names without an example of their own. Nothing may be added.
 WITHOUT_EXAMPLE: set[str] = {
-    # Records, protocols, errors, and bases that say nothing alone: what makes or takes them has the example.
+    # Records, protocols, errors and base classes: the functions that return or take them have the example.
     "fedsim.Batch",
     "fedsim.Execution",
     "fedsim.RoundInfo",
@@ -121,13 +122,13 @@ KNOWN_DEFECTS = [
 ]
 
 
-def room_of(path: Path) -> str:
+def component_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "fedsim" if parts == ("__init__",) else parts[0]
 
 
-def imported_rooms(source: str, package: str) -> Iterator[str]:
-    """Rooms that a module of ``package`` imports, at any depth of its code; not for type checkers alone."""
+def imported_components(source: str, package: str) -> Iterator[str]:
+    """Yields the components that a module of ``package`` imports anywhere, except those for type checkers only."""
 
     def visit(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -149,32 +150,32 @@ def imported_rooms(source: str, package: str) -> Iterator[str]:
     def resolve(name: str) -> Iterator[str]:
         parts = name.split(".")
         if parts[0] == "fedsim":
-            yield parts[1] if len(parts) > 1 and parts[1] in FLOOR else "fedsim"
+            yield parts[1] if len(parts) > 1 and parts[1] in LAYER else "fedsim"
 
     yield from visit(ast.parse(source))
 
 
-def upward_imports(room: str, source: str, package: str) -> list[str]:
-    return [other for other in imported_rooms(source, package) if other != room and FLOOR[other] >= FLOOR[room]]
+def upward_imports(component: str, source: str, package: str) -> list[str]:
+    return [other for other in imported_components(source, package) if other != component and LAYER[other] >= LAYER[component]]
 
 
 def modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def test_imports_only_go_down():
-    assert {room_of(path) for path in modules()} - set(FLOOR) == set(), "give every room its floor"
+def test_modules_import_only_from_lower_layers():
+    assert {component_of(path) for path in modules()} - set(LAYER) == set(), "add the new component to LAYERS"
     found = {}
     for path in modules():
         package = ".".join(path.relative_to(ROOT).parts[:-1])
-        upward = upward_imports(room_of(path), path.read_text(encoding="utf-8"), package)
+        upward = upward_imports(component_of(path), path.read_text(encoding="utf-8"), package)
         if upward:
             found[path.relative_to(ROOT).as_posix()] = upward
     assert found == EXCEPTIONS
 
 
 @pytest.mark.parametrize(
-    ("room", "package", "source"),
+    ("component", "package", "source"),
     [
         ("data", "fedsim.data", "from fedsim.execution import Jit"),
         ("data", "fedsim.data", "from fedsim import algorithms"),
@@ -186,8 +187,8 @@ def test_imports_only_go_down():
         ("tree", "fedsim", "if True:\n    from . import rng"),
     ],
 )
-def test_upward_import_is_found(room, package, source):
-    assert upward_imports(room, source, package)
+def test_upward_import_is_found(component, package, source):
+    assert upward_imports(component, source, package)
 
 
 def test_downward_and_type_checking_imports_are_fine():
@@ -196,8 +197,8 @@ def test_downward_and_type_checking_imports_are_fine():
     assert upward_imports("execution", "import jax\nfrom fedsim import tree\nfrom . import _plan", "fedsim.execution") == []
 
 
-def test_no_module_imports_itself_through_others():
-    """Imports for type checkers and inside functions count. A package stands for its modules without its ``__init__``."""
+def test_no_import_cycles():
+    """Imports for type checkers and inside functions count; the ``__init__`` of a package does not."""
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
     imports = {}
     for name, path in names.items():
@@ -211,7 +212,7 @@ def test_no_module_imports_itself_through_others():
     done, path = set(), []
 
     def visit(name: str) -> None:
-        assert name not in path, f"a circle of imports: {[*path[path.index(name) :], name]}"
+        assert name not in path, f"an import cycle: {[*path[path.index(name) :], name]}"
         if name not in done:
             path.append(name)
             for other in imports[name]:
@@ -223,7 +224,7 @@ def test_no_module_imports_itself_through_others():
 
 
 def tracked() -> list[Path]:
-    """What git tracks or would track; skipped where there is no git."""
+    """Returns the files that git tracks or would track; skips the test if there is no git."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
@@ -232,15 +233,15 @@ def tracked() -> list[Path]:
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-def test_no_file_is_named_for_what_it_is_not():
+def test_no_file_has_a_name_without_meaning():
     banned = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "managers"}
     named = [str(path) for path in tracked() if path.stem.strip("_").removeprefix("test_").lower() in banned]
     assert named == []
 
 
-def test_no_path_of_a_machine_in_a_file():
+def test_no_file_has_a_path_of_a_machine():
     machine = re.compile(rb"(?<![\w.:/-])/(?:home|Users|root|work|mnt)/[A-Za-z]")
-    assert machine.search(b"see " + b"/home" + b"/ann/fedsim")  # in pieces, or it would find itself
+    assert machine.search(b"see " + b"/home" + b"/ann/fedsim")  # in two strings, so that the search does not match this file
     found = [path.relative_to(ROOT) for path in tracked() if machine.search(path.read_bytes())]
     assert found == []
 
@@ -281,7 +282,7 @@ def test_every_path_that_configuration_names_exists():
         assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_constraints_are_names_and_versions_and_cover_what_is_depended_on():
+def test_constraints_are_names_and_versions_and_cover_all_dependencies():
     lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()]
     pinned = [re.fullmatch(r"([A-Za-z0-9._-]+)\s*==\s*[\w.+!]+\s*(;.*)?", line) for line in lines if line]
     assert all(pinned)
@@ -310,14 +311,14 @@ def is_test(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 
 
-def test_every_known_defect_of_the_ancestors_has_its_test():
+def test_every_known_defect_of_earlier_versions_has_a_test():
     trees = [ast.parse(path.read_text("utf-8")) for path in (ROOT / "tests").rglob("test_*.py")]
     there = {node.name for tree in trees for node in tree.body if is_test(node)}
     assert set(KNOWN_DEFECTS) - there == set()
 
 
 def public_names(module: str) -> list[str]:
-    """What a module defines or re-exports as ``X as X``, from its source: a curated ``__init__`` says what is public."""
+    """Returns the public names that a module's source defines or exports as ``X as X``."""
     source = Path(importlib.import_module(module).__file__).read_text(encoding="utf-8")
     names = []
     for node in ast.parse(source).body:
@@ -329,58 +330,58 @@ def public_names(module: str) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def public_things() -> dict[str, object]:
-    """Public classes and functions by the first name they go by; aliases and constants have no docstring to ask for."""
-    things: dict[int, tuple[str, object]] = {}
+def public_objects() -> dict[str, object]:
+    """Returns the public classes and functions by their first name; aliases and constants have no docstring."""
+    objects: dict[int, tuple[str, object]] = {}
     for module in PUBLIC_MODULES:
         for name in public_names(module):
-            thing = getattr(importlib.import_module(module), name)
-            if inspect.isclass(thing) or inspect.isfunction(thing):
-                things.setdefault(id(thing), (f"{module}.{name}", thing))
-    return dict(things.values())
+            definition = getattr(importlib.import_module(module), name)
+            if inspect.isclass(definition) or inspect.isfunction(definition):
+                objects.setdefault(id(definition), (f"{module}.{name}", definition))
+    return dict(objects.values())
 
 
-THINGS = public_things()
+PUBLIC = public_objects()
 
 
 def function_of(member: object) -> object | None:
-    """The function behind a method, property, class method or cached property; None for anything else."""
+    """Returns the function of a method, property, class method or cached property; None for anything else."""
     function = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
     return function if inspect.isfunction(function) else None
 
 
-def test_doc_coverage_sees_the_public_names():
-    """The check below is not empty."""
-    assert {"fedsim.Algorithm", "fedsim.evaluate", "fedsim.tree.add", "fedsim.algorithms.FedAvg"} <= set(THINGS)
-    assert len(THINGS) > 60
+def test_public_names_are_found():
+    """The public names are found, so the tests below are not empty."""
+    assert {"fedsim.Algorithm", "fedsim.evaluate", "fedsim.tree.add", "fedsim.algorithms.FedAvg"} <= set(PUBLIC)
+    assert len(PUBLIC) > 60
 
 
 def test_everything_public_has_a_docstring():
-    """Modules, classes and functions; and methods, which may inherit theirs."""
+    """Modules, classes, functions and methods have docstrings; methods may inherit theirs."""
     missing = [module for module in PUBLIC_MODULES if not importlib.import_module(module).__doc__]
-    for name, thing in THINGS.items():
-        # A dataclass or NamedTuple without a docstring gets its signature for one.
-        if not (thing.__doc__ or "").strip() or (thing.__doc__ or "").startswith(f"{thing.__name__}("):
+    for name, definition in PUBLIC.items():
+        # Python gives a dataclass or NamedTuple without a docstring its signature as docstring.
+        if not (definition.__doc__ or "").strip() or (definition.__doc__ or "").startswith(f"{definition.__name__}("):
             missing.append(name)
-        if inspect.isclass(thing):
-            for member, value in vars(thing).items():
+        if inspect.isclass(definition):
+            for member, value in vars(definition).items():
                 if function_of(value) and not member.startswith("_"):
-                    inherited = (getattr(base, member, None) for base in thing.__mro__)
+                    inherited = (getattr(base, member, None) for base in definition.__mro__)
                     missing += [] if any(getattr(each, "__doc__", None) for each in inherited) else [f"{name}.{member}"]
     assert missing == []
 
 
-def has_example(thing: object) -> bool:
-    docs = [thing.__doc__ or ""]
-    if inspect.isclass(thing):  # its own methods, not what fields happen to hold
-        docs += [function.__doc__ or "" for member, value in vars(thing).items() if (function := function_of(value))]
+def has_example(definition: object) -> bool:
+    docs = [definition.__doc__ or ""]
+    if inspect.isclass(definition):  # its own methods, not the values of its fields
+        docs += [function.__doc__ or "" for member, value in vars(definition).items() if (function := function_of(value))]
     return any(">>> " in doc for doc in docs)
 
 
 def test_everything_public_has_an_executed_example_or_is_listed():
-    without = {name for name, thing in THINGS.items() if not has_example(thing)}
-    assert without - WITHOUT_EXAMPLE == set(), "write a >>> example"
-    assert WITHOUT_EXAMPLE - without == set(), "these have one by now, or are gone: take them off the list"
+    without = {name for name, definition in PUBLIC.items() if not has_example(definition)}
+    assert without - WITHOUT_EXAMPLE == set(), "add a >>> example to these"
+    assert WITHOUT_EXAMPLE - without == set(), "these have an example or no longer exist: remove them from the list"
 
 
 def test_no_example_is_skipped():

@@ -1,4 +1,4 @@
-"""What users get wrong is named, and never computed on."""
+"""Wrong arguments raise errors that name the argument, before anything is computed."""
 
 import dataclasses
 import functools
@@ -99,7 +99,7 @@ def attacked(attack, **columns):
         (lambda: train(fedsim.Batches(size=2**20, steps=2**12)), "go beyond 2\\*\\*31 examples"),
     ],
 )
-def test_misuse_is_named(misuse, message):
+def test_wrong_argument_is_named_in_the_error(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse()
 
@@ -119,14 +119,14 @@ def train(batches=None, data=None, attack=None, **changes):
     return algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
 
 
-EVERYTHING = {
+REGISTERED = {
     **fedsim.algorithms.ALGORITHMS,
     **aggregators.AGGREGATORS,
     **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.Noised, aggregators.Grouped)},
     **fedsim.compressors.COMPRESSORS,
     **attacks.ATTACKS,
 }
-GIVEN = {
+VALID = {
     "model": federation.model(),
     "batches": fedsim.Batches(size=2),
     "client_optimizer": optax.sgd(0.1),
@@ -134,36 +134,36 @@ GIVEN = {
     "target": 1,
 }
 WRONG = {float: [np.nan, np.inf, -1, "1", True], int: [np.nan, np.inf, -1, 1.5, "1", True], bool: ["no", 1, None]}
-OF_ANY_SIGN = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}
+MAY_BE_NEGATIVE = {("Histogram", "low"), ("Quantiles", "low"), ("PixelBackdoor", "value")}
 
 
-def complaint(cls, fields):
+def error_message(cls, fields):
     try:
         cls(**fields)
     except ValueError as error:
         return str(error)
-    return "nothing"
+    return ""
 
 
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_every_number_is_checked_where_it_is_given(name):
-    cls, amiss = EVERYTHING[name], []
+@pytest.mark.parametrize("name", REGISTERED)
+def test_every_number_is_checked_when_it_is_passed(name):
+    cls, unchecked = REGISTERED[name], []
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    needed = {f.name: GIVEN.get(f.name, 2) for f in fields if f.default is f.default_factory is dataclasses.MISSING}
-    assert complaint(cls, needed) == "nothing"
+    needed = {f.name: VALID.get(f.name, 2) for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    assert error_message(cls, needed) == ""
     for field in fields:
         kind = _evaluated_type(cls, field)
         kinds = {*typing.get_args(kind), kind}
         wrong = next((values for kind, values in WRONG.items() if kind in kinds), [])
         for value in [*wrong, *([None] if wrong and type(None) not in kinds else [])]:
-            if value != -1 or (cls.__name__, field.name) not in OF_ANY_SIGN:
-                said = complaint(cls, needed | {field.name: value})
-                if not re.search(rf"^Expected .*\b{field.name}\b.* got .*\b{field.name}={re.escape(repr(value))}", said):
-                    amiss.append((field.name, value, said))
-    assert amiss == []
+            if value != -1 or (cls.__name__, field.name) not in MAY_BE_NEGATIVE:
+                message = error_message(cls, needed | {field.name: value})
+                if not re.search(rf"^Expected .*\b{field.name}\b.* got .*\b{field.name}={re.escape(repr(value))}", message):
+                    unchecked.append((field.name, value, message))
+    assert unchecked == []
 
 
-def test_numbers_of_numpy_and_jax_are_numbers():
+def test_numbers_of_numpy_and_jax_are_accepted():
     checks.number(least=0, most=2, a=np.float32(0.5), b=np.int8(2), c=jax.numpy.float32(1), d=np.array(1.5), e=2)
     checks.whole(1, a=np.int64(3), b=jax.numpy.int32(1), c=10**30)
     checks.truth(a=np.True_)
@@ -185,8 +185,8 @@ def test_numbers_of_numpy_and_jax_are_numbers():
         optax.chain(optax.clip_by_global_norm(0.5), optax.add_noise(1.0, 0.0, 0), optax.sgd(0.1)),
     ],
 )
-def test_optimizers_that_descend_are_let_through(optimizer):
-    with jax.numpy_dtype_promotion("standard"):  # optax.add_noise asks for it.
+def test_optimizers_that_descend_are_accepted(optimizer):
+    with jax.numpy_dtype_promotion("standard"):  # optax.add_noise needs it.
         fedavg(client_optimizer=optimizer).check(federation.data())
 
 
@@ -197,7 +197,7 @@ def test_positions_out_of_range():
 
 
 @pytest.mark.slow
-def test_more_lanes_than_clients_are_not_made():
+def test_more_lanes_than_clients_change_nothing():
     states = [train_with(fedsim.Jit(lanes=lanes)) for lanes in (8, 100_000)]
     federation.assert_trees_equal(*states)
 
@@ -207,7 +207,7 @@ def train_with(execution):
     return algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0]
 
 
-def test_a_run_folder_is_held_by_one_run_at_a_time(tmp_path):
+def test_a_run_folder_is_used_by_one_run_at_a_time(tmp_path):
     algorithm, data = fedavg(), federation.data()
     sampler = fedsim.UniformSampler(data, clients=3, seed=0)
     fedsim.experiment.run(algorithm, sampler, rounds=1, folder=tmp_path / "r", progress=False)
@@ -216,7 +216,7 @@ def test_a_run_folder_is_held_by_one_run_at_a_time(tmp_path):
     fedsim.experiment.run(algorithm, sampler, rounds=1, folder=tmp_path / "r", progress=False)
 
 
-def test_an_error_in_a_user_s_file_says_where(tmp_path, capsys):
+def test_an_error_in_a_user_s_file_has_file_and_line(tmp_path, capsys):
     from fedsim.cli import main
 
     file = tmp_path / "mine.py"

@@ -34,7 +34,7 @@ def path(request):
 
 def test_all_notebooks_are_there():
     assert {path.stem for path in NOTEBOOKS} == {
-        *("quickstart", "custom_algorithm", "datasets", "unlike_clients", "compression_and_attacks"),
+        *("quickstart", "custom_algorithm", "datasets", "heterogeneous_clients", "compression_and_attacks"),
     }
 
 

@@ -25,7 +25,7 @@ def blocks(language):
 
 @pytest.fixture(scope="module")
 def namespace():
-    jax.devices()  # JAX has started, so that the quickstart's use_all_cores does not change the devices of other tests
+    jax.devices()  # starts JAX, so that use_all_cores in the quickstart does not change the devices of other tests
     return {"__name__": "readme"}
 
 
