@@ -18,7 +18,7 @@ from fedsim.execution._client import BatchReader, Client, ClientUpdate, Loop, st
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
 
-Row = tuple[Any, dict[str, Any]]  # what a client keeps, see `FederatedState.clients`
+Row = tuple[Any, dict[str, Any]]  # a client's memory, see `FederatedState.clients`
 
 # (slot, whether there is a client, how it runs loops, the table of memories) -> (received update, entries of the info, row).
 Work = Callable[[jax.Array, jax.Array | bool, Loop, Any], tuple[Any, Any, Any]]
@@ -27,10 +27,10 @@ Work = Callable[[jax.Array, jax.Array | bool, Loop, Any], tuple[Any, Any, Any]]
 class Clients:
     """The clients of a round.
 
-    `fedsim.Algorithm.round` gets it and calls `aggregate` and `map` any number of times. Subclasses differ in how they run the
-    clients of a call (`_run`).
+    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Subclasses differ in how they run
+    the clients of a call (`_run`).
 
-    As an example, the mean and the variance of all clients' numbers, which takes two calls:
+    This example computes the mean and the variance of all clients' numbers with two calls:
 
     >>> import dataclasses, numpy as np, fedsim
     >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,10 +57,10 @@ class Clients:
       algorithm: whose rounds run.
       plan: the plan of the round.
       key: the run's root key.
-      state: the state before the round; memories of clients are in ``table``.
+      state: the state before the round; the clients' memories are in ``table``.
       columns: the examples.
-      table: memories of clients, or ().
-      shapes: shapes of the calls of this round, by name.
+      table: the clients' memories, or ().
+      shapes: the shapes of this round's calls, by the call's name.
       attack: the cohort's attack.
       axis: the name of the axis of devices that run the round together; None for a single device.
     """
@@ -98,14 +98,14 @@ class Clients:
         aggregator: Aggregator | None = None,
         downlink: Any = None,
     ) -> tuple[Any, RoundInfo]:
-        """Sends ``shared`` to every client, lets each do its ``work``, and aggregates the updates that they send back.
+        """Sends ``shared`` to every client, runs ``work`` on each, and aggregates the updates that they send back.
 
         Args:
-          work: one client's work, ``work(shared, client) -> ClientUpdate``, in plain JAX.
+          work: the work of one client, ``work(shared, client) -> ClientUpdate``, in plain JAX.
           shared: what the server sends, a pytree of arrays.
-          name: of the call, unique in the round. The call's random draws depend on it, and the memories of aggregator and
-            downlink are stored by it. Default: ``"update"``, then ``"update 2"`` and so on.
-          aggregator: of the updates; default: the algorithm's.
+          name: the call's name, unique in the round. The call's random draws depend on it, and the states of the aggregator and
+            the downlink are stored under it. Default: ``"update"``, then ``"update 2"`` and so on.
+          aggregator: combines the updates; default: the algorithm's.
           downlink: a compressor of ``shared.params``; default: the algorithm's.
 
         Returns:
@@ -121,11 +121,11 @@ class Clients:
     def map(self, work: Callable[[Shared, Client], Any], shared: Shared, *, name: str | None = None) -> Any:
         """Returns each client's ``work(shared, client)``, leaves ``[slots, ...]`` in cohort order.
 
-        Clients read their memory and do not change it. Attackers do as others do, and no bits are counted. Rows beyond the
-        cohort's clients are zeros. Inside a round there may be more rows than the cohort has slots.
+        Clients read their memory and do not change it. Attackers behave like honest clients, and no bits are counted. Rows
+        beyond the cohort's clients are zeros. Inside a round there may be more rows than the cohort has slots.
 
         Args:
-          work: one client's work; it returns a pytree of arrays.
+          work: the work of one client; it returns a pytree of arrays.
           shared: what the server sends.
           name: see `aggregate`; default ``"map"``, then ``"map 2"`` and so on.
         """
@@ -136,7 +136,7 @@ class Clients:
             others = sum(known == kind or known.startswith(f"{kind} ") for known in self.names)
             name = f"{kind} {others + 1}" if others else kind
         if name in self.names:
-            raise ValueError(f"The round calls its clients twice by the name {name!r}: give each call a name of its own.")
+            raise ValueError(f"The round has two calls with name={name!r}: pass another name to one of them.")
         self.names.append(name)
         return name
 
@@ -174,7 +174,7 @@ class Clients:
         return self._run(call, functools.partial(self._result, call, work))[1]
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        """Runs every client; returns the fold of their updates, one per device, and their entries ``[slots, ...]``."""
+        """Runs every client; returns the accumulated updates, one per device, and the clients' entries ``[slots, ...]``."""
         raise NotImplementedError
 
     def _conclude(self, call: Call, folded: Any, entries: dict[str, Any]) -> tuple[Any, RoundInfo, Any]:
@@ -187,7 +187,7 @@ class Clients:
         return update, self._round_info(call, entries), memory
 
     def client(self, call: Call, slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any) -> tuple[Client, Row]:
-        """Returns the client of a slot, and its row in the table of memories."""
+        """Returns the client of a slot and its row in the table of memories."""
         plan, attack = self.plan, self.attack if call.aggregator is not None else None
         row, attacks = self._row(call, slot, table), plan.attacker[slot] > 0
 
@@ -212,7 +212,7 @@ class Clients:
         return jnp.minimum(jnp.asarray(self.algorithm.batches.num_steps(sizes), jnp.int32), most_steps)
 
     def _row(self, call: Call, slot: jax.Array, table: Any) -> Row:
-        """Reads a client's row; a client that was never seen starts with ``client_memory``."""
+        """Reads a client's row; before its first round, a client has ``client_memory``."""
         start = self.algorithm.client_memory(call.shared)
         if not isinstance(table, ClientTable):
             return start, {}
@@ -245,12 +245,12 @@ class Clients:
         return received.update, received.entries, (received.memory, by_call)
 
     def _count_bits(self, call: Call) -> None:
-        """Adds up the most bits that a client may send and receive, which decides on the dtype of these counts."""
+        """Adds up the largest number of bits that a client may send and receive, which determines the dtype of these counts."""
         self._most_up += tree.num_bits(self.shapes[call.name].update)
         self._most_down += tree.num_bits(call.shared)
 
     def _round_info(self, call: Call, entries: dict[str, Any]) -> RoundInfo:
-        """Builds the info from all clients' entries ``[slots, ...]`` and from the plan, which every device knows."""
+        """Builds the info from all clients' entries ``[slots, ...]`` and from the plan, which every device has."""
         plan, before = self.plan, self.info
         self._count_bits(call)
         num_steps = self._num_steps(jnp.asarray(plan.size), plan.most_steps)

@@ -1,4 +1,4 @@
-"""`Debug`: rounds in plain Python, for breakpoints, prints and errors that name where they happened."""
+"""`Debug`: rounds in plain Python, for breakpoints, prints, and errors that name the method and the client."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ T = TypeVar("T")
 
 
 class StageError(RuntimeError):
-    """An error inside an algorithm's method. It names the method, the client and the shapes that the method got."""
+    """An error inside an algorithm's method. It names the method, the client and the shapes of the arguments."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Debug(Execution):
-    """Not compiled: methods see concrete arrays, for one client and one batch after another.
+    """Runs rounds without compilation: methods get concrete arrays, for one client and one batch after another.
 
-    An error is raised as a `StageError` with its cause attached. If an algorithm has a memory, a round is traced once
-    beforehand to find out the shapes of what is kept.
+    An error is raised as a `StageError` with the original error as its cause. If an algorithm has a memory, a round is traced
+    once beforehand to determine the shapes of the memory.
 
     >>> Debug()
     Debug()
@@ -105,7 +105,7 @@ class _PythonClients(Clients):
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         slots, accumulator, entries = self.cohort.slots, None, None
         clients: list[Any] = list(enumerate(self.cohort.client_ids))
-        # In an empty cohort, a client without examples gives the shapes of updates and infos. It does not count.
+        # In an empty cohort, a client without examples determines the shapes of updates and infos. It does not count.
         for at, client_id in clients or [(0, None)]:
             name, slot = f"client {client_id!r}" if client_id else "client 'nobody'", jnp.int32(at)
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
@@ -155,14 +155,14 @@ def _loop_of(work_name: str, client: str) -> Loop:
     return loop
 
 
-def _stage(stage: str, who: str, function: Callable[..., T], *args: Any) -> T:
+def _stage(stage: str, owner: str, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except StageError:
         raise
     except Exception as error:
         got = "\n".join(f"  argument {i}: {_shapes(arg)}" for i, arg in enumerate(args))
-        raise StageError(f"{type(error).__name__} in {stage} of {who}: {error}\nIt got:\n{got}") from error
+        raise StageError(f"{type(error).__name__} in {stage} of {owner}: {error}\nThe arguments were:\n{got}") from error
 
 
 def _shapes(value: Any) -> str:

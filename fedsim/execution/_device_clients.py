@@ -19,8 +19,8 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
 
-# If an aggregator's accumulator is at most so many times as large as an update, clients that run side by side fill one each,
-# and these are merged. Otherwise their updates are folded one after another.
+# If an aggregator's accumulator is at most this many times as large as an update, each of the clients that run side by side has
+# an accumulator, and these are merged. Otherwise the updates are accumulated one after another.
 _SMALL_ACCUMULATOR = 4
 
 
@@ -29,11 +29,11 @@ class Setting(NamedTuple):
 
     Attributes:
       mesh: the devices.
-      layout: of the plan.
-      resident: True if every device has all examples, False if each has those of its own clients.
+      layout: the layout of the plan.
+      resident: True if every device has all examples, False if each device has only those of its clients.
       stacked: True for several rounds in one program, with infos ``[rounds, ...]``; False for one round.
-      attack: of the cohorts.
-      deterministic: whether a GPU adds numbers up in a fixed order.
+      attack: the attack on the cohorts.
+      deterministic: whether a GPU adds numbers in a fixed order.
     """
 
     mesh: Mesh
@@ -67,7 +67,7 @@ class DeviceClients(Clients):
         return self._exchange(call, self._run_groups(call, work, self._empty(call)))
 
     def _empty(self, call: Call) -> tuple[Any, Any, Any]:
-        """What a call starts from: an accumulator without updates, zeros for all entries, and the table of memories."""
+        """Returns the initial values of a call: an empty accumulator, zeros for all entries, and the table of memories."""
         shape, slots = self.shapes[call.name], self.layout.slots
         entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shape.entries)
         return self._zero(call), entries, self.table
@@ -105,8 +105,8 @@ class DeviceClients(Clients):
         if call.fold is not None:
             accumulator = call.fold.accumulate(accumulator, arrived, own["weight"], slot)
         entries = jax.tree.map(functools.partial(put, slot), entries, own)
-        # The row is written after the update is folded, since the update may be computed from the row that was read: XLA would
-        # copy the table.
+        # The row is written after the update is accumulated, because the update may be computed from the old row. Otherwise XLA
+        # would copy the table.
         return accumulator, entries, self._keep(call, table, tree.after(slot, accumulator), own, row)
 
     def _run_group(
@@ -147,7 +147,7 @@ class DeviceClients(Clients):
         return put_rows(table, at, rows)
 
     def _exchange(self, call: Call, carry: Any) -> tuple[Any, Any]:
-        """Brings together what each device wrote: entries, which are zeros elsewhere, and rows of the table."""
+        """Combines what each device wrote: entries, which are zeros on the other devices, and rows of the table."""
         accumulator, entries, self.table = carry
         if self.axis is None:
             return accumulator, entries
@@ -167,23 +167,23 @@ class DeviceClients(Clients):
 
 
 class EndOfProgram(BaseException):
-    """Ends the trace of ``Algorithm.round`` where a program ends, with what the program returns."""
+    """Ends the trace of ``Algorithm.round`` where a program ends; ``value`` is what the program returns."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class PartialClients(DeviceClients):
-    """The clients of a round that several programs run. Each program traces the round from its start, and ends in a call.
+    """The clients of a round that several programs run. Each program traces the round from its start and ends inside a call.
 
-    - A program that folds runs a window of the clients of a call.
-    - A program that advances ends a call, goes on to the next one and returns what that starts from.
-    - The last program ends the last call and the round.
+    - ``fold`` runs a window of the clients of a call and accumulates their updates.
+    - ``advance`` ends a call and returns the initial values of the next call.
+    - ``finish`` ends the last call and the round.
 
     Args:
       results: the results of the calls that have ended.
       carry: accumulator, entries and table of the current call; None before the first call.
-      window: which groups to fold; None to end the current call.
+      window: which groups to run; None to end the current call.
       *args: see `DeviceClients`.
     """
 
@@ -217,8 +217,8 @@ def put(at: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
     """Writes ``new`` at one index of ``rows`` or at several, all different. Indices beyond the end are not written."""
     if not at.ndim:
         return rows.at[at].set(new, mode="drop")
-    # Indices beyond the end are made different, too, as is promised: without that promise a deterministic GPU writes one row
-    # after another.
+    # ``unique_indices`` requires that indices beyond the end differ, too. Without it, a deterministic GPU writes one row after
+    # another.
     at = jnp.where(at < len(rows), at, len(rows) + jnp.arange(len(at), dtype=at.dtype))
     return rows.at[at].set(new, mode="drop", unique_indices=True)
 

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from fedsim import checks
 
-# By default XLA ends the process if a CPU device waits 40 seconds for another one in an all-reduce. That happens when the last
+# By default XLA ends the process if a CPU device waits 40 seconds for another one in an all-reduce. This can happen if the last
 # client of a device takes long, or on a busy machine.
-_PATIENCE = {
+_TIMEOUT_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
 }
@@ -26,8 +26,8 @@ _DETERMINISTIC = "xla_gpu_deterministic_ops"
 def use_all_cores(devices: int | None = None) -> None:
     """Makes every CPU core a JAX device, so that `Pmap` trains one client per core. Call it before JAX is first used.
 
-    It has no effect where JAX uses a GPU or TPU. The command line calls it. It also adds to ``XLA_FLAGS`` that CPU devices wait
-    for each other for up to an hour, where by default XLA ends the process after 40 seconds.
+    It has no effect if JAX uses a GPU or TPU. The command line calls it. It also sets ``XLA_FLAGS`` such that CPU devices wait
+    for each other for up to an hour; by default XLA ends the process after 40 seconds.
 
     Args:
       devices: the number of devices; default: the number of cores that this process may use.
@@ -44,16 +44,16 @@ def use_all_cores(devices: int | None = None) -> None:
         devices = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     checks.whole(1, devices=devices)
     flags = os.environ.get("XLA_FLAGS", "")
-    patience = [f"--{flag}={seconds}" for flag, seconds in _PATIENCE.items() if flag not in flags]
+    timeouts = [f"--{flag}={seconds}" for flag, seconds in _TIMEOUT_FLAGS.items() if flag not in flags]
     if jax.__version_info__ < (0, 13):  # XLA does not start with flags that it does not know.
-        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *patience])
+        os.environ["XLA_FLAGS"] = " ".join([*flags.split(), *timeouts])
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:
         if jax.default_backend() == "cpu" and jax.local_device_count() != devices:
             warnings.warn(
                 f"JAX had already started with {jax.local_device_count()} device(s), so use_all_cores has no effect: "
-                "call it before anything else touches JAX.",
+                "call it before JAX is first used.",
                 stacklevel=2,
             )
 
@@ -66,18 +66,18 @@ def compiled(
     donated: int | None = None,
     deterministic: bool = False,
 ) -> Callable[..., Any]:
-    """Compiles a function for all devices of a mesh, each of which runs it on its own part of the arguments.
+    """Compiles a function for all devices of a mesh, each of which runs it on its share of the arguments.
 
-    On a GPU, XLA times several ways to compute a product and takes the fastest, and some sums depend on the order in which
-    threads finish. So a seed does not repeat a run bit for bit, unless the program is compiled as ``deterministic``. On an H100
-    with jax 0.11.2 (2026-11-26) that takes 1.3 to 1.5 times as long for the round of a CNN, so it is an option. On a CPU or a
-    TPU a seed always repeats a run.
+    On a GPU, XLA times several implementations of a product and uses the fastest, and some sums depend on the order in which
+    threads finish. So runs with the same seed differ unless the program is compiled as ``deterministic``. On an H100 with jax
+    0.11.2 (2026-11-26) a round of a CNN then takes 1.3 to 1.5 times as long, so it is an option. On a CPU or a TPU, runs with
+    the same seed are always equal.
 
     Args:
-      function: to compile.
+      function: the function to compile.
       mesh: the devices.
       in_specs, out_specs: how arguments and results are divided over the devices, see `jax.shard_map`.
-      donated: the index of an argument whose memory is used again.
+      donated: the index of an argument whose memory may be reused.
       deterministic: for a GPU; ``XLA_FLAGS`` take precedence if they set this.
     """
     if mesh.size > 1:
@@ -89,7 +89,7 @@ def compiled(
 
 
 def is_gpu(mesh: Mesh) -> bool:
-    """Whether these devices are GPUs.
+    """Returns whether these devices are GPUs.
 
     >>> is_gpu(Mesh(jax.devices()[:1], ("devices",))) == (jax.default_backend() == "gpu")
     True

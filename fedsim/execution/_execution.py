@@ -1,4 +1,4 @@
-"""`Execution`: how a cohort is run. It is a value that is passed in; it affects the speed and never the answer."""
+"""`Execution`: how a cohort is run. It is a value that is passed in; it affects the speed but not the result."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from fedsim.execution._structure import kept_with
 class Execution:
     """How rounds are run. Subclasses are frozen dataclasses.
 
-    A state comes back on the devices that ran the round, and another execution moves it to its own devices. Before you do
-    arithmetic on states of two executions, move them to the host by `jax.device_get`.
+    The returned state is on the devices that ran the round, and another execution moves it to its own devices. Before you do
+    arithmetic with states of two executions, move them to the host with `jax.device_get`.
 
     Guarantees:
-      - A cohort gives the same answer on any number of devices and whatever its slots, up to the order of floating-point sums.
+      - A cohort gives the same result with any number of devices and slots, up to the order of floating-point sums.
       - Cohorts of similar numbers of clients share one compiled program, whatever the clients' sizes.
       - A cohort without clients leaves the state unchanged, bit for bit.
     """
@@ -56,7 +56,7 @@ class Execution:
         """Runs one round per cohort, in order.
 
         Args:
-          algorithm: whose rounds run.
+          algorithm: the algorithm to run.
           state: the state before the first round; it is not changed.
           cohorts: one or more, with the same population, root key, number of slots and attack.
           max_rounds: all calls with at most this many cohorts share one compiled program; default: as many as given.
@@ -70,21 +70,22 @@ class Execution:
         raise NotImplementedError
 
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        """Runs a single round; the info is not stacked."""
+        """Runs a single round; its info is not stacked."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Jit(Execution):
-    """Compiled, on one device.
+    """Runs compiled rounds on one device.
 
     On a CPU, clients run one after another, each for its own number of steps. On a GPU or TPU, clients with similar numbers of
     steps run side by side, in groups.
 
     Attributes:
-      lanes: the most clients that run side by side on a device. None chooses: 1 on a CPU, where more are slower; on a GPU or
-        TPU as many as keep the device busy with states of the clients' size, 256 at most. If the device runs out of memory, the
-        round runs again with half as many, and a warning states the number. With ``differentiable`` there are at least 2.
+      lanes: the largest number of clients that run side by side on a device. None chooses: 1 on a CPU, where more are slower;
+        on a GPU or TPU, as many as keep the device busy with states of the clients' size, at most 256. If the device runs out
+        of memory, the round runs again with half as many, and a warning states the number. With ``differentiable`` there are
+        at least 2.
       memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the cohorts
         under way, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
       deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
@@ -107,7 +108,7 @@ class Jit(Execution):
         checks.truth(deterministic=self.deterministic, differentiable=self.differentiable)
 
     def mesh(self) -> Mesh:
-        """The devices in use."""
+        """Returns the devices in use."""
         return _mesh(tuple(jax.local_devices()[:1]))
 
     def run(
@@ -131,13 +132,13 @@ class Jit(Execution):
         return self._dispatch(algorithm, state, [cohort], None)[:2]
 
     def lower(self, algorithm: FederatedAlgorithm, cohort: Cohort, state: State | None = None) -> jax.stages.Lowered:
-        """Lowers one round for ahead-of-time compilation, to look at its text, cost or memory.
+        """Lowers one round for ahead-of-time compilation, to inspect its text, cost or memory.
 
-        It is one program with resident examples and memories, also where `apply` would split it or stream them. Nothing is sent
-        to a device, so the devices may be those of a description, see `jax.experimental.topologies`.
+        The round is one program with resident examples and memories, even if `apply` would split it or stream them. Nothing is
+        sent to a device, so the devices may be descriptions, see `jax.experimental.topologies`.
 
         Args:
-          algorithm: whose rounds run.
+          algorithm: the algorithm to run.
           cohort: the round's clients.
           state: the state before the round; default: a state from ``init``.
 
@@ -190,9 +191,9 @@ class Jit(Execution):
         """Runs the first of these rounds, as many as fit one program.
 
         Args:
-          algorithm: whose rounds run.
-          state: before the first round.
-          cohorts: of the rounds.
+          algorithm: the algorithm to run.
+          state: the state before the first round.
+          cohorts: one per round.
           rounds: the number of rounds that the program has space for; None runs a single round whose info is not stacked.
 
         Returns:
@@ -256,9 +257,9 @@ class Jit(Execution):
 def _plans(
     layout: Layout, batches: Batches, outline: Outline, cohorts: Sequence[Cohort], may_split: bool
 ) -> tuple[list[RoundPlan], list[list[np.ndarray]]]:
-    """Plans the first of these rounds that run in one program; or a single long round, and then the windows of each call.
+    """Plans as many of these rounds as run in one program, or a single long round and the windows of each of its calls.
 
-    A long round is always alone, so that the order of its sums does not depend on what is dispatched with it.
+    A long round always runs alone, so that the order of its sums does not depend on other rounds.
     """
     plans: list[RoundPlan] = []
     for cohort in cohorts:
@@ -280,12 +281,12 @@ def _run_in_parts(programs: RoundPrograms, arguments: tuple[Any, ...], windows_o
             carry = programs.fold(*arguments, results, carry, window)
         if number < len(windows_of_calls):
             results, carry = programs.advance(*arguments, results, carry)
-    # It waits, because CPU programs that are dispatched behind this one may take the threads that its all-reduce needs.
+    # It waits, because CPU programs that are dispatched later may occupy the threads that its all-reduce needs.
     return jax.block_until_ready(programs.finish(*arguments, results, carry))
 
 
 def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:
-    """Keeps the first ``slots`` rows of every leaf, on the host: a device would compile this for every size."""
+    """Keeps the first ``slots`` rows of every leaf, on the host, because a device would compile this for every size."""
     at = (slice(None), slice(slots)) if stacked else (slice(slots),)
     leaves = jax.tree.leaves(rows)
     if all(x.shape[len(at) - 1] == slots for x in leaves):
@@ -296,15 +297,15 @@ def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pmap(Jit):
-    """Compiled, with the cohort spread over several local devices (`jax.shard_map`, the successor of pmap).
+    """Runs compiled rounds, with the cohort divided among several local devices (`jax.shard_map`, the successor of pmap).
 
-    There is one all-reduce per round. On a CPU, call `fedsim.use_all_cores` before JAX starts, which makes every core a device.
+    There is one all-reduce per round. On a CPU, first call `fedsim.use_all_cores`, which makes every core a device.
 
     Attributes:
-      devices: how many local devices, or a sequence of devices; None: all local devices.
+      devices: the number of local devices, or a sequence of devices; None uses all local devices.
 
     Raises:
-      ValueError: there are fewer devices.
+      ValueError: there are fewer devices than requested.
 
     >>> Pmap(devices=2).devices
     2
@@ -318,25 +319,27 @@ class Pmap(Jit):
         if isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices):
             object.__setattr__(self, "devices", tuple(devices))
         else:
-            checks.whole(1, or_none=True, devices=devices, remedy="None takes all")
+            checks.whole(1, or_none=True, devices=devices, remedy="None uses all local devices")
         if self.differentiable and type(self) is Pmap:
-            raise ValueError("differentiable=True runs on one device: use Jit(differentiable=True).")
+            raise ValueError(
+                "Pmap does not support differentiable=True, which runs on one device: use Jit(differentiable=True)."
+            )
 
     def mesh(self) -> Mesh:
         if isinstance(self.devices, tuple):
             return _mesh(self.devices)
-        there = jax.local_device_count()
-        if self.devices is not None and self.devices > there:  # type: ignore[operator]
+        available = jax.local_device_count()
+        if self.devices is not None and self.devices > available:  # type: ignore[operator]
             raise ValueError(
-                f"devices={self.devices} are asked for, and there are {there}. Ask for fewer; on a CPU call "
-                f"fedsim.use_all_cores({self.devices}) before JAX starts."
+                f"Expected at most {available} devices, which JAX has, got devices={self.devices}. Use fewer, or on a CPU call "
+                f"fedsim.use_all_cores({self.devices}) before JAX is first used."
             )
-        return _mesh(tuple(jax.local_devices()[: self.devices or there]))
+        return _mesh(tuple(jax.local_devices()[: self.devices or available]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(Pmap):
-    """Compiled, on all local devices like `Pmap`; on a single one if ``differentiable``.
+    """Runs compiled rounds on all local devices, like `Pmap`, or on a single one if ``differentiable``.
 
     >>> Auto().mesh().size == jax.local_device_count(), Auto(differentiable=True).mesh().size
     (True, 1)
@@ -354,7 +357,7 @@ def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
 def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> None:
     """Raises ``ValueError`` if the algorithm cannot read the data, or if the cohorts cannot run together."""
     if not cohorts:
-        raise ValueError("Expected at least one cohort, got none.")
+        raise ValueError("Expected cohorts to have at least one cohort, got none.")
     first = cohorts[0]
     for cohort in cohorts:
         if not isinstance(cohort, Cohort):
@@ -364,7 +367,8 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
             )
         if not runs_with(cohort, first):
             raise ValueError(
-                "Cohorts that run together need one population, number of slots, root key and attack: run them apart."
+                "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "
+                "in separate calls."
             )
     checked = kept_with(algorithm).setdefault("checked", weakref.WeakSet())
     if first.data not in checked:
@@ -378,7 +382,7 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
 
 
 def runs_with(cohort: Cohort, other: Cohort) -> bool:
-    """Whether two cohorts can run in one dispatch: they have one population, number of slots, root key and attack.
+    """Returns whether two cohorts can run in one dispatch: population, number of slots, root key and attack are the same.
 
     >>> from fedsim.data import FederatedData
     >>> from fedsim.samplers import UniformSampler

@@ -1,4 +1,4 @@
-"""What an algorithm keeps in addition to the server's state: how it starts, is checked and is placed on devices."""
+"""The memories of clients, aggregators and downlinks: their initial values, their checks, and where they are stored."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, Fe
 from fedsim.execution._structure import form_of, kept_with
 
 _RESIDENT_BYTES_ON_CPU = 2**22
-# While rounds run there are up to four tables: two of the round under way, that of the state before the dispatch, and that of
-# the dispatch whose metrics are being written. So tables take at most half of a GPU's memory. The examples take at most a
-# quarter, and a quarter is left for everything else.
+# While rounds run there are up to four tables: two of the current round, that of the state before the dispatch, and that of the
+# dispatch whose metrics are being written. So tables take at most half of a GPU's memory. The examples take at most a quarter,
+# and a quarter remains for everything else.
 _RESIDENT_SHARE = 1 / 8
 
 
 def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> State:
-    """Adds to a server's state what clients, aggregators and the downlink remember.
+    """Adds the memories of clients, aggregators and the downlink to a server's state.
 
     Args:
-      algorithm: whose rounds run.
+      algorithm: the algorithm to run.
       state: a server's state, or a `FederatedState`, which is checked and returned as it is.
       data: the population.
 
     Returns:
-      A `FederatedState`, or ``state`` itself if nothing is remembered.
+      A `FederatedState`, or ``state`` itself if there are no memories.
 
     Raises:
       ValueError: the state belongs to another population, algorithm or model.
@@ -43,8 +43,8 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
     if isinstance(state, FederatedState):
         if state.clients != () and (known := num_remembered(state.clients)) != data.num_clients:
             raise ValueError(
-                f"The state remembers a population of {known} clients, and this one has {data.num_clients}: start with a state "
-                "from init."
+                f"Expected a state with the memories of {data.num_clients} clients, as many as the population has, got one of "
+                f"{known} clients: start with a state from init."
             )
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
         if (form := form_of(given)) not in known_forms:
@@ -56,7 +56,8 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
         return state
     if algorithm.averaging is not None and not hasattr(state, "params"):
         raise ValueError(
-            f"averaging={algorithm.averaging} is of state.params, which {type(algorithm).__name__} lacks: leave it out."
+            f"averaging={algorithm.averaging} averages state.params, but the state of {type(algorithm).__name__} has no "
+            "params: set averaging=None."
         )
     first = _first(algorithm, state, programs_for(algorithm, state, data)[0].outline)
     if not jax.tree.leaves(first._replace(server=())):
@@ -67,7 +68,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 
 
 def _first(algorithm: FederatedAlgorithm, server: State, outline: Outline) -> FederatedState:
-    """The state before the first round, with the shapes of one client's row in the place of all rows."""
+    """Returns the state before the first round, with the shapes of one client's row instead of all rows."""
     average = Average(server.params, jnp.float32(0)) if algorithm.averaging is not None and hasattr(server, "params") else ()
     return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average)
 
@@ -85,28 +86,28 @@ def check_alike(algorithm: Any, given: Any, expected: Any) -> None:
         name = next(name for name in [*ours, *theirs] if ours.get(name) != theirs.get(name))
         raise ValueError(
             f"The state is not one of this {type(algorithm).__name__}, but of another algorithm or model: it has "
-            f"{theirs.get(name, 'nothing')} for {name}, and here that is {ours.get(name, 'nothing')}. Start with a state from "
-            "init, or go on with the algorithm that made it."
+            f"{theirs.get(name, 'nothing')} for {name}, expected {ours.get(name, 'nothing')}. Start with a state from init, or "
+            "use the algorithm that made the state."
         )
 
 
 def num_remembered(clients: ClientRows | ClientTable) -> int:
-    """The number of clients of the population that these memories belong to."""
+    """Returns the number of clients of the population that these memories belong to."""
     return len(clients.index if isinstance(clients, ClientRows) else clients.seen)
 
 
 def row_shapes(clients: ClientRows | ClientTable) -> Any:
-    """The shapes of one client's row."""
+    """Returns the shapes of one client's row."""
     if isinstance(clients, ClientRows):
         return clients.store.like
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows)
 
 
 def placed(state: State, mesh: Mesh, memory: Memory) -> State:
-    """Moves the memories of clients to where they are used: a `ClientTable` on every device, or `ClientRows` on the host.
+    """Moves the clients' memories to where they are used: a `ClientTable` on every device, or `ClientRows` on the host.
 
-    A table is copied once per dispatch. On a GPU or TPU that is fast, and the table may take an eighth of its memory. On a CPU
-    it takes longer than to move the rows of a cohort, unless the table is small.
+    A table is copied once per dispatch. On a GPU or TPU this is fast, and the table may take an eighth of the memory. On a CPU
+    it takes longer than moving the rows of a cohort, unless the table is small.
     """
     clients = parts_of(state).clients
     if clients == ():
@@ -126,7 +127,7 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
 
 
 def gathered(clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh) -> tuple[ClientTable, RoundPlan]:
-    """Gathers the rows of a cohort of ``count`` clients into a table on every device; the plan then points into this table."""
+    """Gathers the rows of a cohort of ``count`` clients into a table on every device; returns it and a plan for this table."""
     slots = len(plan.client)
     table = ClientTable(*clients.gather(plan.client[:count].astype(np.int64), slots))
     memory = np.where(np.arange(slots) < count, np.arange(slots), slots).astype(np.int32)
@@ -134,6 +135,6 @@ def gathered(clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh) -> tu
 
 
 def written_back(clients: ClientRows, table: Any, plan: RoundPlan, count: int) -> ClientRows:
-    """Writes a table that was `gathered` back after the round, for which it waits."""
+    """Waits for the round, and writes the table that was `gathered` back."""
     rows, seen = jax.tree.map(np.asarray, tuple(table))
     return clients.written(plan.client[:count].astype(np.int64), rows, seen[:count])

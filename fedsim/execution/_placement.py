@@ -1,4 +1,4 @@
-"""Where examples are while programs run: all of them on every device, or only those of the cohorts under way."""
+"""Where examples are stored while programs run: all on every device, or only those of the current cohorts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ONE_SHAPE_BYTES = 256 * 2**20
 
 
 def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
-    """Whether every device gets all examples: as ``memory`` says, or if they take less than a quarter of the memory."""
+    """Returns whether every device gets all examples: as ``memory`` says, or if they take less than a quarter of the memory."""
     if memory != "auto":
         return memory == "resident"
 
@@ -34,12 +34,12 @@ def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
             return data.nbytes * mesh.size <= _RESIDENT_SHARE * psutil.virtual_memory().available
         return data.nbytes <= _RESIDENT_SHARE * memory_limit(device)
 
-    # Decided once, because the examples on the device take of the memory that is available.
+    # Decided once, because the examples on the device reduce the available memory.
     return kept_with_data(data, "_is_resident", mesh, fits)
 
 
 def kept_with_data(data: FederatedData, name: str, key: Any, make: Callable[[], Any]) -> Any:
-    """A value that is made once and lives as long as ``data``."""
+    """Returns a value that is computed once and stored with ``data``."""
     kept = vars(data).setdefault(name, {})
     if key not in kept:
         kept[key] = make()
@@ -47,20 +47,20 @@ def kept_with_data(data: FederatedData, name: str, key: Any, make: Callable[[], 
 
 
 def memory_limit(device: jax.Device) -> int:
-    """The size of a device's own memory in bytes; 8 GiB if the device does not report it."""
+    """Returns the size of a device's memory in bytes; 8 GiB if the device does not report it."""
     return _memory_stats(device).get("bytes_limit", 8 * 2**30)
 
 
 def _memory_stats(device: jax.Device) -> dict[str, int]:
     try:
         return device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:  # A device that is only described, see `jax.experimental.topologies`.
+    except jax.errors.JaxRuntimeError:  # The device is only a description, see `jax.experimental.topologies`.
         return {}
 
 
 def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
-    """All columns on every device. They are transferred once and stay as long as ``data`` lives."""
-    # Without examples there is still one row, for masked batches to read.
+    """Returns all columns on every device. They are transferred once and stored with ``data``."""
+    # Without examples there is still one row, which masked batches read.
     return kept_with_data(
         data,
         "_resident_columns",
@@ -72,14 +72,14 @@ def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
 def streamed_columns(
     data: FederatedData, plans: Sequence[RoundPlan], mesh: Mesh, max_rounds: int
 ) -> tuple[dict[str, jax.Array], list[RoundPlan]]:
-    """The examples of these rounds' clients, each on the device that trains the client, and plans that point to them.
+    """Returns the examples of these rounds' clients on the devices of the clients, and plans with their rows.
 
-    The number of rows is rounded up, so that few programs are compiled: to the most that cohorts of this size can have if that
-    takes little memory (then there is one program), else to a power of two.
+    The number of rows is rounded up, so that few programs are compiled: to the largest number that cohorts of this size can
+    have if that takes little memory (then there is one program), else to a power of two.
     """
     clients: list[list[np.ndarray]] = [[] for _ in range(mesh.size)]
     rows = np.zeros(mesh.size, np.int64)
-    moved = []
+    new_plans = []
     for plan in plans:
         start = np.zeros_like(plan.start)
         for device, (queue, length) in enumerate(zip(plan.queue, plan.length, strict=True)):
@@ -88,7 +88,7 @@ def streamed_columns(
             start[slots] = rows[device] + np.cumsum(sizes) - sizes
             rows[device] += sizes.sum()
             clients[device].append(plan.client[slots])
-        moved.append(plan._replace(start=start))
+        new_plans.append(plan._replace(start=start))
     capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, mesh.size)
     columns = {}
     for name, column in data.columns.items():
@@ -96,11 +96,11 @@ def streamed_columns(
         for device, of_device in enumerate(clients):
             data.gather(name, np.concatenate(of_device), out=host[device])
         columns[name] = jax.device_put(host.reshape(-1, *column.shape[1:]), NamedSharding(mesh, P(AXIS)))
-    return columns, moved
+    return columns, new_plans
 
 
 def _capacity(data: FederatedData, needed: int, slots: int, max_rounds: int, devices: int) -> int:
-    """The number of rows per device."""
+    """Returns the number of rows per device."""
     clients = min(slots, data.num_clients)
     largest = kept_with_data(
         data, "_largest_cohort", clients, lambda: max(1, int(np.partition(data.sizes, -clients)[-clients:].sum()))
@@ -117,12 +117,12 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, mesh: Mesh) -
     """Raises ``ValueError``, before anything is compiled, if an aggregator's accumulators do not fit the memory.
 
     Every device has an accumulator, and the devices of a CPU share its memory. Copies and temporary memory (for sorting, for
-    example) are not counted, so nothing that fits is refused.
+    example) are not counted, so nothing that fits is rejected.
 
     Args:
-      aggregator: of the updates.
-      accumulator: its shapes.
-      slots: the most clients of a cohort.
+      aggregator: combines the updates.
+      accumulator: the shapes of its accumulator.
+      slots: the largest number of clients of a cohort.
       mesh: the devices.
     """
     device = mesh.devices.flat[0]
@@ -133,33 +133,33 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, mesh: Mesh) -
     size = tree.num_bits(accumulator) // 8
     if copies * size > free:
         raise ValueError(
-            f"{type(aggregator.innermost).__name__} folds {slots} clients into {size / 1e6:,.1f} MB, with devices={mesh.size} "
-            f"into {copies * size / 1e9:,.1f} GB in all, and {free / 1e9:,.1f} GB are free. Take a smaller cohort or model, "
-            "fewer devices, or an aggregator that keeps no updates side by side."
+            f"{type(aggregator.innermost).__name__} needs {size / 1e6:,.1f} MB for the updates of {slots} clients, with "
+            f"devices={mesh.size} {copies * size / 1e9:,.1f} GB in total, and {free / 1e9:,.1f} GB are free. Use a smaller "
+            "cohort or model, fewer devices, or an aggregator that does not store all updates."
         )
 
 
 def must_wait(mesh: Mesh) -> bool:
-    """Whether a dispatch has to wait for the one before it.
+    """Returns whether a dispatch has to wait for the one before it.
 
-    XLA's CPU devices share one pool of threads, and an all-reduce holds its thread until every device has come. With two
-    dispatches under way, all threads can end up holding; XLA then ends the process (seen with jax 0.10.2).
+    XLA's CPU devices share one pool of threads, and an all-reduce blocks its thread until every device has reached it. With two
+    dispatches at a time, all threads can be blocked; XLA then ends the process (observed with jax 0.10.2).
     """
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def replicate(values: Any, mesh: Mesh) -> Any:
-    """``values`` on every device of the mesh. What is there already is not copied, and traced values are left as they are."""
+    """Copies ``values`` to every device of the mesh, except arrays that are there already and traced values."""
     target = NamedSharding(mesh, P())
     leaves, structure = jax.tree.flatten(values)
 
-    def stays(leaf: Any) -> bool:
+    def is_in_place(leaf: Any) -> bool:
         return isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding == target)
 
-    away = [at for at, leaf in enumerate(leaves) if not stays(leaf)]
-    if not away:
+    missing = [at for at, leaf in enumerate(leaves) if not is_in_place(leaf)]
+    if not missing:
         return values
-    with jax.ensure_compile_time_eval():  # Else a trace around this would turn constants into tracers.
-        for at, leaf in zip(away, jax.device_put([leaves[at] for at in away], target), strict=True):
+    with jax.ensure_compile_time_eval():  # Otherwise constants would become tracers inside a trace.
+        for at, leaf in zip(missing, jax.device_put([leaves[at] for at in missing], target), strict=True):
             leaves[at] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -15,10 +15,9 @@ from fedsim.data import Batches, Cohort
 
 ALL_STEPS = 2**31 - 1
 _STEPS_PER_PROGRAM = 500
-# A step of a group of w clients takes a fixed time (for the most part, to start its kernels) and w times the time of one
-# client. The fixed part takes as long as clients whose states have 64 MB in total. Measured on an H100, 2026-11-26: 1,000
-# clients of the dense model (0.84 MB each) took 236 ms in groups of 16 and 71 ms in groups of 256, while 16 LSTMs (16 MB each)
-# at a time were too many.
+# A step of a group of w clients takes a fixed time (mostly for starting kernels) and w times the time of one client. The fixed
+# time is that of clients whose states have 64 MB in total. Measured on an H100, 2026-11-26: 1,000 clients of the dense model
+# (0.84 MB each) took 236 ms in groups of 16 and 71 ms in groups of 256, while groups of 16 LSTMs (16 MB each) were too large.
 _FIXED_BYTES = 2**26
 _MOST_LANES = 256
 
@@ -57,12 +56,12 @@ class RoundPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a plan and a compiled program agree on.
+    """The parameters that a plan and a compiled program have in common.
 
     Attributes:
-      slots: number of clients that there is space for.
+      slots: the largest number of clients.
       devices: number of devices.
-      widths: numbers of clients in a group that runs side by side, the largest first; ``(1,)`` runs one client after another.
+      widths: numbers of clients that run side by side in a group, the largest first; ``(1,)`` runs one client after another.
       overhead: the fixed time of a step, in multiples of the time of one client.
       most_examples: for loops with a static number of steps (for derivatives), the most examples of a client; else None.
     """
@@ -113,7 +112,7 @@ def rounded_slots(clients: int) -> int:
 
 
 def overhead_of(state_bytes: int) -> float:
-    """The fixed time of a step on a GPU or TPU in multiples of the time of one client, whose loops have a state of this size.
+    """Returns the fixed time of a step on a GPU or TPU, in multiples of the time of a client with a loop state of this size.
 
     >>> overhead_of(840_000) > 16 > overhead_of(16_000_000)
     True
@@ -122,7 +121,7 @@ def overhead_of(state_bytes: int) -> float:
 
 
 def lanes_for(state_bytes: int) -> int:
-    """How many clients to run side by side on a GPU or TPU: the fixed time is a fifth of a step's time, at 256 clients at most.
+    """Returns how many clients run side by side on a GPU or TPU: the fixed time is a fifth of a step's, or 256 clients.
 
     >>> lanes_for(840_000), lanes_for(4_800_000), lanes_for(16_000_000)
     (256, 55, 16)
@@ -131,7 +130,7 @@ def lanes_for(state_bytes: int) -> int:
 
 
 def widths_for(lanes: int) -> tuple[int, ...]:
-    """Widths of groups: all lanes, a quarter of them, and 1 for a client of unusual length. Each width is compiled.
+    """Returns the widths of groups: all lanes, a quarter of them, and 1 for clients of unusual length. Each is compiled.
 
     >>> widths_for(16), widths_for(2), widths_for(1)
     ((16, 4, 1), (2, 1), (1,))
@@ -146,13 +145,13 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
 
     Args:
       cohort: the clients.
-      layout: of the plan.
-      batches: the algorithm's.
+      layout: the layout of the plan.
+      batches: the algorithm's batches.
       loops: the batches of every loop of a client; default: one loop over ``batches``.
     """
     sizes, slots, devices = cohort.sizes, layout.slots, layout.devices
     most_steps = np.full(len(sizes), ALL_STEPS) if cohort.work is None else cohort.num_steps(batches)
-    # To start a client and to fold its update takes about as long as half a step.
+    # Starting a client and accumulating its update takes about as long as half a step.
     work = 1 + 2 * num_steps(sizes, most_steps, batches, [batches] if loops is None else loops)
     order = np.argsort(-work, kind="stable")
     if devices == 1:
@@ -200,7 +199,7 @@ def num_steps(sizes: np.ndarray, most_steps: np.ndarray, batches: Batches, loops
 def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
     """Divides a queue, the longest client first, into groups; returns for each width where its groups begin.
 
-    A group takes as long as its longest client. Of all divisions it takes the one that needs the least time. So clients of
+    A group takes as long as its longest client. The result is the division that takes the least time in total. So clients of
     similar length run side by side, and a client of unusual length runs alone.
     """
     count, steps, widths = len(work), work.tolist(), layout.widths
@@ -229,18 +228,18 @@ def _filled(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
 
 
 def windows(plan: RoundPlan, layout: Layout, steps: np.ndarray) -> list[np.ndarray]:
-    """Divides a round into windows of some hundred steps per device, at the borders of groups.
+    """Divides a round into windows of about 500 steps per device, at the borders of groups.
 
-    XLA on a CPU holds on to memory for every step of a program until the program ends (about 90 kB per step of the EMNIST CNN
+    XLA on a CPU keeps memory for every step of a program until the program ends (about 90 kB per step of the EMNIST CNN
     on two devices, jax 0.10.2), so a round of a thousand clients runs as several programs.
 
     Args:
-      plan: of the round.
-      layout: of the plan.
+      plan: the plan of the round.
+      layout: the layout of the plan.
       steps: the number of steps of each client, ``int [slots]``.
 
     Returns:
-      For each window the first group of each width and the one after the last, ``int32 [devices, widths, 2]``.
+      For each window, the first group of each width and the one after the last: ``int32 [devices, widths, 2]``.
     """
     if steps.sum() <= _STEPS_PER_PROGRAM:
         return [np.stack([np.zeros_like(plan.groups), plan.groups], axis=-1)]

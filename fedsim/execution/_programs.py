@@ -1,4 +1,4 @@
-"""Compiled programs: whole rounds, or parts of a round that is too long for one program."""
+"""Compiled programs: whole rounds, or pieces of a round that is too long for one program."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from fedsim.execution._structure import Numbers, Structure, form_of, kept_with, 
 
 
 class Programs:
-    """The programs of algorithms of one structure, for states and data of some shapes.
+    """The programs of all algorithms of one structure, for states and data of given shapes.
 
     Args:
       algorithm: one of these algorithms.
-      outline: of its round.
+      outline: the outline of its round.
     """
 
     def __init__(self, algorithm: FederatedAlgorithm, outline: Outline) -> None:
         self.algorithm, self.outline = algorithm, outline
-        self.fewer_lanes: dict[Any, int] = {}  # by mesh, after it ran out of memory with more
+        self.fewer_lanes: dict[Any, int] = {}  # by mesh; set after a mesh ran out of memory with more
         self._by_setting: dict[Setting, RoundPrograms] = {}
         self._fits: set[Any] = set()
 
     def by_setting(self, setting: Setting) -> RoundPrograms:
-        """The programs for a setting. They are compiled when they are first called."""
+        """Returns the programs for a setting. They are compiled when they are first called."""
         if setting not in self._by_setting:
             self._by_setting[setting] = RoundPrograms(self.algorithm, self.outline, setting)
         return self._by_setting[setting]
@@ -65,7 +65,7 @@ class Programs:
 
 
 class _ProgramCache:
-    """Holds the programs of one structure, by the shapes of states and data."""
+    """Stores the programs of one structure, by the shapes of states and data."""
 
     def __init__(self, algorithm: FederatedAlgorithm) -> None:
         self.algorithm = algorithm
@@ -89,10 +89,10 @@ def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedDat
     """Returns the programs of an algorithm, and the numbers to call them with.
 
     Algorithms that differ only in their numbers (see `fedsim.execution._structure.numbers_of`) share programs. If the
-    algorithm's code needs the value of a number, all of its numbers are constants of programs of its own.
+    algorithm's code needs the value of a number, the algorithm gets its own programs with all of its numbers as constants.
 
     Args:
-      algorithm: whose rounds run.
+      algorithm: the algorithm to run.
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
       data: the population.
     """
@@ -106,7 +106,7 @@ def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedDat
         except Exception:  # JAX has no common class for errors of code that needs the value of a number.
             if not numbers:
                 raise
-    # The algorithm's own errors come again here, with values in place of tracers.
+    # An error of the algorithm itself is raised again here, with values instead of tracers.
     constant = _cache_of(Structure(algorithm, numbers))
     programs = constant.programs({}, state, data)
     shared.needs_values, kept["programs"] = True, (constant, {})
@@ -118,13 +118,13 @@ class RoundPrograms:
 
     All take numbers, columns, the table of memories, the state without it, the root key and packed plans.
 
-    - ``rounds`` takes also the number of rounds and returns the state, the table and the infos.
-    - ``advance``, ``fold`` and ``finish`` run one long round, see `PartialClients`. They take also the results of the calls
-      that have ended and what devices carry; ``fold`` also takes a window.
+    - ``rounds`` also takes the number of rounds, and returns the state, the table and the infos.
+    - ``advance``, ``fold`` and ``finish`` run one long round, see `PartialClients`. They also take the results of the calls
+      that have ended and what devices carry; ``fold`` takes a window, too.
 
     Args:
-      algorithm: whose rounds run.
-      outline: of its round.
+      algorithm: the algorithm to run.
+      outline: the outline of its round.
       setting: how to run it.
     """
 
@@ -153,7 +153,7 @@ class RoundPrograms:
     def _rounds(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array, num_rounds: jax.Array
     ) -> tuple[State, Any, Any]:
-        # Jitted, so that it is traced once, although it is used twice below.
+        # Jitted, so that it is traced only once, although it is used twice below.
         @functools.partial(jit, inline=True)
         def one(columns: Any, table: Any, state: State, row: jax.Array) -> tuple[State, Any, Any]:
             return self._round(numbers, columns, table, state, key, row)
@@ -181,7 +181,7 @@ class RoundPrograms:
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array,
         results: tuple[Any, ...], carry: Any = None, window: Any = None,
     ) -> Any:  # fmt: skip
-        # Between programs, what a device carries has a first axis over the devices.
+        # Between programs, the values that devices carry have a leading axis over the devices.
         clients_of = functools.partial(PartialClients, results, jax.tree.map(lambda x: x[0], carry), window)
         try:
             state, table, info = self._round(numbers, columns, table, state, key, packed[0], clients_of)
@@ -198,21 +198,21 @@ def _stacked(a: Any) -> Any:
 
 
 def finished(algorithm: FederatedAlgorithm, state: State, clients: Clients, server: Any, info: Any) -> State:
-    """Returns the state after a round, given the server's; without memories of clients, which are in ``clients.table``.
+    """Returns the state after a round, without the clients' memories, which are in ``clients.table``.
 
-    If no update arrived, that is the state before the round.
+    If no update counts, this is the state before the round.
     """
     before = parts_of(state)
     if clients.info is not None and not isinstance(info, RoundInfo):
         raise ValueError(
-            f"{type(algorithm).__name__}.round must return the info of clients.aggregate, got {type(info).__name__}. Numbers "
-            "of your own go into ClientUpdate.info, or into the state."
+            f"Expected {type(algorithm).__name__}.round to return the info of clients.aggregate, got {type(info).__name__}. "
+            "Put other numbers into ClientUpdate.info or into the state."
         )
     old, new = jax.tree.structure(before.server), jax.tree.structure(server)
     if old != new:  # type: ignore[operator]
         raise ValueError(
-            f"{type(algorithm).__name__} must return a server state of the structure that init gives, {old}, got {new}: check "
-            "what server_update returns."
+            f"Expected a round of {type(algorithm).__name__} to return a server state with the structure that init returns, "
+            f"{old}, got {new}: check what server_update returns."
         )
     # Sums are computed in a wider dtype than parameters in half precision.
     server = jax.tree.map(_in_dtype_of, server, before.server)

@@ -1,4 +1,4 @@
-"""What execution needs of an algorithm, the state between rounds, and the information about a round."""
+"""The interface of algorithms, the state between rounds, and the information about a round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Shared = Any
 
 
 class FederatedAlgorithm(Protocol):
-    """What execution runs. `fedsim.Algorithm` implements it."""
+    """The interface that execution uses. `fedsim.Algorithm` implements it."""
 
     @property
     def batches(self) -> Batches: ...
@@ -40,29 +40,29 @@ class FederatedAlgorithm(Protocol):
 
 
 class Average(NamedTuple):
-    """An exponential moving average of parameters, and the total weight of its terms, ``float32 []``, which tends to 1."""
+    """An exponential moving average of parameters, and the total ``weight`` of its terms, ``float32 []``, which tends to 1."""
 
     params: Any
     weight: Any
 
 
 class ClientTable(NamedTuple):
-    """Memories of clients on the device: ``rows``, leaves ``[n, ...]``, and ``seen``, ``bool [n]``: which were ever written."""
+    """Clients' memories on the device: ``rows``, leaves ``[n, ...]``, and ``seen``, ``bool [n]``: which rows were written."""
 
     rows: Any
     seen: Any
 
 
 class FederatedState(NamedTuple):
-    """The state of an algorithm that keeps more than the server's state from round to round.
+    """The state of an algorithm that has more than a server state, such as clients' memories.
 
     Attributes:
-      server: the server's state: what ``init`` and ``server_update`` return. Methods of the algorithm see only this.
+      server: the server's state, which ``init`` and ``server_update`` return. The algorithm's methods get only this.
       clients: the memories of all clients, a `fedsim.data.ClientRows` on the host or a `ClientTable` on the device. A client's
-        row is a pair: its ``ClientUpdate.memory``, and a dict from the name of an ``aggregate`` call to what the client keeps
+        row is a pair: its ``ClientUpdate.memory``, and a dict from the name of an ``aggregate`` call to the client's memory
         for the aggregator of that call.
-      aggregator: a dict from the name of an ``aggregate`` call to what the server keeps for its aggregator.
-      downlink: a dict from the name of an ``aggregate`` call to what the server keeps for its downlink compressor.
+      aggregator: a dict from the name of an ``aggregate`` call to the state of its aggregator.
+      downlink: a dict from the name of an ``aggregate`` call to the state of its downlink compressor.
       average: the `Average` of the server's parameters, if the algorithm has ``averaging``.
     """
 
@@ -74,7 +74,7 @@ class FederatedState(NamedTuple):
 
     @property
     def params(self) -> Any:
-        """The average of the server's parameters if there is one, else the server's parameters."""
+        """Returns the average of the server's parameters if there is one, else the server's parameters."""
         return (self.average or self.server).params
 
 
@@ -91,7 +91,7 @@ class RoundInfo(NamedTuple):
         - ``dropped``: ``bool``, whether the update was not finite.
         - ``bits_up``, ``bits_down``: the exact size of what the client sent and received, ``uint32``; rounded ``float32`` where
           a message may exceed 2**32 bits before compression.
-        - ``entropy_bits_up``: ``float32``, the estimated size of what the client sent, were it entropy coded.
+        - ``entropy_bits_up``: ``float32``, the estimated size of what the client sent, if it were entropy coded.
         - ``attacker``: ``bool``, only in a cohort under attack.
         - everything in the algorithm's ``ClientUpdate.info``.
 
@@ -111,7 +111,7 @@ class RoundInfo(NamedTuple):
 
 
 def server_state(state: State) -> State:
-    """Returns the server's part of a state, which may be all of it.
+    """Returns the server's state of a state, which may be the whole state.
 
     >>> server_state({"w": 1.0}), server_state(FederatedState({"w": 1.0}))
     ({'w': 1.0}, {'w': 1.0})
@@ -120,7 +120,7 @@ def server_state(state: State) -> State:
 
 
 def parts_of(state: State) -> FederatedState:
-    """Returns the parts of a state, also of one that is the server's alone."""
+    """Returns a state as a `FederatedState`, also if it is only a server's state."""
     return state if isinstance(state, FederatedState) else FederatedState(state)
 
 

@@ -1,4 +1,4 @@
-"""Which parts of an algorithm its compiled programs depend on, and which of its numbers are arguments of them."""
+"""What compiled programs depend on in an algorithm, and which of the algorithm's numbers are arguments of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Numbers = dict[str, Any]
 _NOT_COMPILED = {"execution", "nonfinite"}
 
 # Libraries whose functions use no global variables that change.
-_WITHOUT_CHANGES = {"fedsim", "jax", "numpy", "optax", "haiku", "functools", "dataclasses", "typing", "builtins"}
+_CONSTANT_LIBRARIES = {"fedsim", "jax", "numpy", "optax", "haiku", "functools", "dataclasses", "typing", "builtins"}
 
 
 def kept_with(owner: Any) -> dict[str, Any]:
-    """A dict in which execution stores what it derived from an algorithm. It lives as long as the algorithm."""
+    """Returns a dict, stored with the algorithm, for values that execution derives from it."""
     return vars(owner).setdefault("_execution", {})
 
 
 def numbers_of(algorithm: Any) -> Numbers:
-    """The floats and JAX arrays in an algorithm's fields, by field. Integers stay constants: they often are sizes.
+    """Returns the floats and JAX arrays in an algorithm's fields, by field. Integers, which often are sizes, are constants.
 
     >>> from fedsim.data import Batches
     >>> @dataclasses.dataclass
@@ -52,7 +52,7 @@ def numbers_of(algorithm: Any) -> Numbers:
 
 
 def with_numbers(algorithm: T, numbers: Numbers) -> T:
-    """A copy of an algorithm with these numbers, traced or not, in its fields. ``__post_init__`` does not run again.
+    """Returns a copy of an algorithm with these numbers, traced or not. ``__post_init__`` does not run again.
 
     >>> @dataclasses.dataclass
     ... class Proximal:
@@ -67,11 +67,11 @@ def with_numbers(algorithm: T, numbers: Numbers) -> T:
 
 
 class Structure:
-    """Everything in an algorithm except its numbers. Algorithms of equal structures share programs.
+    """Everything in an algorithm except its numbers. Algorithms with equal structures share programs.
 
     Args:
-      algorithm: whose rounds run.
-      numbers: numbers that are compared, too, because the algorithm's code needs their values.
+      algorithm: the algorithm to run.
+      numbers: numbers that are also compared, because the algorithm's code needs their values.
     """
 
     def __init__(self, algorithm: Any, numbers: Numbers | None = None) -> None:
@@ -89,7 +89,7 @@ class Structure:
 
 
 def form_of(a: Any) -> Hashable:
-    """The structure of a pytree, and the shapes and dtypes of its leaves.
+    """Returns the structure of a pytree, and the shapes and dtypes of its leaves.
 
     >>> form_of({"w": np.zeros(2)}) == form_of({"w": np.ones(2)})
     True
@@ -113,7 +113,7 @@ class _ByIdentity:
 
 
 def _attributes(algorithm: Any) -> dict[str, Any]:
-    """All attributes of an object, without what was derived from it: cached properties and `kept_with`."""
+    """Returns all attributes of an object except derived ones: cached properties and those of `kept_with`."""
     cached = {
         name
         for cls in type(algorithm).__mro__
@@ -127,9 +127,9 @@ def _attributes(algorithm: Any) -> dict[str, Any]:
 
 
 def _described(value: Any) -> Hashable:
-    """A value that is equal for objects that compile to equal programs.
+    """Returns a value that is equal for objects that compile to equal programs.
 
-    Dataclasses, namespaces and containers are described by what they hold now, other objects by identity.
+    Dataclasses, namespaces and containers are compared by their current contents, other objects by identity.
     """
     if isinstance(value, types.SimpleNamespace | argparse.Namespace) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -168,16 +168,16 @@ def _globals_of_methods(cls: type) -> Hashable:
 
 
 def _globals_of(functions: list[types.FunctionType]) -> Hashable:
-    """Describes the global variables that functions use, themselves or in functions that are global variables, too.
+    """Describes the global variables that functions use, directly or in global functions that they call.
 
-    They may change between two algorithms, as in a notebook. Those of fedsim and of other libraries do not change.
+    These may change between two algorithms, for example in a notebook. Those of fedsim and of other libraries do not change.
     """
     found: dict[tuple[str, str], Hashable] = {}
     pending, seen = list(functions), set()
     while pending:
         function = pending.pop()
         module = function.__globals__.get("__name__", "")
-        if function in seen or module.partition(".")[0] in _WITHOUT_CHANGES:
+        if function in seen or module.partition(".")[0] in _CONSTANT_LIBRARIES:
             continue
         seen.add(function)
         for name in _names_in(function.__code__):
@@ -191,6 +191,6 @@ def _globals_of(functions: list[types.FunctionType]) -> Hashable:
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names of global variables that code and the functions inside it read."""
+    """Returns the names of the global variables that code and the functions inside it read."""
     names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"}
     return names.union(*(_names_in(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))

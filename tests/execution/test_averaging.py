@@ -77,5 +77,5 @@ def test_without_parameters_there_is_nothing_to_average():
             return fedsim.ClientUpdate(shared, jax.numpy.float32(1))
 
     algorithm = Sum(batches=fedsim.Batches(size=2), averaging=0.5)
-    with pytest.raises(ValueError, match="averaging=0.5 is of state.params, which Sum lacks"):
+    with pytest.raises(ValueError, match="averaging=0.5 averages state.params, but the state of Sum has no params"):
         algorithm.with_memory(algorithm.init(jax.random.key(0)), federation.data())

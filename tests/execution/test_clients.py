@@ -192,7 +192,7 @@ def test_two_calls_of_one_name_are_refused():
         def client_update(self, shared, client):
             return fedsim.ClientUpdate(shared, jnp.float32(1))
 
-    with pytest.raises(ValueError, match="calls its clients twice by the name 'update'"):
+    with pytest.raises(ValueError, match="has two calls with name='update'"):
         Twice(batches=BATCHES).apply(jnp.float32(0), federation.cohort())
 
 

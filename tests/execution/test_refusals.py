@@ -49,7 +49,7 @@ def test_what_is_refused_is_what_a_round_needs(groups, devices, monkeypatch):
     needs = one * devices
 
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": needs - 1}))
-    with pytest.raises(ValueError, match=f"with devices={devices} into 0.0 GB in all"):
+    with pytest.raises(ValueError, match=f"with devices={devices} 0.0 GB in total"):
         algorithm.apply(state, cohort)
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": needs}))
     algorithm.apply(state, cohort)
@@ -62,7 +62,7 @@ def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
     for way in (fedsim.Jit(), fedsim.Debug()):
         algorithm = Counting(batches=BATCHES, aggregator=Maximum(), execution=way)
         with pytest.raises(
-            (ValueError, fedsim.execution.StageError), match="Maximum folds (10|8) clients into 0.0 MB, .* are free"
+            (ValueError, fedsim.execution.StageError), match="Maximum needs 0.0 MB for the updates of (10|8) clients, .* are free"
         ):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
@@ -70,7 +70,7 @@ def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
 def test_another_population_s_state_is_refused():
     algorithm = Counting(batches=BATCHES)
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    with pytest.raises(ValueError, match="remembers a population of 8 clients, and this one has 2"):
+    with pytest.raises(ValueError, match="memories of 2 clients, .* got one of 8 clients"):
         algorithm.apply(state, federation.cohort(federation.data(sizes=(2, 3))))
 
 
@@ -171,7 +171,9 @@ def test_a_server_state_of_another_structure_is_refused(execution):
             return {"params": state.params}
 
     algorithm = Renaming(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="Renaming must return a server state of the structure that init gives"):
+    with pytest.raises(
+        ValueError, match="Expected a round of Renaming to return a server state with the structure that init returns"
+    ):
         execution.run_one(algorithm, algorithm.init(jax.random.key(0)), federation.cohort())
 
 
@@ -184,7 +186,7 @@ def test_another_info_than_that_of_aggregate_is_refused(execution):
             return super().round(state, clients)[0], {"seen": jnp.float32(1)}
 
     algorithm = Silent(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="Silent.round must return the info of clients.aggregate, got dict"):
+    with pytest.raises(ValueError, match="Expected Silent.round to return the info of clients.aggregate, got dict"):
         execution.run_one(algorithm, algorithm.init(jax.random.key(0)), federation.cohort())
 
 
