@@ -1,4 +1,4 @@
-"""The exponential moving average of the global model: evaluated, and in nobody's way."""
+"""The exponential moving average of the global model is evaluated, and does not change training."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def rounds(algorithm, number=4):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "decay"), [*((how, 0.8) for how in EXECUTIONS), ("jit", 0.0)])
-def test_the_average_is_that_of_the_rounds_and_training_goes_on_as_without(how, decay):
+def test_the_average_is_over_rounds_and_does_not_change_training(how, decay):
     plain = rounds(make(execution=EXECUTIONS[how]))
     states = rounds(make(execution=EXECUTIONS[how], averaging=decay))
     for r, (state, expected) in enumerate(zip(states, plain, strict=True)):
@@ -53,7 +53,7 @@ def test_the_average_is_what_is_evaluated():
     assert abs(average - last) > 1e-4
 
 
-def test_a_round_in_which_nothing_arrives_leaves_the_average():
+def test_a_round_without_updates_does_not_change_the_average():
     algorithm = make(averaging=0.5, execution=fedsim.Jit())
     (*_, before) = rounds(algorithm, 2)
     empty = fedsim.Cohort.of(federation.data(), ["client1"], round=2)
@@ -62,12 +62,12 @@ def test_a_round_in_which_nothing_arrives_leaves_the_average():
 
 
 @pytest.mark.parametrize("averaging", [1.0, -0.1, float("nan")])
-def test_a_decay_out_of_range_is_refused(averaging):
+def test_a_decay_out_of_range_is_rejected(averaging):
     with pytest.raises(ValueError, match="Expected 0 <= averaging < 1, or None, got averaging="):
         make(averaging=averaging)
 
 
-def test_without_parameters_there_is_nothing_to_average():
+def test_averaging_needs_parameters():
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Sum(fedsim.Algorithm):
         def init(self, key):

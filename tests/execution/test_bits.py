@@ -13,7 +13,7 @@ from fedsim import aggregators
 
 
 def in_float32_from(monkeypatch, bits):
-    """As a big model's bits are counted, where there is none."""
+    """Makes bits of small messages be counted in float32, as those of large models are."""
     monkeypatch.setattr("fedsim.tree.bits_dtype", lambda most: jnp.uint32 if most < bits else jnp.float32)
 
 
@@ -32,7 +32,9 @@ def test_bits_of_a_big_model_are_those_of_a_small_one_in_float32(monkeypatch):
     make |= dict(aggregator=pruning, downlink=fedsim.compressors.Cast(), execution=fedsim.Jit())
     sent = []
     for dtype in (jnp.uint32, jnp.float32):
-        algorithm = fedsim.algorithms.FedAvg(**make, model=federation.model())  # With another model its program is its own.
+        algorithm = fedsim.algorithms.FedAvg(
+            **make, model=federation.model()
+        )  # another model, so that it does not share a program
         clients = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[1].clients
         assert clients["bits_up"].dtype == clients["bits_down"].dtype == dtype
         sent.append((clients["bits_up"].tolist(), clients["bits_down"].tolist()))
@@ -42,7 +44,7 @@ def test_bits_of_a_big_model_are_those_of_a_small_one_in_float32(monkeypatch):
 
 @pytest.mark.parametrize(("length", "dtype"), [(2**27 - 2, jnp.uint32), (2**27 - 1, jnp.float32), (2**28, jnp.float32)])
 def test_bits_of_a_member_of_a_group(length, dtype):
-    # Nothing of that size is made: the compiler leaves out what is not asked for.
+    # The compiler removes unused arrays, so nothing of that size is allocated.
     member = lambda: aggregators.Member(jnp.int32(1), jnp.zeros(length))  # noqa: E731
     bits = jax.jit(lambda: aggregators.Grouped(groups=2).send(member(), (), (), jax.random.key(0)).bits)()
     assert bits.dtype == dtype and float(bits) == np.float32(32 * length + 32)

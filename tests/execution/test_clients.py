@@ -1,4 +1,4 @@
-"""What a round can ask of its clients: several loops, several calls, maps, and work that is a closure."""
+"""Rounds with several loops, several calls, maps, and work that is a closure."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ def sum_of(client, batches, purpose=None, f=lambda x: x):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Centred(fedsim.Algorithm):
-    """The mean and the second and third central moments: a map, and calls whose work is a closure over earlier results."""
+    """Computes the mean and two central moments by a map and by calls whose work is a closure over earlier results."""
 
     def init(self, key):
         return {"mean": jnp.float32(0), "variance": jnp.float32(0), "skew": jnp.float32(0)}
@@ -107,7 +107,7 @@ def by_hand(dataset, batches, key, most=None):
 
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_loop_without_a_purpose_is_training_and_others_have_their_own_shuffle(how):
-    """Against `ClientDataset.batches`. Stragglers stop early in training and nowhere else."""
+    """Compares with `ClientDataset.batches`. Stragglers stop early in training only."""
     population = federation.data()
     work = np.array([1, 1, 0.5, 0.25, 1, 0.6, 1, 0], np.float32)
     cohort = fedsim.Cohort(population, np.arange(8), 5, rng.root(3), work=work)
@@ -132,7 +132,7 @@ def test_a_loop_without_a_purpose_is_training_and_others_have_their_own_shuffle(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TwoAggregators(fedsim.Algorithm):
-    """The largest and the mean number of examples, by two aggregators; the second call has another downlink."""
+    """Computes the largest and the mean number of examples by two aggregators; the second call has another downlink."""
 
     def init(self, key):
         return {"params": jnp.linspace(0.1, 1.3, 40), "largest": jnp.float32(0), "mean": jnp.float32(0), "seen": jnp.float32(0)}
@@ -174,7 +174,7 @@ def test_each_call_has_its_own_aggregator_and_downlink(how):
     assert float(state.server["mean"]) == pytest.approx(sizes.mean())
     assert {name: float(rounds) for name, rounds in state.aggregator.items()} == {"largest": 3}
     assert list(state.downlink) == ["update"]
-    # With error feedback, what clients get on average over rounds is closer to what was sent than one rounding.
+    # With error feedback, the mean over rounds of what clients receive is closer to what was sent than a single rounding.
     params = np.linspace(0.1, 1.3, 40, dtype=np.float32)
     halves = params.astype(jnp.bfloat16).astype(np.float32)
     error = np.asarray(jax.tree.leaves(state.downlink["update"])[0])
@@ -182,7 +182,7 @@ def test_each_call_has_its_own_aggregator_and_downlink(how):
     assert info.clients["bits_down"].tolist() == [40 * 32 + 40 * 16 if n else 0 for n in population.sizes]
 
 
-def test_two_calls_of_one_name_are_refused():
+def test_two_calls_with_the_same_name_are_rejected():
     class Twice(fedsim.Algorithm):
         def round(self, state, clients):
             for _ in range(2):
@@ -215,7 +215,7 @@ def test_map_clients(how):
     np.testing.assert_allclose(found["low"], expected, rtol=1e-6)
 
 
-def test_work_that_returns_no_update_is_refused():
+def test_work_that_returns_no_update_is_rejected():
     class Bare(fedsim.Algorithm):
         def client_update(self, shared, client):
             return shared
@@ -225,8 +225,8 @@ def test_work_that_returns_no_update_is_refused():
 
 
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
-def test_a_round_that_only_maps_has_an_info_of_its_own(execution):
-    """Three clients have five slots, and neither a scalar nor a longer array is cut."""
+def test_a_round_with_only_maps_returns_its_own_info(execution):
+    """Three clients have five slots; a scalar and a longer array are returned whole."""
 
     class Extremes(fedsim.Algorithm):
         def init(self, key):
@@ -243,7 +243,7 @@ def test_a_round_that_only_maps_has_an_info_of_its_own(execution):
 
 
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
-def test_a_loop_may_start_from_a_number_and_be_inside_a_cond(execution):
+def test_a_loop_may_start_with_a_number_and_be_inside_a_cond(execution):
     def work(shared, client):
         def add(total, batch):
             return total + jnp.sum(batch.mask, dtype=jnp.float32)

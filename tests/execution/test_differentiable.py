@@ -1,4 +1,4 @@
-"""Derivatives through rounds, against finite differences."""
+"""Derivatives through rounds agree with finite differences."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ POPULATION = federation.data()
 
 @pytest.fixture(autouse=True)
 def without_options(monkeypatch):
-    """Only an outermost jit may have the options of conftest."""
+    """Removes the options of conftest, which only an outermost jit may have."""
     monkeypatch.setattr(jax, "jit", fedsim.model.jit)
 
 
@@ -44,7 +44,7 @@ def make(cls=fedsim.algorithms.FedAvg, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [True, False])
-def test_in_a_learning_rate_that_a_user_s_function_takes(together):
+def test_derivative_by_a_learning_rate_of_a_user_s_function(together):
     start = make().init(jax.random.key(0))
 
     def loss(rate):
@@ -59,7 +59,7 @@ def test_in_a_learning_rate_that_a_user_s_function_takes(together):
     assert (float(compiled_value), float(compiled_slope)) == pytest.approx((float(value), float(slope)), rel=1e-4)
 
 
-def test_in_a_number_of_the_algorithm():
+def test_derivative_by_a_number_of_the_algorithm():
     start = make().init(jax.random.key(0))
 
     def loss(mu):
@@ -73,8 +73,8 @@ def test_in_a_number_of_the_algorithm():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Mime])
-def test_in_the_initial_parameters(cls):
-    """Along a random direction; also through what clients keep and through rounds of two calls."""
+def test_derivative_by_the_initial_parameters(cls):
+    """The derivative is along a random direction, also through clients' memories and through rounds of two calls."""
     algorithm = make(cls)
     start = algorithm.init(jax.random.key(0))
     draw = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def test_in_the_initial_parameters(cls):
     assert float(slope) == pytest.approx(finite_difference(along, 0.0, 1e-2), rel=2e-2)
 
 
-def test_it_gives_the_answer_of_other_executions_also_for_cohorts_of_any_size():
+def test_the_result_is_that_of_other_executions_for_cohorts_of_any_size():
     states = []
     for execution in (EXECUTION, fedsim.Auto(differentiable=True, lanes=3), fedsim.Jit()):
         algorithm = make(fedsim.algorithms.SCAFFOLD, execution=execution)
@@ -102,12 +102,12 @@ def test_it_gives_the_answer_of_other_executions_also_for_cohorts_of_any_size():
     federation.assert_trees_close(states[1], states[2])
 
 
-def test_several_devices_are_refused():
+def test_several_devices_are_rejected():
     with pytest.raises(ValueError, match="does not support differentiable=True"):
         fedsim.Pmap(differentiable=True)
 
 
-def test_one_lane_is_two_and_takes_each_client_once():
+def test_one_lane_becomes_two_and_each_client_runs_once():
     """Three clients have five slots. A group of a single client would crash XLA in a scan over rounds."""
     cohorts = [fedsim.Cohort.of(POPULATION, ["client0", "client2", "client3"], round=round) for round in range(2)]
     states = []

@@ -1,4 +1,4 @@
-"""Executors: placement, tracing, errors."""
+"""Executions: plans, placement, tracing, errors."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ def fedavg(**changes):
 
 
 def test_executor_choice_at_apply_time_is_honoured():
-    """Replacing the value on an algorithm that has run before changes where it runs, at once."""
+    """After ``execution`` is replaced on an algorithm that has run, the next round uses the new one."""
     algorithm = fedavg(execution=fedsim.Jit())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     assert len(jax.tree.leaves(state)[0].devices()) == 1
@@ -79,7 +79,7 @@ def test_streaming_compiles_few_programs_for_any_sizes():
     assert compiled.rounds._cache_size() == 1
 
 
-def test_memory_mapped_columns_give_the_same_answer(tmp_path):
+def test_memory_mapped_columns_give_the_same_result(tmp_path):
     population = federation.data()
     columns = {}
     for name, column in population.columns.items():
@@ -93,8 +93,8 @@ def test_memory_mapped_columns_give_the_same_answer(tmp_path):
     federation.assert_trees_close(*states)
 
 
-def test_any_client_of_any_round_can_be_replayed_alone():
-    """A cohort of one moves the server exactly as far as that client's own part of a larger round says."""
+def test_any_client_of_any_round_can_be_repeated_alone():
+    """A cohort of one client changes the server as the client's share in a larger round does."""
     population = federation.data(sizes=(7, 3, 12))
     algorithm = fedavg(execution=fedsim.Jit())
     state = algorithm.init(jax.random.key(0))
@@ -133,7 +133,7 @@ def test_plan_gives_every_client_to_one_group_and_balances(devices, lanes, overh
     queues = [queue[:length].tolist() for queue, length in zip(plan.queue, plan.length, strict=True)]
     assert sorted(itertools.chain(*queues)) == list(range(40))
     for device, queue in enumerate(queues):
-        groups = []  # (first, one beyond the last) of each group
+        groups = []  # (first, last + 1) of each group
         for number, width in enumerate(layout.widths):
             first = plan.starts[device, number, : plan.groups[device, number]]
             groups += [(int(at), min(int(at) + width, len(queue))) for at in first]
@@ -149,7 +149,7 @@ def test_plan_gives_every_client_to_one_group_and_balances(devices, lanes, overh
 
 @pytest.mark.parametrize(("widths", "overhead"), [((4, 1), 1.0), ((8, 2, 1), 3.0), ((3, 1), 20.0)])
 def test_groups_take_the_least_time_of_all_divisions(widths, overhead):
-    """Against all divisions of the queue, in a time of a step of overhead + width."""
+    """Compares with all divisions of the queue, where a step takes overhead + width."""
     sizes = [300, 90, 70, 68, 60, 31, 30, 29, 8, 7, 3, 1]
     layout, batches = Layout(20, 1, widths, overhead), fedsim.Batches(size=5)
     plan = plan_round(federation.cohort(federation.data_of_zeros(sizes)), layout, batches)
@@ -170,8 +170,8 @@ def test_groups_take_the_least_time_of_all_divisions(widths, overhead):
     assert (0 in alone) == (overhead < 10)  # The first client has three times as many steps as any other.
 
 
-def test_a_custom_aggregator_is_folded_like_the_mean():
-    """A monoid that is not a sum (the largest update seen) goes through lanes and devices by its own merge."""
+def test_a_custom_aggregator_runs_on_lanes_and_devices():
+    """A monoid that is not a sum (the largest update) is combined over lanes and devices by its own merge."""
 
     class Largest(aggregators.Aggregator):
         def zero(self, update, slots):
@@ -194,7 +194,7 @@ def test_a_custom_aggregator_is_folded_like_the_mean():
         federation.assert_trees_close(state, states[0])
 
 
-def test_one_all_reduce_a_round():
+def test_one_all_reduce_per_round():
     """Updates, weights and all clients' infos are summed in a single collective."""
     algorithm = fedavg(execution=fedsim.Pmap(devices=2))
     text = algorithm.execution.lower(algorithm, federation.cohort()).compile().as_text()
@@ -208,7 +208,7 @@ def test_aggregation_with_zero_total_weight():
     np.testing.assert_array_equal(jax.jit(mean.finish)(fold)["w"], [0.0, 0.0])
 
 
-def test_dropout_is_keyed_by_the_step_and_the_same_in_every_executor():
+def test_dropout_has_a_key_per_step_and_is_the_same_in_every_execution():
     def forward(examples, is_train):
         hidden = hk.Linear(8)(examples["x"])
         if is_train:
@@ -271,7 +271,7 @@ def test_bad_arguments_are_named(make, message):
         ({"x": np.array([[0, 0, 0], [0, np.nan, 0]], np.float32), "y": np.zeros(2, np.int32)}, "'x' of client 'b' holds a NaN"),
     ],
 )
-def test_bad_data_is_refused_before_anything_is_compiled(columns, message):
+def test_bad_data_is_rejected_before_anything_is_compiled(columns, message):
     population = fedsim.FederatedData.from_arrays(columns, sizes=[1, 1], client_ids=["a", "b"])
     algorithm = fedavg()
     with pytest.raises(ValueError, match=message):
@@ -281,8 +281,8 @@ def test_bad_data_is_refused_before_anything_is_compiled(columns, message):
         fedsim.evaluate(algorithm.model, algorithm.init(jax.random.key(0)).params, population)
 
 
-def test_a_plain_python_apply_runs_like_any_other():
-    """The third depth of extension: a loop over clients in Python."""
+def test_an_apply_in_plain_python_runs():
+    """An algorithm that overrides ``apply`` with a loop over clients in Python."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Count(fedsim.Algorithm):
@@ -302,7 +302,7 @@ def test_a_plain_python_apply_runs_like_any_other():
 
 @pytest.mark.filterwarnings("ignore:1 client update")
 def test_a_finite_update_too_large_to_be_summed_is_dropped():
-    """At 1e37 with a weight of 5 the sum would overflow, and the server would be lost for good."""
+    """With 1e37 and a weight of 5 the sum would overflow, and the server's parameters would stay infinite."""
 
     class Diverging(fedsim.algorithms.FedAvg):
         def client_update(self, shared, client):
@@ -320,7 +320,7 @@ def test_a_finite_update_too_large_to_be_summed_is_dropped():
 
 @pytest.mark.parametrize("how", [fedsim.Jit(), fedsim.Jit(lanes=2), fedsim.Debug()])
 def test_a_client_that_takes_no_step_does_not_count(how):
-    """It is neither averaged in as an update of zero nor, should it divide by its size, dropped as a failure."""
+    """It is neither averaged as an update of zero nor, if it divides by its size, counted as dropped."""
 
     class DividesBySteps(fedsim.algorithms.FedAvg):
         def client_update(self, shared, client):
@@ -339,7 +339,7 @@ def test_a_client_that_takes_no_step_does_not_count(how):
     assert int(info.num_dropped) == 0
 
 
-def test_mean_of_integers_and_half_precision_is_taken_in_float32():
+def test_mean_of_integers_and_half_precision_is_computed_in_float32():
     mean = aggregators.Mean()
     updates = [({"n": jnp.int32(n), "h": jnp.float16(200.0)}, jnp.float32(w)) for n, w in ((1, 400), (2, 420), (4, 1))]
     fold = mean.zero(updates[0][0], len(updates))
@@ -350,7 +350,7 @@ def test_mean_of_integers_and_half_precision_is_taken_in_float32():
     np.testing.assert_allclose(finished["h"], 200.0, rtol=1e-6)
 
 
-def test_optimizers_that_ask_for_the_loss_get_it():
+def test_optimizers_that_need_the_loss_receive_it():
     """A Polyak step needs the loss's value: with the optimum at 0 it is loss / |gradient|^2 along the gradient."""
     algorithm = fedavg(
         client_optimizer=optax.polyak_sgd(max_learning_rate=10.0), batches=fedsim.Batches(size=16, shuffle=False)
@@ -365,7 +365,7 @@ def test_optimizers_that_ask_for_the_loss_get_it():
     federation.assert_trees_close(after.params, expected, rtol=1e-4)
 
 
-def test_algorithms_with_a_model_check_their_data_without_being_told():
+def test_algorithms_with_a_model_check_their_data():
     class OwnParts(fedsim.Algorithm):
         model = federation.model()
 
@@ -375,8 +375,8 @@ def test_algorithms_with_a_model_check_their_data_without_being_told():
         OwnParts(batches=fedsim.Batches(size=1)).apply(None, federation.cohort(population))
 
 
-def test_where_data_lives_is_decided_once(monkeypatch):
-    """What is free changes while a run goes on; the program it runs must not."""
+def test_where_data_is_stored_is_decided_once(monkeypatch):
+    """The free memory changes during a run, but the program must not."""
     population, mesh = federation.data(), fedsim.Jit().mesh()
     assert _placement.is_resident(population, mesh, "auto")
     monkeypatch.setattr(_placement, "_RESIDENT_SHARE", 0.0)
@@ -388,13 +388,13 @@ def test_where_data_lives_is_decided_once(monkeypatch):
     "how", [fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream")]
 )
 def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
-    """Long rounds are divided between clients, and the programs hand the accumulator on."""
+    """Long rounds are divided between clients; each program passes the accumulator to the next."""
     algorithm = fedavg(execution=how, server_optimizer=optax.sgd(1.0, momentum=0.9))
     whole, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     (compiled,) = federation.round_programs(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    assert 1 <= compiled.fold._cache_size() <= 2  # the first carry may be placed in another way than the later ones
+    assert 1 <= compiled.fold._cache_size() <= 2  # the first carry may have another sharding than the later ones
     federation.assert_trees_close(parts, whole)
     federation.assert_trees_close(infos, info)
     stacked, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort()], max_rounds=3)
@@ -418,8 +418,8 @@ def test_windows_cover_every_group_once_in_order(devices, lanes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_devices_of_a_cpu_are_patient_with_each_other():
-    """XLA would end the process after 40 seconds; what the user says of that stays. It starts with these flags."""
+def test_devices_of_a_cpu_wait_longer_for_each_other():
+    """By default XLA ends the process after 40 seconds. The user's own flags are kept, and XLA accepts the result."""
     code = (
         "import os, fedsim, jax; fedsim.use_all_cores(2); P = jax.sharding.PartitionSpec;"
         "mesh = jax.sharding.Mesh(jax.devices(), 'd'); total = lambda x: jax.lax.psum(x, 'd');"
@@ -434,8 +434,8 @@ def test_devices_of_a_cpu_are_patient_with_each_other():
         assert done.stdout.startswith("[2.]") and done.stdout.count(flag) == 1 and expected in done.stdout.split()
 
 
-def test_a_root_key_that_was_deleted_is_refused():
-    """Also where its devices have had it before."""
+def test_a_deleted_root_key_is_rejected():
+    """This also holds if the key was used before."""
     algorithm, cohort = fedavg(), federation.cohort()
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
     cohort.key.delete()
@@ -443,8 +443,8 @@ def test_a_root_key_that_was_deleted_is_refused():
         algorithm.apply(state, cohort)
 
 
-def test_a_root_key_of_numpy_is_read_anew_every_round():
-    """It may have been written to."""
+def test_a_root_key_in_numpy_is_read_in_every_round():
+    """The array may have changed."""
     algorithm, root = fedavg(), np.array([0, 0], np.uint32)
     state, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
     for seed in (0, 0, 1):

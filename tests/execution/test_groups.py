@@ -1,4 +1,4 @@
-"""Clients that run side by side: the same answer, and no work in a step that belongs after the last one."""
+"""Clients that run side by side give the same result, and work after the last step is not inside a step."""
 
 import dataclasses
 import warnings
@@ -17,7 +17,7 @@ from fedsim.execution import _execution
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Marked(aggregators.Wrapper):
-    """Its hooks use operations that nothing else in the round uses."""
+    """An algorithm whose methods use operations that nothing else in the round uses."""
 
     def client_memory(self, update):
         return jnp.zeros(())
@@ -47,12 +47,12 @@ class Keeping(fedsim.algorithms.FedAvg):
         return super().client_update(shared, client)._replace(memory=lambda arrived: jax.tree.map(jnp.acosh, arrived))
 
 
-# Operation to the number of loops around it: over rounds, groups and steps.
+# The number of loops around each operation: over rounds, groups and steps.
 MARKS = {"asinh": 3, "tan": 2, "sinh": 2, "cosh": 2, "acosh": 2}
 
 
 def depths(jaxpr, depth=0):
-    """The numbers of loops around each marked operation."""
+    """Returns the numbers of loops around each marked operation."""
     found = {}
     for equation in jaxpr.eqns:
         if equation.primitive.name in MARKS:
@@ -69,7 +69,7 @@ def depths(jaxpr, depth=0):
 
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_what_happens_once_per_client_is_not_inside_a_step(lanes, monkeypatch):
-    """Sending, compression, attacks, what clients keep and the accumulation."""
+    """This holds for sending, compression, attacks, clients' memories and the accumulation."""
     monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # without the options of conftest, which only an outermost jit may have
     algorithm = Keeping(
         model=federation.model(),
@@ -91,8 +91,8 @@ def test_what_happens_once_per_client_is_not_inside_a_step(lanes, monkeypatch):
 
 @pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.CoordinateMedian()])
 @pytest.mark.parametrize("lanes", [2, 3, 8])
-def test_groups_give_the_answer_of_one_client_after_another(lanes, aggregator):
-    """Also where the accumulator is so large that updates are folded one by one."""
+def test_groups_give_the_result_of_one_client_after_another(lanes, aggregator):
+    """This also holds if the accumulator is so large that updates are accumulated one by one."""
     states, infos = [], []
     for execution in (fedsim.Jit(), fedsim.Jit(lanes=lanes)):
         algorithm = fedsim.algorithms.SCAFFOLD(
@@ -111,8 +111,8 @@ def test_groups_give_the_answer_of_one_client_after_another(lanes, aggregator):
     federation.assert_trees_close(*infos)
 
 
-def test_a_device_without_memory_for_all_lanes_gets_fewer(monkeypatch):
-    """The message is XLA's; there is no such device here, so the failure is feigned."""
+def test_a_device_that_runs_out_of_memory_gets_fewer_lanes(monkeypatch):
+    """The test raises an error with XLA's message."""
     algorithm = fedsim.algorithms.FedAvg(
         model=federation.model(),
         client_optimizer=optax.sgd(0.1),

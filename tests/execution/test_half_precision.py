@@ -1,4 +1,4 @@
-"""Parameters of half precision: states keep their dtypes, and rounds in one dispatch are those one by one."""
+"""Parameters in half precision: states keep their dtypes, and rounds in one dispatch equal single rounds."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def halved(model):
     "cls",
     [algorithms.FedAvgM, algorithms.FedAdam, algorithms.SCAFFOLD, algorithms.FedDyn, algorithms.MimeLite, algorithms.DSSGD],
 )
-def test_states_keep_their_dtypes_and_rounds_go_together(cls):
+def test_states_keep_their_dtypes_and_rounds_run_in_one_dispatch(cls):
     model = halved(federation.model())
     options = {"theta_d": 0.5} if cls is algorithms.DSSGD else {}
     with jax.numpy_dtype_promotion("standard"):
@@ -43,7 +43,7 @@ def test_states_keep_their_dtypes_and_rounds_go_together(cls):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Adding(fedsim.Algorithm):
-    """Each client sends one number, the first its own, and adds what arrives to what it keeps, in half precision."""
+    """Each client sends one number and adds the received update to its memory, in half precision."""
 
     start: float
     first: float
@@ -68,16 +68,16 @@ def adding(**options):
 
 
 @pytest.mark.filterwarnings("ignore:.*were left out")
-def test_what_overflows_where_it_is_kept_is_dropped():
-    """What was sent is finite, and so is the old row; their sum in half precision is not."""
+def test_an_update_whose_memory_overflows_is_dropped():
+    """The update and the old memory are finite; their sum in half precision is not."""
     algorithm = adding(start=6e4, first=1e4, dtype=jnp.float16)
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(federation.data()))
     assert info.clients["dropped"].tolist() == [True] + 7 * [False]
     assert state.clients.index[0] == -1 and float(state.server) == 1
 
 
-def test_a_corrupted_update_that_would_overflow_where_it_is_not_kept_counts():
-    """An attacker sends -1e5, more than half precision holds, and keeps its own 1."""
+def test_an_attacker_s_update_counts_if_its_own_memory_is_finite():
+    """The attacker sends -1e5, which overflows half precision, and its memory is its honest 1."""
     algorithm, cohort = adding(start=0.0, first=1.0, dtype=jnp.float32), federation.cohort(federation.data())
     attackers = np.arange(len(cohort)) == 0
     cohort = dataclasses.replace(cohort, attack=fedsim.attacks.SignFlip(scale=1e5), attackers=attackers)

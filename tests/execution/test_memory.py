@@ -1,4 +1,4 @@
-"""What clients, aggregators and the downlink keep between rounds: the same under every execution, and as in plain Python."""
+"""Memories of clients, aggregators and the downlink are the same under every execution, and as in plain Python."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ from fedsim.execution._device_clients import put_rows
 
 
 @pytest.mark.parametrize(("how", "refuse"), [*((how, 3.0) for how in EXECUTIONS), ("jit", -1.0)])
-def test_clients_remember_the_same_under_every_execution(how, refuse):
+def test_memories_are_the_same_under_every_execution(how, refuse):
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=EXECUTIONS[how], refuse=refuse)
     state = algorithm.init(jax.random.key(0))
@@ -56,7 +56,7 @@ def test_clients_remember_the_same_under_every_execution(how, refuse):
         np.testing.assert_allclose(rows[0].total[client], total, rtol=1e-5)
 
 
-def test_an_old_state_keeps_what_clients_knew_then():
+def test_an_old_state_keeps_its_memories():
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
     states = [algorithm.init(jax.random.key(0))]
@@ -68,7 +68,7 @@ def test_an_old_state_keeps_what_clients_knew_then():
         assert rows[0].visits[seen].tolist() == [r] * 7  # one client has no examples
 
 
-def test_rows_that_nobody_refers_to_are_used_again():
+def test_unreferenced_rows_are_reused():
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
     state = algorithm.with_memory(algorithm.init(jax.random.key(0)), population)
@@ -123,7 +123,7 @@ def test_a_round_that_calls_its_clients_twice(how, long, monkeypatch):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Twice(Counting):
-    """`Counting` twice in a round, each time with a memory of its own. A client that one refuses may count in the other."""
+    """Runs `Counting` twice in a round, each with its own memory. A client dropped in one call may count in the other."""
 
     refuse_first: float = -1.0
 
@@ -155,8 +155,8 @@ class Twice(Counting):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("how", [how for how in EXECUTIONS if how not in ("jit", "jit, streamed")])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_each_call_keeps_what_is_its_own(how, long, monkeypatch):
-    """The first call refuses client 3; what the second call keeps of it, and what the aggregators keep, is not affected."""
+def test_each_call_has_its_own_memories(how, long, monkeypatch):
+    """The first call drops client 3. This does not affect its memory of the second call or the aggregators' memories."""
     if long and how == "debug":
         pytest.skip("Debug runs one client after another.")
     if long:
@@ -175,13 +175,13 @@ def test_each_call_keeps_what_is_its_own(how, long, monkeypatch):
     assert by_call["first"][came].tolist() == np.where(in_first, 10, 7)[came].tolist()
     assert by_call["update"][came].tolist() == [10] * 7
     assert {name: float(rounds) for name, rounds in state.aggregator.items()} == {"first": 3, "update": 3}
-    # The second call was sent what the first one made of the state.
+    # The second call received the result of the first one.
     assert np.all(kept["second"].total[came, 0] > 100 + 3 * 1000)
 
 
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_a_refused_client_keeps_what_it_had(how):
+def test_a_dropped_client_keeps_its_old_memory(how):
     population, kinds = federation.data(), {"execution": EXECUTIONS[how], "batches": BATCHES, "aggregator": Damped()}
     state = Counting(**kinds).init(jax.random.key(0))
     for round, refuse in enumerate([-1.0, 3.0, 3.0]):
@@ -196,8 +196,8 @@ def test_a_refused_client_keeps_what_it_had(how):
 @pytest.mark.filterwarnings("ignore:.*were left out")
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("memory", ["resident", "stream"])
-def test_rounds_together_keep_the_bits_of_rounds_one_by_one(devices, memory):
-    """Whatever the dtypes are, also -0.0 and flags. Clients change devices from round to round."""
+def test_rounds_in_one_dispatch_equal_single_rounds_bit_for_bit(devices, memory):
+    """This holds for all dtypes, for -0.0 and for flags. Clients change devices from round to round."""
 
     class Kinds(Counting):
         def client_memory(self, shared):
@@ -220,14 +220,14 @@ def test_rounds_together_keep_the_bits_of_rounds_one_by_one(devices, memory):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
     (small, *_, counts), _ = federation.plain(together).clients[0]
     visits = np.bincount(np.concatenate([cohort.clients for cohort in rounds]), minlength=8)
-    visits[[1, 2]] = 0  # Client 1 has no examples, and client 2 is refused.
+    visits[[1, 2]] = 0  # Client 1 has no examples, and client 2 is dropped.
     np.testing.assert_array_equal(small, np.where(visits, -3 - visits, 0))
     np.testing.assert_array_equal(counts, np.where(visits, 7 * 3**visits, 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["resident", "stream"])
-def test_a_long_round_is_alone_whatever_it_is_given_with(memory, monkeypatch):
+def test_a_long_round_always_runs_alone(memory, monkeypatch):
     """The order of its sums must not depend on the rounds around it."""
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     population, slots = federation.data(sizes=range(1, 25)), 24
@@ -248,7 +248,7 @@ def test_a_long_round_is_alone_whatever_it_is_given_with(memory, monkeypatch):
     federation.assert_trees_equal(federation.plain(together), federation.plain(alone))
 
 
-def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
+def test_the_position_of_long_rounds_compiles_nothing_new(monkeypatch, caplog):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     population, slots = federation.data(sizes=range(1, 25)), 24
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="resident"))
@@ -265,7 +265,7 @@ def test_nothing_is_compiled_for_where_the_long_rounds_are(monkeypatch, caplog):
 
 
 class Telling(Counting):
-    """The update is computed from the row that is written over."""
+    """An algorithm whose update is computed from the row that is overwritten."""
 
     def client_update(self, shared, client):
         result = super().client_update(shared, client)
@@ -278,7 +278,7 @@ class Telling(Counting):
 @pytest.mark.parametrize("kind", [Counting, Telling])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_rows_are_written_in_place(devices, kind):
-    """A CPU would copy the whole table for every client otherwise; a copy per dispatch is allowed."""
+    """Otherwise a CPU would copy the whole table for every client. One copy per dispatch is allowed."""
     population = federation.data(sizes=[1] * 60)
     algorithm = kind(batches=BATCHES, execution=fedsim.Pmap(devices=devices, memory="resident"))
     text = algorithm.execution.lower(algorithm, federation.cohort(population)).compile().as_text()
@@ -288,7 +288,7 @@ def test_rows_are_written_in_place(devices, kind):
 
 
 @pytest.mark.parametrize("how", ["jit, streamed", "pmap, 8 devices, streamed", "debug"])
-def test_another_execution_goes_on_with_what_clients_keep(how):
+def test_another_execution_continues_with_the_memories(how):
     population = federation.data()
     by_two = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="resident"))
     other = Counting(batches=BATCHES, execution=EXECUTIONS[how])
@@ -299,8 +299,8 @@ def test_another_execution_goes_on_with_what_clients_keep(how):
     federation.assert_trees_close(federation.plain(state), federation.plain(expected))
 
 
-def test_held_states_stay_what_they_were(monkeypatch):
-    """Also when the store that holds the rows grows and moves them."""
+def test_old_states_do_not_change(monkeypatch):
+    """This also holds when the store of the rows grows and moves them."""
     monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 4 * 12)
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Pmap(devices=2, memory="stream"))
@@ -327,7 +327,7 @@ def test_stragglers_take_a_share_of_their_steps(how):
         dataclasses.replace(cohort, work=work + 0.1)
 
 
-def test_rows_of_several_clients_go_to_their_places_and_those_beyond_the_end_nowhere():
+def test_rows_are_written_at_their_indices_and_not_beyond_the_end():
     draw = np.random.default_rng(0)
     old, new = draw.normal(size=(6, 3)).astype(np.float32), draw.normal(size=(5, 3)).astype(np.float32)
     at = np.array([4, 6, 0, 6, 9], np.int32)
@@ -338,5 +338,5 @@ def test_rows_of_several_clients_go_to_their_places_and_those_beyond_the_end_now
     for written in (put_rows(table, jnp.asarray(at), {"w": new}), write(table, at, {"w": new})):
         np.testing.assert_array_equal(written.rows["w"], expected)
         np.testing.assert_array_equal(written.seen, seen)
-    # All places are different, and XLA knows: else it may write them one after another, to be sure which is the last.
+    # XLA knows that all indices differ. Otherwise it may write the rows one after another.
     assert write.lower(table, at, {"w": new}).as_text().count("unique_indices = true") == 2

@@ -49,7 +49,7 @@ def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     ],
 )
 def test_algorithms_that_differ_in_numbers_share_a_program(cls, settings):
-    """And each runs with its own numbers: as in a process of its own, whose programs nobody shares."""
+    """Each runs with its own numbers: the result is that of a program which is not shared."""
     cohort, states, programs = federation.cohort(), [], []
     for own in settings:
         algorithm = make(cls, **own)
@@ -57,15 +57,15 @@ def test_algorithms_that_differ_in_numbers_share_a_program(cls, settings):
         programs += federation.round_programs(algorithm)
     assert len(set(map(id, programs))) == 1 and programs[0].rounds._cache_size() == 1
     for own, state in zip(settings, states, strict=True):
-        alone = make(cls, model=federation.model(), **own)  # With another model object, its program is its own.
+        alone = make(cls, model=federation.model(), **own)  # another model object, so that it does not share a program
         federation.assert_trees_close(
             federation.plain(state), federation.plain(alone.apply(alone.init(jax.random.key(0)), cohort)[0])
         )
         assert federation.round_programs(alone)[0] is not programs[0]
 
 
-def test_optimizers_of_equal_settings_are_equal():
-    """But for what a user's own function computes, which may depend on anything."""
+def test_optimizers_with_equal_settings_are_equal():
+    """This does not apply to schedules that are a user's function, which may depend on anything."""
     cohort = federation.cohort()
 
     def programs(optimizer):
@@ -89,7 +89,7 @@ def test_seeds_share_a_program():
     assert not np.array_equal(states[0].params["linear"]["w"], states[1].params["linear"]["w"])
 
 
-def test_other_models_aggregators_and_integers_have_programs_of_their_own():
+def test_other_models_aggregators_and_integers_have_their_own_programs():
     cohort = federation.cohort()
     shared = make()
     shared.apply(shared.init(jax.random.key(0)), cohort)
@@ -111,7 +111,7 @@ def test_other_models_aggregators_and_integers_have_programs_of_their_own():
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Switched(algorithms.FedAvg):
-    """Its code needs the value of a number, which therefore is a constant of its programs."""
+    """An algorithm whose code needs the value of a number, which therefore is a constant of its programs."""
 
     scale: float = 0.0
     shift: float = 0.0
@@ -145,7 +145,7 @@ def test_an_error_of_the_algorithm_itself_is_raised():
 
 
 def test_one_algorithm_runs_on_data_of_several_shapes():
-    """Its program depends on the data's features, which it does not check itself."""
+    """The program depends on the data's features, which the algorithm does not check."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Sums(fedsim.Algorithm):
@@ -250,8 +250,8 @@ class Nested:
         (types.SimpleNamespace(a=1), types.SimpleNamespace(a=2)),
     ],
 )
-def test_what_is_held_counts_with_its_form(first, second):
-    """Each gives an info of its own form or value."""
+def test_contents_of_fields_are_compared_with_their_types(first, second):
+    """Each of the two gives an info of another form or value."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Reporting(algorithms.FedAvg):

@@ -21,7 +21,7 @@ EXECUTIONS = {
     "debug": fedsim.Debug(),
 }
 POPULATION = federation.data()
-# Client 1 has no examples; the fourth round has nobody, the fifth one client without examples, the last everybody.
+# Client 1 has no examples. The fourth round has no clients, the fifth one client without examples, the last all clients.
 ROUNDS = [[3, 0, 6], [5], [7, 4, 2], [], [1], [0, 1, 2, 3, 4, 5, 6, 7]]
 
 
@@ -41,7 +41,7 @@ def fedavg(**changes):
 
 @pytest.fixture(scope="module")
 def unpadded():
-    """The same rounds, each with as many slots as clients; the round without anybody is left out."""
+    """The same rounds, each with as many slots as clients, without the round that has no clients."""
     algorithm = fedavg(execution=fedsim.Jit())
     states, infos = [algorithm.init(jax.random.key(0))], []
     for round, clients in enumerate(ROUNDS):
@@ -56,7 +56,7 @@ def unpadded():
 
 
 def assert_same_info(info, expected, clients):
-    """The first rows are those of the unpadded cohort, the others zeros."""
+    """Checks that the first rows are those of the unpadded cohort, and the others zeros."""
     assert int(info.num_clients) == len(clients)
     for name, rows in info.clients.items():
         assert rows.shape[0] == 8
@@ -68,7 +68,7 @@ def assert_same_info(info, expected, clients):
 
 
 @pytest.mark.parametrize("how", EXECUTIONS)
-def test_a_padded_cohort_gives_the_answer_of_an_unpadded_one_with_one_trace(how, unpadded):
+def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how, unpadded):
     states, infos = unpadded
     model, traces = federation.model(), []
 
@@ -83,7 +83,7 @@ def test_a_padded_cohort_gives_the_answer_of_an_unpadded_one_with_one_trace(how,
         state, info = algorithm.apply(state, cohort(clients, round))
         federation.assert_trees_close(jax.device_get(state), states[round + 1])
         assert_same_info(jax.device_get(info), infos[round], clients)
-        if not POPULATION.sizes[clients].sum():  # A no-op, to the bit.
+        if not POPULATION.sizes[clients].sum():  # The state must not change in any bit.
             federation.assert_trees_equal(jax.device_get(state), before)
         after_first = after_first or len(traces)
     if how != "debug":
@@ -115,7 +115,7 @@ def test_a_padded_round_in_several_programs_is_the_same_round(unpadded, monkeypa
 
 
 def test_with_uniform_weighting_free_slots_do_not_count():
-    """The negative control of the tests above, in which empty rows would have weight 0 anyway."""
+    """In the tests above, empty slots have weight 0 in any case; here they would not."""
     algorithm = fedavg(weighting="uniform", execution=fedsim.Jit())
     state = algorithm.init(jax.random.key(0))
     padded, info = algorithm.apply(state, cohort([2, 3]))
@@ -124,7 +124,7 @@ def test_with_uniform_weighting_free_slots_do_not_count():
     assert info.clients["weight"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
-def test_the_runner_takes_cohorts_of_any_size():
+def test_experiment_run_accepts_cohorts_of_any_size():
     class Growing:
         data = POPULATION
 
@@ -140,12 +140,12 @@ def test_the_runner_takes_cohorts_of_any_size():
     assert compiled.rounds._cache_size() == 1
 
 
-def test_a_python_loop_sees_the_clients_alone():
+def test_a_python_loop_iterates_over_clients_only():
     assert [client_id for client_id, _, _ in cohort([4, 2])] == ["client4", "client2"]
     assert list(cohort([])) == [] and len(cohort([])) == 0 and cohort([]).client_ids == []
 
 
-def test_an_error_of_a_hook_in_a_round_without_anybody_names_it():
+def test_an_error_in_a_round_without_clients_names_the_method():
     class Broken(fedsim.algorithms.FedAvg):
         def update_of(self, shared, client, local):
             raise ArithmeticError("no luck")
@@ -160,6 +160,6 @@ def test_an_error_of_a_hook_in_a_round_without_anybody_names_it():
     ("clients", "slots", "message"),
     [([], 0, "cohort is empty"), ([0, 1], 1, r"Expected 2 .* <= slots <= 8 .*, got slots=1"), ([0], 9, "got slots=9")],
 )
-def test_impossible_slots_are_refused(clients, slots, message):
+def test_impossible_slots_are_rejected(clients, slots, message):
     with pytest.raises(ValueError, match=message):
         cohort(clients, slots=slots)

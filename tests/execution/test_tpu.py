@@ -1,4 +1,4 @@
-"""Rounds compiled for a TPU v5e 2x4 by its compiler, which needs no TPU."""
+"""Compiles rounds for a TPU v5e 2x4, which needs no TPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# `make test-all` puts it beside the other packages, because JAX looks for a TPU wherever it finds the compiler.
+# `make test-all` installs the compiler in a separate folder, because JAX looks for a TPU if it finds the compiler.
 COMPILER = Path(sys.prefix) / "tpu-compiler"
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not COMPILER.exists(), reason="needs libtpu, which make test-all installs")]
@@ -40,7 +40,7 @@ print(json.dumps({"devices": len(devices), "text": compiled.as_text(), "bytes": 
 
 @pytest.mark.parametrize("model", ["emnist_dense", "emnist_cnn", "stackoverflow_lstm"])
 def test_a_round_is_compiled_for_eight_tpus_with_one_all_reduce(model):
-    # Without these, libtpu looks for a TPU of this machine, and for other processes that use it.
+    # Otherwise libtpu looks for a TPU on this machine and for other processes that use it.
     alone = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     env = {**os.environ, **alone, "XLA_FLAGS": "", "PYTHONPATH": str(COMPILER)}
     run = subprocess.run([sys.executable, "-c", _COMPILE, model], capture_output=True, text=True, env=env)

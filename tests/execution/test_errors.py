@@ -1,4 +1,4 @@
-"""What is refused before a round: folds that do not fit, states and rows of another form, names that are taken."""
+"""Errors before a round: accumulators that do not fit, states and memories of another form, names that are in use."""
 
 import dataclasses
 
@@ -38,8 +38,8 @@ class Wide(fedsim.Algorithm):
 
 
 @pytest.mark.parametrize(("groups", "devices"), [(0, 4), (0, 2), (3, 1)])
-def test_what_is_refused_is_what_a_round_needs(groups, devices, monkeypatch):
-    """One byte less than the accumulators is refused. They are a large part of what XLA reserves for the compiled round."""
+def test_accumulators_that_do_not_fit_are_rejected(groups, devices, monkeypatch):
+    """One byte less than the accumulators need is rejected. They are a large part of the memory of the compiled round."""
     aggregator = aggregators.GeometricMedian()
     aggregator = aggregators.Grouped(groups=groups, inner=aggregator) if groups else aggregator
     way, slots = fedsim.Pmap(devices=devices), 10  # 8 clients have a program of 10 slots
@@ -57,7 +57,7 @@ def test_what_is_refused_is_what_a_round_needs(groups, devices, monkeypatch):
     assert needs <= reserved < 4 * needs
 
 
-def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
+def test_updates_that_do_not_fit_at_once_are_rejected(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("free", (), {"available": 10}))
     for way in (fedsim.Jit(), fedsim.Debug()):
         algorithm = Counting(batches=BATCHES, aggregator=Maximum(), execution=way)
@@ -67,14 +67,14 @@ def test_updates_that_do_not_fit_side_by_side_are_refused(monkeypatch):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
-def test_another_population_s_state_is_refused():
+def test_a_state_of_another_population_is_rejected():
     algorithm = Counting(batches=BATCHES)
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     with pytest.raises(ValueError, match="memories of 2 clients, .* got one of 8 clients"):
         algorithm.apply(state, federation.cohort(federation.data(sizes=(2, 3))))
 
 
-def test_a_client_that_keeps_another_structure_is_refused():
+def test_a_memory_of_another_structure_is_rejected():
     class Odd(Counting):
         def client_update(self, shared, client):
             return super().client_update(shared, client)._replace(memory=())
@@ -85,7 +85,7 @@ def test_a_client_that_keeps_another_structure_is_refused():
 
 
 @pytest.mark.parametrize("way", [fedsim.Jit(memory="stream"), fedsim.Jit(lanes=2), fedsim.Debug()])
-def test_a_client_that_keeps_another_shape_is_refused_and_another_dtype_becomes_its_own(way):
+def test_a_memory_of_another_shape_is_rejected_and_another_dtype_is_cast(way):
     class Short(Counting):
         def client_update(self, shared, client):
             result = super().client_update(shared, client)
@@ -113,8 +113,8 @@ def test_a_client_that_keeps_another_shape_is_refused_and_another_dtype_becomes_
     assert rows[0].visits.dtype == np.int32 and rows[0].total.dtype == np.float32 and rows[0].visits[seen].tolist() == [1] * 7
 
 
-def test_another_algorithm_s_state_is_refused():
-    """Of the same population, even of the same rows: SCAFFOLD and Ditto both keep something like parameters."""
+def test_a_state_of_another_algorithm_is_rejected():
+    """This holds even if the rows have the same form: SCAFFOLD and Ditto both store one set of parameters per client."""
     make = dict(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
     scaffold, ditto = (cls(**make) for cls in (fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Ditto))
     state = scaffold.with_memory(scaffold.init(jax.random.key(0)), federation.data())
@@ -125,7 +125,7 @@ def test_another_algorithm_s_state_is_refused():
     state = ditto.with_memory(ditto.init(jax.random.key(0)), federation.data())
     with pytest.raises(ValueError, match=r"not one of this APFL.* for .clients\[0\]"):
         apfl.apply(state, federation.cohort())
-    # Nor one of another model, nor one with what another aggregator keeps; as it was made by, and on the device, it goes on.
+    # States of another model or aggregator are rejected, too. States of this algorithm are accepted, also on the device.
     compressed = fedsim.algorithms.Ditto(**make, aggregator=aggregators.CentredClipping(1.0))
     with pytest.raises(ValueError, match=r"nothing for \.aggregator"):
         compressed.apply(state, federation.cohort())
@@ -149,7 +149,7 @@ def test_another_algorithm_s_state_is_refused():
         (Damped(), ("bits_up", "entropy_bits_up"), "bits_up, entropy_bits_up"),
     ],
 )
-def test_names_of_the_round_s_own_info_are_refused(aggregator, names, refused, way):
+def test_names_of_the_round_s_own_info_are_rejected(aggregator, names, refused, way):
     class Named(Wide):
         def client_update(self, shared, client):
             numbers = {name: jnp.float32(5) for name in names}
@@ -165,7 +165,7 @@ def test_names_of_the_round_s_own_info_are_refused(aggregator, names, refused, w
 
 
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
-def test_a_server_state_of_another_structure_is_refused(execution):
+def test_a_server_state_of_another_structure_is_rejected(execution):
     class Renaming(FedAvg):
         def server_update(self, state, update, info):
             return {"params": state.params}
@@ -178,8 +178,8 @@ def test_a_server_state_of_another_structure_is_refused(execution):
 
 
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Debug()])
-def test_another_info_than_that_of_aggregate_is_refused(execution):
-    """Otherwise a round without updates could not be told from others, and dropped updates would not be reported."""
+def test_a_round_must_return_the_info_of_aggregate(execution):
+    """Otherwise a round without updates would not be recognized, and dropped updates would not be reported."""
 
     class Silent(FedAvg):
         def round(self, state, clients):
