@@ -199,7 +199,7 @@ def test_commands_are_listed(capsys):
         (["--epochs", "0"], "Expected epochs >= 1, got epochs=0: give"),
         (["--epochs", "2", "--steps", "3"], "Expected epochs or steps, got epochs=2 and steps=3: leave out steps"),
         (["--clients", "0"], "Expected clients >= 1, got clients=0: give"),
-        (["--clients", "101"], "A cohort of clients=101 is larger than the population of 100. Ask for at most 100."),
+        (["--clients", "101"], "A cohort of clients=101 is larger than the population of 100. Give at most clients=100."),
         (["--client-learning-rate", "0"], "Expected client_learning_rate > 0 and finite, got client_learning_rate=0.0: give"),
         (["--server-learning-rate", "-1"], "Expected server_learning_rate > 0 and finite, got server_learning_rate=-1.0: give"),
         (["--seed", "-1"], "Expected seed >= 0, got seed=-1"),

@@ -1,8 +1,8 @@
-"""Samplers: which clients take part in round r, as a function of the seed and r alone.
+"""Samplers: they choose the clients of round r, as a function of the seed and r alone.
 
-Anything with ``data`` and ``cohort(round)`` is a sampler. Those here also have ``clients`` (how many take part: exactly, or at
-most where they say so), ``key`` (the run's root key) and ``rounds(stop, start=0)``. Cohorts of one sampler differ in
-size at most, and not in slots, so all its rounds run by one compiled program.
+Any object with ``data`` and ``cohort(round)`` is a sampler. The samplers of this package also have ``clients`` (the number of
+clients per round, or the maximum where the documentation says so), ``key`` (the run's root key) and ``rounds(stop, start=0)``.
+The cohorts of one sampler may differ in size, but have the same number of slots, so one compiled program runs all rounds.
 """
 
 from fedsim.samplers._attacked import Attacked as Attacked

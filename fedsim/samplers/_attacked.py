@@ -1,4 +1,4 @@
-"""Cohorts some of whose clients attack."""
+"""Adds attackers to the cohorts of another sampler."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ import numpy as np
 
 from fedsim import checks, rng
 from fedsim.data import Cohort
-from fedsim.samplers._sampler import ChangedSampler, Sampler
+from fedsim.samplers._sampler import Sampler, WrappedSampler
 
 if TYPE_CHECKING:
     from fedsim.attacks import Attack
 
 
-class Attacked(ChangedSampler):
-    """The cohorts of another sampler, with attackers among them.
+class Attacked(WrappedSampler):
+    """Marks some clients in the cohorts of another sampler as attackers.
 
     Args:
-      sampler: who takes part.
-      attack: what attackers do.
-      fraction: the part of the population that are attackers, the same ones in every round; so some cohorts hold more of them
-        than others, and most a number that is not quite this part.
-      every_round: they are drawn anew from every cohort instead: exactly this part of it, rounded to a whole number.
-      attackers: names of the attackers, instead of ``fraction``.
-      seed: draws the attackers, and nothing else.
+      sampler: the sampler that chooses the cohorts.
+      attack: what the attackers do.
+      fraction: the fraction of the population that attacks. The attackers are the same clients in every round, so the number
+        of attackers varies between cohorts.
+      every_round: whether to draw the attackers anew in every round, from the round's cohort. The number of attackers is then
+        ``fraction`` of the cohort, rounded to a whole number.
+      attackers: the ids of the attackers, instead of ``fraction``.
+      seed: the seed that draws the attackers; nothing else depends on it.
 
     Attributes:
-      data, clients, key: as the sampler's.
+      data, clients, key: those of ``sampler``.
 
     Guarantees:
-      - The same clients with the same keys as without an attack.
-      - Who attacks is a function of the seed, and of the round with ``every_round``.
+      - Clients and their keys are the same as without an attack.
+      - The set of attackers is a function of the seed, and with ``every_round`` also of the round.
 
     Raises:
-      ValueError: ``fraction`` out of [0, 1]; ``attackers`` with ``every_round``; data that this attack cannot do anything with.
-      KeyError: a name that the population lacks.
+      ValueError: ``fraction`` is outside [0, 1]; ``attackers`` and ``every_round`` are both given; the attack cannot be applied
+        to the data.
+      KeyError: the population has no client of a given id.
 
     >>> import fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(10)}, sizes=[1] * 10)
@@ -59,28 +61,28 @@ class Attacked(ChangedSampler):
         every_round: bool = False,
         attackers: Sequence[str] | None = None,
     ) -> None:
-        checks.number(least=0, most=1, fraction=fraction, remedy="the part of the clients that attack")
+        checks.number(least=0, most=1, fraction=fraction, remedy="it is the fraction of clients that attack")
         checks.truth(every_round=every_round)
         if attackers is not None and every_round:
-            raise ValueError(
-                "Expected attackers or every_round, not both: attackers that have names are the same in every round."
-            )
+            raise ValueError("Expected attackers or every_round, not both: attackers given by id are the same in every round.")
         super().__init__(sampler)
         attack.check(self.data)
         self.attack, self.fraction, self.every_round = attack, fraction, every_round
         self._named = None if attackers is None else np.array([self.data.index(name) for name in attackers], np.int32)
         self._words = np.asarray(rng.words(rng.stream(rng.root(seed), "attackers")))
 
-    def _change(self, cohort: Cohort) -> Cohort:
+    def _transform(self, cohort: Cohort) -> Cohort:
         if cohort.attack is not None:
-            raise ValueError(f"The cohorts are under attack already, by {cohort.attack}: a cohort has one attack.")
+            raise ValueError(
+                f"The cohorts already have the attack {cohort.attack}: use one Attacked sampler, as a cohort has one attack."
+            )
         return dataclasses.replace(cohort, attack=self.attack, attackers=self._attackers(cohort))
 
     def _attackers(self, cohort: Cohort) -> np.ndarray:
         if self._named is not None:
             return np.isin(cohort.clients, self._named)
-        # A keyed permutation of the population, or of the cohort: its first so many are attackers, and no others are looked at.
-        among, who, epoch = self.data.num_clients, cohort.clients, 0
+        # The attackers are the first clients of a keyed permutation, so the cost depends on the cohort, not on the population.
+        size, index, epoch = self.data.num_clients, cohort.clients, 0
         if self.every_round:
-            among, who, epoch = len(cohort), np.arange(len(cohort), dtype=np.int32), cohort.round
-        return rng.permute(self._words, epoch, among, who, np) < math.floor(self.fraction * among + 0.5)
+            size, index, epoch = len(cohort), np.arange(len(cohort), dtype=np.int32), cohort.round
+        return rng.permute(self._words, epoch, size, index, np) < math.floor(self.fraction * size + 0.5)

@@ -1,4 +1,4 @@
-"""Each client for itself: the sampling that differential privacy is accounted for.
+"""Poisson sampling, which privacy accounting for differential privacy assumes.
 
 Poisson subsampling: B. Balle, G. Barthe, M. Gaboardi, "Privacy amplification by subsampling: tight analyses via couplings
 and divergences", NeurIPS 2018; in federated learning H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially
@@ -16,27 +16,28 @@ from fedsim import checks
 from fedsim.data import FederatedData
 from fedsim.samplers._sampler import SeededSampler
 
-# A round has more clients than slots with at most this probability. It then gets more slots, and a program of its own.
+# The probability that a round has more clients than slots is at most this.
 _OVERFLOW = 1e-12
 
 
 class PoissonSampler(SeededSampler):
-    """Every client takes part with the same probability, independent of all others: the cohort's size varies.
+    """Selects every client independently with the same probability, so the cohort size varies.
 
-    A cohort may be empty, and the round is then a no-op. No cohort is ever cut to a size, which would void the accounting.
+    A cohort may be empty; the round then changes nothing. A cohort is never truncated, because that would invalidate the
+    privacy accounting.
 
     Args:
       data: the population.
-      probability: of each client in each round.
+      probability: the probability that a client takes part in a round.
       seed: the run's seed, or its root key.
 
     Attributes:
-      clients: slots, chosen so that a round has more clients less often than once in 10**12 rounds (Bernstein's
-        inequality). Such a round has slots of its own, and is compiled apart.
+      clients: the number of slots. It is chosen by Bernstein's inequality such that a round has more clients than slots less
+        often than once in 10**12 rounds. Such a round gets more slots, and a separate program is compiled for it.
 
     Guarantees:
       - Clients are independent, within a round and between rounds.
-      - Cost: O(probability * population), which is the cohort.
+      - Cost: O(probability * population), the expected cohort size.
 
     Raises:
       ValueError: ``probability`` is not in (0, 1].
@@ -48,7 +49,9 @@ class PoissonSampler(SeededSampler):
     """
 
     def __init__(self, data: FederatedData, *, probability: float, seed: int | jax.Array) -> None:
-        checks.number(above=0, most=1, probability=probability, remedy="the chance of each client")
+        checks.number(
+            above=0, most=1, probability=probability, remedy="it is the probability that a client takes part in a round"
+        )
         mean, log = probability * data.num_clients, -math.log(_OVERFLOW)
         spread = log / 3 + math.sqrt(log**2 / 9 + 2 * log * mean * (1 - probability))
         super().__init__(data, clients=min(data.num_clients, math.ceil(mean + spread)), seed=seed)
@@ -58,7 +61,7 @@ class PoissonSampler(SeededSampler):
         population = self.data.num_clients
         if self.probability == 1:
             return np.arange(population)
-        # Those who stay out between two who take part are geometrically many, so nobody who stays out is looked at.
+        # The number of clients between two selected ones is geometric, so clients that are not selected cost nothing.
         draw, rate = self._generator(round), math.log1p(-self.probability)
         chosen, last = [], -1.0
         while last < population:

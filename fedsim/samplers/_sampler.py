@@ -1,4 +1,4 @@
-"""What a sampler is, and what those of this room share."""
+"""The `Sampler` protocol, and the base classes of the samplers in this package."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fedsim.data import Cohort, FederatedData
 
 
 class Sampler(Protocol):
-    """Anything that can say who takes part in a round, seekable by the round's number."""
+    """Protocol of a sampler: it returns the cohort of any round, in any order of rounds."""
 
     data: FederatedData
 
     def cohort(self, round: int) -> Cohort:
-        """The cohort of a round."""
+        """Returns the cohort of a round; it must depend on the round only."""
         ...
 
 
 class SeededSampler:
-    """A sampler that draws positions in the population by ``_draw(round)``.
+    """Base class of samplers whose ``_draw(round)`` returns positions in the population.
 
     Args:
       data: the population.
-      clients: the cohort's slots: how many take part, exactly or at most.
+      clients: the number of slots of every cohort: the exact or the largest number of clients per round.
       seed: the run's seed, or its root key.
 
     Raises:
-      ValueError: ``clients`` is not positive, or larger than the population; a round out of [0, 2**31).
+      ValueError: ``clients`` is not positive, or larger than the population; a round is outside [0, 2**31).
     """
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array) -> None:
@@ -40,37 +40,37 @@ class SeededSampler:
         if clients > data.num_clients:
             raise ValueError(
                 f"A cohort of clients={clients} is larger than the population of {data.num_clients}. "
-                f"Ask for at most {data.num_clients}."
+                f"Give at most clients={data.num_clients}."
             )
         self.data, self.clients, self.key = data, int(clients), rng.root(seed)
         self._words = np.asarray(rng.words(rng.stream(self.key, "sampling")))
 
     def cohort(self, round: int) -> Cohort:
-        """The cohort of a round."""
+        """Returns the cohort of a round."""
         round = operator.index(round)
         if not 0 <= round < 2**31:
-            raise ValueError(f"Expected 0 <= round < 2**31, got round={round}.")
+            raise ValueError(f"Expected 0 <= round < 2**31, got round={round}: rounds count from 0.")
         chosen = self._draw(round)
         return Cohort(self.data, chosen, round, self.key, slots=max(self.clients, len(chosen)))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
-        """The cohorts of rounds ``start`` to ``stop - 1``."""
+        """Returns the cohorts of rounds ``start`` to ``stop - 1``."""
         return (self.cohort(r) for r in range(start, stop))
 
     def _draw(self, round: int) -> np.ndarray:
-        """Positions of the clients of a round, ``[n]``, no one twice."""
+        """Returns the positions of a round's clients, ``[n]``, without duplicates."""
         raise NotImplementedError
 
     def _generator(self, round: int) -> np.random.Generator:
-        """The round's own stream of numbers: Philox counts up from the round, and no two rounds meet."""
+        """Returns the random generator of a round. The round is the high word of Philox's counter, so streams never overlap."""
         return np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, round]))
 
 
-class ChangedSampler:
-    """Another sampler's cohorts, each changed by ``_change(cohort)``; for the rest as that sampler.
+class WrappedSampler:
+    """Base class of samplers that pass the cohorts of another sampler through ``_transform(cohort)``.
 
     Args:
-      sampler: who takes part.
+      sampler: the sampler that chooses the cohorts.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -78,7 +78,7 @@ class ChangedSampler:
 
     @property
     def clients(self) -> int:
-        """The cohorts' slots."""
+        """The number of slots of every cohort."""
         return getattr(self.sampler, "clients", 0) or self.sampler.cohort(0).slots
 
     @property
@@ -87,13 +87,13 @@ class ChangedSampler:
         return self.sampler.cohort(0).key
 
     def cohort(self, round: int) -> Cohort:
-        """The cohort of a round."""
-        return self._change(self.sampler.cohort(operator.index(round)))
+        """Returns the cohort of a round."""
+        return self._transform(self.sampler.cohort(operator.index(round)))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
-        """The cohorts of rounds ``start`` to ``stop - 1``."""
+        """Returns the cohorts of rounds ``start`` to ``stop - 1``."""
         return (self.cohort(r) for r in range(start, stop))
 
-    def _change(self, cohort: Cohort) -> Cohort:
-        """The cohort as it takes part."""
+    def _transform(self, cohort: Cohort) -> Cohort:
+        """Returns the transformed cohort."""
         raise NotImplementedError

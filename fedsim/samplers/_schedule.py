@@ -1,4 +1,4 @@
-"""Cohorts that somebody wrote down."""
+"""A sampler that follows a fixed schedule."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fedsim.samplers._sampler import SeededSampler
 
 
 class ScheduleSampler(SeededSampler):
-    """A fixed schedule: which clients take part in round 0, in round 1, and so on. A round may have nobody.
+    """Follows a fixed schedule, which lists the clients of every round. A round may have no clients.
 
     Args:
       data: the population.
-      schedule: client ids, per round.
-      seed: the run's seed, or its root key: the clients' own randomness comes from it.
-      repeat: begin again after the last round, instead of an error.
+      schedule: the client ids of round 0, of round 1, and so on.
+      seed: the run's seed, or its root key. The clients' randomness is derived from it.
+      repeat: whether to start again after the last round. Otherwise a round beyond the schedule is an error.
 
     Attributes:
-      clients: the slots: those of the longest round.
+      clients: the number of slots, which is that of the round with the most clients.
 
     Guarantees:
-      - Round r has the clients of the schedule's entry r, in its order.
+      - Round r has the clients of the schedule's entry r, in the same order.
 
     Raises:
-      ValueError: an empty schedule, a client that the population lacks or that comes twice in a round (the round, or the
-        file's line, is named), a round beyond the schedule.
+      ValueError: the schedule is empty; the population has no client of a given id; a client occurs twice in a round; a round
+        is beyond the schedule. The message names the round, or the line of the file.
 
     >>> data = FederatedData.from_clients({"ann": {"x": np.zeros(2)}, "bob": {"x": np.zeros(3)}})
     >>> sampler = ScheduleSampler(data, [["bob"], [], ["bob", "ann"]], seed=0)
@@ -44,8 +44,7 @@ class ScheduleSampler(SeededSampler):
     def __init__(
         self, data: FederatedData, schedule: Sequence[Sequence[str]], *, seed: int | jax.Array, repeat: bool = False
     ) -> None:
-        places = [f"Round {round} of the schedule" for round in range(len(schedule))]
-        self._schedule = [_positions(data, ids, place) for ids, place in zip(schedule, places, strict=True)]
+        self._schedule = [_positions(data, ids, f"Round {round} of the schedule") for round, ids in enumerate(schedule)]
         longest = max(map(len, self._schedule), default=0)
         if not longest:
             raise ValueError("The schedule names no clients: expected at least one round with a client.")
@@ -56,13 +55,13 @@ class ScheduleSampler(SeededSampler):
     def from_file(
         cls, data: FederatedData, path: str | os.PathLike[str], *, seed: int | jax.Array, repeat: bool = False
     ) -> ScheduleSampler:
-        """A schedule with a round a line: client ids as CSV, or as a JSON list (``.json``, ``.jsonl``, ``.ndjson``).
+        """Reads a schedule with one round per line: client ids as CSV, or as a JSON list (``.json``, ``.jsonl``, ``.ndjson``).
 
-        An empty line of CSV, or ``[]`` in JSON, is a round without anybody. A ``.json`` file may also be one list of lists.
+        An empty line in CSV, or ``[]`` in JSON, is a round without clients. A ``.json`` file may also be one list of lists.
 
         Raises:
-          FileNotFoundError: no such file.
-          ValueError: a line that is not that, or with a client that is unknown or comes twice; file and line are named.
+          FileNotFoundError: there is no such file.
+          ValueError: a line has another form, or names an unknown client or one client twice. The message names file and line.
 
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "schedule.csv"
@@ -73,34 +72,37 @@ class ScheduleSampler(SeededSampler):
         """
         path = Path(path)
         schedule = []
-        for place, ids in _read(path):
-            _positions(data, ids, place)  # Said with the line, rather than the round.
+        for location, ids in _read(path):
+            _positions(data, ids, location)  # An error then names the line of the file, not the round.
             schedule.append(ids)
         return cls(data, schedule, seed=seed, repeat=repeat)
 
     def _draw(self, round: int) -> np.ndarray:
         if round >= len(self._schedule) and not self.repeat:
             raise ValueError(
-                f"The schedule has {len(self._schedule)} rounds, from 0, and no round {round}: ask for fewer rounds, or give "
-                "repeat=True to begin again."
+                f"The schedule has {len(self._schedule)} rounds, counted from 0, so there is no round {round}: run fewer "
+                "rounds, or give repeat=True to start again after the last one."
             )
         return self._schedule[round % len(self._schedule)]
 
 
-def _positions(data: FederatedData, ids: Sequence[str], place: str) -> np.ndarray:
+def _positions(data: FederatedData, ids: Sequence[str], location: str) -> np.ndarray:
     if isinstance(ids, str):
-        raise ValueError(f"{place} is the text {ids!r}: expected a list of client ids.")
+        raise ValueError(f"{location} is the string {ids!r}: expected a list of client ids, such as [{ids!r}].")
     unknown = next((client_id for client_id in ids if client_id not in data), None)
     if unknown is not None:
-        raise ValueError(f"{place} names client {unknown!r}, which is not among the {data.num_clients} clients.")
+        raise ValueError(
+            f"{location} names client {unknown!r}, which is not among the {data.num_clients} clients of the population: "
+            "correct the id, or remove it."
+        )
     if len(set(ids)) < len(ids):
         twice = next(client_id for client_id in ids if list(ids).count(client_id) > 1)
-        raise ValueError(f"{place} names client {twice!r} more than once: each may take part once a round.")
+        raise ValueError(f"{location} names client {twice!r} more than once: list each client once per round.")
     return np.array([data.index(client_id) for client_id in ids], np.int32)
 
 
 def _read(path: Path) -> list[tuple[str, list[str]]]:
-    """Where each round is written, in words, and its client ids."""
+    """Returns each round's location in the file, as text for error messages, and its client ids."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -113,17 +115,17 @@ def _read(path: Path) -> list[tuple[str, list[str]]]:
         try:
             whole = json.loads(text)
         except (ValueError, RecursionError):
-            whole = None  # Perhaps a list a line.
+            whole = None  # The file may have one list per line instead.
         if isinstance(whole, list) and all(isinstance(ids, list) for ids in whole):
             return [_checked(f"{path}, entry {number}", ids) for number, ids in enumerate(whole, 1)]
     rounds = []
     for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-        place = f"{path}, line {number}"
+        location = f"{path}, line {number}"
         try:
             ids = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'{place} is not JSON ({error}): expected a list of client ids, ["a", "b"].') from None
-        rounds.append(_checked(place, ids))
+            raise ValueError(f'{location} is not JSON ({error}): expected a list of client ids, ["a", "b"].') from None
+        rounds.append(_checked(location, ids))
     return rounds
 
 
@@ -134,14 +136,14 @@ def _read_csv(path: Path, text: str) -> list[tuple[str, list[str]]]:
         for row in reader:
             rounds.append(_checked(f"{path}, line {reader.line_num}", [client_id.strip() for client_id in row]))
     except csv.Error as error:
-        place = f"{path}, line {reader.line_num}"
-        raise ValueError(f"{place} is not CSV ({error}): expected client ids with commas between.") from None
+        location = f"{path}, line {reader.line_num}"
+        raise ValueError(f"{location} is not CSV ({error}): expected client ids separated by commas.") from None
     return rounds
 
 
-def _checked(place: str, ids: object) -> tuple[str, list[str]]:
+def _checked(location: str, ids: object) -> tuple[str, list[str]]:
     if not isinstance(ids, list) or not all(isinstance(client_id, str) for client_id in ids):
-        raise ValueError(f'{place} is not a list of client ids: expected ["a", "b"].')
+        raise ValueError(f'{location} is not a list of client ids: expected ["a", "b"].')
     if "" in ids:
-        raise ValueError(f"{place} has an empty client id: leave out the extra comma.")
-    return place, ids
+        raise ValueError(f"{location} has an empty client id: remove it, or the extra comma.")
+    return location, ids

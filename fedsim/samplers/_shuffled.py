@@ -1,4 +1,4 @@
-"""Each client once an epoch."""
+"""A sampler that goes through the population in shuffled epochs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from fedsim.samplers._sampler import SeededSampler
 
 
 class ShuffledSampler(SeededSampler):
-    """The population in an order drawn anew for every epoch, a cohort after another: each client once an epoch.
+    """Selects every client once per epoch, in an order that is shuffled for every epoch.
 
-    An epoch is ``ceil(population / clients)`` rounds. Its last cohort has whoever is left, so it may be smaller; none
-    straddles two epochs, in which a client could come twice.
+    An epoch has ``ceil(population / clients)`` rounds. Its last cohort has the remaining clients, so it may be smaller. A
+    cohort never spans two epochs, because it could then contain a client twice.
 
     Args:
       data: the population.
-      clients: cohort size; an epoch's last may be smaller.
+      clients: the cohort size. The last cohort of an epoch may be smaller.
       seed: the run's seed, or its root key.
 
     Guarantees:
-      - The cohorts of an epoch have every client exactly once.
-      - Every epoch has an order of its own.
-      - Cost: O(clients), whatever the population: no order is written down.
+      - The cohorts of an epoch contain every client exactly once.
+      - Every epoch has its own order.
+      - Cost: O(clients), independent of the population, because the order is never stored.
 
     Raises:
       ValueError: ``clients`` is not positive, or larger than the population.
@@ -37,6 +37,6 @@ class ShuffledSampler(SeededSampler):
 
     def _draw(self, round: int) -> np.ndarray:
         population = self.data.num_clients
-        epoch, part = divmod(round, -(-population // self.clients))
-        index = np.arange(part * self.clients, min((part + 1) * self.clients, population), dtype=np.int32)
+        epoch, step = divmod(round, -(-population // self.clients))
+        index = np.arange(step * self.clients, min((step + 1) * self.clients, population), dtype=np.int32)
         return rng.permute(self._words, epoch, population, index, np)

@@ -1,4 +1,4 @@
-"""The same number of clients every round, all alike."""
+"""Uniform sampling without replacement."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import numpy as np
 from fedsim import rng
 from fedsim.samplers._sampler import SeededSampler
 
-# Clients drawn at a time, of one round or of several: drawing ten costs NumPy as much as drawing five hundred.
-_TOGETHER = 512
+# The number of clients drawn in one call, for one round or for several: NumPy takes as long for ten clients as for 500.
+_CLIENTS_PER_DRAW = 512
 
 
 class UniformSampler(SeededSampler):
-    """The same number of distinct clients every round, uniformly at random, independent between rounds.
+    """Samples a fixed number of distinct clients per round, uniformly at random and independently between rounds.
 
-    A round takes the first entries of its own permutation of the population, which is never written down.
+    A round takes the first entries of a permutation of the population that is keyed by the round and never stored.
 
     Args:
       data: the population.
-      clients: cohort size.
+      clients: the cohort size.
       seed: the run's seed, or its root key.
 
     Guarantees:
-      - Exactly ``clients`` different clients; every set of them is as likely as any other.
-      - Cost: O(clients), whatever the population; small cohorts are drawn some hundred clients at a time.
+      - A cohort has exactly ``clients`` distinct clients, and all sets of this size are equally likely.
+      - Cost: O(clients), independent of the population. Small cohorts are drawn for several rounds at once.
 
     Raises:
       ValueError: ``clients`` is not positive, or larger than the population.
@@ -40,7 +40,7 @@ class UniformSampler(SeededSampler):
     _drawn: tuple[int, np.ndarray] = -1, np.zeros([0, 0], np.int32)
 
     def _draw(self, round: int) -> np.ndarray:
-        rounds = max(1, _TOGETHER // self.clients)
+        rounds = max(1, _CLIENTS_PER_DRAW // self.clients)
         first = round - round % rounds
         if self._drawn[0] != first:
             epoch, index = np.divmod(np.arange(rounds * self.clients), self.clients)

@@ -50,7 +50,7 @@ def test_stragglers_may_be_attackers():
 
 def test_a_cohort_has_one_attack():
     attacked = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attacks.SignFlip(), seed=0)
-    with pytest.raises(ValueError, match="under attack already, by SignFlip"):
+    with pytest.raises(ValueError, match="already have the attack SignFlip"):
         samplers.Attacked(attacked, attacks.LabelFlip(4), seed=0).cohort(0)
 
 

@@ -1,4 +1,4 @@
-"""`Attacked`: who attacks, and that nothing else changes."""
+"""`Attacked`: the choice of attackers, and that nothing else changes."""
 
 import federation
 import numpy as np
@@ -7,11 +7,11 @@ import pytest
 from fedsim import attacks, samplers
 
 
-def make(every_round=False, fraction=0.2, seed=0, clients=20, **more):
+def make(every_round=False, fraction=0.2, seed=0, clients=20, **options):
     data = federation.singletons(1000)
     sampler = samplers.UniformSampler(data, clients=clients, seed=3)
     return sampler, samplers.Attacked(
-        sampler, attacks.SignFlip(), fraction=fraction, seed=seed, every_round=every_round, **more
+        sampler, attacks.SignFlip(), fraction=fraction, seed=seed, every_round=every_round, **options
     )
 
 
@@ -24,18 +24,18 @@ def test_the_same_cohorts_with_the_same_keys(every_round):
         assert cohort.attack == attacks.SignFlip()
 
 
-def test_a_fixed_part_of_the_population_attacks_in_every_round():
+def test_a_fixed_fraction_of_the_population_attacks_in_every_round():
     _, attacked = make(fraction=0.2, clients=500)
-    attack, seen = np.zeros(1000, bool), np.zeros(1000, bool)
+    attack, sampled = np.zeros(1000, bool), np.zeros(1000, bool)
     for cohort in attacked.rounds(20):
-        again = seen[cohort.clients]
+        again = sampled[cohort.clients]
         np.testing.assert_array_equal(attack[cohort.clients][again], cohort.attackers[again])
-        attack[cohort.clients], seen[cohort.clients] = cohort.attackers, True
-    assert seen.all() and attack.sum() == 200
+        attack[cohort.clients], sampled[cohort.clients] = cohort.attackers, True
+    assert sampled.all() and attack.sum() == 200
 
 
 @pytest.mark.parametrize(("fraction", "number"), [(0.0, 0), (0.2, 4), (0.33, 7), (1.0, 20)])
-def test_an_exact_part_of_every_cohort_attacks(fraction, number):
+def test_an_exact_fraction_of_every_cohort_attacks(fraction, number):
     _, attacked = make(True, fraction)
     cohorts = list(attacked.rounds(10))
     assert [cohort.attackers.sum() for cohort in cohorts] == [number] * 10
@@ -50,12 +50,12 @@ def test_attackers_are_a_function_of_the_seed(every_round):
     assert not np.array_equal(first, other)
 
 
-def test_attackers_by_name():
+def test_attackers_by_id():
     _, attacked = make(clients=1000, attackers=["7", "500"])
     cohort = attacked.cohort(0)
     assert sorted(np.array(cohort.client_ids)[cohort.attackers]) == ["500", "7"]
     with pytest.raises(KeyError):
-        make(attackers=["nobody"])
+        make(attackers=["unknown"])
 
 
 def test_an_empty_cohort_has_no_attackers():
@@ -73,6 +73,6 @@ def test_an_empty_cohort_has_no_attackers():
         ({"attackers": ["1"], "every_round": True}, "Expected attackers or every_round, not both"),
     ],
 )
-def test_what_cannot_be_is_refused(changes, message):
+def test_invalid_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)

@@ -16,35 +16,35 @@ def counts(sampler, size, rounds, period):
     return table
 
 
-def test_in_blocks_only_those_of_the_hour_take_part_all_alike():
+def test_in_blocks_only_clients_of_the_current_block_take_part_uniformly():
     size, period, blocks, days = 12, 6, 3, 150
     phases = (np.arange(size) + 0.5) / size
     sampler = DiurnalSampler(singletons(size), clients=2, seed=0, period=period, blocks=blocks, phases=phases)
     table = counts(sampler, size, days * period, period)
     for hour in range(period):
-        mine = np.arange(size) // 4 == hour // 2
-        assert table[hour, ~mine].sum() == 0
-        assert stats.chisquare(table[hour, mine]).pvalue > 1e-4
-        np.testing.assert_array_equal(sampler.availability(hour), mine)
+        available = np.arange(size) // 4 == hour // 2
+        assert table[hour, ~available].sum() == 0
+        assert stats.chisquare(table[hour, available]).pvalue > 1e-4
+        np.testing.assert_array_equal(sampler.availability(hour), available)
 
 
-def test_the_hours_of_a_day_are_blocks_of_their_own():
-    """29 / 100 * 100 is less than 29 in floating point, and 1 less a little is the last hour."""
+def test_with_as_many_blocks_as_rounds_every_hour_is_a_block():
+    """29 / 100 * 100 is less than 29 in floating point, and the largest number below 1 belongs to the last hour."""
     for hours in (24, 49, 100):
         phases = [*np.arange(hours) / hours, np.nextafter(1, 0)]
         sampler = DiurnalSampler(singletons(hours + 1), clients=2, seed=0, period=hours, blocks=hours, phases=phases)
-        present = [np.flatnonzero(sampler.availability(hour)).tolist() for hour in range(hours)]
-        assert present == [[hour] for hour in range(hours - 1)] + [[hours - 1, hours]]
+        available = [np.flatnonzero(sampler.availability(hour)).tolist() for hour in range(hours)]
+        assert available == [[hour] for hour in range(hours - 1)] + [[hours - 1, hours]]
 
 
-def test_uniform_cohorts_do_not_know_the_hour():
+def test_uniform_cohorts_do_not_depend_on_the_hour():
     """The negative control of the test above."""
     table = counts(UniformSampler(singletons(12), clients=2, seed=0), 12, 600, 6)
     assert np.all(table.sum(1)[:, None] * 0.02 < table)
 
 
 def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
-    """With room for everybody, taking part is being available: (1 + cos 2π(t - p)) / 2, independently."""
+    """If every client fits into the cohort, the participation rate is the availability (1 + cos 2π(t - p)) / 2."""
     size, period, days = 4, 4, 400
     phases = [0.0, 0.25, 0.5, 0.125]
     sampler = DiurnalSampler(singletons(size), clients=size, seed=0, period=period, phases=phases)
@@ -63,8 +63,8 @@ def test_by_cosine_a_client_takes_part_as_often_as_it_is_available():
     assert np.all(table >= np.nan_to_num(low)) and np.all(table <= np.nan_to_num(high))
 
 
-def test_of_many_available_clients_all_are_equally_likely():
-    """Also where the order is walked in several steps: of 40 clients 10 are there, and 2 are wanted."""
+def test_all_available_clients_are_equally_likely():
+    """Also if the permutation is read in several steps: 10 of 40 clients are available, and 2 are drawn."""
     phases = np.where(np.arange(40) % 4 == 0, 0.1, 0.6)
     sampler = DiurnalSampler(singletons(40), clients=2, seed=0, period=2, blocks=2, phases=phases)
     table = counts(sampler, 40, 2000, 2)
@@ -72,7 +72,7 @@ def test_of_many_available_clients_all_are_equally_likely():
     assert table[0].sum() == 2 * 1000 and table[1, ::4].sum() == 0
 
 
-def test_cohorts_are_smaller_where_fewer_are_there():
+def test_cohorts_are_smaller_if_fewer_clients_are_available():
     sampler = DiurnalSampler(singletons(5), clients=4, seed=0, period=2, blocks=2, phases=[0, 0, 0, 0, 0])
     assert [len(cohort) for cohort in sampler.rounds(4)] == [4, 0, 4, 0]
 
@@ -88,13 +88,13 @@ def test_phases_are_drawn_from_the_seed():
     ("change", "message"),
     [
         ({"period": 0}, "Expected period >= 1, got period=0"),
-        ({"blocks": 0}, "Expected 1 <= blocks <= 24, or None, got blocks=0: of a day of period=24"),
+        ({"blocks": 0}, "Expected 1 <= blocks <= 24, or None, got blocks=0: a day has period=24 rounds"),
         ({"blocks": 25}, "got blocks=25"),
-        ({"phases": [0.1] * 4}, r"one phase for each of 5 clients, got shape \[4\]"),
+        ({"phases": [0.1] * 4}, r"phases of shape \[5\], one phase per client, got shape \[4\]"),
         ({"phases": [0.1, 0.2, 0.3, 0.4, 1.0]}, r"Expected phases in \[0, 1\)"),
         ({"phases": [0.1, 0.2, 0.3, 0.4, float("nan")]}, r"Expected phases in \[0, 1\)"),
     ],
 )
-def test_impossible_days_are_refused(change, message):
+def test_invalid_arguments_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         DiurnalSampler(singletons(5), **{"clients": 2, "seed": 0} | change)

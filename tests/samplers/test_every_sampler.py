@@ -1,4 +1,4 @@
-"""What every sampler promises."""
+"""The guarantees that every sampler gives."""
 
 import inspect
 import tracemalloc
@@ -19,8 +19,8 @@ def population(clients):
 
 
 def test_every_sampler_is_in_the_table():
-    there = {name for name, thing in vars(samplers).items() if inspect.isclass(thing) and name != "Sampler"}
-    assert there == set(federation.SAMPLERS)
+    exported = {name for name, thing in vars(samplers).items() if inspect.isclass(thing) and name != "Sampler"}
+    assert exported == set(federation.SAMPLERS)
 
 
 @pytest.fixture(params=federation.SAMPLERS)
@@ -37,7 +37,7 @@ def test_a_cohort_is_a_function_of_seed_and_round_alone(make):
     assert [cohort.clients.tolist() for cohort in resumed] == in_order[12:]
 
 
-def test_a_cohort_carries_round_root_key_and_the_sampler_s_slots(make):
+def test_a_cohort_has_the_round_the_root_key_and_the_slots_of_its_sampler(make):
     data = population(30)
     sampler = make(data, 8)
     for round in (0, 6):
@@ -61,7 +61,7 @@ def test_rounds_differ(make):
     assert len(drawn) >= 9
 
 
-def test_rounds_that_are_none_are_refused(make):
+def test_invalid_rounds_are_refused(make):
     sampler = make(population(20), 0)
     for round in (-1, 2**31):
         with pytest.raises(ValueError, match="round"):
@@ -77,7 +77,7 @@ def test_the_last_possible_round_has_a_cohort(make):
 
 @pytest.mark.parametrize("name", sorted(set(federation.SAMPLERS) - {"ScheduleSampler"}))
 def test_cost_does_not_grow_with_the_population(name):
-    """By what is allocated, which a busy machine does not change."""
+    """Measured by allocated memory, which does not depend on the load of the machine."""
 
     def allocated(size):
         sampler = federation.SAMPLERS[name](population(size), 0)
@@ -89,5 +89,5 @@ def test_cost_does_not_grow_with_the_population(name):
         tracemalloc.stop()
         return peak
 
-    # Anything linear would take at least a byte a client.
+    # Linear cost would be at least one byte per client.
     assert allocated(300_000) < allocated(1000) + 100_000

@@ -1,4 +1,4 @@
-"""Poisson sampling: sizes, inclusion and independence, against the binomial distribution."""
+"""Poisson sampling: cohort sizes, inclusion and independence, compared with the binomial distribution."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,13 @@ def test_sizes_are_binomial():
     assert size_misfit(PoissonSampler(singletons(12), probability=0.3, seed=0), 0.3) > 1e-3
 
 
-def test_sizes_of_another_law_are_told_apart():
-    """The negative control: cohorts of the same mean size, always; and a probability that is a little off."""
+def test_sizes_of_another_distribution_are_rejected():
+    """The negative control: cohorts of constant size, and a slightly different probability."""
     assert size_misfit(UniformSampler(singletons(12), clients=4, seed=0), 0.3) < 1e-6
     assert size_misfit(PoissonSampler(singletons(12), probability=0.34, seed=0), 0.3) < 1e-6
 
 
-def test_every_client_and_every_pair_of_clients_comes_as_often_as_independence_says():
+def test_clients_and_pairs_of_clients_are_included_as_often_as_independence_implies():
     size, q = 9, 0.25
     together = np.zeros((size, size), int)
     for cohort in PoissonSampler(singletons(size), probability=q, seed=1).rounds(ROUNDS):
@@ -39,12 +39,12 @@ def test_every_client_and_every_pair_of_clients_comes_as_often_as_independence_s
 
 
 def test_rounds_are_independent():
-    """Of 9 clients: how often one that takes part does so in the next round, too."""
+    """Counts how often one of 9 clients takes part in two successive rounds."""
     sampler = PoissonSampler(singletons(9), probability=0.25, seed=2)
-    there = np.zeros((ROUNDS, 9), bool)
+    included = np.zeros((ROUNDS, 9), bool)
     for cohort in sampler.rounds(ROUNDS):
-        there[cohort.round, cohort.clients] = True
-    both = int((there[1:] & there[:-1]).sum())
+        included[cohort.round, cohort.clients] = True
+    both = int((included[1:] & included[:-1]).sum())
     low, high = stats.binom.interval(1 - 1e-4, (ROUNDS - 1) * 9, 0.25**2)
     assert low <= both <= high
 

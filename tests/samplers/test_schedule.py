@@ -1,4 +1,4 @@
-"""Schedules from files."""
+"""Schedules from lists and from files."""
 
 import json
 
@@ -33,8 +33,10 @@ def test_a_file_is_followed_line_by_line(file, text, tmp_path):
     assert sampler.clients == 3
 
 
-def test_beyond_the_schedule_is_an_error_or_its_beginning():
-    with pytest.raises(ValueError, match="has 4 rounds, from 0, and no round 4: ask for fewer rounds, or give repeat=True"):
+def test_a_round_beyond_the_schedule_is_an_error_or_starts_again():
+    with pytest.raises(
+        ValueError, match="has 4 rounds, counted from 0, so there is no round 4: run fewer rounds, or give repeat=True"
+    ):
         ScheduleSampler(DATA, SCHEDULE, seed=0).cohort(4)
     assert names(ScheduleSampler(DATA, SCHEDULE, seed=0, repeat=True), 9) == [*SCHEDULE, *SCHEDULE, SCHEDULE[0]]
 
@@ -70,7 +72,7 @@ def test_text_that_is_not_utf_8_is_named_with_its_line(tmp_path):
         ScheduleSampler.from_file(DATA, tmp_path / "s.csv", seed=0)
 
 
-def test_a_missing_file_stays_a_missing_file(tmp_path):
+def test_a_missing_file_is_a_file_not_found_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         ScheduleSampler.from_file(DATA, tmp_path / "none.csv", seed=0)
 
@@ -80,7 +82,7 @@ def test_a_missing_file_stays_a_missing_file(tmp_path):
     [
         ([["ann"], ["bob", "bob"]], "Round 1 of the schedule names client 'bob' more than once"),
         ([["zoe"]], "Round 0 of the schedule names client 'zoe'"),
-        (["ann"], "Round 0 of the schedule is the text 'ann': expected a list"),
+        (["ann"], "Round 0 of the schedule is the string 'ann': expected a list"),
         ([], "names no clients"),
     ],
 )

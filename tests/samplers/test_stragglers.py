@@ -1,4 +1,4 @@
-"""Stragglers: how many, how much they do, and that nothing else changes."""
+"""Stragglers: their number, their work, and that nothing else changes."""
 
 import federation
 import jax
@@ -13,27 +13,27 @@ EPOCHS = 5
 
 
 def stragglers(clients=10, seed=0, **options):
-    everybody = UniformSampler(federation.singletons(60), clients=clients, seed=seed)
-    return Stragglers(everybody, **({"fraction": 0.3, "epochs": EPOCHS} | options)), everybody
+    uniform = UniformSampler(federation.singletons(60), clients=clients, seed=seed)
+    return Stragglers(uniform, **({"fraction": 0.3, "epochs": EPOCHS} | options)), uniform
 
 
-def test_a_share_of_each_cohort_does_a_uniform_number_of_epochs_and_the_rest_all():
-    sampler, everybody = stragglers()
-    done, places = [], []
-    for late, full in zip(sampler.rounds(1000), everybody.rounds(1000), strict=True):
+def test_a_fraction_of_each_cohort_does_a_uniform_number_of_epochs_and_the_others_all():
+    sampler, uniform = stragglers()
+    done, positions = [], []
+    for late, full in zip(sampler.rounds(1000), uniform.rounds(1000), strict=True):
         np.testing.assert_array_equal(late.clients, full.clients)
         epochs = np.rint(late.work * EPOCHS)
         np.testing.assert_allclose(late.work * EPOCHS, epochs, rtol=1e-6)
         assert np.count_nonzero(epochs < EPOCHS) == 3
         done.append(epochs[epochs < EPOCHS])
-        places.append(np.flatnonzero(epochs < EPOCHS))
+        positions.append(np.flatnonzero(epochs < EPOCHS))
     counts = np.bincount(np.concatenate(done).astype(int), minlength=EPOCHS)[1:]
     assert abs(counts / 3000 - 1 / (EPOCHS - 1)).max() < 0.04  # five standard deviations of 3000 draws
-    assert abs(np.bincount(np.concatenate(places)) / 3000 - 1 / 10).max() < 0.03
+    assert abs(np.bincount(np.concatenate(positions)) / 3000 - 1 / 10).max() < 0.03
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.9, 1.0])
-def test_dropped_are_those_who_would_straggle_and_slots_stay(fraction):
+def test_drop_removes_the_stragglers_and_keeps_the_slots(fraction):
     sampler, _ = stragglers(fraction=fraction)
     without, _ = stragglers(fraction=fraction, drop=True)
     for late, left in zip(sampler.rounds(20), without.rounds(20), strict=True):
@@ -42,10 +42,10 @@ def test_dropped_are_those_who_would_straggle_and_slots_stay(fraction):
         assert len(left) == 10 - round(10 * fraction)
 
 
-def test_attackers_and_earlier_stragglers_stay_who_they_are():
+def test_attackers_and_earlier_stragglers_are_kept():
     population = federation.data(sizes=(4,) * 8)
-    everybody = UniformSampler(population, clients=6, seed=0)
-    attacked = Attacked(everybody, fedsim.attacks.SignFlip(), fraction=0.5, seed=0)
+    uniform = UniformSampler(population, clients=6, seed=0)
+    attacked = Attacked(uniform, fedsim.attacks.SignFlip(), fraction=0.5, seed=0)
     twice = Stragglers(Stragglers(attacked, fraction=1.0, epochs=2), fraction=0.5, epochs=2)
     for r in range(5):
         plain, late = attacked.cohort(r), twice.cohort(r)
@@ -57,12 +57,12 @@ def test_attackers_and_earlier_stragglers_stay_who_they_are():
 
 
 def test_cohorts_of_any_size():
-    everybody = PoissonSampler(federation.singletons(60), probability=0.05, seed=0)
-    for late, full in zip(Stragglers(everybody, fraction=0.5, epochs=2).rounds(50), everybody.rounds(50), strict=True):
+    uniform = PoissonSampler(federation.singletons(60), probability=0.05, seed=0)
+    for late, full in zip(Stragglers(uniform, fraction=0.5, epochs=2).rounds(50), uniform.rounds(50), strict=True):
         assert np.count_nonzero(late.work == 0.5) == np.rint(len(full) / 2)
 
 
-def test_work_is_seen_by_the_algorithm_and_one_program_serves_all():
+def test_the_algorithm_uses_the_work_and_one_program_runs_all_cohorts():
     population = federation.data(sizes=(6, 6, 6, 6, 6, 6))
     algorithm = fedsim.algorithms.FedAvg(
         model=federation.model(),
@@ -71,9 +71,9 @@ def test_work_is_seen_by_the_algorithm_and_one_program_serves_all():
         execution=fedsim.Jit(),
     )
     state = algorithm.init(jax.random.key(0))
-    everybody = UniformSampler(population, clients=4, seed=0)
+    uniform = UniformSampler(population, clients=4, seed=0)
     for drop in (False, True):
-        for cohort in Stragglers(everybody, fraction=0.5, epochs=4, drop=drop).rounds(3):
+        for cohort in Stragglers(uniform, fraction=0.5, epochs=4, drop=drop).rounds(3):
             state, info = algorithm.apply(state, cohort)
             steps = info.clients["num_steps"].tolist()
             assert steps == np.rint(8 * cohort.work).astype(int).tolist() + [0] * (4 - len(cohort))
@@ -88,6 +88,6 @@ def test_two_seeds_differ_and_the_same_repeats():
 
 
 @pytest.mark.parametrize(("name", "value"), [("fraction", -0.1), ("fraction", 1.1), ("epochs", 1)])
-def test_bad_input_is_refused(name, value):
+def test_invalid_arguments_are_refused(name, value):
     with pytest.raises(ValueError, match=f"Expected .*{name}.*, got {name}={value}"):
         stragglers(**{name: value})

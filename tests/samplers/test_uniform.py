@@ -9,7 +9,7 @@ from fedsim.samplers import UniformSampler
 
 
 def test_cohorts_are_those_of_version_0_1():
-    """Before it moved here, as fedsim.data.UniformSampler: published runs depend on it."""
+    """Published runs depend on these draws of version 0.1, where the class was fedsim.data.UniformSampler."""
     cohorts = [cohort.clients.tolist() for cohort in UniformSampler(singletons(1000), clients=5, seed=3).rounds(3)]
     assert cohorts == [[945, 351, 448, 174, 875], [18, 306, 345, 512, 490], [373, 795, 76, 310, 113]]
 
@@ -27,7 +27,7 @@ def test_every_client_is_included_equally_often(population_size, clients):
     assert included.max() <= high
 
 
-def test_every_pair_of_clients_meets_equally_often():
+def test_every_pair_of_clients_is_drawn_equally_often():
     rounds, size = 3000, 8
     together = np.zeros((size, size), int)
     for cohort in UniformSampler(singletons(size), clients=3, seed=1).rounds(rounds):
@@ -45,11 +45,11 @@ def test_the_whole_population_can_be_a_cohort():
 @pytest.mark.parametrize(
     ("clients", "message"),
     [
-        (11, "clients=11 is larger than the population of 10. Ask for at most 10"),
+        (11, "clients=11 is larger than the population of 10. Give at most clients=10"),
         (0, "got clients=0"),
         (-2, "clients=-2"),
     ],
 )
-def test_cohorts_of_impossible_size_are_refused(clients, message):
+def test_invalid_cohort_sizes_are_refused(clients, message):
     with pytest.raises(ValueError, match=message):
         UniformSampler(singletons(10), clients=clients, seed=0)
