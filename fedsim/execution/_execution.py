@@ -36,6 +36,7 @@ from fedsim.execution._plan import (
 from fedsim.execution._programs import Programs, RoundPrograms, programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 from fedsim.execution._structure import kept_with
+from fedsim.samplers._checked import check_is_cohort
 
 
 class Execution:
@@ -360,11 +361,7 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
         raise ValueError("Expected cohorts to have at least one cohort, got none.")
     first = cohorts[0]
     for cohort in cohorts:
-        if not isinstance(cohort, Cohort):
-            raise ValueError(
-                f"Expected a fedsim.Cohort, got {type(cohort).__name__}. Take one from a sampler, as in sampler.cohort(0), or "
-                "name its clients: fedsim.Cohort.of(data, client_ids, round=0, seed=0)."
-            )
+        check_is_cohort(cohort, f"{type(algorithm).__name__} got")
         if not runs_with(cohort, first):
             raise ValueError(
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "

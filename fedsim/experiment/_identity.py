@@ -17,6 +17,7 @@ from fedsim.data._client_ids import ClientIds
 from fedsim.execution import Execution
 from fedsim.model import Model
 from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
 
 _SIMPLE = float | int | str | bool | None
 # Cohorts, spread over all rounds, by which it is told who takes part: what a sampler keeps does not always say so.
@@ -40,7 +41,7 @@ def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
-    first = sampler.cohort(0)
+    first = checked_cohort(sampler, 0)
     common = {"rounds": rounds, **arguments, "root_key": np.asarray(jax.random.key_data(first.key)).tolist()}
     if isinstance(config, Mapping):
         return {**config, **common}
@@ -90,7 +91,7 @@ def _hash(*parts: bytes) -> str:
 
 def _cohorts(sampler: Sampler, rounds: int) -> str:
     """A hash of who takes part, how far they get, and who of them attacks, in some rounds from the first to the last."""
-    some = [sampler.cohort(round) for round in sorted({(rounds - 1) * i // (_COHORTS - 1) for i in range(_COHORTS)})]
+    some = [checked_cohort(sampler, round) for round in sorted({(rounds - 1) * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
     return _hash(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
 

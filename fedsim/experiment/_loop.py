@@ -34,6 +34,7 @@ from fedsim.experiment._report import closing_table, devices_of
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
 
 State = Any
 Tested = Evaluation | Mapping[str, float]
@@ -123,8 +124,8 @@ def run(
     checks.whole(1, or_none=True, checkpoint_every=checkpoint_every)
     if most is not None:
         checks.whole(1, rounds_per_dispatch=most, remedy="give a positive whole number, or 'auto'")
-    first = sampler.cohort(0)
-    sampler.cohort(rounds - 1)  # A schedule that ends too early says so now, and not after its last round.
+    first = checked_cohort(sampler, 0)
+    checked_cohort(sampler, rounds - 1, first)  # A schedule that ends too early says so now, and not after its last round.
     algorithm.check(first.data)
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
@@ -181,7 +182,7 @@ def run(
             state = checkpoints.adopt(state) if checkpoints else state
             while position < rounds and not interruption.signal:
                 try:
-                    together = cohorts(sampler, position, pace.length(position))
+                    together = cohorts(sampler, position, pace.length(position), first)
                     state, infos = algorithm.apply_rounds(state, together, max_rounds=pace.limit)
                 except Exception:
                     if last:

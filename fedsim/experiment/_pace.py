@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fedsim.data import Cohort
 from fedsim.execution import runs_with
 from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
 
 # Two dispatches are under way at a time, so Ctrl-C is answered within about twice this.
 _SECONDS_PER_DISPATCH = 0.4
@@ -51,9 +52,12 @@ class Pace:
         self._first = False
 
 
-def cohorts(sampler: Sampler, start: int, length: int) -> list[Cohort]:
-    """The next cohorts that can run together: at most ``length``, of one population, number of slots and root key."""
-    return list(_alike(sampler.cohort(round) for round in range(start, start + length)))
+def cohorts(sampler: Sampler, start: int, length: int, first: Cohort) -> list[Cohort]:
+    """Returns the next cohorts that can run together: at most ``length``, with the same number of slots and the same attack.
+
+    ``first`` is the first cohort of the run; see `checked_cohort`.
+    """
+    return list(_alike(checked_cohort(sampler, round, first) for round in range(start, start + length)))
 
 
 def _alike(candidates: Iterator[Cohort]) -> Iterator[Cohort]:

@@ -8,7 +8,7 @@ The cohorts of one sampler may differ in size, but have the same number of slots
 from fedsim.samplers._attacked import Attacked as Attacked
 from fedsim.samplers._diurnal import DiurnalSampler as DiurnalSampler
 from fedsim.samplers._poisson import PoissonSampler as PoissonSampler
-from fedsim.samplers._sampler import Sampler as Sampler
+from fedsim.samplers._protocol import Sampler as Sampler
 from fedsim.samplers._schedule import ScheduleSampler as ScheduleSampler
 from fedsim.samplers._shuffled import ShuffledSampler as ShuffledSampler
 from fedsim.samplers._stragglers import Stragglers as Stragglers

@@ -12,7 +12,8 @@ import numpy as np
 
 from fedsim import checks, rng
 from fedsim.data import Cohort
-from fedsim.samplers._sampler import Sampler, WrappedSampler
+from fedsim.samplers._protocol import Sampler
+from fedsim.samplers._sampler import WrappedSampler
 
 if TYPE_CHECKING:
     from fedsim.attacks import Attack

@@ -1,26 +1,17 @@
-"""The `Sampler` protocol, and the base classes of the samplers in this package."""
+"""The base classes of the samplers in this package."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Protocol
 
 import jax
 import numpy as np
 
 from fedsim import checks, rng
 from fedsim.data import Cohort, FederatedData
-
-
-class Sampler(Protocol):
-    """Protocol of a sampler: it returns the cohort of any round, in any order of rounds."""
-
-    data: FederatedData
-
-    def cohort(self, round: int) -> Cohort:
-        """Returns the cohort of a round; it must depend on the round only."""
-        ...
+from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers._protocol import Sampler
 
 
 class SeededSampler:
@@ -79,16 +70,16 @@ class WrappedSampler:
     @property
     def clients(self) -> int:
         """The number of slots of every cohort."""
-        return getattr(self.sampler, "clients", 0) or self.sampler.cohort(0).slots
+        return getattr(self.sampler, "clients", 0) or checked_cohort(self.sampler, 0).slots
 
     @property
     def key(self) -> jax.Array:
         """The run's root key."""
-        return self.sampler.cohort(0).key
+        return checked_cohort(self.sampler, 0).key
 
     def cohort(self, round: int) -> Cohort:
         """Returns the cohort of a round."""
-        return self._transform(self.sampler.cohort(operator.index(round)))
+        return self._transform(checked_cohort(self.sampler, operator.index(round)))
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
         """Returns the cohorts of rounds ``start`` to ``stop - 1``."""

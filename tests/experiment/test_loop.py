@@ -120,7 +120,7 @@ def test_every_sampler_works_with_the_runner(name, algorithm, data):
 
 def test_a_schedule_that_is_too_short_is_said_before_training(algorithm, data, tmp_path):
     sampler = fedsim.samplers.ScheduleSampler(data, [["0"]] * 7, seed=7)
-    with pytest.raises(ValueError, match="has 7 rounds, from 0, and no round 19"):
+    with pytest.raises(ValueError, match="has 7 rounds, counted from 0, so there is no round 19"):
         run(algorithm, sampler, rounds=20, folder=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
 
