@@ -1,4 +1,4 @@
-"""Pictures: they show what is there, and draw without complaint from the least to the most."""
+"""Plots: they show the data, and work for the smallest and the largest populations."""
 
 import builtins
 import io
@@ -41,18 +41,18 @@ def test_the_histogram_counts_every_client_once(clients):
     assert png(figure)[:4] == b"\x89PNG"
 
 
-def test_the_histogram_of_a_long_tail_is_logarithmic_and_counts_the_empty():
+def test_the_histogram_of_a_long_tail_is_logarithmic_and_counts_empty_clients():
     sizes = [0, 0, *[1] * 50, *[2] * 20, 5000]
     axes = plots.plot_sizes(FederatedData.from_arrays({"x": np.zeros(sum(sizes))}, sizes=sizes)).axes[0]
     assert axes.get_xscale() == "log"
     assert sum(bar.get_height() for bar in axes.patches) == 71
-    assert "2 without examples" in [text.get_text() for text in axes.get_legend().get_texts()]
+    assert "2 clients without examples" in [text.get_text() for text in axes.get_legend().get_texts()]
     assert axes.patches[0].get_height() == 50
 
 
 def test_a_population_of_empty_clients_has_sizes_and_nothing_else():
     data = FederatedData.from_arrays({"x": np.zeros(0), "y": np.zeros(0, int)}, sizes=[0, 0])
-    assert "2 without examples" in texts(plots.plot_sizes(data))
+    assert "2 clients without examples" in texts(plots.plot_sizes(data))
     assert png(plots.plot_overview(data))
     for plot in (plots.plot_labels, plots.plot_examples):
         with pytest.raises(ValueError, match="nothing to draw"):
@@ -65,11 +65,11 @@ def test_bubbles_have_areas_in_proportion_to_shares():
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"{n}% of a client's examples" for n in (100, 10)]
     axes = figure.axes[0]
     offsets, areas = axes.collections[0].get_offsets(), axes.collections[0].get_sizes()
-    found = {(int(column), int(row)): area for (column, row), area in zip(offsets, areas, strict=True)}
-    # Row 0 is the population; label 0 makes up 1/2, 3/4 and nothing of the rows.
-    assert found.keys() == {(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)}
-    assert found[0, 0] / found[1, 2] == pytest.approx(0.5)
-    assert found[0, 1] / found[1, 2] == pytest.approx(0.75)
+    drawn = {(int(column), int(row)): area for (column, row), area in zip(offsets, areas, strict=True)}
+    # Row 0 is the population; the shares of label 0 in the rows are 1/2, 3/4 and 0.
+    assert drawn.keys() == {(0, 0), (1, 0), (0, 1), (1, 1), (1, 2)}
+    assert drawn[0, 0] / drawn[1, 2] == pytest.approx(0.5)
+    assert drawn[0, 1] / drawn[1, 2] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(("clients", "shown"), [(100, 10), (100, 100), (3400, 10), (3400, 3400)])
@@ -79,7 +79,7 @@ def test_labels_of_few_and_of_many_clients(clients, shown):
     assert png(figure)[:4] == b"\x89PNG"
     written = texts(figure)
     assert any(
-        text.startswith(f"labels of {'all' if clients == shown else f'{shown:,} of {clients:,}'} clients") for text in written
+        text.startswith(f"Labels of {'all' if clients == shown else f'{shown:,} of {clients:,}'} clients") for text in written
     )
     assert "class 61" in written
 
@@ -91,7 +91,7 @@ def test_a_heat_map_has_the_population_above_the_clients():
     np.testing.assert_array_equal(picture[-40:], np.full([40, 2], 0.5))
 
 
-def test_of_many_labels_the_most_frequent_are_shown():
+def test_the_most_frequent_of_many_labels_are_shown():
     y = np.concatenate([np.arange(300), np.repeat(np.arange(200, 300), 3)])
     figure = plots.plot_labels(FederatedData.from_arrays({"y": y}, sizes=[300, 300]))
     written = texts(figure)
@@ -103,8 +103,8 @@ def test_named_clients_are_the_ones_that_are_shown():
     data = population(20)
     rows = plots.plot_labels(data, clients=["7", "3"]).axes[0].get_yticklabels()
     assert [row.get_text() for row in rows] == ["all clients", f"7 ({data.sizes[7]})", f"3 ({data.sizes[3]})"]
-    with pytest.raises(KeyError, match="No client 'nobody'"):
-        plots.plot_examples(data, clients=["nobody"])
+    with pytest.raises(KeyError, match="No client 'unknown'"):
+        plots.plot_examples(data, clients=["unknown"])
 
 
 def test_images_are_shown_as_they_are():
@@ -117,7 +117,7 @@ def test_images_are_shown_as_they_are():
     assert png(plots.plot_examples(colour))
 
 
-def test_text_is_written_out_and_tokens_by_their_decoder():
+def test_text_is_shown_and_tokens_are_decoded():
     lines = np.array([b"to be,\nor not", b"", "caf\u00e9 $x^$".encode(), b"\xff"], object)
     written = texts(plots.plot_examples(FederatedData.from_arrays({"x": lines}, sizes=[4])))
     lines = [line for line in written if line.startswith("  ")]
@@ -133,7 +133,7 @@ def test_plain_numbers_are_strips(x):
     assert png(plots.plot_examples(FederatedData.from_arrays({"x": x, "y": np.linspace(0, 1, 6)}, sizes=[5, 1])))
 
 
-def test_an_overview_leaves_out_what_is_not_there():
+def test_an_overview_leaves_out_what_the_data_lacks():
     class Splits:
         train, test = population(5), population(4)
 
@@ -146,7 +146,7 @@ def test_an_overview_leaves_out_what_is_not_there():
     assert png(figure)
 
 
-def test_names_with_dollars_are_no_formulas():
+def test_names_with_dollars_are_not_formulas():
     text = {"x": np.array([b"$x_{$", b"\\$"], object), "y": np.array(["$_{$", "a"])}
     data = FederatedData.from_clients({"$_{$": text, "$$": text})
     shown = texts(plots.plot_labels(data))
@@ -163,7 +163,7 @@ def test_labels_beyond_the_names_are_shown_as_they_are():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("x", [np.zeros([3, 0]), np.array([[np.nan], [np.inf], [1]])])
-def test_numbers_that_are_none_and_clients_that_are_empty_are_drawn(x):
+def test_nonfinite_numbers_and_empty_clients_are_drawn(x):
     assert png(plots.plot_examples(FederatedData.from_arrays({"x": x}, sizes=[0, 3]), clients=["0", "1"]))
 
 
@@ -173,17 +173,17 @@ def test_numbers_that_are_none_and_clients_that_are_empty_are_drawn(x):
         (lambda data: plots.plot_labels(data, "z"), "no feature 'z'"),
         (lambda data: plots.plot_labels(data, "x"), "one whole number or name per example"),
         (lambda data: plots.plot_labels(data, clients=0), "Expected clients >= 1, got clients=0"),
-        (lambda data: plots.plot_labels(data, clients=[]), "nothing to draw: no client of these"),
+        (lambda data: plots.plot_labels(data, clients=[]), "nothing to draw: none of the given clients"),
         (lambda data: plots.plot_examples(data, "z"), "no feature 'z'"),
         (lambda data: plots.plot_examples(data, examples=0), "Expected examples >= 1, got examples=0"),
     ],
 )
-def test_what_cannot_be_drawn_is_named(misuse, message):
+def test_invalid_arguments_are_refused(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse(population(3))
 
 
-def test_a_picture_shows_itself_in_a_notebook_without_pyplot():
+def test_a_notebook_displays_a_figure_without_pyplot():
     shown = PNGFormatter()(plots.plot_sizes(population(2)))
     assert shown.startswith(b"\x89PNG")
 

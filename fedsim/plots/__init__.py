@@ -1,8 +1,8 @@
-"""Pictures of a population (sizes, labels, examples: each takes a `FederatedData`) and of runs: a `matplotlib` figure each.
+"""Plots of a population (sizes, labels, examples; each takes a `FederatedData`) and of runs.
 
-They need matplotlib (``pip install matplotlib``), read only, and touch no global state of it: save a figure by
-``figure.savefig("sizes.png")``; in a notebook it shows itself. Colours are Okabe and Ito's, which colour-blind people can
-tell apart, or one colour whose lightness counts.
+Every function returns a `matplotlib` figure. Save it by ``figure.savefig("sizes.png")``; a notebook displays it. The functions
+need matplotlib (``pip install matplotlib``), do not change its global state, and do not change the data. Colours are those of
+Okabe and Ito, which are distinguishable for colour-blind readers, or a colour map that is read by its lightness.
 """
 
 from fedsim.plots._bits import plot_bits as plot_bits

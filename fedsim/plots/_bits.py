@@ -1,4 +1,4 @@
-"""Accuracy against what was sent: how far a bit goes."""
+"""A plot of a test metric against the communicated bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from fedsim.plots._canvas import new_figure
 def plot_bits(
     histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "test_accuracy", direction: str = "up"
 ) -> Any:
-    """A test metric against the bits that all clients together have sent (``direction="up"``) or got (``"down"``) so far.
+    """Plots a test metric against the total megabytes that all clients have sent or received so far, one curve per run.
 
     Args:
-      histories: name of a run to its metrics: ``result.history``, or what `fedsim.experiment.read_metrics` reads.
-      metric: of the evaluations.
-      direction: ``"up"`` or ``"down"``.
+      histories: the metrics of each run, by its name: ``result.history``, or the return value of
+        `fedsim.experiment.read_metrics`.
+      metric: the name of a metric of the evaluations.
+      direction: ``"up"`` for bits that clients send, ``"down"`` for bits that they receive.
+
+    Returns:
+      A matplotlib figure.
 
     Raises:
-      ValueError: an unknown direction, or a run without evaluations or without counts of bits.
+      ValueError: the direction is unknown; or a run has no evaluations with this metric, or no counts of bits.
 
     >>> run = [{"round": 1, "bits_up": 8e6}, {"round": 1, "test_accuracy": 0.5}, {"round": 2, "bits_up": 8e6},
     ...        {"round": 2, "test_accuracy": 0.6}]
@@ -46,12 +50,13 @@ def plot_bits(
 
 
 def _curve(name: str, history: Sequence[Mapping[str, Any]], metric: str, bits: str) -> tuple[list[float], list[float]]:
-    sent, megabytes, values = 0.0, [], []
-    for line in history:
-        sent += line.get(bits) or 0
-        if line.get(metric) is not None:
-            megabytes.append(sent / 8e6)
-            values.append(line[metric])
-    if not values or not sent:
-        raise ValueError(f"The run {name!r} has no {metric if sent else bits} in its metrics: nothing to draw.")
+    total, megabytes, values = 0.0, [], []
+    for record in history:
+        total += record.get(bits) or 0
+        if record.get(metric) is not None:
+            megabytes.append(total / 8e6)
+            values.append(record[metric])
+    if not values or not total:
+        missing = metric if total else bits
+        raise ValueError(f"The run {name!r} has no {missing} in its metrics, so there is nothing to draw: leave the run out.")
     return megabytes, values

@@ -1,4 +1,4 @@
-"""Which labels clients hold."""
+"""A plot of the clients' label distributions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ _MOST_BUBBLE_ROWS = 30
 def plot_labels(
     data: FederatedData, feature: str = "y", clients: int | Sequence[str] = 10, names: Sequence[str] | None = None
 ) -> Any:
-    """The label distribution of some clients, with that of the whole population as the first row.
+    """Shows the label distributions of some clients, with that of the whole population in the first row.
 
-    Up to 30 clients as bubbles, whose area is the share of the client's examples; more as a heat map, clients ordered by
-    their most frequent label. Of more than 100 labels the most frequent are shown.
+    Up to 30 clients are shown as bubbles whose area is the label's share of the client's examples. More clients are shown as a
+    heat map, ordered by their most frequent label. If there are more than 100 labels, the 100 most frequent ones are shown.
 
     Args:
       data: the population.
-      feature: the column of labels, one per example.
-      clients: how many, spread evenly over the population, or their names.
-      names: names of the labels 0, 1, ...; default: the labels themselves.
+      feature: the feature with the labels, one per example.
+      clients: the number of clients to show, spread evenly over the population, or the ids of clients.
+      names: the names of the labels 0, 1, ...; default: the labels themselves.
+
+    Returns:
+      A matplotlib figure.
 
     Raises:
-      KeyError: there is no client of this name.
-      ValueError: no such feature, labels that are not one per example, nothing to draw.
+      KeyError: there is no client of a given id.
+      ValueError: there is no such feature; there is not one label per example; none of the clients has examples.
 
     >>> data = FederatedData.from_arrays({"y": [0, 1, 1, 2]}, sizes=[2, 2])
     >>> figure = plot_labels(data, names=["cat", "dog", "owl"])
@@ -50,18 +53,18 @@ def plot_labels(
 def draw_labels(
     axes: Any, data: FederatedData, feature: str, clients: int | Sequence[str], names: Sequence[str] | None
 ) -> None:
-    """`plot_labels` into axes that are there."""
+    """Draws `plot_labels` into existing axes."""
     emd = label_emd(data, feature=feature)
     positions = pick_clients(data, clients)
     labels, code = np.unique(data.columns[feature][:], return_inverse=True)
     overall = np.bincount(code) / len(code)
     shown = np.sort(np.argsort(-overall, kind="stable")[:_MOST_LABELS])
-    parts = [code[data.offsets[i] : data.offsets[i + 1]] for i in positions]
-    shares = np.stack([np.bincount(part, minlength=len(labels)) / max(1, len(part)) for part in parts])
+    client_codes = [code[data.offsets[i] : data.offsets[i + 1]] for i in positions]
+    shares = np.stack([np.bincount(codes, minlength=len(labels)) / max(1, len(codes)) for codes in client_codes])
     cut = f", the {_MOST_LABELS} most frequent of {len(labels):,} labels" if len(shown) < len(labels) else ""
-    who = f"{len(positions):,} of {data.num_clients:,} clients" if len(positions) < data.num_clients else "all clients"
-    distance = f"mean L1 distance from the whole {emd:.2f}"
-    axes.set_title(f"labels of {who}; {distance}{cut}", fontsize=10)
+    subset = f"{len(positions):,} of {data.num_clients:,} clients" if len(positions) < data.num_clients else "all clients"
+    distance = f"mean L1 distance to the population {emd:.2f}"
+    axes.set_title(f"Labels of {subset}; {distance}{cut}", fontsize=10)
     axes.set_xlabel(f"label {feature}")
     if len(positions) <= _MOST_BUBBLE_ROWS:
         ids = [f"{shorten(data.client_ids[i], 18)} ({data.sizes[i]:,})" for i in positions]
@@ -73,17 +76,17 @@ def draw_labels(
 
 
 def _bubbles(axes: Any, shares: np.ndarray, overall: np.ndarray, rows: list[str]) -> None:
-    """Largest bubble: nearly a cell wide; the population in another colour, above a line."""
+    """Draws the bubbles, the largest of them nearly as wide as a cell; the population has its own colour, above a line."""
     figure = axes.get_figure(root=True)
-    figure.canvas.draw()  # The layout says how large a cell is.
+    figure.canvas.draw()  # The size of a cell is known only after the layout.
     box = axes.get_window_extent()
     cell = 72 / figure.dpi * min(box.width / shares.shape[1], box.height / len(rows))
     largest = min(0.95 * cell, 22.0) ** 2
-    everything = np.concatenate([overall[None], shares])
-    row, column = np.nonzero(everything)
+    table = np.concatenate([overall[None], shares])
+    row, column = np.nonzero(table)
     colours = np.where(row == 0, ORANGE, BLUE)
-    scale = everything.max()
-    axes.scatter(column, row, s=largest * everything[row, column] / scale, c=colours, linewidths=0)
+    scale = table.max()
+    axes.scatter(column, row, s=largest * table[row, column] / scale, c=colours, linewidths=0)
     axes.axhline(0.5, color=GREY, linewidth=0.8)
     axes.set_yticks(range(len(rows)), rows, fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -99,17 +102,17 @@ def _bubbles(axes: Any, shares: np.ndarray, overall: np.ndarray, rows: list[str]
 
 
 def _heat_map(axes: Any, shares: np.ndarray, overall: np.ndarray) -> None:
-    """One thin row a client; the population as a band above them, so that it can be seen at all."""
+    """Draws one thin row per client, and the population as a wider band above, because one thin row would be invisible."""
     from matplotlib.colors import PowerNorm
 
     band = max(1, len(shares) // 25)
     gap = np.full((max(1, band // 3), shares.shape[1]), np.nan)
-    picture = np.concatenate([np.repeat(overall[None], band, 0), gap, shares])
-    # A root brings out small shares beside the largest.
-    image = axes.imshow(picture, aspect="auto", cmap=LIGHTNESS, interpolation="nearest", norm=PowerNorm(0.5, vmin=0))
+    cells = np.concatenate([np.repeat(overall[None], band, 0), gap, shares])
+    # The square root makes small shares visible.
+    image = axes.imshow(cells, aspect="auto", cmap=LIGHTNESS, interpolation="nearest", norm=PowerNorm(0.5, vmin=0))
     first = band + len(gap)
-    axes.set_yticks([(band - 1) / 2, first, first + len(shares) - 1], ["all", "1", f"{len(shares):,}"], fontsize=8)
-    axes.set_ylabel("clients, by their most frequent label")
+    axes.set_yticks([(band - 1) / 2, first, first + len(shares) - 1], ["all clients", "1", f"{len(shares):,}"], fontsize=8)
+    axes.set_ylabel("clients, sorted by most frequent label")
     axes.get_figure(root=False).colorbar(image, ax=axes, label="share of the client's examples", format=lambda x, _: f"{x:.0%}")
 
 
