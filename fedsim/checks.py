@@ -1,7 +1,7 @@
-"""What users give, checked at the door: of the right kind and in its range, or an error that names it, its value and a remedy.
+"""Checks of arguments: their types and ranges, with an error that names the argument, its value and a remedy.
 
-Every function takes arguments by name, raises ``ValueError`` for the first that is not what it has to be, and gives nothing
-back. With ``or_none`` an argument may be None; ``remedy`` ends the message in the place of what is said by default.
+Every function takes the values to check by name, raises ``ValueError`` for the first invalid one, and returns nothing. With
+``or_none``, None is valid as well. ``remedy`` replaces the end of the error message.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def number(
     remedy: str = "",
     **values: Any,
 ) -> None:
-    """Finite numbers within these bounds, of which ``above`` and ``below`` are not themselves allowed.
+    """Checks for finite numbers within bounds; ``above`` and ``below`` are exclusive, ``least`` and ``most`` inclusive.
 
     >>> number(least=0, below=1, momentum=0.9, b1=1.0)
     Traceback (most recent call last):
@@ -38,9 +38,9 @@ def number(
     ValueError: Expected mu >= 0 and finite, got mu=inf.
     """
     for name, value in values.items():
-        if isinstance(value, jax.core.Tracer):  # inside `jax.grad` or `jax.jit`, where it has no value yet
+        if isinstance(value, jax.core.Tracer):  # The value is unknown inside `jax.grad` and `jax.jit`.
             continue
-        if (value is None and or_none) or _lies(_as_number(value), above, least, below, most):
+        if (value is None and or_none) or _in_range(_as_number(value), above, least, below, most):
             continue
         left = f"{above} < " if above is not None else f"{least} <= " if least is not None else ""
         right = f" < {below}" if below is not None else f" <= {most}" if most is not None else ""
@@ -52,7 +52,7 @@ def number(
 
 
 def positive(*, or_none: bool = False, remedy: str = "", **values: Any) -> None:
-    """Finite numbers above 0.
+    """Checks for finite numbers above 0.
 
     >>> positive(tau=0.0)
     Traceback (most recent call last):
@@ -63,7 +63,7 @@ def positive(*, or_none: bool = False, remedy: str = "", **values: Any) -> None:
 
 
 def whole(least: int, most: int | None = None, /, *, or_none: bool = False, remedy: str = "", **values: Any) -> None:
-    """Whole numbers from ``least`` on, up to ``most``.
+    """Checks for whole numbers from ``least`` to ``most``, both inclusive.
 
     >>> whole(1, hidden=3, layers=0)
     Traceback (most recent call last):
@@ -75,7 +75,7 @@ def whole(least: int, most: int | None = None, /, *, or_none: bool = False, reme
     ValueError: Expected 1 <= bits <= 16, got bits=2.5: give a whole number.
     """
     for name, value in values.items():
-        if (value is None and or_none) or _lies(_as_whole(value), None, least, None, most):
+        if (value is None and or_none) or _in_range(_as_whole(value), None, least, None, most):
             continue
         wanted = f"{name} >= {least}" if most is None else f"{least} <= {name} <= {most}"
         kind = "a positive whole number" if least == 1 and most is None else "a whole number"
@@ -83,7 +83,7 @@ def whole(least: int, most: int | None = None, /, *, or_none: bool = False, reme
 
 
 def one_of(*choices: Any, remedy: str = "", **values: Any) -> None:
-    """Values that are among the choices.
+    """Checks for values that are among ``choices``.
 
     >>> one_of("I", "II", option="III")
     Traceback (most recent call last):
@@ -97,7 +97,7 @@ def one_of(*choices: Any, remedy: str = "", **values: Any) -> None:
 
 
 def truth(**values: Any) -> None:
-    """True or False, and nothing that only counts as one of them.
+    """Checks for True or False; values that are merely truthy or falsy are invalid.
 
     >>> truth(unbiased="no")
     Traceback (most recent call last):
@@ -110,20 +110,22 @@ def truth(**values: Any) -> None:
 
 
 def instance(kind: type, example: str, *, or_none: bool = False, **values: Any) -> None:
-    """Objects of a class of fedsim's; the message has an example of one.
+    """Checks for instances of a class; the error message shows ``example``, a way to construct one.
 
     >>> instance(Exception, "ValueError()", cause="bad luck")
     Traceback (most recent call last):
     ...
-    ValueError: Expected cause to be one of fedsim's, such as ValueError(), got cause='bad luck'.
+    ValueError: Expected cause to be an instance of Exception, such as ValueError(), got cause='bad luck'.
     """
     for name, value in values.items():
         if not isinstance(value, kind) and not (value is None and or_none):
-            _refuse(name, value, f"{name} to be one of fedsim's, such as {example}", or_none, "")
+            _refuse(name, value, f"{name} to be an instance of {kind.__name__}, such as {example}", or_none, "")
 
 
 def optimizer(*, or_schedule: bool = False, **values: Any) -> None:
-    """Optax transformations; or functions from the round to one, which optax's own makers of them are not.
+    """Checks for optax transformations or, with ``or_schedule``, functions from the round to a transformation.
+
+    An optax factory such as `optax.sgd` itself, without its arguments, is invalid.
 
     >>> import optax
     >>> optimizer(or_schedule=True, client_optimizer=lambda round: optax.sgd(0.1 * 0.99**round))
@@ -135,15 +137,19 @@ def optimizer(*, or_schedule: bool = False, **values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, optax.GradientTransformation):
             continue
-        wanted, maker = f"{name} to be an optax transformation", getattr(value, "func", value)
+        wanted, factory = f"{name} to be an optax transformation", getattr(value, "func", value)
         if hasattr(value, "gradient_transformation"):
             raise ValueError(f"Expected {wanted}, got {type(value).__name__}: give its gradient_transformation().")
-        if callable(maker) and str(getattr(maker, "__module__", "")).partition(".")[0] == "optax":
-            named = f"optax.{maker.__name__}"
-            raise ValueError(f"Expected {wanted}, got {name}={named}: call it, as in {named}(0.1).")
+        if callable(factory) and str(getattr(factory, "__module__", "")).partition(".")[0] == "optax":
+            reference = f"optax.{factory.__name__}"
+            raise ValueError(f"Expected {wanted}, got {name}={reference}: call it, as in {reference}(0.1).")
         if not (or_schedule and callable(value)):
             _refuse(
-                name, value, f"{wanted}{', or a function from the round to one' * or_schedule}", False, "optax.sgd(0.1), say"
+                name,
+                value,
+                f"{wanted}{', or a function from the round to one' * or_schedule}",
+                False,
+                "give optax.sgd(0.1), for example",
             )
 
 
@@ -152,7 +158,7 @@ def _refuse(name: str, value: Any, wanted: str, or_none: bool, remedy: str) -> N
     raise ValueError(f"Expected {wanted}{', or None' if or_none else ''}, got {name}={shown}{': ' if remedy else ''}{remedy}.")
 
 
-def _lies(value: float | None, above: float | None, least: float | None, below: float | None, most: float | None) -> bool:
+def _in_range(value: float | None, above: float | None, least: float | None, below: float | None, most: float | None) -> bool:
     if value is None or value != value or abs(value) == math.inf:
         return False
     if (above is not None and value <= above) or (least is not None and value < least):
@@ -161,7 +167,7 @@ def _lies(value: float | None, above: float | None, least: float | None, below: 
 
 
 def _as_number(value: Any) -> float | None:
-    """A number, also one of NumPy or JAX; None for anything else: truth values and texts are none."""
+    """Returns a Python, NumPy or JAX number as a float, and None for anything else, such as bools and strings."""
     scalar = getattr(getattr(value, "dtype", None), "kind", "") in "iuf" and getattr(value, "shape", None) == ()
     if isinstance(value, bool) or not (isinstance(value, numbers.Real) or scalar):
         return None

@@ -1,4 +1,4 @@
-"""Things by name: looked up with a hint, given options in call syntax, or imported from a user's own file."""
+"""Registered names: look-up with suggestions, options in call syntax, and imports from a user's file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
 def look_up(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """``known[name]``.
+    """Returns ``known[name]``.
 
     Raises:
-      ValueError: there is no such name; the message has the nearest ones.
+      ValueError: there is no such name. The message suggests the most similar names.
 
     >>> look_up("model", "emnist_cn", {"emnist_cnn": 1, "logistic": 2})
     Traceback (most recent call last):
@@ -33,13 +33,13 @@ def look_up(kind: str, name: str, known: Mapping[str, T]) -> T:
     """
     if name not in known:
         hint = did_you_mean(name, known) or f" There are {', '.join(sorted(known))}."
-        hint = f" Of a file, name what is in it, too: {name}:NAME." if name.endswith(".py") else hint
+        hint = f" For an object in a file, give {name}:NAME." if name.endswith(".py") else hint
         raise ValueError(f"There is no {kind} {name!r}.{hint}")
     return known[name]
 
 
 def by_name(*classes: type[T]) -> dict[str, type[T]]:
-    """Classes by their names in snake case.
+    """Returns classes by their names in snake case.
 
     >>> class TrimmedMean: ...
     >>> class QSGD: ...
@@ -51,20 +51,20 @@ def by_name(*classes: type[T]) -> dict[str, type[T]]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence, with a space before it, that names the nearest; empty if nothing is near.
+    """Returns " Did you mean ...?" with the most similar names, or an empty string if no name is similar.
 
     >>> did_you_mean("fedporx", ["fedprox", "fedavg"])
     " Did you mean 'fedprox'?"
     """
-    near = difflib.get_close_matches(name, list(known), n=2)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    similar = difflib.get_close_matches(name, list(known), n=2)
+    return f" Did you mean {' or '.join(map(repr, similar))}?" if similar else ""
 
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
-    """A name and its options, written as a call whose values are literals; a plain name has none.
+    """Parses ``name`` or ``name(option=literal, ...)`` and returns the name and the options.
 
     Raises:
-      ValueError: not of the form ``name(option=literal, ...)``; the message has the part that is not.
+      ValueError: the text has another form. The message quotes the wrong part.
 
     >>> parse_call("synthetic(alpha=1, beta=0.5)")
     ('synthetic', {'alpha': 1, 'beta': 0.5})
@@ -78,15 +78,17 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     text = text.strip()
     if not text.endswith(")"):
         if "(" in text and "/" not in text and "\\" not in text:
-            raise ValueError(f"{text!r} is not closed: write name(option=value, ...).")
+            raise ValueError(f"{text!r} is not closed by a parenthesis: write name(option=value, ...).")
         return text, {}
-    # A path may hold parentheses too, so the options begin at the first one from which the rest is a call.
-    calls = ((text[: at.start()], _call(text[at.start() :])) for at in re.finditer(r"\(", text))
+    # A path may contain parentheses, too, so the options begin at the first parenthesis after which the rest parses as a call.
+    calls = ((text[: match.start()], _call(text[match.start() :])) for match in re.finditer(r"\(", text))
     name, call = next(((name, call) for name, call in calls if call is not None), ("", None))
     if call is None or not name:
         raise ValueError(f"Cannot read the options of {text!r}: write name(option=value, ...).")
     if call.args:
-        raise ValueError(f"In {text!r}, {ast.unparse(call.args[0])} has no name: write name(option=value, ...).")
+        raise ValueError(
+            f"In {text!r}, the value {ast.unparse(call.args[0])} has no option name: write name(option=value, ...)."
+        )
     options: dict[str, Any] = {}
     for keyword in call.keywords:
         value = ast.unparse(keyword.value)
@@ -105,30 +107,30 @@ def parse_call(text: str) -> tuple[str, dict[str, Any]]:
 def check_options(
     kind: str, name: str, function: Callable[..., Any], options: Mapping[str, Any], reserved: Collection[str] = ()
 ) -> None:
-    """Sees that ``function`` takes these keyword options, with values of the kind that its defaults have.
+    """Checks that ``function`` takes the given keyword options, with values of the same types as its defaults.
 
     Args:
-      kind: what ``name`` is a name of.
-      name: what the user calls it.
-      function: the parameters of which are the options,
-      options: as given.
-      reserved: except these, which are not for users to give.
+      kind: the kind of object, such as ``"dataset"``, for the error message.
+      name: the object's name, for the error message.
+      function: the function whose parameters are the options.
+      options: the options that the user gave.
+      reserved: parameters of ``function`` that users cannot give.
 
     Raises:
-      ValueError: an option that it has not (the message has those it has), or a value of another type than the default's.
+      ValueError: an option is unknown (the message lists the known ones), or its value has another type than the default.
 
     >>> check_options("dataset", "synthetic", lambda *, alpha=1.0, beta=1.0: 0, {"alhpa": 2})
     Traceback (most recent call last):
     ...
-    ValueError: The dataset 'synthetic' has no option 'alhpa'. Did you mean 'alpha'? It has: alpha, beta.
+    ValueError: The dataset 'synthetic' has no option 'alhpa'. Did you mean 'alpha'? Its options are: alpha, beta.
     """
     parameters = inspect.signature(function).parameters.values()
     known = {p.name: p.default for p in parameters if p.name not in reserved and p.kind not in VARIABLE}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     for option, value in options.items():
         if option not in known and (option in reserved or not takes_any):
-            has = f"It has: {', '.join(known)}." if known else "It has none."
-            raise ValueError(f"The {kind} {name!r} has no option {option!r}.{did_you_mean(option, known)} {has}")
+            listing = f"Its options are: {', '.join(known)}." if known else "It has no options."
+            raise ValueError(f"The {kind} {name!r} has no option {option!r}.{did_you_mean(option, known)} {listing}")
         default = known.get(option)
         if not isinstance(default, bool | int | float | str):
             continue
@@ -142,10 +144,16 @@ def check_options(
 
 
 def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], **options: Any) -> T:
-    """Calls the factory that ``text`` names, with options in parentheses or without: a known one, or an imported one.
+    """Calls the factory that ``text`` names, such as ``"name(option=value)"`` or ``"FILE.py:NAME"``, and returns the result.
+
+    Args:
+      kind: the kind of object, for error messages.
+      text: the factory's name in ``known``, or a reference for `import_reference`, with or without options in parentheses.
+      known: the registered factories.
+      **options: further options, which take precedence over those in ``text``.
 
     Raises:
-      ValueError: there is no such factory; it has no such option, or needs one that is not given.
+      ValueError: there is no such factory; an option is unknown; a required option is missing.
 
     >>> make("size", "mean(first=1)", {"mean": lambda first, second=3: (first + second) / 2})
     2.0
@@ -155,14 +163,14 @@ def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], **options:
     factory = import_reference(name) if ":" in name else look_up(kind, name, known)
     check_options(kind, name, factory, options)
     if missing := sorted(required(factory) - set(options)):
-        raise ValueError(f"The {kind} {name!r} needs arguments: give them in parentheses, {name}({missing[0]}=...).")
+        raise ValueError(f"The {kind} {name!r} needs the option {missing[0]}: write {name}({missing[0]}=...).")
     return factory(**options)
 
 
 def required(function: Callable[..., Any]) -> set[str]:
-    """Names of the parameters that have no default.
+    """Returns the names of the parameters that have no default.
 
-    >>> sorted(required(lambda a, b, c=0, *more: 0))
+    >>> sorted(required(lambda a, b, c=0, *rest: 0))
     ['a', 'b']
     """
     parameters = inspect.signature(function).parameters.values()
@@ -170,10 +178,10 @@ def required(function: Callable[..., Any]) -> set[str]:
 
 
 def import_reference(reference: str) -> Any:
-    """What ``FILE.py:NAME`` or ``MODULE:NAME`` names.
+    """Imports the object that ``FILE.py:NAME`` or ``MODULE:NAME`` names.
 
     Raises:
-      ValueError: there is no such file, module or name in it, or the file is no Python.
+      ValueError: the file or module does not exist, has no such name, or is not valid Python.
 
     >>> import_reference("fedsim.names:look_up") is look_up
     True
@@ -193,13 +201,13 @@ def import_reference(reference: str) -> Any:
 
 
 def absolute(reference: str) -> str:
-    """``FILE.py:NAME`` with the file's absolute path, so that it means the same anywhere; other names as they are.
+    """Makes the path in ``FILE.py:NAME`` absolute, and returns other names unchanged.
 
     >>> absolute("emnist62"), absolute("/a/../b.py:load(size=3)")
     ('emnist62', '/b.py:load(size=3)')
     """
-    file, found, rest = reference.partition(".py:")
-    return f"{Path(file).expanduser().resolve()}.py:{rest}" if found else reference
+    file, separator, rest = reference.partition(".py:")
+    return f"{Path(file).expanduser().resolve()}.py:{rest}" if separator else reference
 
 
 def _call(text: str) -> ast.Call | None:
@@ -215,6 +223,6 @@ def _load_file(path: Path) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look modules up there
+    sys.modules[name] = module  # Dataclasses and pickle look up modules here.
     spec.loader.exec_module(module)
     return module

@@ -1,21 +1,21 @@
-"""Every random draw, named.
+"""Random keys and permutations, which are derived from one root key per run.
 
-A run has one root key. All else is derived from it by position, never by order of use::
+Every key is derived from the root key by names and positions, never by the order of use::
 
     cohort of round r          permutation of the population keyed by  words(stream(root, "sampling")), r
     client c in round r        client_key(root, r, c) = fold_in(fold_in(stream(root, "clients"), r), c)
     its shuffle, epoch e       permutation of its examples keyed by    words(stream(client key, "shuffle")), e
     its step t (dropout, ...)  fold_in(stream(client key, "step"), t)
-    its loops with a purpose   as the two above, of stream(client key, purpose)
+    its loops with a purpose   as in the two lines above, with stream(client key, purpose)
     its message                stream(client key, "send")
     what an attacker sends     stream(client key, "attack")
-    server in round r          round_key(root, r, purpose), of the purposes "downlink" and "aggregator"
-    a named call of a round    all of the above, of stream(root, name) instead of root, unless the name is "update"
-    fine-tuning to evaluate    as a client's in round 0, of stream(root, "personal") instead of root
-    initial parameters         stream(root, "init"); of clusters spread over clients, stream(root, "clusters")
+    server in round r          round_key(root, r, purpose), for the purposes "downlink" and "aggregator"
+    a named call of a round    all of the above, with stream(root, name) in place of root, unless the name is "update"
+    fine-tuning to evaluate    as for a client in round 0, with stream(root, "personal") in place of root
+    initial parameters         stream(root, "init"); for clusters of clients, stream(root, "clusters")
 
-Hence two seeds differ in everything, one seed repeats bit for bit, a resumed run equals an unbroken one, and any
-client of any round can be replayed alone.
+Hence two seeds have no draws in common, a run with the same seed repeats bit for bit, a resumed run equals an uninterrupted
+one, and any client of any round can be repeated alone.
 """
 
 from __future__ import annotations
@@ -28,40 +28,42 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Halves of fewer than three bits mix visibly worse (a chi-square test on 5 positions sees it in 20,000 draws).
+# Halves of fewer than three bits mix measurably worse: a chi-square test on 5 positions detects it in 20,000 draws.
 _MIN_BITS = 6
 _HALF_ROUNDS = 8
 
 
 def root(seed: int | jax.Array) -> jax.Array:
-    """The root key of a seed; a key passes through, also an old one of `jax.random.PRNGKey`.
+    """Returns the root key of a seed. A key is returned as it is; a legacy key of `jax.random.PRNGKey` is wrapped.
 
     Raises:
-      ValueError: ``seed`` is no whole number, negative, or does not fit 63 bits.
+      ValueError: ``seed`` is not a whole number in [0, 2**63).
 
     >>> bool(root(7) == root(root(7)))
     True
     """
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return seed
-    if np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32:  # of jax.random.PRNGKey
+    if np.shape(seed) == (2,) and getattr(seed, "dtype", None) == np.uint32:  # a legacy key of `jax.random.PRNGKey`
         return jax.random.wrap_key_data(jnp.asarray(seed))
     try:
         seed = operator.index(seed)
-    except jax.errors.TracerIntegerConversionError:  # which says what to do about it
+    except jax.errors.TracerIntegerConversionError:  # Its message explains the remedy.
         raise
     except TypeError:
-        raise ValueError(f"Expected seed to be a whole number or a key of jax.random, got seed={seed!r}.") from None
+        raise ValueError(
+            f"Expected seed to be a whole number or a key of jax.random, got seed={seed!r}: give an int, such as seed=0."
+        ) from None
     if not 0 <= seed < 2**63:
-        raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}.")
-    with jax.ensure_compile_time_eval():  # a constant, also where `jax.jit` traces
+        raise ValueError(f"Expected 0 <= seed < 2**63, got seed={seed}: give another whole number.")
+    with jax.ensure_compile_time_eval():  # The key is a constant, also inside `jax.jit`.
         key = jax.random.key(seed & 0xFFFFFFFF)
-        # Without x64, jax.random.key would drop the upper word of a large seed without a word of warning.
+        # Without x64, jax.random.key would silently drop the upper word of a large seed.
         return key if seed < 2**32 else jax.random.fold_in(key, np.uint32(seed >> 32))
 
 
 def stream(key: jax.Array, name: str) -> jax.Array:
-    """The key of a named purpose: same key and name, same stream; another name, an independent one.
+    """Returns the key of a named purpose, which is independent of those of other names.
 
     >>> bool(stream(root(0), "shuffle") == stream(root(0), "dropout"))
     False
@@ -70,7 +72,7 @@ def stream(key: jax.Array, name: str) -> jax.Array:
 
 
 def client_keys(root_key: jax.Array, round_number: jax.Array | int, clients: jax.Array | np.ndarray) -> jax.Array:
-    """Keys ``[n]`` of the clients ``int32 [n]`` (their indices in the population) in one round.
+    """Returns the keys ``[n]`` of clients in one round; ``clients`` are positions in the population, ``int32 [n]``.
 
     >>> client_keys(root(0), 3, jnp.arange(5)).shape
     (5,)
@@ -80,7 +82,7 @@ def client_keys(root_key: jax.Array, round_number: jax.Array | int, clients: jax
 
 
 def round_key(root_key: jax.Array, round_number: jax.Array | int, purpose: str) -> jax.Array:
-    """The server's key for a purpose in one round.
+    """Returns the server's key for a purpose in one round.
 
     >>> bool(round_key(root(0), 3, "aggregator") == round_key(root(0), 4, "aggregator"))
     False
@@ -89,7 +91,7 @@ def round_key(root_key: jax.Array, round_number: jax.Array | int, purpose: str) 
 
 
 def words(key: jax.Array) -> jax.Array:
-    """The first two words of a key, ``uint32 [..., 2]``: what `permute` is keyed by.
+    """Returns the first two words of a key, ``uint32 [..., 2]``, which are the key of `permute`.
 
     >>> words(root(0)).dtype
     dtype('uint32')
@@ -98,15 +100,15 @@ def words(key: jax.Array) -> jax.Array:
 
 
 def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -> Any:
-    """Where a keyed permutation of ``0 .. size-1`` sends ``index``, without writing the permutation down.
+    """Applies a keyed pseudorandom permutation of ``0 .. size-1`` to ``index``, without storing the permutation.
 
-    An unbalanced Feistel network over the smallest power of two that holds ``size``, with cycle-walking (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002): a bijection for every key and size. The cost per
-    index does not depend on ``size``, so neither a client's examples nor a population is ever sorted to be shuffled.
+    The permutation is an unbalanced Feistel network over the smallest sufficient power of two, at least 64, with cycle-walking
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). It is a bijection for every key and size. The
+    cost per index does not depend on ``size``, so shuffling a client's examples or a population needs no sorting.
 
     Args:
-      seed_words: ``uint32 [2]``.
-      epoch: which permutation of the family, ``int32``, a scalar or of ``index``'s shape.
+      seed_words: the key, ``uint32 [2]``, from `words`.
+      epoch: the number of the permutation, ``int32``, a scalar or of the shape of ``index``.
       size: ``int32`` scalar, at least 1 (0 is treated as 1).
       index: ``int32 [n]``, each in ``[0, size)``.
       xp: ``jax.numpy``, or ``numpy`` for the same numbers on the host.
@@ -124,7 +126,7 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
     low_bits = bits >> u32(1)
     high_mask = (u32(1) << (bits - low_bits)) - u32(1)
     low_mask = (u32(1) << low_bits) - u32(1)
-    epoch_words = xp.atleast_1d(xp.asarray(epoch).astype(u32))  # one salt for all indices of a scalar epoch
+    epoch_words = xp.atleast_1d(xp.asarray(epoch).astype(u32))  # A scalar epoch has one salt for all indices.
     salt = _mix(epoch_words + xp.asarray(seed_words[..., 1]).astype(u32), xp)
     salt = _mix(salt ^ xp.asarray(seed_words[..., 0]).astype(u32), xp)
     steps = np.array([0x9E3779B9 * (j + 1) & 0xFFFFFFFF for j in range(_HALF_ROUNDS)], np.uint32)
@@ -137,23 +139,24 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
             low = low ^ (_mix(high + round_keys[j + 1], xp) & low_mask)
         return (high << low_bits) | low
 
-    def walk(value: Any) -> Any:
+    def continue_cycle(value: Any) -> Any:
         return xp.where(value > last, encrypt(value), value)
 
     value = encrypt(index)
     if xp is np:
         while np.any(value > last):
-            value = walk(value)
+            value = continue_cycle(value)
     else:
-        value = jax.lax.while_loop(lambda v: jnp.any(v > last), walk, value)
+        value = jax.lax.while_loop(lambda v: jnp.any(v > last), continue_cycle, value)
     return value.astype(xp.int32)
 
 
 def hashed(key: jax.Array, size: int) -> jax.Array:
-    """``uint32 [size]``: a hash of each position under a key, for draws that are as many as there are parameters.
+    """Returns a keyed hash of each position, ``uint32 [size]``, as cheap random bits for every parameter of a model.
 
-    Much cheaper than `jax.random.bits`, and good enough to round numbers and to flip signs by; not for cryptography or noise
-    that must keep a secret. Different keys of one size give unrelated words; the words of one key are all different.
+    It is much cheaper than `jax.random.bits`, and good enough for stochastic rounding and random signs. It is not suitable for
+    cryptography or for the noise of differential privacy. Words of different keys are unrelated; the words of one key are all
+    different.
 
     >>> hashed(root(0), 3).dtype
     dtype('uint32')
@@ -163,7 +166,7 @@ def hashed(key: jax.Array, size: int) -> jax.Array:
 
 
 def noise(key: jax.Array, size: int) -> jax.Array:
-    """``float32 [size]``, uniform on [0, 1), of the quality and the price of `hashed`.
+    """Returns uniform numbers in [0, 1), ``float32 [size]``, of the same quality and cost as `hashed`.
 
     >>> bool(jnp.all(noise(root(0), 100) < 1))
     True
@@ -172,7 +175,7 @@ def noise(key: jax.Array, size: int) -> jax.Array:
 
 
 def _mix(x: Any, xp: Any) -> Any:
-    """A 32-bit integer hash (xor-shifts and odd multiplications; constants of C. Wellons' hash prospector)."""
+    """Applies a 32-bit integer hash (xor-shifts and odd multiplications; constants of C. Wellons' hash prospector)."""
     u32 = xp.uint32
     x = (x ^ (x >> u32(16))) * u32(0x7FEB352D)
     x = (x ^ (x >> u32(15))) * u32(0x846CA68B)

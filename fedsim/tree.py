@@ -1,4 +1,4 @@
-"""Arithmetic on pytrees of arrays, the little of it that federated algorithms need."""
+"""Arithmetic on pytrees of arrays, as far as federated algorithms need it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 Tree = Any
 
-_SMALL = 2**16  # elements of a leaf that `psum` sends beside others
+_SMALL = 2**16  # the largest number of elements of a leaf that `psum` joins with others
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """``a + b``, leaf by leaf.
+    """Returns ``a + b``, leaf by leaf.
 
     >>> add({"w": 1.0}, {"w": 2.0})
     {'w': 3.0}
@@ -23,7 +23,7 @@ def add(a: Tree, b: Tree) -> Tree:
 
 
 def subtract(a: Tree, b: Tree) -> Tree:
-    """``a - b``, leaf by leaf.
+    """Returns ``a - b``, leaf by leaf.
 
     >>> subtract({"w": 1.0}, {"w": 2.0})
     {'w': -1.0}
@@ -32,7 +32,7 @@ def subtract(a: Tree, b: Tree) -> Tree:
 
 
 def scale(a: Tree, factor: jax.Array | float) -> Tree:
-    """``factor * a``, leaf by leaf, in each leaf's dtype.
+    """Returns ``factor * a``, leaf by leaf, in each leaf's dtype.
 
     >>> scale({"w": jnp.array([3.0])}, 2)["w"].tolist()
     [6.0]
@@ -40,21 +40,22 @@ def scale(a: Tree, factor: jax.Array | float) -> Tree:
     return jax.tree.map(lambda x: x * jnp.asarray(factor, jnp.result_type(x)), a)
 
 
-def pulled(slope: Tree, strength: jax.Array | float, a: Tree, b: Tree) -> Tree:
-    """``slope + strength * (a - b)``: the gradient at ``a`` of a loss of this slope plus ``strength / 2 * ||a - b||²``.
+def add_proximal_gradient(gradient: Tree, strength: jax.Array | float, a: Tree, b: Tree) -> Tree:
+    """Returns ``gradient + strength * (a - b)``: the gradient at ``a`` of a loss plus ``strength / 2 * ||a - b||²``.
 
-    In each leaf's dtype, and compiled in one pass; the distance itself takes one for the difference and one for its norm.
+    Leaves keep their dtypes. This compiles to one pass over the parameters; differentiating the penalty itself takes two, for
+    the difference and for its norm.
 
-    >>> float(pulled({"w": 1.0}, 0.5, {"w": 6.0}, {"w": 2.0})["w"])
+    >>> float(add_proximal_gradient({"w": 1.0}, 0.5, {"w": 6.0}, {"w": 2.0})["w"])
     3.0
     """
-    return add(slope, scale(subtract(a, b), strength))
+    return add(gradient, scale(subtract(a, b), strength))
 
 
 def flat(a: Tree, length: int | None = None) -> jax.Array:
-    """All elements of all leaves in one vector ``[size]``, in the order of `jax.tree.leaves`, in their common dtype.
+    """Returns the elements of all leaves in one vector ``[size]``, in the order of `jax.tree.leaves`, in their common dtype.
 
-    Or ``[length]``, if that is given and more: with zeros behind.
+    If ``length`` is larger than ``size``, the vector is padded with zeros to ``[length]``.
 
     >>> flat({"b": jnp.array([1.0]), "w": jnp.array([[2.0], [3.0]])}, 5).tolist()
     [1.0, 2.0, 3.0, 0.0, 0.0]
@@ -62,8 +63,9 @@ def flat(a: Tree, length: int | None = None) -> jax.Array:
     leaves = [jnp.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(a)]
     dtype = jnp.result_type(*leaves) if leaves else jnp.float32
     size = sum(leaf.size for leaf in leaves)
-    # Not a concatenation, and no zeros to write on: XLA makes one with what comes before or after. It then reads each leaf
-    # beyond its end, masked, and where memory ends there, that takes fifty times as long on a CPU.
+    # This is neither a concatenation nor an update of a constant zero array: XLA would turn either into one loop, fused with
+    # other operations, which reads each leaf beyond its end, masked. Where the memory ends there, such a read is fifty times as
+    # slow on a CPU.
     vector = jnp.maximum(size - jnp.arange(max(size, length or 0)), 0).astype(dtype)
     at = 0
     for leaf in leaves:
@@ -73,9 +75,9 @@ def flat(a: Tree, length: int | None = None) -> jax.Array:
 
 
 def unflat(vector: jax.Array, like: Tree) -> Tree:
-    """The elements of a vector that `flat` made, in the structure and shapes of ``like``, all in the vector's dtype.
+    """Returns the elements of a vector of `flat` in the structure and shapes of ``like``, in the vector's dtype.
 
-    Leaves of ``like`` need a shape and nothing else; what the vector has behind their elements is left out.
+    The leaves of ``like`` need only a shape. Further elements of the vector, such as padding, are ignored.
 
     >>> [leaf.tolist() for leaf in unflat(jnp.arange(4), (jnp.zeros(()), jnp.zeros([1, 2])))]
     [0, [[1, 2]]]
@@ -89,10 +91,10 @@ def unflat(vector: jax.Array, like: Tree) -> Tree:
 
 
 def psum(a: Tree, axis: str) -> Tree:
-    """Sums over the devices of ``axis``, inside a `jax.shard_map`: `jax.lax.psum`, with small leaves side by side in one.
+    """Sums over the devices of ``axis``, inside `jax.shard_map`, like `jax.lax.psum`, but joins small leaves into one array.
 
-    Leaves are numbers or arrays of any shape; those of up to 65,536 elements and one dtype travel together. Sums have their
-    shapes and dtypes, but of ``bool`` they are ``int32``.
+    Leaves are numbers or arrays of any shape. Leaves of one dtype with up to 65,536 elements are summed as one array. Sums have
+    the shapes and dtypes of the leaves, except that sums of ``bool`` are ``int32``.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
     >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())
@@ -101,26 +103,29 @@ def psum(a: Tree, axis: str) -> Tree:
     """
     if jax.lax.axis_size(axis) == 1:
         return jax.lax.psum(a, axis)
-    # A CPU's devices meet once for every array, which takes as long as adding tens of thousands of numbers.
+    # On a CPU, each array costs a synchronization of the devices, as long as adding tens of thousands of numbers takes.
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, a))
     small: dict[Any, list[int]] = {}
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if leaf.size <= _SMALL:
-            small.setdefault(leaf.dtype, []).append(place)
-    groups = [places for places in small.values() if len(places) > 1]
-    joined = [flat([leaves[place] for place in places]) for places in groups]
-    alone = sorted(set(range(len(leaves))).difference(*groups))
-    sums, of_alone = jax.lax.psum((joined, [leaves[place] for place in alone]), axis)
-    for place, leaf in zip(alone, of_alone, strict=True):
-        leaves[place] = leaf
-    for places, vector in zip(groups, sums, strict=True):
-        for place, leaf in zip(places, unflat(vector, [leaves[place] for place in places]), strict=True):
-            leaves[place] = leaf
+            small.setdefault(leaf.dtype, []).append(index)
+    groups = [indices for indices in small.values() if len(indices) > 1]
+    joined = [flat([leaves[index] for index in indices]) for indices in groups]
+    separate = sorted(set(range(len(leaves))).difference(*groups))
+    sums, separate_sums = jax.lax.psum((joined, [leaves[index] for index in separate]), axis)
+    for index, leaf in zip(separate, separate_sums, strict=True):
+        leaves[index] = leaf
+    for indices, vector in zip(groups, sums, strict=True):
+        for index, leaf in zip(indices, unflat(vector, [leaves[index] for index in indices]), strict=True):
+            leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)
 
 
 def dot(a: Tree, b: Tree) -> jax.Array:
-    """Sum of products over all leaves, a ``float32`` scalar; ``ValueError`` where leaves are of different shapes.
+    """Returns the sum of products over all leaves, a ``float32`` scalar.
+
+    Raises:
+      ValueError: leaves have different shapes.
 
     >>> float(dot({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([1.0, 2.0])}))
     11.0
@@ -136,18 +141,18 @@ def dot(a: Tree, b: Tree) -> jax.Array:
 
 
 def squared_norm(a: Tree) -> jax.Array:
-    """Sum of squares over all leaves, a ``float32`` scalar.
+    """Returns the sum of squares over all leaves, a ``float32`` scalar.
 
     >>> float(squared_norm({"w": jnp.array([3.0, 4.0])}))
     25.0
     """
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), a)
-    squares = jax.tree.map(lambda x: jnp.vdot(x, x), wide)  # `vdot` of an array with itself is the fastest way to read it once.
+    squares = jax.tree.map(lambda x: jnp.vdot(x, x), wide)  # `vdot` of an array with itself reads it only once.
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
 
 
 def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """``yes`` where the scalar ``condition`` holds, else ``no``; a NaN on the side not taken does no harm.
+    """Returns ``yes`` if the scalar ``condition`` is true, else ``no``; NaNs in the other one have no effect.
 
     >>> float(select(jnp.array(False), {"w": jnp.nan}, {"w": 1.0})["w"])
     1.0
@@ -156,13 +161,15 @@ def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
 
 
 def after(a: Tree, b: Tree) -> Tree:
-    """``a`` as it is, to the bit, and not before ``b`` is known: for who overwrites what ``b`` is computed from.
+    """Returns ``a`` unchanged, bit for bit, with a data dependency on ``b``, so that it is available only after ``b``.
 
-    Both may have leaves of any shapes; those of ``a`` are numbers or arrays.
+    Use it before overwriting an array that ``b`` is computed from. Both may have leaves of any shapes; the leaves of ``a`` are
+    numbers or arrays.
 
-    XLA writes in place where all that reads the old value must come first, and copies that value where it only may. What must
-    is a matter of data alone: on a CPU `jax.lax.optimization_barrier` is gone by then. So ``a`` asks the first number of each
-    floating-point leaf of ``b`` for what none can be; all of ``b`` is then there at the same time.
+    XLA updates an array in place only if all reads of the old value must happen first, and copies it otherwise. Only data
+    dependencies decide this: on a CPU, `jax.lax.optimization_barrier` is removed before. Therefore ``a`` is made to depend on a
+    condition on the first number of each floating-point leaf of ``b`` that is never true but that XLA cannot simplify. All of
+    ``b`` is available at the same time as these numbers.
 
     >>> float(after(jnp.float32(1), {"w": jnp.array([jnp.nan])}))
     1.0
@@ -172,12 +179,12 @@ def after(a: Tree, b: Tree) -> Tree:
         leaf = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.inexact):
             first = leaf.ravel()[0]
-            never |= (first != first) & (first == first)  # XLA does not know that of a NaN.
+            never |= (first != first) & (first == first)  # XLA does not simplify this, because of NaN.
     return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), a)
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether a leaf, or its shape and dtype, is of floating-point numbers.
+    """Returns whether a leaf, or a `jax.ShapeDtypeStruct`, has a floating-point dtype.
 
     >>> is_float(jnp.zeros(2, jnp.bfloat16)), is_float(jax.ShapeDtypeStruct((), jnp.int32))
     (True, False)
@@ -186,7 +193,7 @@ def is_float(leaf: Any) -> bool:
 
 
 def num_bits(a: Tree) -> int:
-    """Size of all leaves in bits, by their shapes and dtypes; a PRNG key counts for its words.
+    """Returns the size of all leaves in bits, from their shapes and dtypes; a PRNG key has the size of its words.
 
     >>> num_bits({"w": jnp.zeros([3, 4]), "b": jnp.zeros(4, jnp.bfloat16)})
     448
@@ -200,10 +207,10 @@ def num_bits(a: Tree) -> int:
 
 
 def bits_dtype(most: int) -> Any:
-    """What a number of up to ``most`` bits is kept in: ``uint32``, exact, if it is below 2**32, else ``float32``, rounded.
+    """Returns the dtype for numbers of bits up to ``most``: ``uint32`` (exact) below 2**32, else ``float32`` (rounded).
 
-    So a model of 134 million parameters or more is counted to seven digits, and its bits never overflow. The choice is static:
-    ``most`` is told from shapes, and all that counts bits (`add_bits`) goes by it.
+    Hence the bits of a model with 134 million parameters or more are counted to seven digits, and never overflow. The choice is
+    static, because ``most`` is known from shapes; `add_bits` makes the same choice.
 
     >>> bits_dtype(2**32 - 1).__name__, bits_dtype(2**32).__name__
     ('uint32', 'float32')
@@ -212,7 +219,9 @@ def bits_dtype(most: int) -> Any:
 
 
 def add_bits(*counts: Any, most: int = 0) -> jax.Array:
-    """The sum of numbers of bits, each an ``int`` or an array: in the dtype for up to ``most``, and in ``float32`` if one is.
+    """Returns the sum of numbers of bits, each an ``int`` or an array.
+
+    The dtype is that of `bits_dtype` for ``most``, or ``float32`` if one of the arrays is ``float32``.
 
     >>> add_bits(32, jnp.uint32(10), most=100), add_bits(2**32, jnp.uint32(10), most=2**32 + 100)
     (Array(42, dtype=uint32), Array(4.2949673e+09, dtype=float32))

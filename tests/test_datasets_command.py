@@ -97,7 +97,7 @@ def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shel
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere"),
         (["describe", "digits", "--picture", "digits.bmp"], "end in .png, .pdf, .svg, got 'digits.bmp'"),
-        (["describe", "digits.py"], "There is no dataset 'digits.py'. Of a file, name what is in it, too: digits.py:NAME."),
+        (["describe", "digits.py"], "There is no dataset 'digits.py'. For an object in a file, give digits.py:NAME."),
     ],
 )
 def test_wrong_names_of_datasets_are_one_line_and_exit_status_2(arguments, expected, capsys):

@@ -1,4 +1,4 @@
-"""Tests of `fedsim.rng`: permutations are permutations, uniform, and the same everywhere; keys are what they say."""
+"""Tests of `fedsim.rng`: permutations are bijective, uniform and the same in NumPy and JAX; keys are derived as documented."""
 
 import re
 
@@ -32,14 +32,14 @@ def position_p_value(rows, size):
 
 
 def pair_p_value(rows, size):
-    """The same of the ordered pair of positions that indices 0 and 1 are sent to."""
+    """Chi-square test that indices 0 and 1 go to each ordered pair of positions equally often."""
     counts = np.bincount(rows[:, 0] * size + rows[:, 1], minlength=size * size).reshape(size, size)
     assert not np.diagonal(counts).any()
     return stats.chisquare(counts[~np.eye(size, dtype=bool)]).pvalue
 
 
 def many_permutations(size, count):
-    """``[count, size]``: each epoch's permutation, all in one call."""
+    """The permutations of ``count`` epochs, ``[count, size]``, in one call."""
     epoch = np.repeat(np.arange(count, dtype=np.int32), size)
     index = np.tile(np.arange(size, dtype=np.int32), count)
     return rng.permute(words(3), epoch, size, index, np).reshape(count, size)
@@ -74,7 +74,7 @@ def test_permute_treats_size_zero_as_one():
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 40])
-def test_permute_sends_every_index_everywhere_equally_often(size):
+def test_permute_sends_every_index_to_every_position_equally_often(size):
     rows = many_permutations(size, 20_000)
     assert position_p_value(rows, size) > 1e-4
     if size > 2:
@@ -82,7 +82,7 @@ def test_permute_sends_every_index_everywhere_equally_often(size):
 
 
 def test_permute_is_uniform_over_clients_too():
-    """The first epoch of each of 20,000 clients: the words vary here, not the epoch."""
+    """The first epoch of each of 20,000 clients; here the words vary, and not the epoch."""
     keys = rng.client_keys(rng.root(3), 0, np.arange(20_000))
     client_words = jax.vmap(lambda key: rng.words(rng.stream(key, "shuffle")))(keys)
     rows = jax.vmap(lambda w: rng.permute(w, 0, 7, jnp.arange(7)))(client_words)
@@ -92,14 +92,14 @@ def test_permute_is_uniform_over_clients_too():
 
 @pytest.mark.parametrize("size", [3, 5, 13])
 def test_position_statistics_catch_a_shuffle_of_too_few_half_rounds(size, monkeypatch):
-    """Negative control: with one pair of half-rounds instead of four, the statistics must object."""
+    """Negative control: with one pair of half-rounds instead of four, the tests must reject."""
     monkeypatch.setattr(rng, "_HALF_ROUNDS", 2)
     assert min(position_p_value(rows := many_permutations(size, 20_000), size), pair_p_value(rows, size)) < 1e-4
 
 
 @pytest.mark.parametrize("size", [3, 5, 13])
 def test_position_statistics_catch_a_rotation(size):
-    """Negative control: a random rotation sends each index everywhere equally often, but keeps neighbours together."""
+    """Negative control: a random rotation sends each index to each position equally often, but neighbours stay together."""
     rows = (np.arange(size) + np.random.default_rng(0).integers(size, size=(20_000, 1))) % size
     assert position_p_value(rows, size) > 1e-4
     assert pair_p_value(rows, size) < 1e-4
@@ -111,12 +111,12 @@ def test_permutations_differ_between_seeds_epochs_and_both_words():
     others = [permutation(1, 0, 100), permutation(0, 1, 100)]
     others += [rng.permute(w, 0, 100, np.arange(100, dtype=np.int32), np) for w in one_word]
     for other in others:
-        # Two unrelated permutations agree in one place on average; in more than seven with probability 1e-5.
+        # Two unrelated permutations agree in one position on average; in more than seven with probability 1e-5.
         assert np.sum(base == other) <= 7
 
 
 def test_permutations_of_neighbouring_epochs_are_unrelated():
-    """The rank correlation of consecutive epochs' permutations is that of chance."""
+    """The rank correlation of consecutive epochs' permutations is that of independent ones."""
     rows = many_permutations(50, 4000).astype(float)
     rows -= rows.mean()
     correlation = (rows[:-1] * rows[1:]).mean(1) / rows.var()
@@ -124,8 +124,8 @@ def test_permutations_of_neighbouring_epochs_are_unrelated():
     assert abs(correlation.mean()) < 4 / np.sqrt(49 * len(correlation))
 
 
-def test_permute_repeats_this_year_and_next():
-    """Goldens: a change here changes every published run, so it needs a major version."""
+def test_permute_never_changes():
+    """Recorded values: a change would change every published run, so it needs a major version."""
     assert permutation(0, 0, 10).tolist() == [5, 4, 9, 6, 8, 0, 3, 1, 7, 2]
     assert rng.permute(words(7), 3, 3400, np.arange(5, dtype=np.int32), np).tolist() == [2480, 2150, 64, 3362, 2728]
     assert words(2**40 + 5).tolist() == [2037576988, 1684851137]
@@ -163,6 +163,6 @@ def test_root_refuses_other_seeds(seed):
         rng.root(seed)
 
 
-def test_root_leaves_it_to_jax_to_say_what_a_tracer_is_not():
+def test_root_of_a_tracer_raises_the_error_of_jax():
     with pytest.raises(jax.errors.TracerIntegerConversionError):
         jax.jit(rng.root)(3)

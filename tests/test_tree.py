@@ -1,4 +1,4 @@
-"""Arithmetic on pytrees: the part with more to it than a line."""
+"""Arithmetic on pytrees: the functions that are longer than a line."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
         np.testing.assert_array_equal(np.asarray(sums[name]), expected, err_msg=name)
 
 
-def test_many_small_leaves_are_one_sum(monkeypatch):
+def test_many_small_leaves_are_summed_as_one_array(monkeypatch):
     def summed(a):
         mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
         return jax.shard_map(lambda x: tree.psum(x, "d"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(a)
@@ -46,17 +46,19 @@ def test_many_small_leaves_are_one_sum(monkeypatch):
     parameters = [jnp.ones(n) for n in range(1, 20)]
     assert _num_arrays(summed, parameters) == 1
     monkeypatch.setattr("fedsim.tree._SMALL", 10)
-    assert _num_arrays(lambda a: summed(a), parameters) == 1 + 9  # those of up to ten elements, and each of the others
+    assert (
+        _num_arrays(lambda a: summed(a), parameters) == 1 + 9
+    )  # One for the leaves of up to ten elements, and one for each of the others.
 
 
 def _num_arrays(function, a):
-    """How many arrays a function sums over devices."""
+    """The number of arrays that a function sums over devices."""
     lines = str(jax.make_jaxpr(function)(a)).splitlines()
     return sum(line.split(" = ")[0].count(":f32") for line in lines if "psum" in line)
 
 
 @pytest.mark.parametrize("known", [1.0, np.nan, np.inf, -np.inf])
-def test_what_comes_after_is_as_it_was(known):
+def test_after_returns_its_argument_unchanged(known):
     values = {
         "x": jnp.array([1.5, -0.0, np.nan, np.inf], jnp.float32),
         "half": jnp.array(3, jnp.bfloat16),
@@ -93,8 +95,8 @@ def test_a_dot_product_is_that_of_all_numbers(known):
         assert (product.shape, product.dtype) == ((), jnp.float32)
         np.testing.assert_allclose(product, expected, rtol=1e-5)
     x, y = (jax.tree.map(jnp.float32, of) for of in (a, b))
-    for slope, other in zip(jax.tree.leaves(jax.grad(tree.dot)(x, y)), jax.tree.leaves(y), strict=True):
-        np.testing.assert_array_equal(slope, other)
+    for gradient, other in zip(jax.tree.leaves(jax.grad(tree.dot)(x, y)), jax.tree.leaves(y), strict=True):
+        np.testing.assert_array_equal(gradient, other)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (93, 51), (4103,), (3, 3, 32, 64), (9, 5, 128), (2048, 8)])
@@ -102,14 +104,14 @@ def test_a_dot_product_of_many_numbers_has_all_of_them_once(shape):
     draw = np.random.default_rng(0)
     x, y = (draw.normal(size=shape).astype(np.float32) for _ in range(2))
     np.testing.assert_allclose(jax.jit(tree.dot)(x, y), np.vdot(x.astype(float), y.astype(float)), rtol=1e-4)
-    for slope, other in zip(jax.grad(tree.dot, argnums=(0, 1))(x, y), (y, x), strict=True):
-        np.testing.assert_array_equal(slope, other)
-    _, slope = jax.jvp(tree.dot, (x, y), (y, x))
-    np.testing.assert_allclose(slope, np.vdot(x, x).astype(float) + np.vdot(y, y), rtol=1e-4)
-    for place in (0, x.size // 8, x.size - 1):
-        x.flat[place], before = np.nan, x.flat[place]
+    for gradient, other in zip(jax.grad(tree.dot, argnums=(0, 1))(x, y), (y, x), strict=True):
+        np.testing.assert_array_equal(gradient, other)
+    _, gradient = jax.jvp(tree.dot, (x, y), (y, x))
+    np.testing.assert_allclose(gradient, np.vdot(x, x).astype(float) + np.vdot(y, y), rtol=1e-4)
+    for index in (0, x.size // 8, x.size - 1):
+        x.flat[index], before = np.nan, x.flat[index]
         assert np.isnan(tree.dot(x, y))
-        x.flat[place] = before
+        x.flat[index] = before
 
 
 @pytest.mark.parametrize("shapes", [((3,), (1,)), ((), (3,)), ((3, 1), (3,)), ((2, 3), (3, 2))])

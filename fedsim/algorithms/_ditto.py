@@ -55,4 +55,4 @@ class Ditto(PersonalModel):
 
     def personal_gradient(self, shared: Any, copy: Params, own: Params, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = self.client_gradient(shared, own, batch)
-        return loss, tree.pulled(gradient, self.lam, own, shared.params)
+        return loss, tree.add_proximal_gradient(gradient, self.lam, own, shared.params)

@@ -83,7 +83,7 @@ class FedDyn(FedAvg):
 
         def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
             loss, gradient = self.client_gradient(shared, params, batch)
-            return loss, tree.pulled(gradient, self.alpha, params, center)
+            return loss, tree.add_proximal_gradient(gradient, self.alpha, params, center)
 
         return gradient
 

@@ -52,4 +52,4 @@ class FedProx(FedAvg):
 
     def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         loss, gradient = super().client_gradient(shared, params, batch)
-        return loss, tree.pulled(gradient, self.mu_of(shared), params, shared.params)
+        return loss, tree.add_proximal_gradient(gradient, self.mu_of(shared), params, shared.params)

@@ -69,7 +69,9 @@ class PFedMe(PersonalModel):
 
         def nearer(_: jax.Array, theta: Params) -> Params:
             _, gradient = self.client_gradient(shared, theta, batch)
-            return tree.subtract(theta, tree.scale(tree.pulled(gradient, self.lam, theta, w), self.personal_learning_rate))
+            return tree.subtract(
+                theta, tree.scale(tree.add_proximal_gradient(gradient, self.lam, theta, w), self.personal_learning_rate)
+            )
 
         theta = jax.lax.fori_loop(0, self.personal_steps, nearer, own.params)
         # The envelope f(theta) + lam/2 ||theta - w||² has the gradient lam (w - theta) with respect to w.

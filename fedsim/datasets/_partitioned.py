@@ -143,7 +143,7 @@ def check_partition(partition: str, options: Mapping[str, Any], *, clients: int 
     >>> check_partition("iid", {"alpha": 1}, clients=10, test_fraction=None)
     Traceback (most recent call last):
     ...
-    ValueError: The partition 'iid' has no option 'alpha'. It has none.
+    ValueError: The partition 'iid' has no option 'alpha'. It has no options.
     """
     _find(partition, options)
     checks.whole(1, or_none=True, clients=clients)

@@ -83,9 +83,9 @@ def draw_examples(
 ) -> None:
     """Draws `plot_examples` into an existing figure or subfigure."""
     caption = f", with {label} above each" if kind == "image" and any(_labels(datasets[0], label, names, 1)) else ""
-    figure.suptitle(
-        f"First examples ({feature}) of {len(datasets)} client{'s' if len(datasets) > 1 else ''}{caption}", fontsize=10
-    )
+    clients = f"{len(datasets)} client{'s' if len(datasets) > 1 else ''}"
+    counts = "" if kind == "text" else " (number of examples in parentheses)"
+    figure.suptitle(f"First examples ({feature}) of {clients}{counts}{caption}", fontsize=10)
     if kind == "image":
         _images(figure, datasets, feature, label, examples, names)
     elif kind == "text":

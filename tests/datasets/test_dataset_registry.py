@@ -121,8 +121,11 @@ def test_options_come_by_keyword_or_in_the_name():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sized(siez=3)", r"dataset 'sized' has no option 'siez'. Did you mean 'size'\? It has: size, kind, share, three."),
-        ("plain(alpha=1)", "dataset 'plain' has no option 'alpha'. It has none."),
+        (
+            "sized(siez=3)",
+            r"dataset 'sized' has no option 'siez'. Did you mean 'size'\? Its options are: size, kind, share, three.",
+        ),
+        ("plain(alpha=1)", "dataset 'plain' has no option 'alpha'. It has no options."),
         ("sized(data='.')", "no option 'data'"),
         ("sized(size=1.5)", "option size of the dataset 'sized' is a whole number, as its default 3 is: got size=1.5"),
         ("sized(size=True)", "is a whole number"),
@@ -131,7 +134,7 @@ def test_options_come_by_keyword_or_in_the_name():
         ("sized(kind=other)", r"kind=other is not a literal: quote it, kind='other'"),
         ("sized(size=int(3))", r"size=int\(3\) is not a literal: write the value out"),
         ("sized(size=1, size=2)", "size is given twice"),
-        ("sized(3)", "3 has no name: write name"),
+        ("sized(3)", "the value 3 has no option name: write name"),
         ("sized(**{'size': 3})", r"is not a literal"),
         ("sized(size=)", "Cannot read the options of"),
         ("sized(size=3", "is not closed"),

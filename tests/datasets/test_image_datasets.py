@@ -127,7 +127,7 @@ def test_options_reach_the_partitioner(folder):
     ("options", "message"),
     [
         ("partition='dirichlt'", "There is no partition 'dirichlt'. Did you mean 'dirichlet'"),
-        ("partition='iid', alpha=1", "The partition 'iid' has no option 'alpha'. It has none."),
+        ("partition='iid', alpha=1", "The partition 'iid' has no option 'alpha'. It has no options."),
         ("partition='dirichlet', alhpa=1", "no option 'alhpa'. Did you mean 'alpha'"),
         ("partition='dirichlet', alpha=-1", "Expected alpha > 0"),
         ("clients=1000", "1000"),

@@ -378,10 +378,10 @@ def test_what_cannot_be_evaluated_says_so():
         ({"fine_tune": algorithms.FedAvg}, "Expected fine_tune to be an algorithm .* got fine_tune=<class"),
         (
             {"execution": "jit"},
-            r"Expected execution to be one of fedsim's, such as fedsim.Jit\(\), or None, got execution='jit'",
+            r"Expected execution to be an instance of .*, such as fedsim.Jit\(\), or None, got execution='jit'",
         ),
-        ({"train": {}}, "Expected train to be one of fedsim's, such as data.train, got train={}"),
-        ({"test": None}, "Expected test to be one of fedsim's, .* got test=None"),
+        ({"train": {}}, "Expected train to be an instance of .*, such as data.train, got train={}"),
+        ({"test": None}, "Expected test to be an instance of .* got test=None"),
         ({"seed": "a"}, "Expected seed to be a whole number or a key of jax.random, got seed='a'"),
         ({"state": None}, "The state is not one of this Ditto, but of another algorithm or model: it has nothing for .params"),
     ],
