@@ -1,6 +1,7 @@
-"""Text to integers, without TensorFlow: words, characters, tags; vocabularies from counts or from the texts themselves.
+"""Tokenizers for words, characters and tags, and vocabularies from counts or from texts, without TensorFlow.
 
-Ids of sequences: 0 pads, 1 begins and 2 ends a text, the vocabulary starts at 3, and what is outside it comes last.
+Ids of the sequences: 0 is padding (pad), 1 begins a text (bos), 2 ends it (eos), the vocabulary starts at 3, and the last ids
+are for unknown words or characters.
 """
 
 from fedsim.text._characters import TFF_SHAKESPEARE as TFF_SHAKESPEARE

@@ -1,4 +1,4 @@
-"""Snippets of text to sequences of character ids."""
+"""A tokenizer from snippets of text to sequences of character ids."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from collections.abc import Mapping
 import numpy as np
 
 from fedsim import checks
-from fedsim.text._client import errors_name
+from fedsim.text._client import errors_naming
 from fedsim.text._vocabulary import Texts, as_bytes, ids_dtype
 from fedsim.text._words import BOS, EOS, FIRST, PAD
 
 TFF_SHAKESPEARE = b"dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
-"""The 86 characters of TensorFlow Federated's Shakespeare, in its tutorial's order, which is FedJAX's too."""
+"""The 86 characters of TensorFlow Federated's Shakespeare dataset, in the order of its tutorial and of FedJAX."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CharacterTokenizer:
-    """A client's snippets to pairs of id sequences ``x`` and ``y``, one character apart: what FedJAX makes of Shakespeare.
+    """Converts a client's snippets to id sequences ``x`` and the next characters ``y``, as FedJAX does for Shakespeare.
 
-    The snippets, each between a bos and an eos, are laid end to end and cut into ``x``; ``y`` is the same, one further on.
-    Only the last sequence is padded. Ids: 0 pads, 1 is bos, 2 eos, the characters start at 3, and one id, the last, stands
-    for all others. Characters are bytes: one of several bytes is that many unknown ones. Text that is not UTF-8 is refused.
+    The snippets, each between a bos and an eos, are concatenated and cut into sequences ``x``; ``y`` is the same text shifted
+    by
+    one character. Only the last sequence is padded. Ids: 0 is pad, 1 bos, 2 eos, the characters start at 3, and the last id is
+    shared by all unknown characters. A character is a byte, so a character of several bytes becomes several unknown ones. Text
+    that is not UTF-8 is an error.
 
     Attributes:
-      characters: one byte each.
-      length: of the sequences.
-      dtype: of the ids; by default int16.
+      characters: the known characters, one byte each.
+      length: the length of the sequences.
+      dtype: the dtype of the ids; by default int16.
 
     Raises:
-      ValueError: no characters, one that comes twice or is not a byte, a length that is not positive.
+      ValueError: there are no characters; a character occurs twice; ``characters`` is not bytes; ``length`` is not positive;
+        ``dtype`` cannot represent the ids.
 
     >>> tokenize = CharacterTokenizer(b"abc", length=3)
     >>> x, y = tokenize([b"abca", b"z"])
@@ -46,9 +49,11 @@ class CharacterTokenizer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.characters, bytes):
-            raise ValueError("Expected characters to be bytes, each one a character. Write them as b'...'.")
+            raise ValueError(
+                f"Expected characters to be bytes, one per character, got characters={self.characters!r}: write b'...'."
+            )
         if not self.characters or len(set(self.characters)) < len(self.characters):
-            raise ValueError(f"Expected characters that differ, and some, got characters={self.characters!r}.")
+            raise ValueError(f"Expected distinct characters, at least one, got characters={self.characters!r}.")
         checks.whole(1, length=self.length)
         dtype = ids_dtype(self.size, self.dtype)
         table = np.full(256, self.size - 1, dtype)
@@ -58,17 +63,17 @@ class CharacterTokenizer:
 
     @property
     def size(self) -> int:
-        """How many ids there are: characters, pad, bos, eos and the unknown one."""
+        """The number of ids: those of the characters, pad, bos, eos and the id of unknown characters."""
         return len(self.characters) + FIRST + 1
 
     def __call__(self, snippets: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """``x`` and ``y`` of one client's snippets, each ``[sequences, length]``; no sequences if there are no snippets.
+        """Returns ``x`` and ``y`` of one client's snippets, each ``[sequences, length]``; ``sequences`` is 0 without snippets.
 
         Raises:
-          FormatError: a snippet is not UTF-8, or not text.
+          FormatError: a snippet is not text, or not UTF-8.
         """
         texts = [as_bytes(text, f"Text {index}") for index, text in enumerate(snippets)]
-        # A byte for bos and one for eos around each text, looked up like the rest and then overwritten.
+        # A zero byte on each side of a text reserves the positions of bos and eos, which are written afterwards.
         joined = self._table[np.frombuffer(b"".join(b"\0%b\0" % text for text in texts), np.uint8)]  # type: ignore[attr-defined]
         ends = np.cumsum([len(text) + 2 for text in texts], dtype=np.int64)
         joined[np.concatenate([ends[:0], ends[:-1]])] = BOS
@@ -81,14 +86,14 @@ class CharacterTokenizer:
         return x.reshape(rows, self.length), y.reshape(rows, self.length)
 
     def client(self, client_id: str, features: Mapping[str, np.ndarray], *, feature: str = "snippets") -> dict[str, np.ndarray]:
-        """A client's ``feature`` as ``{"x", "y"}``: what `fedsim.data.ClientStream.map` takes.
+        """Returns ``{"x", "y"}`` of a client's ``feature``; pass this method to `fedsim.data.ClientStream.map`.
 
         Raises:
-          FormatError: as for a call, and names the client and the feature.
+          FormatError: a snippet is not text, or not UTF-8. The message names the client and the feature.
 
         >>> CharacterTokenizer(length=2).client("MACBETH", {"snippets": np.array([b"d"], object)})["y"].tolist()
         [[3, 2]]
         """
-        with errors_name(client_id, feature):
+        with errors_naming(client_id, feature):
             x, y = self(features[feature])
         return {"x": x, "y": y}

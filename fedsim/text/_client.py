@@ -1,4 +1,4 @@
-"""Whose text it was that could not be read."""
+"""Error messages that name the client of an unreadable text."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fedsim.data import FormatError
 
 
 @contextlib.contextmanager
-def errors_name(client_id: str, feature: str | None = None) -> Iterator[None]:
-    """A `FormatError` from inside says the client, and the feature.
+def errors_naming(client_id: str, feature: str | None = None) -> Iterator[None]:
+    """Adds the client, and the feature if it is given, to the message of a `FormatError` in the ``with`` block.
 
-    >>> with errors_name("ann", "tokens"):
+    >>> with errors_naming("ann", "tokens"):
     ...     raise FormatError("not text")
     Traceback (most recent call last):
     ...

@@ -1,6 +1,7 @@
-"""FarmHash's 64-bit fingerprint, by which TensorFlow's lookup tables put unknown words into buckets.
+"""FarmHash's 64-bit fingerprint, by which TensorFlow's lookup tables assign unknown words to buckets.
 
-G. Pike, "FarmHash", 2014, https://github.com/google/farmhash: ``farmhashna::Hash64``, which never changes. Written anew.
+G. Pike, "FarmHash", 2014, https://github.com/google/farmhash, function ``farmhashna::Hash64``, which is frozen. This is an
+independent implementation.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ _K0, _K1, _K2 = 0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F
 _SEED = 81
 
 
-@functools.lru_cache(maxsize=1 << 16)  # unknown words repeat, and Python takes microseconds for one
+@functools.lru_cache(maxsize=1 << 16)  # Unknown words repeat, and one word takes Python microseconds.
 def fingerprint64(data: bytes) -> int:
-    """FarmHash's fingerprint of ``data``, in ``[0, 2**64)``: the same on every machine, forever.
+    """Returns FarmHash's fingerprint of ``data``, in ``[0, 2**64)``, which is the same on every machine and in every version.
 
     >>> fingerprint64(b"zebra")
     10208485115171276162
@@ -61,7 +62,7 @@ def _up_to_16(data: bytes) -> int:
 
 
 def _ends(data: bytes, first: int) -> tuple[int, int, int, int, int]:
-    """What the hashes of 17 to 64 bytes share; ``first`` multiplies the first word."""
+    """Returns what the hashes of 17 to 32 and of 33 to 64 bytes have in common; ``first`` multiplies the first word."""
     size = len(data)
     mul = _K2 + size * 2
     a, b = _word(data, 0) * first & _MASK, _word(data, 8)

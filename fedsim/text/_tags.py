@@ -1,4 +1,4 @@
-"""Questions to bags of words and sets of tags."""
+"""A tokenizer from questions to bags of words and sets of tags."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedsim import checks
-from fedsim.text._client import errors_name
+from fedsim.text._client import errors_naming
 from fedsim.text._vocabulary import Texts, as_bytes, check_vocabulary, ids_dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TagTokenizer:
-    """Posts to what tag prediction reads: ``x``, the share of each word, and ``y``, which tags it has.
+    """Converts posts to the features of tag prediction: ``x``, the frequency of each word, and ``y``, the tags of the post.
 
-    As TFF's baseline does: a post's words are those of its tokens and of its title, ``x`` has each known word's number of
-    occurrences over the number of all words, known or not; ``y`` is 1 for each tag, and other tags count for nothing.
-    Unlike there, a post without words is all 0 (there NaN), and a tag given twice counts once (there twice).
+    The conversion is that of TFF's baseline. The words of a post are those of its tokens and of its title. ``x`` is the number
+    of occurrences of each known word, divided by the number of all words of the post, known or unknown. ``y`` is 1 for each
+    known tag of the post; unknown tags are ignored. Deviations from TFF: ``x`` of a post without words is 0 (TFF: NaN), and a
+    tag that is given twice counts once (TFF: twice).
 
-    With ``length`` given, ``x`` is instead the ids of the first ``length`` words (0 pads, words from 1, the last id unknown
-    ones): 500 times smaller, and all that `fedsim.models.stackoverflow_logistic` needs to make the same of it.
+    If ``length`` is given, ``x`` has instead the ids of the first ``length`` words: 0 is padding, words start at 1, and the
+    last id is for unknown words. This takes 500 times less memory, and `fedsim.models.stackoverflow_logistic` computes the
+    frequencies from it.
 
     Attributes:
-      words: the vocabulary, most frequent first.
-      tags: likewise.
-      length: None for the shares.
+      words: the known words, most frequent first.
+      tags: the known tags, most frequent first.
+      length: the number of word ids per post; None: ``x`` has frequencies.
 
     Raises:
-      ValueError: an empty vocabulary, a word or tag that comes twice, a length that is not positive.
+      ValueError: there are no words or no tags; a word or tag occurs twice; ``length`` is not positive.
 
     >>> tokenize = TagTokenizer(["the", "to"], ["python", "sql"])
     >>> x, y = tokenize([b"to the zebra"], titles=[b"the"], tags=[b"sql|java"])
@@ -48,38 +50,38 @@ class TagTokenizer:
         checks.whole(1, or_none=True, length=self.length)
 
     def __call__(self, tokens: Texts, *, titles: Texts, tags: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """``x float32 [posts, words]`` (or ids ``[posts, length]``) and ``y uint8 [posts, tags]``.
+        """Returns ``x float32 [posts, words]`` (or ids ``[posts, length]``) and ``y uint8 [posts, tags]``.
 
         Raises:
-          FormatError: a text is not UTF-8, or not text.
+          FormatError: a value is not text, or not UTF-8.
         """
         known: dict[bytes, int] = self._words  # type: ignore[attr-defined]
-        of_tag: dict[bytes, int] = self._tags  # type: ignore[attr-defined]
+        tag_index: dict[bytes, int] = self._tags  # type: ignore[attr-defined]
         y = np.zeros((len(tokens), len(self.tags)), np.uint8)
         ids = self.length is not None
         x = np.zeros((len(tokens), self.length or len(self.words)), ids_dtype(len(known) + 2, None) if ids else np.float32)
-        for row, (post, title, marks) in enumerate(zip(tokens, titles, tags, strict=True)):
+        for row, (post, title, post_tags) in enumerate(zip(tokens, titles, tags, strict=True)):
             words = as_bytes(post, f"Text {row}").split() + as_bytes(title, f"Title {row}").split()
             if ids:
                 words = words[: self.length]
                 x[row, : len(words)] = [known.get(word, len(known)) + 1 for word in words]
             elif words:
-                found = [index for word in words if (index := known.get(word)) is not None]
-                np.add.at(x[row], found, np.float32(1))
+                indices = [index for word in words if (index := known.get(word)) is not None]
+                np.add.at(x[row], indices, np.float32(1))
                 x[row] /= len(words)
-            y[row, [of_tag[tag] for tag in as_bytes(marks, f"Tags {row}").split(b"|") if tag in of_tag]] = 1
+            y[row, [tag_index[tag] for tag in as_bytes(post_tags, f"Tags {row}").split(b"|") if tag in tag_index]] = 1
         return x, y
 
     def client(self, client_id: str, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A client's ``tokens``, ``title`` and ``tags`` as ``{"x", "y"}``: what `fedsim.data.ClientStream.map` takes.
+        """Returns ``{"x", "y"}`` of a client's ``tokens``, ``title`` and ``tags``; pass it to `fedsim.data.ClientStream.map`.
 
         Raises:
-          FormatError: as for a call, and names the client.
+          FormatError: a value is not text, or not UTF-8. The message names the client.
 
         >>> post = {"tokens": [b"a b"], "title": [b""], "tags": [b"c"]}
         >>> TagTokenizer(["a"], ["c"], length=3).client("ann", post)["x"].tolist()
         [[1, 2, 0]]
         """
-        with errors_name(client_id):
+        with errors_naming(client_id):
             x, y = self(features["tokens"], titles=features["title"], tags=features["tags"])
         return {"x": x, "y": y}

@@ -1,4 +1,4 @@
-"""Vocabularies: from a file of counts, or counted from texts; and what every vocabulary must be."""
+"""Vocabularies from files of counts or from texts, and checks of vocabularies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from fedsim import checks
 from fedsim.data import FormatError
 
 Texts = Sequence[bytes | str] | np.ndarray
-_REMEDY = "Give a file of lines 'word count', most frequent first, or TFF's archive of it."
+_REMEDY = "Give a file with lines 'word count', most frequent first, or TFF's archive of such a file."
 
 
 def vocabulary_from_counts(path: str | os.PathLike[str], size: int) -> list[str]:
-    """The first ``size`` words of a file of counts: the vocabulary that FedJAX and TFF take.
+    """Returns the ``size`` most frequent words of a file of counts, which is the vocabulary of FedJAX and TFF.
 
-    The file has lines ``word count``, most frequent first (``stackoverflow.word_count``), or is one JSON object
-    ``{word: count}``, sorted here by count (``stackoverflow.tag_count``); or it is a tar archive of one such file.
+    The file has lines ``word count``, most frequent first (``stackoverflow.word_count``), or it is one JSON object
+    ``{word: count}`` in any order (``stackoverflow.tag_count``), or a tar archive of one such file.
+
+    Args:
+      path: the file.
+      size: the number of words.
 
     Raises:
-      FormatError: a line or the object is not that, is not UTF-8, repeats a word, or there are fewer than ``size`` words.
+      FormatError: the file has another form, is not UTF-8, contains a word twice, or has fewer than ``size`` words.
       ValueError: ``size`` is not positive.
 
     >>> import pathlib, tempfile
@@ -43,7 +47,9 @@ def vocabulary_from_counts(path: str | os.PathLike[str], size: int) -> list[str]
                 members = [member for member in archive if member.isfile()]
                 inside = archive.extractfile(members[0]) if len(members) == 1 else None
                 if inside is None:
-                    raise FormatError(f"{path}: an archive of {len(members)} files, and one was expected. {_REMEDY}")
+                    raise FormatError(
+                        f"Expected {path} to be an archive of one file, got an archive of {len(members)} files. {_REMEDY}"
+                    )
                 is_json = inside.read(1) == b"{"
                 inside.seek(0)
                 words = _words(path, inside, is_json, size)
@@ -51,18 +57,23 @@ def vocabulary_from_counts(path: str | os.PathLike[str], size: int) -> list[str]
             with open(path, "rb") as file:
                 words = _words(path, file, is_json, size)
     except (tarfile.TarError, EOFError) as error:
-        raise FormatError(f"{path}: a damaged archive ({error}). Download it again.") from error
+        raise FormatError(f"The archive {path} is damaged ({error}). Download it again.") from error
     if len(words) < size:
-        raise FormatError(f"{path} has {len(words)} words, and size={size} were asked for. Ask for at most {len(words)}.")
+        raise FormatError(f"{path} has only {len(words)} words, got size={size}: give at most size={len(words)}.")
     if len(set(words)) < size:
-        raise FormatError(f"{path}: the word {_repeated(words)!r} comes twice among the first {size}. {_REMEDY}")
+        raise FormatError(f"{path} contains the word {_repeated(words)!r} twice among the first {size} words. {_REMEDY}")
     return words
 
 
 def vocabulary_from_texts(texts: Iterable[bytes | str], size: int, *, separator: str = " ") -> list[str]:
-    """The ``size`` most frequent words of ``texts``, most frequent first, and in alphabetical order where counts are equal.
+    """Returns the ``size`` most frequent words of ``texts``, most frequent first; words of equal counts are in byte order.
 
-    Fewer, if the texts have no more. Empty words do not count. For tags, ``separator="|"``.
+    If the texts have fewer words, all of them are returned. Empty words are ignored.
+
+    Args:
+      texts: the texts, in UTF-8 if they are bytes.
+      size: the number of words.
+      separator: the text between two words; ``"|"`` for tags.
 
     Raises:
       FormatError: a text is not UTF-8.
@@ -82,19 +93,19 @@ def vocabulary_from_texts(texts: Iterable[bytes | str], size: int, *, separator:
 
 
 def as_bytes(text: bytes | str, what: str) -> bytes:
-    """``text`` in UTF-8; `FormatError`, naming ``what`` it is, if it is not."""
+    """Returns ``text`` in UTF-8; raises `FormatError` if it is not text, with ``what`` at the beginning of the message."""
     if isinstance(text, str):
         return text.encode()
     if not isinstance(text, bytes):
-        raise FormatError(f"{what} is a {type(text).__name__}, and bytes or a string was expected. Read it as text.")
+        raise FormatError(f"{what} is a {type(text).__name__}: expected bytes or a string.")
     check_utf8([text], what)
     return text
 
 
 def check_utf8(texts: Sequence[bytes], what: str = "", first: int = 0) -> None:
-    """`FormatError` unless all ``texts`` are UTF-8, naming the one that is not: ``what``, or its number from ``first`` on."""
+    """Raises `FormatError` unless all ``texts`` are UTF-8; the message has ``what`` or the text's number."""
     try:
-        # One newline between two texts: no character of UTF-8 reaches over it.
+        # No UTF-8 character contains the newline between two texts.
         b"\n".join(texts).decode()
     except UnicodeDecodeError:
         for index, text in enumerate(texts, first):
@@ -108,20 +119,20 @@ def check_utf8(texts: Sequence[bytes], what: str = "", first: int = 0) -> None:
 
 
 def check_vocabulary(name: str, words: Sequence[str]) -> None:
-    """``ValueError`` unless ``words`` are some, and no two the same."""
+    """Raises ``ValueError`` unless ``words`` are distinct strings, at least one."""
     if isinstance(words, str | bytes) or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"Expected {name} to be a sequence of strings, one a word.")
+        raise ValueError(f"Expected {name} to be a sequence of strings, one per word: give a list of strings.")
     if not len(words):
-        raise ValueError(f"Expected {name} to hold a word at least, and it is empty.")
+        raise ValueError(f"Expected {name} to have at least one word, but it is empty.")
     if len(set(words)) < len(words):
-        raise ValueError(f"Expected words that differ in {name}, and {_repeated(words)!r} comes twice. Drop one of them.")
+        raise ValueError(f"Expected distinct words in {name}, but {_repeated(words)!r} occurs twice: remove one of them.")
 
 
 def ids_dtype(size: int, dtype: type | np.dtype | str | None) -> np.dtype:
-    """``dtype``, or by default the smaller of int16 and int32, if it can hold ids below ``size``; ``ValueError`` else."""
+    """Returns ``dtype`` (default: int16 or int32, by size), or raises ``ValueError`` if it cannot represent all ids."""
     chosen = np.dtype(dtype if dtype is not None else np.int16 if size <= 2**15 else np.int32)
     if chosen.kind not in "iu" or size - 1 > np.iinfo(chosen).max:
-        raise ValueError(f"Expected a dtype that holds ids up to {size - 1}, got dtype={chosen}: leave it out, or take int32.")
+        raise ValueError(f"Expected a dtype for ids up to {size - 1}, got dtype={chosen}: leave it out, or give int32.")
     return chosen
 
 
@@ -142,7 +153,7 @@ def _lines(path: str | os.PathLike[str], file: IO[bytes]) -> Iterator[str]:
         try:
             word, count = line.decode().split()
             int(count)
-        except ValueError:  # UnicodeDecodeError is one
+        except ValueError:  # Includes UnicodeDecodeError.
             raise FormatError(f"{path}, line {number}: {line[:60]!r} is not a word and its count. {_REMEDY}") from None
         yield word
 

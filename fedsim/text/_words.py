@@ -1,4 +1,4 @@
-"""Sentences to word ids."""
+"""A tokenizer from sentences to sequences of word ids."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedsim import checks
-from fedsim.text._client import errors_name
+from fedsim.text._client import errors_naming
 from fedsim.text._farmhash import fingerprint64
 from fedsim.text._vocabulary import Texts, as_bytes, check_utf8, check_vocabulary, ids_dtype
 
 PAD, BOS, EOS, FIRST = 0, 1, 2, 3
-_ROWS = 50_000  # sentences at a time: their ids as Python lists take much more room than as arrays
+_ROWS = 50_000  # sentences at a time, because their ids take much more memory as Python lists than as arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WordTokenizer:
-    """Sentences, whose words single spaces divide, to pairs of id sequences ``x`` and ``y``, each the other's neighbour.
+    """Converts sentences, with words separated by single spaces, to id sequences ``x`` and the next words ``y``.
 
-    A sentence ``w1 ... wn`` becomes ``x = bos w1 ... wn`` and ``y = w1 ... wn eos``, both cut or padded to ``length``; so a
-    sentence of ``length`` words or more has no eos. Ids are those of FedJAX's ``StackoverflowTokenizer`` and of TFF:
-    0 pads, 1 is bos, 2 eos, the vocabulary starts at 3, and unknown words take the last ``oov_buckets`` ids, by FarmHash's
-    fingerprint. As there, two spaces in a row have an empty word between them, and so has an empty sentence: it is unknown.
-    Unlike there, text that is not UTF-8 is refused.
+    A sentence ``w1 ... wn`` becomes ``x = bos w1 ... wn`` and ``y = w1 ... wn eos``, both cut or padded to ``length``, so
+    sentences of ``length`` or more words have no eos. Ids are those of FedJAX's ``StackoverflowTokenizer`` and of TFF: 0 is
+    pad, 1 bos, 2 eos, the vocabulary starts at 3, and unknown words get one of the last ``oov_buckets`` ids by FarmHash's
+    fingerprint. As in FedJAX and TFF, there is an empty word between two successive spaces and in an empty sentence, and it is
+    unknown.
+    Deviation: text that is not UTF-8 is an error.
 
     Attributes:
-      vocabulary: the words, most frequent first, without special ones.
-      length: of the sequences.
-      oov_buckets: ids that unknown words share.
-      dtype: of the ids; by default int16 if it holds them, else int32.
+      vocabulary: the known words, most frequent first, without pad, bos and eos.
+      length: the length of the sequences.
+      oov_buckets: the number of ids that unknown words share.
+      dtype: the dtype of the ids; by default int16 if it is sufficient, else int32.
 
     Raises:
-      ValueError: an empty vocabulary, a word that comes twice, one more than ``dtype`` holds, a number that is not positive.
+      ValueError: the vocabulary is empty; a word occurs twice; ``dtype`` cannot represent the ids; a number is not positive.
 
     >>> tokenize = WordTokenizer(["the", "to", "."], length=4)
     >>> x, y = tokenize([b"to the zebra .", "to"])
@@ -57,14 +58,14 @@ class WordTokenizer:
 
     @property
     def size(self) -> int:
-        """How many ids there are: words, pad, bos, eos, and the buckets of unknown ones."""
+        """The number of ids: those of the vocabulary, pad, bos, eos, and the buckets of unknown words."""
         return len(self.vocabulary) + FIRST + self.oov_buckets
 
     def __call__(self, sentences: Texts) -> tuple[np.ndarray, np.ndarray]:
-        """``x`` and ``y``, each ``[sentences, length]``.
+        """Returns ``x`` and ``y``, each ``[sentences, length]``.
 
         Raises:
-          FormatError: a sentence is not UTF-8, or not text.
+          FormatError: a sentence is not text, or not UTF-8.
         """
         x = np.full((len(sentences), self.length), PAD, self.dtype)
         y = np.full_like(x, PAD)
@@ -78,15 +79,15 @@ class WordTokenizer:
         return x, y
 
     def client(self, client_id: str, features: Mapping[str, np.ndarray], *, feature: str = "tokens") -> dict[str, np.ndarray]:
-        """A client's ``feature`` as ``{"x", "y"}``: what `fedsim.data.ClientStream.map` takes.
+        """Returns ``{"x", "y"}`` of a client's ``feature``; pass this method to `fedsim.data.ClientStream.map`.
 
         Raises:
-          FormatError: as for a call, and names the client and the feature.
+          FormatError: a sentence is not text, or not UTF-8. The message names the client and the feature.
 
         >>> WordTokenizer(["a"], length=2).client("ann", {"tokens": np.array([b"a"], object)})["y"].tolist()
         [[3, 2]]
         """
-        with errors_name(client_id, feature):
+        with errors_naming(client_id, feature):
             x, y = self(features[feature])
         return {"x": x, "y": y}
 
@@ -97,9 +98,9 @@ class WordTokenizer:
         if self.oov_buckets == 1:
             ids = np.fromiter(map(known.get, words, itertools.repeat(oov)), self.dtype, counts.sum())
         else:
-            found = ((word, known.get(word)) for word in words)
-            each = (oov + fingerprint64(word) % self.oov_buckets if id is None else id for word, id in found)
-            ids = np.fromiter(each, self.dtype, counts.sum())
+            pairs = ((word, known.get(word)) for word in words)
+            each_id = (oov + fingerprint64(word) % self.oov_buckets if id is None else id for word, id in pairs)
+            ids = np.fromiter(each_id, self.dtype, counts.sum())
         y[np.arange(self.length) < counts[:, None]] = ids
         x[:, 0] = BOS
         x[:, 1:] = y[:, :-1]

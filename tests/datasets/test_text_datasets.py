@@ -159,7 +159,7 @@ def test_without_counts_words_and_tags_are_counted_by_clients_of_train(tmp_path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("vocabulary=4", r"stackoverflow.word_count has 3 words, and size=4 were asked for. Ask for at most 3"),
+        ("vocabulary=4", r"stackoverflow.word_count has only 3 words, got size=4: give at most size=3"),
         ("vocabulary=0", "Expected size >= 1"),
         ("vocabulary=3, oov_buckets=0", "Expected oov_buckets >= 1"),
     ],

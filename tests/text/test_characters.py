@@ -1,4 +1,4 @@
-"""`fedsim.text.CharacterTokenizer` against ids that FedJAX 0.0.17's shakespeare.preprocess_client gave."""
+"""`fedsim.text.CharacterTokenizer` compared with ids of shakespeare.preprocess_client of FedJAX 0.0.17."""
 
 import collections
 import os
@@ -36,7 +36,7 @@ def test_ids_are_those_of_fedjax(length, snippets, x, y):
     assert [part.shape for part in ours] == [(len(x), length)] * 2 and ours[0].dtype == np.int16
 
 
-def test_every_character_has_its_place_in_the_vocabulary():
+def test_every_character_has_its_id():
     tokenize = CharacterTokenizer(length=90)
     x, y = tokenize([TFF_SHAKESPEARE])
     assert x.tolist() == [[1, *range(3, 89), 0, 0, 0]] and y.tolist() == [[*range(3, 89), 2, 0, 0, 0]]
@@ -46,15 +46,15 @@ def test_every_character_has_its_place_in_the_vocabulary():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"characters": b""}, "and some"),
-        ({"characters": b"aba"}, "differ"),
+        ({"characters": b""}, "at least one"),
+        ({"characters": b"aba"}, "distinct"),
         ({"characters": "abc"}, "bytes"),
         ({"length": 0}, "length=0"),
         ({"dtype": "float32"}, "dtype=float32"),
         ({"characters": bytes(range(256)), "dtype": "uint8"}, "ids up to 259"),
     ],
 )
-def test_characters_that_do_not_fit_are_refused(arguments, message):
+def test_invalid_characters_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         CharacterTokenizer(**arguments)
 
@@ -65,8 +65,8 @@ def test_text_that_is_not_utf8_is_refused_by_client_and_feature():
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="no real data here")
-def test_real_shakespeare_loses_no_character():
-    """Every byte of every snippet comes back, in order; a client's sequences are full but for the last."""
+def test_no_character_of_the_real_shakespeare_is_lost():
+    """Every byte of every snippet is recovered, in order; all sequences of a client except the last are full."""
     import h5py
 
     tokenize = CharacterTokenizer()

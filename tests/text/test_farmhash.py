@@ -1,4 +1,4 @@
-"""The fingerprint against TensorFlow 2.21's `tf.fingerprint`, at lengths on both sides of every branch."""
+"""The fingerprint compared with `tf.fingerprint` of TensorFlow 2.21, at lengths on both sides of every branch."""
 
 import pytest
 

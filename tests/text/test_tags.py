@@ -1,4 +1,4 @@
-"""`fedsim.text.TagTokenizer` against what TFF's baseline gave with TensorFlow 2.21's lookup tables."""
+"""`fedsim.text.TagTokenizer` compared with TFF's baseline, using lookup tables of TensorFlow 2.21."""
 
 import numpy as np
 import pytest
@@ -21,20 +21,20 @@ TENSORFLOW = [  # tokens, title, tags, x, y
 
 
 @pytest.mark.parametrize(("tokens", "title", "tags", "x", "y"), TENSORFLOW)
-def test_shares_and_tags_are_those_of_tensorflow(tokens, title, tags, x, y):
+def test_frequencies_and_tags_are_those_of_tensorflow(tokens, title, tags, x, y):
     shares, marks = TagTokenizer(WORDS, TAGS)([tokens.encode()], titles=[title], tags=[tags])
     np.testing.assert_allclose(shares, [x], rtol=1e-6)
     assert marks.tolist() == [y] and (shares.dtype, marks.dtype) == (np.float32, np.uint8)
 
 
-def test_ids_are_words_from_one_cut_at_the_length():
+def test_ids_start_at_one_and_are_cut_to_the_length():
     tokenize = TagTokenizer(WORDS, TAGS, length=4)
     x, _ = tokenize([b"the zebra", b". . a", b""], titles=[b"to", b"a the", b""], tags=[b"", b"", b""])
     assert x.tolist() == [[1, 5, 2, 0], [4, 4, 3, 3], [0, 0, 0, 0]] and x.dtype == np.int16
 
 
-def test_bad_vocabularies_and_bad_text_are_refused():
-    with pytest.raises(ValueError, match="tags.*'a' comes twice"):
+def test_invalid_vocabularies_and_texts_are_refused():
+    with pytest.raises(ValueError, match="tags.*'a' occurs twice"):
         TagTokenizer(["a"], ["a", "a"])
     with pytest.raises(ValueError, match="words.*empty"):
         TagTokenizer([], ["a"])

@@ -21,14 +21,14 @@ def test_the_first_words_of_the_file_in_its_order(tmp_path):
     assert vocabulary_from_counts(str(path), 4) == ["the", ",", "café", "to"]
 
 
-def test_tags_in_json_come_by_their_counts(tmp_path):
+def test_tags_in_json_are_sorted_by_count(tmp_path):
     path = tmp_path / "stackoverflow.tag_count"
     path.write_text(json.dumps({"sql": 5, "python": 9, "c#": 5}))
     assert vocabulary_from_counts(path, 3) == ["python", "sql", "c#"]
 
 
 @pytest.mark.parametrize(("text", "expected"), [("the 9\nto 8\n", ["the", "to"]), ('{"a": 1, "b": 2}', ["b", "a"])])
-def test_an_archive_of_one_file_is_read_through(tmp_path, text, expected):
+def test_an_archive_of_one_file_is_read(tmp_path, text, expected):
     inside, path = tmp_path / "counts", tmp_path / "counts.tar.bz2"
     inside.write_text(text)
     with tarfile.open(path, "w:bz2") as archive:
@@ -42,14 +42,14 @@ def test_an_archive_of_one_file_is_read_through(tmp_path, text, expected):
         (b"the 9\nto\n", 2, r"counts, line 2: b'to\\n' is not a word and its count"),
         (b"the many\n", 1, "line 1"),
         (b"\xff 9\n", 1, "line 1"),
-        (b"the 9\nto 8\n", 3, "has 2 words, and size=3.*at most 2"),
-        (b"the 9\nto 8\nthe 7\n", 3, "'the' comes twice"),
-        (b"", 1, "has 0 words"),
+        (b"the 9\nto 8\n", 3, "has only 2 words, got size=3: give at most size=2"),
+        (b"the 9\nto 8\nthe 7\n", 3, "contains the word 'the' twice"),
+        (b"", 1, "has only 0 words"),
         (b'{"the": 9', 1, "not a JSON object"),
         (b'{"the": "many"}', 1, "not a JSON object"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path, content, size, message):
+def test_files_of_another_form_are_refused(tmp_path, content, size, message):
     path = tmp_path / "counts"
     path.write_bytes(content)
     with pytest.raises(FormatError, match=message):
@@ -73,7 +73,7 @@ def test_archives_of_several_files_and_damaged_ones_are_refused(tmp_path):
             vocabulary_from_counts(path, 10_000)
 
 
-def test_words_are_counted_and_ties_broken_by_the_alphabet():
+def test_words_are_counted_and_ties_are_sorted():
     texts = [b"b a", "a c", b"  c", "é"]
     assert vocabulary_from_texts(texts, 9) == ["a", "c", "b", "é"]
     assert vocabulary_from_texts(reversed(texts), 2) == ["a", "c"]
@@ -85,8 +85,8 @@ def test_words_are_counted_and_ties_broken_by_the_alphabet():
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="no real data here")
-def test_real_counts_are_those_of_the_real_texts():
-    """The published file of counts and our own counting name the same most frequent words, in order of count."""
+def test_published_counts_agree_with_the_published_texts():
+    """The published counts and counts of the texts have the same most frequent words, in order of count."""
     import gzip
 
     with gzip.open(REAL / "stackexchange.jsonl.gz", "rt", encoding="utf-8") as file:

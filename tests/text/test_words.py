@@ -1,4 +1,4 @@
-"""`fedsim.text.WordTokenizer` against ids that FedJAX 0.0.17's StackoverflowTokenizer gave (TensorFlow 2.21)."""
+"""`fedsim.text.WordTokenizer` compared with ids of StackoverflowTokenizer of FedJAX 0.0.17 (TensorFlow 2.21)."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_unknown_words_fall_into_the_buckets_of_fedjax(buckets):
     assert tokenize.size == 11 + buckets
 
 
-def test_many_sentences_at_once_are_each_as_alone(monkeypatch):
+def test_many_sentences_at_once_give_the_ids_of_each(monkeypatch):
     monkeypatch.setattr("fedsim.text._words._ROWS", 7)  # several blocks
     tokenize = WordTokenizer(VOCABULARY, length=5)
     x, y = tokenize([sentence for sentence, _, _ in FEDJAX])
@@ -66,7 +66,7 @@ def test_many_sentences_at_once_are_each_as_alone(monkeypatch):
     assert tokenize([])[0].shape == (0, 5)
 
 
-def test_ids_are_as_small_as_they_can_be():
+def test_ids_have_the_smallest_dtype():
     words = [str(i) for i in range(40_000)]
     assert WordTokenizer(words[: 2**15 - 4]).dtype == np.int16
     assert WordTokenizer(words[: 2**15 - 3]).dtype == np.int32
@@ -79,14 +79,14 @@ def test_ids_are_as_small_as_they_can_be():
     ("arguments", "message"),
     [
         ({"vocabulary": []}, "vocabulary.*empty"),
-        ({"vocabulary": ["a", "b", "a"]}, "'a' comes twice"),
+        ({"vocabulary": ["a", "b", "a"]}, "'a' occurs twice"),
         ({"vocabulary": "abc"}, "sequence of strings"),
         ({"vocabulary": [b"a"]}, "sequence of strings"),
         ({"vocabulary": ["a"], "length": 0}, "length=0"),
         ({"vocabulary": ["a"], "oov_buckets": 0}, "oov_buckets=0"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         WordTokenizer(**arguments)
 
@@ -102,7 +102,7 @@ def test_text_that_is_not_utf8_is_refused_by_client_and_feature():
         tokenize([1.5])
 
 
-def test_a_character_cut_by_the_end_of_a_text_is_not_mended_by_the_next():
+def test_an_incomplete_character_at_the_end_of_a_text_is_refused():
     first, second = "é".encode()[:1], "é".encode()[1:]
     with pytest.raises(FormatError, match="Text 0"):
         WordTokenizer(VOCABULARY)([first, second])
