@@ -58,22 +58,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert = commands.add_parser(
         "convert",
-        help="convert a file of clients from one format to another",
-        description="Convert a file of clients from one format to another, client by client. IN is recognized by its content: "
-        "fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (or a folder of it), JSON lines, "
-        "CSV, Parquet. OUT is packed (.h5), LEAF's (.json), a table (.csv, .tsv, .parquet), or what --format says: "
-        "packed, leaf, csv, parquet, fedjax_sqlite, tff_sqlite, tff_hdf5. "
+        help="convert a file of federated data from one format to another",
+        description="Convert a file of federated data from one format to another, client by client. The format of IN is "
+        "recognized by its content: fedsim's packed files, TFF's HDF5 and SQLite, FedJAX's SQLite, LEAF's JSON (a file or a "
+        "folder), JSON lines, CSV, Parquet, or a folder of TensorFlow Datasets. The format of OUT is that of its suffix (.h5: "
+        "packed; .json: LEAF; .csv, .tsv, .parquet: tables) or from --format: packed, leaf, csv, parquet, fedjax_sqlite, "
+        "tff_sqlite or tff_hdf5. "
         "Example: fedsim datasets convert shakespeare.sqlite train.h5 --split train",
         allow_abbrev=False,
     )
-    convert.add_argument("source", metavar="IN", help="what to read")
+    convert.add_argument("source", metavar="IN", help="the file or folder to read")
     convert.add_argument(
-        "target", metavar="OUT", help="what to write; .h5 is fedsim's own packed format, which FederatedData.open maps"
+        "target", metavar="OUT", help="the file to write; FederatedData.open memory-maps files of the packed format (.h5)"
     )
-    convert.add_argument("--split", metavar="NAME", help="which split of IN, if it has several")
-    convert.add_argument("--client", metavar="COLUMN", help="the column that says whose a row is, for tables (CSV, Parquet)")
-    convert.add_argument("--format", metavar="FORMAT", help="the format of OUT, if its suffix does not say it")
-    convert.add_argument("--source-format", metavar="FORMAT", help="the format of IN, if it is not to be recognized")
+    convert.add_argument("--split", metavar="NAME", help="the split of IN to read, if it has several")
+    convert.add_argument(
+        "--client", metavar="COLUMN", help="the column with the client ids, for tables (CSV, Parquet) and TensorFlow Datasets"
+    )
+    convert.add_argument("--format", metavar="FORMAT", help="the format of OUT; default: by its suffix")
+    convert.add_argument("--source-format", metavar="FORMAT", help="the format of IN; default: recognized by its content")
     verify = commands.add_parser(
         "verify",
         help="compare a packed file with its checksums",

@@ -1,4 +1,7 @@
-"""File formats: each is read as a `fedsim.data.ClientStream`, and written from one or from a `FederatedData`."""
+"""File formats of federated data.
+
+Readers return a `fedsim.data.ClientStream`; writers take a `ClientStream` or a `FederatedData`.
+"""
 
 from fedsim.formats._convert import convert as convert
 from fedsim.formats._convert import read as read

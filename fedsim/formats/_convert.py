@@ -1,4 +1,4 @@
-"""A file of any format by what it holds, and from one format to another."""
+"""Reading files of any known format, and conversion between formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.formats._fedjax_sqlite import read_fedjax_sqlite, write_fedjax_sqlit
 from fedsim.formats._idx import IDX_TYPES
 from fedsim.formats._json_lines import read_json_lines
 from fedsim.formats._leaf import leaf_files, read_leaf, write_leaf
-from fedsim.formats._source import DAMAGE, Clients, StrPath, existing, located, opened
+from fedsim.formats._source import DAMAGE_ERRORS, Clients, StrPath, check_exists, locating_errors, open_decompressed
 from fedsim.formats._sqlite import HEADER, Database
 from fedsim.formats._table import read_table, write_table
 from fedsim.formats._tfds import read_tfds
@@ -52,19 +52,22 @@ _SUFFIXES = {".h5": "packed", ".hdf5": "packed", ".json": "leaf", ".csv": "csv",
 
 
 def read(path: StrPath, *, split: str | None = None, format: str | None = None, **options: Any) -> ClientStream:
-    """Reads a file whose format is recognized by its content.
+    """Reads a file of any known format. The format is recognized by the file's content.
 
     Args:
-      path: the file; for LEAF and TensorFlow Datasets also a folder.
-      split: which split, for formats that keep several in one file.
-      format: the format's name, if it is not to be recognized: ``packed``, ``tff_hdf5``, ``tff_sqlite``, ``fedjax_sqlite``,
-        ``leaf``, ``json_lines``, ``csv``, ``parquet`` or ``tfds``.
-      **options: of that format's ``read_...`` function, such as ``client="user"`` for tables.
+      path: the file; for LEAF and TensorFlow Datasets it may be a folder.
+      split: the split to read, for formats that can have several splits in one file.
+      format: the name of the format; None: recognize it. Names are ``packed``, ``tff_hdf5``, ``tff_sqlite``, ``fedjax_sqlite``,
+        ``leaf``, ``json_lines``, ``csv``, ``parquet`` and ``tfds``.
+      **options: options of the format's ``read_...`` function, such as ``client="user"`` for tables.
+
+    Returns:
+      A stream of clients.
 
     Raises:
-      FileNotFoundError: no such file or folder.
-      ValueError: an option that this format has not, or lacks.
-      FormatError: an unknown format, or a damaged file.
+      FileNotFoundError: there is no such file or folder.
+      ValueError: the format does not have an option, or requires another one.
+      FormatError: the format is unknown, or the file is damaged.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -92,23 +95,26 @@ def convert(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Converts a file into another format, client by client, so memory stays bounded; ``target`` appears only once whole.
+    """Converts a file to another format, client by client, in bounded memory.
+
+    ``target`` is created only when the conversion is complete.
 
     Args:
       source: the file or folder to read; see `read`.
-      target: the file to write. ``.h5`` is packed, ``.json`` LEAF, ``.csv``, ``.tsv`` and ``.parquet`` are tables.
-      split: which split, for formats that keep several in one file.
-      client: the column of client ids, for tables.
-      source_format: the format's name, if it is not to be recognized.
-      target_format: the format's name, if its suffix does not say it: ``packed``, ``leaf``, ``csv``, ``parquet``,
-        ``fedjax_sqlite``, ``tff_sqlite`` or ``tff_hdf5``.
-      progress: show a progress bar.
-      **options: more for `read`, such as ``features=["x", "y"]``.
+      target: the file to write. Without ``target_format`` its suffix determines the format: ``.h5`` is packed, ``.json`` is
+        LEAF; ``.csv``, ``.tsv`` and ``.parquet`` are tables.
+      split: the split to read, for formats that can have several splits in one file.
+      client: the column with client ids, for tables.
+      source_format: the name of the source's format; None: recognize it.
+      target_format: the name of the target's format: ``packed``, ``leaf``, ``csv``, ``parquet``, ``fedjax_sqlite``,
+        ``tff_sqlite`` or ``tff_hdf5``; None: by the suffix.
+      progress: whether to show a progress bar.
+      **options: further options of `read`, such as ``features=["x", "y"]``.
 
     Raises:
-      FileNotFoundError: no such file, or no folder to write into.
-      ValueError: a format that cannot be written, an option that does not fit the source's format.
-      FormatError: ``source`` is of no known format, or damaged.
+      FileNotFoundError: there is no such file, or no folder to write to.
+      ValueError: the target's format cannot be written; an option does not belong to the source's format.
+      FormatError: the format of ``source`` is unknown, or the file is damaged.
 
     >>> import tempfile
     >>> import numpy as np
@@ -143,23 +149,23 @@ def _counted(clients: ClientStream, label: str | None) -> Clients:
 
 
 def _check_options(reader: Callable[..., Any], name: str, options: dict[str, Any], given: int) -> None:
-    """Raises ``ValueError`` for options that the reader has not, or that it needs and are absent."""
+    """Raises ``ValueError`` for unknown options of a reader, and for missing required ones."""
     parameters = list(inspect.signature(reader).parameters.values())[given:]
     unknown = sorted(set(options) - {parameter.name for parameter in parameters})
     if unknown:
         known = ", ".join(parameter.name for parameter in parameters) or "none"
-        raise ValueError(f"Format {name} has no option {unknown[0]!r}. It has: {known}.")
+        raise ValueError(f"Format {name} has no option {unknown[0]!r}. Its options are: {known}.")
     needed = [each.name for each in parameters if each.default is inspect.Parameter.empty and each.name not in options]
     if needed:
         raise ValueError(f"Format {name} needs {needed[0]}= (--{needed[0]}): the name of the column of client ids.")
 
 
 def recognize(path: StrPath) -> str:
-    """The name of the format of a file or folder, by its content.
+    """Returns the name of the format of a file or folder, recognized by its content.
 
     Raises:
-      FileNotFoundError: no such file or folder.
-      FormatError: none that is known; the message says what it looks like.
+      FileNotFoundError: there is no such file or folder.
+      FormatError: the format is unknown. The message describes the content.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -169,29 +175,29 @@ def recognize(path: StrPath) -> str:
     ...
     fedsim.data._errors.FormatError: ...a looks like a ZIP archive: unpack it first. Known formats: ...
     """
-    source = existing(path, folder=True)
+    source = check_exists(path, folder=True)
     if source.is_dir():
         if (source / "dataset_info.json").is_file():
             return "tfds"
         if leaf_files(source):
             return "leaf"
         raise _unknown(source, "a folder without LEAF's *.json and without TensorFlow Datasets' dataset_info.json")
-    with located(os.fspath(source), *DAMAGE), opened(source) as file:
+    with locating_errors(os.fspath(source), *DAMAGE_ERRORS), open_decompressed(source) as file:
         head = file.read(1 << 16)
     if head.startswith(HEADER):
-        return _by_tables(source)
+        return _recognize_sqlite(source)
     for magic, name in ((b"PAR1", "parquet"), (b"fedsim.packed", "packed"), (b"\x89HDF\r\n\x1a\n", "tff_hdf5")):
         if head.startswith(magic):
             return name
-    looks = _foreign(head)
-    if looks is not None:
-        raise _unknown(source, looks)
-    return _by_text(source, head)
+    description = _describe_foreign(head)
+    if description is not None:
+        raise _unknown(source, description)
+    return _recognize_text(source, head)
 
 
-def _by_tables(path: Path) -> str:
+def _recognize_sqlite(path: Path) -> str:
     database = Database(path)
-    with located(os.fspath(path)), database.reading() as connection:
+    with locating_errors(os.fspath(path)), database.reading() as connection:
         names = {str(row[0]) for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "federated_data" in names:
         return "fedjax_sqlite"
@@ -200,18 +206,20 @@ def _by_tables(path: Path) -> str:
     raise _unknown(path, f"SQLite with tables {sorted(names)}, neither FedJAX's federated_data nor TFF's examples")
 
 
-def _foreign(head: bytes) -> str | None:
-    """What a file that none of the readers takes looks like; None: text."""
+def _describe_foreign(head: bytes) -> str | None:
+    """Describes a file that no reader can read; None if it is text."""
     if not head:
         return "an empty file"
     if head[:2] == b"\0\0" and len(head) > 3 and head[2] in IDX_TYPES:
-        return "an idx file, which knows no clients: read_idx gives its array, and fedsim.partitioners split it"
+        return (
+            "an idx file, which has no clients: read its array by read_idx, and divide it among clients by fedsim.partitioners"
+        )
     if head[:2] == b"PK":
         return "a ZIP archive: unpack it first"
     if head[257:262] == b"ustar":
         return "a tar archive: unpack it first"
     if head[:6] == b"\x93NUMPY":
-        return "a NumPy array, which knows no clients: FederatedData.from_arrays takes it with its clients"
+        return "a NumPy array, which has no clients: give it to FederatedData.from_arrays, with the clients' sizes"
     try:
         head[: max(1, len(head) - 4)].decode()
     except UnicodeDecodeError:
@@ -219,7 +227,7 @@ def _foreign(head: bytes) -> str | None:
     return f"binary data beginning with {head[:8]!r}" if b"\0" in head else None
 
 
-def _by_text(path: Path, head: bytes) -> str:
+def _recognize_text(path: Path, head: bytes) -> str:
     text = head.decode("utf-8-sig", "replace").lstrip()
     if text.startswith("{"):
         key = re.match(r'\{\s*("(?:[^"\\]|\\.)*")', text)
@@ -234,5 +242,5 @@ def _by_text(path: Path, head: bytes) -> str:
     raise _unknown(path, f"text beginning with {line[:30]!r}")
 
 
-def _unknown(path: Path, looks: str) -> FormatError:
-    return FormatError(f"{path} looks like {looks}. Known formats: {', '.join(READERS)}.")
+def _unknown(path: Path, description: str) -> FormatError:
+    return FormatError(f"{path} looks like {description}. Known formats: {', '.join(READERS)}.")

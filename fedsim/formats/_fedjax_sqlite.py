@@ -1,8 +1,8 @@
-"""FedJAX's SQLite files: one row a client, its examples as zlib-compressed msgpack.
+"""FedJAX's SQLite files, with one row per client and its examples as zlib-compressed msgpack.
 
 Table ``federated_data(client_id BLOB, data BLOB, num_examples INTEGER)``. The msgpack is a map from features to
-extension 1, the packed triple ``(shape, dtype name, bytes)`` of an array, or extension 4, the packed pair ``(shape, flat
-list of byte strings)``: FedJAX 0.0.17, `fedjax/core/serialization.py`.
+extension 1, which is the packed triple ``(shape, dtype name, bytes)`` of an array, or to extension 4, which is the packed pair
+``(shape, flat list of byte strings)``. See `fedjax/core/serialization.py` of FedJAX 0.0.17.
 """
 
 from __future__ import annotations
@@ -20,28 +20,40 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.formats._source import MAX_CLIENT_BYTES, Clients, Columns, Features, StrPath, held, located, selected, stream, texts
-from fedsim.formats._sqlite import Database, require, text, writing
+from fedsim.formats._source import (
+    MAX_CLIENT_BYTES,
+    Clients,
+    Columns,
+    Features,
+    StrPath,
+    locating_errors,
+    selected,
+    stream,
+    texts,
+    writable_columns,
+)
+from fedsim.formats._sqlite import Database, check_table, text, writing
 
 _NDARRAY, _BYTES_NDARRAY = 1, 4
 _HEAD_BYTES = 1024
 _COLUMNS = ["client_id", "data", "num_examples"]
-_DAMAGE: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError, IndexError, AttributeError)
+_DAMAGE_ERRORS: Any = (zlib_ng.error, msgpack.UnpackException, ValueError, TypeError, OverflowError, IndexError, AttributeError)
 
 
 def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream:
-    """Reads a file of FedJAX's ``SQLiteFederatedData``, also as ``.lzma`` or ``.xz``, clients in the file's order.
+    """Reads a file of FedJAX's ``SQLiteFederatedData``, also compressed as ``.lzma`` or ``.xz``.
 
-    Clients are decompressed by a few threads, a few clients ahead; memory is that of those. One whose data would
-    decompress to more than 256 MiB is refused.
+    Clients are in the order of the file. Threads decompress a few clients ahead, and only those are in memory. A client whose
+    data would decompress to more than 256 MiB is an error.
 
     Args:
       path: the file.
-      features: names of those to keep, or name to ``(shape, dtype)``, for instance ``{"pixels": ((784,), np.float16)}``.
+      features: the names of the features to read, or a mapping from names to ``(shape, dtype)``, for example
+        ``{"pixels": ((784,), np.float16)}``; None: all features.
 
     Raises:
-      FileNotFoundError: no such file.
-      FormatError: when opened or read, a file that is not of this layout, or is damaged.
+      FileNotFoundError: there is no such file.
+      FormatError: the file has another layout or is damaged; raised when it is opened or read.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -52,12 +64,12 @@ def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream
     {'ann': [3, 4], 'bob': [5]}
     """
     database = Database(path)
-    with located(os.fspath(path)), database.reading() as connection:
-        require(connection, "federated_data", _COLUMNS, "FedJAX")
+    with locating_errors(os.fspath(path)), database.reading() as connection:
+        check_table(connection, "federated_data", _COLUMNS, "FedJAX")
         (count,) = connection.execute("SELECT COUNT(*) FROM federated_data").fetchone()
 
     def read() -> Iterator[tuple[str, Columns]]:
-        # Decompression lets other threads run, so it is spread over the cores while this thread goes on.
+        # Decompression releases Python's global lock, so threads decompress on all cores while this one continues.
         threads = os.cpu_count() or 1
         with database.reading() as connection, ThreadPoolExecutor(threads) as pool:
             waiting: deque[Future[tuple[str, Columns]]] = deque()
@@ -77,20 +89,20 @@ def read_fedjax_sqlite(path: StrPath, features: Features = None) -> ClientStream
 
 def _client(row: tuple[Any, Any, Any], features: Features) -> tuple[str, Columns]:
     client_id, data, num_examples = text(row[0], "Client id"), row[1], row[2]
-    with located(f"client {client_id!r}", *_DAMAGE):
+    with locating_errors(f"client {client_id!r}", *_DAMAGE_ERRORS):
         if not isinstance(data, bytes):
-            raise FormatError(f"its data are {data!r} and not bytes")
+            raise FormatError(f"its data are {data!r}: expected bytes")
         inflate = zlib_ng.decompressobj()
         packed = inflate.decompress(data, MAX_CLIENT_BYTES)
         if not inflate.eof:
-            more = "holds more than 256 MiB, the most that is read" if len(packed) == MAX_CLIENT_BYTES else "is cut"
-            raise FormatError(f"its compressed data {more}")
+            reason = "exceeds the limit of 256 MiB" if len(packed) == MAX_CLIENT_BYTES else "is truncated"
+            raise FormatError(f"its compressed data {reason}")
         examples = msgpack.unpackb(packed, ext_hook=_array)
         if not isinstance(examples, dict) or not examples:
-            raise FormatError(f"its data are a {type(examples).__name__} and not a map of features")
+            raise FormatError(f"its data are a {type(examples).__name__}: expected a map of features")
         for name in examples:
             if not isinstance(name, str) or not isinstance(examples.get(name), np.ndarray):
-                raise FormatError(f"Feature {name!r} is {type(examples.get(name)).__name__} and not an array")
+                raise FormatError(f"Feature {name!r} is {type(examples.get(name)).__name__}: expected an array")
             if examples[name].shape[:1] != (num_examples,):
                 raise FormatError(f"Feature {name!r} has shape {list(examples[name].shape)} for {num_examples!r} examples")
         return client_id, selected(examples, features)
@@ -102,9 +114,9 @@ def _array(code: int, packed: bytes) -> np.ndarray:
     if code == _BYTES_NDARRAY:
         shape, flat = msgpack.unpackb(packed, raw=True)
         if not all(isinstance(value, bytes) for value in flat):
-            raise FormatError("an array of byte strings holds something else")
+            raise FormatError("an array of byte strings has elements of another type")
         return texts(flat).reshape(shape)
-    # Only what stands before the content is unpacked; the content, mostly much longer, is not copied out.
+    # Only the head is unpacked, so that the content, which is usually much longer, is not copied.
     head = msgpack.Unpacker(raw=True)
     head.feed(packed[:_HEAD_BYTES])
     if head.read_array_header() != 3:
@@ -115,18 +127,22 @@ def _array(code: int, packed: bytes) -> np.ndarray:
     start = at + 1 + width
     size = int.from_bytes(packed[at + 1 : start], "big")
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
-        raise FormatError(f"no array of numbers has dtype {dtype}")
+        raise FormatError(f"an array has dtype {dtype}: expected numbers")
     if not width or len(packed) != start + size or any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != size:
         raise FormatError(f"an array of {dtype} {list(shape)} cannot have {len(packed) - start} bytes")
     return np.frombuffer(packed, dtype, offset=start).reshape(shape)
 
 
 def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
-    """Writes a file that FedJAX's ``SQLiteFederatedData.new(path)`` opens. It takes its name only once it is whole.
+    """Writes a file for FedJAX's ``SQLiteFederatedData.new(path)``. The file is created only when it is complete.
+
+    Args:
+      clients: the clients to write.
+      path: the file.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: two clients of one id, or a dtype that the format cannot hold; the client is named.
+      ValueError: two clients have the same id, or the format does not support a dtype. The message names the client.
 
     >>> import sqlite3, tempfile
     >>> from fedsim.data import FederatedData
@@ -143,12 +159,14 @@ def write_fedjax_sqlite(clients: Clients, path: StrPath) -> None:
     )
     with writing(path, table) as connection:
         for client in clients:
-            examples = {name: _packed(array) for name, array in held(client, "biufc").items()}
+            examples = {name: _packed(array) for name, array in writable_columns(client, "biufc").items()}
             row = client.client_id.encode(), zlib_ng.compress(msgpack.packb(examples)), len(client)
             try:
                 connection.execute("INSERT INTO federated_data VALUES (?, ?, ?)", row)
             except sqlite3.IntegrityError:
-                raise ValueError(f"Client ids must be unique, and {client.client_id!r} occurs more than once.") from None
+                raise ValueError(
+                    f"Client ids must be unique, but {client.client_id!r} occurs more than once: rename one of them."
+                ) from None
 
 
 def _packed(array: np.ndarray) -> msgpack.ExtType:

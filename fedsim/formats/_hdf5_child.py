@@ -1,9 +1,9 @@
-"""What a child process does for `fedsim.formats.read_tff_hdf5`: it has libhdf5 parse a file that may be damaged.
+"""The child process of `fedsim.formats.read_tff_hdf5`, in which libhdf5 parses a file that may be damaged.
 
-libhdf5 2.0 loops forever on a heap of zeros, and earlier ones crash on less; here that ends the child and not the user's
-process. It is started by path and imports nothing of fedsim, hence in a tenth of a second.
+On a heap of zeros, libhdf5 2.0 loops forever, and earlier versions crash on smaller damage. In a child process this does not
+end the user's process. The child is started by its path and does not import fedsim, so it starts in a tenth of a second.
 
-A request is a line of JSON; a reply, for each client, a line of JSON and its arrays' bytes.
+A request is a line of JSON. The reply has, for each client, a line of JSON and the bytes of its arrays.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any
 import h5py
 import numpy as np
 
-# What deflate makes of zeros, at most.
-_MOST_COMPRESSED = 1100
+# The highest compression ratio of deflate, that of zeros.
+_MAX_COMPRESSION_RATIO = 1100
 
 
 class RefusedError(Exception):
-    """The file is whole and holds something else than is asked for."""
+    """The file is not damaged, but does not have the expected content."""
 
 
 def main() -> None:
-    """Serves one request after another until there are no more."""
+    """Answers requests until the input ends."""
     replies = sys.stdout.buffer
     replies.write(b"ready\n")
     replies.flush()
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        patience = request.pop("patience")
+        timeout = request.pop("timeout")
         try:
             clients = _clients(**request)
             while True:
-                faulthandler.dump_traceback_later(patience, exit=True)  # A thread of C: it ends loops in C too.
+                faulthandler.dump_traceback_later(timeout, exit=True)  # A native thread, which ends loops in C, too.
                 client = next(clients, None)
-                faulthandler.cancel_dump_traceback_later()  # How long the reader takes to fetch it is not HDF5's fault.
+                faulthandler.cancel_dump_traceback_later()  # The limit is on HDF5, not on the reader of the pipe.
                 if client is None:
                     break
                 head, blocks = client
@@ -60,7 +60,7 @@ def _clients(path: str, features: Sequence[str] | None) -> Iterator[tuple[dict[s
     with h5py.File(path, "r") as file:
         examples: Any = file.get("examples")
         if not isinstance(examples, h5py.Group):
-            raise RefusedError(f"No group /examples; the file holds {sorted(file)}: expected /examples/<client>/<feature>.")
+            raise RefusedError(f"No group /examples; the file has {sorted(file)}: expected /examples/<client>/<feature>.")
         for client_id in list(examples):
             client = examples[client_id]
             if not isinstance(client, h5py.Group):
@@ -76,12 +76,12 @@ def _clients(path: str, features: Sequence[str] | None) -> Iterator[tuple[dict[s
 
 
 def _read(dataset: Any, what: str, file_size: int) -> tuple[Any, ...]:
-    """``(dtype, shape), bytes`` of numbers, or ``("text", rows), lengths, bytes``."""
+    """Returns ``(dtype, shape), bytes`` of numbers, or ``("text", rows), lengths, bytes``."""
     if not isinstance(dataset, h5py.Dataset) or not dataset.shape:
         raise RefusedError(f"{what} is not an array with one row per example.")
-    claimed, held = dataset.size * dataset.dtype.itemsize, min(dataset.id.get_storage_size(), file_size)
-    if claimed > (held if dataset.chunks is None else 2**20 + _MOST_COMPRESSED * held):
-        raise ValueError(f"{what} claims {claimed} bytes, and the file has no room for them")
+    claimed, stored = dataset.size * dataset.dtype.itemsize, min(dataset.id.get_storage_size(), file_size)
+    if claimed > (stored if dataset.chunks is None else 2**20 + _MAX_COMPRESSION_RATIO * stored):
+        raise ValueError(f"{what} should have {claimed} bytes, but the file has only {stored} bytes for it")
     if h5py.check_string_dtype(dataset.dtype) is not None:
         if dataset.ndim != 1:
             raise RefusedError(f"{what} is text of shape {list(dataset.shape)}: expected one string per example.")
@@ -89,7 +89,7 @@ def _read(dataset: Any, what: str, file_size: int) -> tuple[Any, ...]:
         return ("text", len(rows)), np.array([len(row) for row in rows], np.int64).data, b"".join(rows)
     if dataset.dtype.kind not in "biufc":
         raise RefusedError(
-            f"{what} has dtype {dataset.dtype} (rows of varying length, or records), which no column can hold: convert it to "
+            f"{what} has dtype {dataset.dtype} (rows of varying length, or records), which is not supported: convert it to "
             "numbers of one shape first, or leave the feature out by features=[...]."
         )
     array = np.empty(dataset.shape, dataset.dtype.newbyteorder("="))

@@ -1,4 +1,4 @@
-"""JSON read in pieces: the members of the outer objects one by one, each parsed whole by the standard library."""
+"""An incremental JSON reader, which parses the members of the outer objects one by one."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from fedsim.data import FormatError
 from fedsim.formats._source import MAX_CLIENT_BYTES
 
 _PIECE = 1 << 20
-# What matters for where a value ends: whole strings, brackets outside of them, and a string that has no end yet.
+# The tokens that determine the end of a value: complete strings, brackets, and the quote of an incomplete string.
 _MARK = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]|"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[^,\]}\s]*")
 
 
 class JsonReader:
-    """A cursor in UTF-8 JSON. Memory is that of the value being parsed, at most 256 Mi characters."""
+    """A cursor in UTF-8 JSON; only the value that is being parsed is in memory, at most 256 Mi characters."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        # What is not UTF-8 is let through, to be found by whoever knows of which client and feature it is.
+        # Invalid UTF-8 is decoded to surrogates; it is reported later, where the client and the feature are known.
         self._file, self._decode = file, codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         self._text, self._at, self._ended = "", 0, False
 
     def members(self) -> Iterator[str]:
-        """The keys of the object here; after each, ask for its `value`, or its `members`, to the end."""
+        """Yields the keys of the object at the cursor. After each key, call `value`, or exhaust `members`."""
         self._expect("{")
         if self._peek() == "}":
             self._at += 1
@@ -44,7 +44,7 @@ class JsonReader:
             self._expect(",")
 
     def value(self) -> Any:
-        """The value here, parsed."""
+        """Parses the value at the cursor and moves behind it."""
         if not self._peek():
             raise EOFError("the file ends where a value should be")
         stop = self._end_of_value()
@@ -52,55 +52,55 @@ class JsonReader:
         return json.loads(text)
 
     def end(self) -> None:
-        """Raises `FormatError` if anything but space follows."""
+        """Raises `FormatError` unless only white space follows."""
         if self._peek():
             raise FormatError(f"Expected the end of the file, found {self._text[self._at : self._at + 20]!r}.")
 
     def _end_of_value(self) -> int:
-        depth, offset = 0, 0  # Relative to the cursor, for `_more` moves the text.
+        depth, offset = 0, 0  # Relative to the cursor, because `_read_more` moves the text.
         if self._text[self._at] not in '{["':
             while True:
                 end = _SCALAR.match(self._text, self._at).end()  # type: ignore[union-attr]
-                if end < len(self._text) or not self._more():
+                if end < len(self._text) or not self._read_more():
                     return end
         while True:
             for mark in _MARK.finditer(self._text, self._at + offset):
-                found = mark.group()
-                if found == '"':  # Its end is not here yet.
+                token = mark.group()
+                if token == '"':  # The end of the string has not been read yet.
                     offset = mark.start() - self._at
                     break
-                depth += (found in "{[") - (found in "}]")
+                depth += (token in "{[") - (token in "}]")
                 offset = mark.end() - self._at
                 if depth == 0:
                     return mark.end()
             else:
                 offset = len(self._text) - self._at
-            if not self._more():
+            if not self._read_more():
                 raise EOFError("the file ends within a value")
 
-    def _more(self) -> bool:
-        """Reads on, dropping what lies before the cursor."""
+    def _read_more(self) -> bool:
+        """Reads the next part of the file, and drops the text before the cursor."""
         if self._ended:
             return False
         self._text, self._at = self._text[self._at :], 0
         if len(self._text) > MAX_CLIENT_BYTES:
-            raise FormatError(f"one value is longer than {MAX_CLIENT_BYTES >> 20} Mi characters, the most that is read")
-        # Twice as much each time, so that a long string is not searched for its end more than a few times.
+            raise FormatError(f"one value is longer than the limit of {MAX_CLIENT_BYTES >> 20} Mi characters")
+        # The size doubles, so a long string is searched for its end only a few times.
         piece = self._file.read(max(_PIECE, len(self._text)))
         self._text += self._decode(piece, not piece)
         self._ended = not piece
         return bool(piece)
 
     def _peek(self) -> str:
-        """The next character that is not space, the cursor moved to it; empty at the end of the file."""
+        """Moves the cursor to the next character that is not white space, and returns it; empty at the end of the file."""
         while True:
             self._at = _SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._text) or not self._more():
+            if self._at < len(self._text) or not self._read_more():
                 return self._text[self._at : self._at + 1]
 
     def _expect(self, character: str) -> None:
-        found = self._peek()
-        if found != character:
-            there = repr(self._text[self._at : self._at + 20]) if found else "the end of the file"
-            raise FormatError(f"Expected {character!r}, found {there}.")
+        actual = self._peek()
+        if actual != character:
+            rest = repr(self._text[self._at : self._at + 20]) if actual else "the end of the file"
+            raise FormatError(f"Expected {character!r}, found {rest}.")
         self._at += 1

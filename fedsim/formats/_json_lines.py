@@ -1,7 +1,7 @@
-"""JSON lines: one client a line, ``{"client_id": ..., "train": [{feature: value, ...}, ...], "test": [...]}``.
+"""A reader for JSON lines, one client per line: ``{"client_id": ..., "train": [{feature: value, ...}, ...], "test": [...]}``.
 
-The shape in which smaller Stack Exchange sites are kept like TFF's Stack Overflow: texts ``tokens``, ``creation_date``,
-``tags``, ``title``, ``type`` and the integer ``score``.
+Smaller Stack Exchange sites are stored in this format, with the features of TFF's Stack Overflow: the texts ``tokens``,
+``creation_date``, ``tags``, ``title`` and ``type``, and the integer ``score``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from fedsim.data import ClientStream, FormatError
 from fedsim.formats._source import (
-    DAMAGE,
+    DAMAGE_ERRORS,
     MAX_CLIENT_BYTES,
     Columns,
     Features,
     StrPath,
+    check_exists,
+    choose_split,
     column,
-    existing,
-    located,
-    only_split,
-    opened,
+    locating_errors,
+    open_decompressed,
     selected,
     stream,
 )
@@ -30,20 +30,21 @@ from fedsim.formats._source import (
 def read_json_lines(
     path: StrPath, split: str | None = None, features: Features = None, *, client: str = "client_id"
 ) -> ClientStream:
-    """Reads one split of a file of JSON lines, also ``.gz``; memory is that of one line, which may have 256 MiB.
+    """Reads one split of a file of JSON lines, also ``.gz``, with one line in memory, which may have up to 256 MiB.
 
-    Strings become text, numbers int64 or float32.
+    Strings become text; numbers become int64 or float32.
 
     Args:
       path: the file.
-      split: the key of the list of examples; by default the only list of the first line.
-      features: names of those to keep, or name to ``(shape, dtype)``; by default all of a client's first example.
-      client: the key of the client's name.
+      split: the key of the list of examples; None: the only list in the first line.
+      features: the names of the features to read, or a mapping from names to ``(shape, dtype)``; None: all features of a
+        client's first example.
+      client: the key of the client's id.
 
     Raises:
-      FileNotFoundError: no such file.
-      FormatError: no such split, or several and none chosen; when opened or read, a line that is no such object, examples
-        whose features differ.
+      FileNotFoundError: there is no such file.
+      FormatError: there is no such split, or there are several and ``split`` is None; or, when the file is opened or read, a
+        line is not such an object, or the features of examples differ.
 
     >>> import json, pathlib, tempfile
     >>> line = json.dumps({"client_id": "beer:10", "train": [{"tokens": "to be", "score": 3}], "test": []})
@@ -52,42 +53,42 @@ def read_json_lines(
     ...     [(c.client_id, c["tokens"].tolist(), c["score"].tolist()) for c in read_json_lines(f"{folder}/a.jsonl", "train")]
     [('beer:10', [b'to be'], [3])]
     """
-    source = existing(path)
-    with located(str(source)):
+    source = check_exists(path)
+    with locating_errors(str(source)):
         first = next(_lines(source), None)
         if first is None:
-            raise FormatError("no lines, hence no clients.")
-    chosen = only_split(path, [key for key, value in first.items() if isinstance(value, list)], split)
+            raise FormatError("the file has no lines, so it has no clients.")
+    chosen = choose_split(path, [key for key, value in first.items() if isinstance(value, list)], split)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
         for number, line in enumerate(_lines(source), 1):
             client_id = line.get(client)
             if not isinstance(client_id, str):
                 raise FormatError(f"Line {number} has no text {client!r}; it has {sorted(line)}: name the key by client=.")
-            with located(f"client {client_id!r}", RecursionError):
+            with locating_errors(f"client {client_id!r}", RecursionError):
                 yield client_id, _columns(line.get(chosen), features)
 
     return stream(path, read)
 
 
 def _lines(path: Any) -> Iterator[dict[str, Any]]:
-    """Each line's object; blank lines are skipped."""
+    """Yields the object of each line; blank lines are skipped."""
     number = 0
-    with opened(path) as file:
+    with open_decompressed(path) as file:
         while True:
             number += 1
-            with located(f"line {number}", ValueError, RecursionError, *DAMAGE):
+            with locating_errors(f"line {number}", ValueError, RecursionError, *DAMAGE_ERRORS):
                 line = file.readline(MAX_CLIENT_BYTES + 1)
                 if not line:
                     return
                 if len(line) > MAX_CLIENT_BYTES:
-                    raise FormatError("longer than 256 MiB, the most that is read")
+                    raise FormatError("the line is longer than the limit of 256 MiB")
                 if not line.strip():
                     continue
-                found = json.loads(line.decode("utf-8-sig", "surrogateescape"))
-                if not isinstance(found, dict):
-                    raise FormatError(f"expected a JSON object, found a {type(found).__name__}")
-            yield found
+                parsed = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+                if not isinstance(parsed, dict):
+                    raise FormatError(f"expected a JSON object, found a {type(parsed).__name__}")
+            yield parsed
 
 
 def _columns(examples: Any, features: Features) -> Columns | None:

@@ -1,4 +1,4 @@
-"""SQLite files: opened read-only and doubted; written under another name until whole; decompressed to be read."""
+"""Reading and writing SQLite files, including compressed and damaged ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from urllib.parse import quote
 
 from fedsim.data import FormatError
 from fedsim.data._atomic_write import atomic_write
-from fedsim.formats._source import DAMAGE, MAX_CLIENT_BYTES, StrPath, existing, located
+from fedsim.formats._source import DAMAGE_ERRORS, MAX_CLIENT_BYTES, StrPath, check_exists, locating_errors
 
 HEADER = b"SQLite format 3\0"
-_LZMA_MEMORY = 1 << 28  # an archive's header may ask for gigabytes of dictionary
+_LZMA_MEMORY = 1 << 28  # because the header of an archive may check_table a dictionary of gigabytes
 _PIECE = 1 << 20
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that changes nothing and believes little; every error of SQLite's becomes `FormatError`."""
-    with located("", sqlite3.Error, sqlite3.Warning, UnicodeDecodeError, OverflowError):
+    """Opens a file read-only, with SQLite's checks for damaged files; errors of SQLite become `FormatError`."""
+    with locating_errors("", sqlite3.Error, sqlite3.Warning, UnicodeDecodeError, OverflowError):
         with path.open("rb") as file:
             if file.read(len(HEADER)) != HEADER:
-                raise FormatError("not a SQLite file: its first bytes are others")
+                raise FormatError("not a SQLite file, by its first bytes")
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)) as connection:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CLIENT_BYTES)
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "query_only = ON"):
@@ -37,15 +37,15 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
             yield connection
 
 
-def require(connection: sqlite3.Connection, table: str, names: list[str], origin: str) -> None:
+def check_table(connection: sqlite3.Connection, table: str, names: list[str], origin: str) -> None:
     """Raises `FormatError` unless ``table`` has these columns."""
-    there = [str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")]
-    if not set(names) <= set(there):
-        raise FormatError(f"Expected {origin}'s table {table}({', '.join(names)}), found columns {there}.")
+    columns = [str(row[1]) for row in connection.execute(f"PRAGMA table_info({table})")]
+    if not set(names) <= set(columns):
+        raise FormatError(f"Expected {origin}'s table {table}({', '.join(names)}), found columns {columns}.")
 
 
 def text(value: Any, what: str) -> str:
-    """A client id or name out of a table: text, or the UTF-8 of bytes."""
+    """Returns a client id or another name from a table, which may be text or UTF-8 bytes."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -58,14 +58,14 @@ def text(value: Any, what: str) -> str:
 
 @contextlib.contextmanager
 def writing(path: StrPath, *statements: str) -> Iterator[sqlite3.Connection]:
-    """A connection to a new file with these tables, which takes its name once the block ends well.
+    """Opens a connection to a new file after running ``statements``; ``path`` is created when the block ends without error.
 
     Raises:
       OSError: the disk is full.
     """
-    with atomic_write(path) as part, contextlib.closing(sqlite3.connect(part)) as connection:
+    with atomic_write(path) as temporary, contextlib.closing(sqlite3.connect(temporary)) as connection:
         try:
-            # The file is thrown away unless it is whole, so SQLite need not keep a journal of its own.
+            # An incomplete file is deleted, so SQLite needs no journal.
             connection.execute("PRAGMA journal_mode = OFF")
             connection.execute("PRAGMA synchronous = OFF")
             for statement in statements:
@@ -74,14 +74,17 @@ def writing(path: StrPath, *statements: str) -> Iterator[sqlite3.Connection]:
             connection.commit()
         except sqlite3.OperationalError as error:
             code = errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else errno.EIO
-            raise OSError(code, f"{error}: it could not be written", os.fspath(path)) from error
+            raise OSError(code, f"The file could not be written ({error})", os.fspath(path)) from error
 
 
 class Database:
-    """A SQLite file to open as often as is liked: itself, or decompressed beside, which goes when this object goes."""
+    """A SQLite file that can be opened repeatedly. A compressed file is decompressed to a temporary file once.
+
+    The temporary file is deleted together with this object.
+    """
 
     def __init__(self, path: StrPath) -> None:
-        self.path = self.source = existing(path)
+        self.path = self.source = check_exists(path)
         with self.path.open("rb") as file:
             head = file.read(6)
             if head == b"\xfd7zXZ\0" or head[:3] == b"]\0\0":
@@ -89,11 +92,11 @@ class Database:
                 handle, name = tempfile.mkstemp(suffix=".sqlite")
                 weakref.finalize(self, _remove, name)
                 self.path = Path(name)
-                with located(os.fspath(path), *DAMAGE), os.fdopen(handle, "wb") as target:
+                with locating_errors(os.fspath(path), *DAMAGE_ERRORS), os.fdopen(handle, "wb") as target:
                     decompress(file, target)
 
     def reading(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
-        """A connection; see `reading`."""
+        """Opens a connection; see `reading`."""
         return reading(self.path)
 
 
@@ -103,7 +106,7 @@ def _remove(name: str, unlink: Callable[[str], None] = os.unlink) -> None:
 
 
 def decompress(source: IO[bytes], target: IO[bytes]) -> None:
-    """Copies an ``.lzma`` or ``.xz`` stream, decompressed piece by piece."""
+    """Decompresses an ``.lzma`` or ``.xz`` stream, piece by piece."""
     decompressor = lzma.LZMADecompressor(memlimit=_LZMA_MEMORY)
     while not decompressor.eof:
         piece = source.read(_PIECE) if decompressor.needs_input else b""

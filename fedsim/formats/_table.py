@@ -1,4 +1,4 @@
-"""CSV and Parquet with a column that says whose each row is."""
+"""Readers and writers for CSV and Parquet files with a column of client ids."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import numpy as np
 
 from fedsim.data import ClientStream, FormatError
 from fedsim.data._atomic_write import atomic_write
-from fedsim.formats._owners import Owners
+from fedsim.formats._client_index import ClientIndex
 from fedsim.formats._source import (
     Clients,
     Columns,
     Features,
     StrPath,
+    check_exists,
     decoded,
-    existing,
-    held,
-    located,
+    locating_errors,
     selected,
     stream,
     texts,
+    writable_columns,
 )
 
 Stack = Mapping[str, str | Sequence[str]]
@@ -38,24 +38,26 @@ _PARQUET = b"PAR1"
 
 
 def read_table(path: StrPath, client: str, features: Features = None, *, stack: Stack | None = None) -> ClientStream:
-    """Reads a CSV (``.csv``, ``.tsv``, also ``.gz``) or Parquet file, clients in order of first appearance.
+    """Reads a CSV (``.csv``, ``.tsv``, also ``.gz``) or Parquet file, with clients in the order of their first appearance.
 
-    The rows of a client may lie anywhere. The file is read twice: the first time only the column of clients, of which one
-    integer a row is kept; the second time rows go to temporary files (``TMPDIR``) of about 64 MiB, a range of clients each,
-    so memory is that of one such file or of the largest client. A file up to that size is grouped in memory.
+    The rows of a client may be anywhere in the file, which is read twice. The first pass reads only the column of clients, and
+    stores one integer per row. The second pass writes the rows to temporary files (in ``TMPDIR``) of about 64 MiB, one for each
+    range of clients, so memory is limited to one such file or the largest client. A smaller file is grouped in memory.
 
     Args:
       path: the file.
-      client: the column of client ids, of any type.
-      features: names of those to keep, or name to ``(shape, dtype)``; by default every column but ``client``. Numbers stay of
-        their type, strings and dates become text, and lists (Parquet) of one length a further dimension.
-      stack: new feature name to the numeric columns that make it, ``[n, k]``: a list, or a pattern like ``"x*"`` (in the
-        file's order).
+      client: the column with the client ids, of any type.
+      features: the names of the features to read, or a mapping from names to ``(shape, dtype)``; None: every column except
+        ``client``. Numbers keep their types, strings and dates become text, and lists of equal length (Parquet) become a
+        further dimension.
+      stack: a mapping from names of new features ``[n, k]`` to the k numeric columns that they consist of: a list of names, or
+        a pattern such as ``"x*"``, whose columns are in the file's order.
 
     Raises:
       ImportError: pyarrow is not installed.
-      FileNotFoundError: no such file.
-      FormatError: when opened or read, a damaged file, no such column, a missing value, values of another type than before.
+      FileNotFoundError: there is no such file.
+      FormatError: the file is damaged, has no such column, lacks a value, or has values of different types in a column; raised
+        when the file is opened or read.
 
     >>> import pathlib, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,24 +66,24 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
     >>> {client.client_id: (client["x"].tolist(), client["word"].tolist()) for client in data}
     {'bob': ([[1, 2], [5, 6]], [b'to', b'or']), 'ann': ([[3, 4]], [b'be'])}
     """
-    source = existing(path)
+    source = check_exists(path)
     with _arrow_errors(source):
         encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, only=client))
-        owners = Owners((array.dictionary.to_pylist(), _whole(array.indices)) for array in encoded)
+        client_index = ClientIndex((array.dictionary.to_pylist(), _without_nulls(array.indices)) for array in encoded)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
         with _arrow_errors(source):
-            for client_id, table in _grouped(source, client, owners, features):
-                with located(f"client {client_id!r}"):
+            for client_id, table in _grouped(source, client, client_index, features):
+                with locating_errors(f"client {client_id!r}"):
                     names = [name for name in table.column_names if name != client and _wanted(name, features, stack or {})]
                     columns = {name: arrow_column(name, table[name].combine_chunks()) for name in names}
                     yield client_id, selected(_stacked(columns, stack or {}), features)
 
-    return stream(path, read, len(owners.names))
+    return stream(path, read, len(client_index.names))
 
 
 def _batches(path: Path, features: Features = None, only: str | None = None) -> Iterator[Any]:
-    """The file's rows as Arrow record batches; of one column if ``only`` it is wanted."""
+    """Yields the rows of a file as Arrow record batches, with one column if ``only`` is given."""
     pa = _pyarrow()
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
@@ -89,10 +91,10 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
     with path.open("rb") as file:
         head = file.read(4)
     if head == _PARQUET:
-        # A damaged file may claim lists and names of any length.
+        # The header of a damaged file may have lists and names of any length.
         limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as table:
-            _require(only, table.schema_arrow.names)
+            _check_column_names(only, table.schema_arrow.names)
             yield from table.iter_batches(1 << 14, columns=only and [only])
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
@@ -103,50 +105,50 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
         for name, (_, dtype) in features.items():
             types[name] = pa.string() if np.dtype(dtype).kind in "OS" else pa.from_numpy_dtype(dtype)
 
-    def open_csv(**how: Any) -> Any:
-        converting = csv.ConvertOptions(column_types=types, **how)
+    def open_csv(**options: Any) -> Any:
+        converting = csv.ConvertOptions(column_types=types, **options)
         return csv.open_csv(files.enter_context(pa.input_stream(str(path), compression)), reading, parsing, converting)
 
     with contextlib.ExitStack() as files:
         table = open_csv()
-        _require(only, table.schema.names)
+        _check_column_names(only, table.schema.names)
         dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
         types = dates | types
         yield from open_csv(include_columns=[only]) if only else open_csv() if dates else table
 
 
-def _whole(indices: Any) -> np.ndarray:
+def _without_nulls(indices: Any) -> np.ndarray:
     if indices.null_count:
-        raise FormatError("rows without a client: fill or drop them")
+        raise FormatError("some rows have no client id: fill in the ids or drop the rows")
     return indices.to_numpy()
 
 
-def _require(client: str | None, names: list[str]) -> None:
+def _check_column_names(client: str | None, names: list[str]) -> None:
     if len(set(names)) != len(names):
-        raise FormatError(f"two columns of one name, among {names}: rename one.")
+        raise FormatError(f"two columns have the same name, among {names}: rename one of them.")
     if client is not None and client not in names:
         raise FormatError(f"the column of clients must be one of {names}, got client={client!r}.")
 
 
-def _grouped(path: Path, client: str, owners: Owners, features: Features) -> Iterator[tuple[str, Any]]:
-    """Each client's name and rows, as an Arrow table."""
+def _grouped(path: Path, client: str, client_index: ClientIndex, features: Features) -> Iterator[tuple[str, Any]]:
+    """Yields each client's id and rows, the latter as an Arrow table."""
     with tempfile.TemporaryDirectory(prefix="fedsim-table-") as folder:
-        for table in _buckets(path, client, owners, features, folder):
+        for table in _buckets(path, client, client_index, features, folder):
             numbers = table[client].to_numpy()
             order = np.argsort(numbers, kind="stable")
             table, numbers = table.take(order), numbers[order]
             cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(numbers)]
             for start, stop in itertools.pairwise(cuts):
-                yield owners.names[numbers[start]], table.slice(start, stop - start)
+                yield client_index.names[numbers[start]], table.slice(start, stop - start)
 
 
-def _buckets(path: Path, client: str, owners: Owners, features: Features, folder: str) -> Iterator[Any]:
-    """The rows of one range of clients after another, ``client`` replaced by numbers."""
+def _buckets(path: Path, client: str, client_index: ClientIndex, features: Features, folder: str) -> Iterator[Any]:
+    """Yields the rows of successive ranges of clients, with client numbers in the column ``client``."""
     pa = _pyarrow()
-    batches = _numbered(path, client, owners, features)
-    first = next(batches)  # There are rows, for there are owners.
-    # Which range a client falls into: as if every row were as large as those of the first batch.
-    ends = np.cumsum(np.bincount(owners.rows, minlength=len(owners.names)))
+    batches = _numbered(path, client, client_index, features)
+    first = next(batches)  # There is at least one row, as ClientIndex checked.
+    # The range of each client, if every row has the size of those in the first batch.
+    ends = np.cumsum(np.bincount(client_index.rows, minlength=len(client_index.names)))
     bucket_of = ((ends - 1) * (first.nbytes / first.num_rows) // _BUCKET_BYTES).astype(np.int64)
     batches = itertools.chain([first], batches)
     if bucket_of[-1] == bucket_of[0]:
@@ -166,21 +168,23 @@ def _buckets(path: Path, client: str, owners: Owners, features: Features, folder
         os.unlink(f"{folder}/{number}")
 
 
-def _numbered(path: Path, client: str, owners: Owners, features: Features) -> Iterator[Any]:
+def _numbered(path: Path, client: str, client_index: ClientIndex, features: Features) -> Iterator[Any]:
     at = 0
     for batch in _batches(path, features):
-        numbers = owners.rows[at : at + batch.num_rows]
+        numbers = client_index.rows[at : at + batch.num_rows]
         at += batch.num_rows
         if len(numbers) != batch.num_rows:
             break
         if batch.num_rows:
             yield batch.set_column(batch.schema.get_field_index(client), client, _pyarrow().array(numbers))
-    if at != len(owners.rows):
-        raise FormatError(f"column {client!r} has {len(owners.rows)} rows, and the others have more or fewer.")
+    if at != len(client_index.rows):
+        raise FormatError(
+            f"column {client!r} has {len(client_index.rows)} rows, but the other columns have another number of rows."
+        )
 
 
 def arrow_column(name: str, array: Any) -> np.ndarray:
-    """An Arrow array as NumPy's ``[n, ...]``, or text ``[n]``."""
+    """Converts an Arrow array to a NumPy array ``[n, ...]``, or to text ``[n]``."""
     pa = _pyarrow()
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -189,11 +193,14 @@ def arrow_column(name: str, array: Any) -> np.ndarray:
         return arrow_column(name, array.storage)
     if array.null_count:
         row = array.is_null().index(True).as_py()
-        raise FormatError(f"Feature {name!r} has no value in the client's row {row}: fill or drop it.")
+        raise FormatError(f"Feature {name!r} has no value in row {row} of the client: fill in a value or drop the row.")
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         lengths = np.unique(array.value_lengths().to_numpy(zero_copy_only=False)) if len(array) else [0]
         if len(lengths) != 1:
-            raise FormatError(f"Feature {name!r} has lists of {lengths[0]} to {lengths[-1]} values: no column holds both.")
+            raise FormatError(
+                f"Feature {name!r} has lists of {lengths[0]} to {lengths[-1]} values: expected lists of one "
+                "length. Leave the feature out by features=[...]."
+            )
         inner = arrow_column(name, array.flatten())
         return inner.reshape(len(array), int(lengths[0]), *inner.shape[1:])
     if pa.types.is_date(kind) or pa.types.is_time(kind) or pa.types.is_timestamp(kind):
@@ -204,7 +211,10 @@ def arrow_column(name: str, array: Any) -> np.ndarray:
     if array.type in (pa.binary(), pa.large_binary()):
         return texts(array.to_pylist())
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
-        raise FormatError(f"Feature {name!r} has type {kind}: expected numbers, strings, or lists of them; leave it out.")
+        raise FormatError(
+            f"Feature {name!r} has type {kind}: expected numbers, strings, or lists of them. "
+            "Leave the feature out by features=[...]."
+        )
     return array.to_numpy(zero_copy_only=False)
 
 
@@ -218,30 +228,30 @@ def _stacked(columns: dict[str, np.ndarray], stack: Stack) -> dict[str, np.ndarr
         chosen = [each for each in columns if fnmatch.fnmatchcase(each, members)] if isinstance(members, str) else list(members)
         absent = [member for member in chosen if member not in columns]
         if not chosen or absent:
-            raise FormatError(f"stack={{{name!r}: {members!r}}} names no columns: there are {sorted(columns)}.")
+            raise FormatError(f"stack={{{name!r}: {members!r}}} names no columns: the columns are {sorted(columns)}.")
         wrong = [member for member in chosen if columns[member].dtype == object]
         if wrong:
-            raise FormatError(f"stack={{{name!r}: {members!r}}} needs numbers, and column {wrong[0]!r} is text.")
+            raise FormatError(f"stack={{{name!r}: {members!r}}} needs numbers, but column {wrong[0]!r} is text.")
         columns[name] = np.stack([columns.pop(member) for member in chosen], axis=1)
     return columns
 
 
 def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> None:
-    """Writes a Parquet file, or by suffix ``.csv`` or ``.tsv`` (also ``.gz``); it takes its name only once it is whole.
+    """Writes a CSV file (suffix ``.csv`` or ``.tsv``, also ``.gz``) or else a Parquet file, created only when it is complete.
 
-    In Parquet, further dimensions are lists of fixed size; in CSV, feature ``x [n, k]`` becomes columns ``x_0`` to ``x_{k-1}``.
-    A table has a row an example, hence none of a client without examples: a warning says how many are left out.
+    In Parquet, further dimensions are lists of fixed size. In CSV, a feature ``x [n, k]`` becomes columns ``x_0`` to
+    ``x_{k-1}``. A table has one row per example, so clients without examples are left out, and a warning states their number.
 
     Args:
-      clients: what to write.
+      clients: the clients to write.
       path: the file.
-      client: the name of the column of client ids.
+      client: the name of the column for the client ids.
 
     Raises:
       ImportError: pyarrow is not installed.
       FileNotFoundError: the folder does not exist.
-      ValueError: text that is not UTF-8 or a dtype that a table cannot hold, naming the client; a feature that is called as
-        the column of clients.
+      ValueError: text is not UTF-8, or a table does not support a dtype (the message names the client); a feature has the name
+        of the column for client ids.
 
     >>> import pathlib, tempfile
     >>> from fedsim.data import FederatedData
@@ -261,35 +271,39 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
 
     suffixes = Path(path).suffixes
     comma_separated = bool({".csv", ".tsv"} & set(suffixes))
-    with atomic_write(path) as part, contextlib.ExitStack() as files:
+    with atomic_write(path) as temporary, contextlib.ExitStack() as files:
         writer: Any = None
         for table in _tables(clients, client, flat=comma_separated):
             if writer is None and comma_separated:
-                sink = files.enter_context(pa.output_stream(str(part), "gzip" if ".gz" in suffixes else None))
+                sink = files.enter_context(pa.output_stream(str(temporary), "gzip" if ".gz" in suffixes else None))
                 options = csv.WriteOptions(delimiter="\t" if ".tsv" in suffixes else ",")
                 writer = files.enter_context(csv.CSVWriter(sink, table.schema, write_options=options))
             elif writer is None:
-                writer = files.enter_context(parquet.ParquetWriter(part, table.schema, write_page_checksum=True))
+                writer = files.enter_context(parquet.ParquetWriter(temporary, table.schema, write_page_checksum=True))
             writer.write_table(table)
         if writer is None:
             raise ValueError("The population is empty: expected at least one client.")
 
 
 def _tables(clients: Clients, client: str, flat: bool) -> Iterator[Any]:
-    """Clients as Arrow tables of a few megabytes, so that a file of small clients has few row groups."""
+    """Yields clients as Arrow tables of a few megabytes, so that a file of small clients has few row groups."""
     pa = _pyarrow()
     waiting: list[Any] = []
     size = empty = 0
     for dataset in clients:
         empty += not len(dataset)
         if client in dataset.examples:
-            raise ValueError(f"A feature is called {client!r} as the column of clients: name that another way by client=.")
+            raise ValueError(
+                f"A feature is called {client!r}, like the column for client ids: give that column another name by client=."
+            )
         columns: dict[str, Any] = {client: pa.array([dataset.client_id] * len(dataset), pa.string())}
-        for name, array in _flattened(held(dataset), flat):
+        for name, array in _flattened(writable_columns(dataset), flat):
             if array.dtype == object:
                 columns[name] = pa.array(decoded(dataset.client_id, name, array), pa.string())
             elif 0 in array.shape[1:]:
-                raise ValueError(f"Feature {name!r} has no values, {list(array.shape[1:])} per example: leave it out.")
+                raise ValueError(
+                    f"Feature {name!r} has no values, as its shape per example is {list(array.shape[1:])}: leave it out."
+                )
             else:
                 columns[name] = _arrow(array)
         waiting.append(pa.table(columns))
@@ -315,28 +329,30 @@ def _flattened(examples: Columns, flat: bool) -> Iterator[tuple[str, np.ndarray]
 
 def _arrow(array: np.ndarray) -> Any:
     pa = _pyarrow()
-    made = pa.array(array.reshape(-1))
+    column = pa.array(array.reshape(-1))
     for size in reversed(array.shape[1:]):
-        made = pa.FixedSizeListArray.from_arrays(made, size)
-    return made
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    return column
 
 
 def _pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ImportError("CSV and Parquet need pyarrow: pip install 'fedsim-jax[formats]'.") from error
+        raise ImportError(
+            "CSV and Parquet files need pyarrow, which is not installed: pip install 'fedsim-jax[formats]'."
+        ) from error
     return pyarrow
 
 
 @contextlib.contextmanager
 def _arrow_errors(path: Path) -> Iterator[None]:
-    """What Arrow raises for a damaged file becomes `FormatError`; a full disk stays an `OSError`."""
+    """Converts Arrow's errors for a damaged file to `FormatError`; a full disk remains an `OSError`."""
     pa = _pyarrow()
     try:
-        with located(os.fspath(path), pa.ArrowException, UnicodeDecodeError, MemoryError):
+        with locating_errors(os.fspath(path), pa.ArrowException, UnicodeDecodeError, MemoryError):
             yield
     except OSError as error:
         if error.errno is not None:
             raise
-        raise FormatError(f"{path}: truncated or damaged, fetch or write it again ({error})") from error
+        raise FormatError(f"{path}: truncated or damaged, download or write it again ({error})") from error

@@ -1,6 +1,6 @@
-"""TensorFlow Federated's HDF5 layout: ``/examples/<client>/<feature> [n, ...]``.
+"""A reader and a writer for TensorFlow Federated's HDF5 layout, ``/examples/<client>/<feature> [n, ...]``.
 
-Files are parsed by a child process (see `fedsim.formats._hdf5_child`), whatever is wrong with them: libhdf5 can crash or hang.
+Files are parsed in a child process (see `fedsim.formats._hdf5_child`), because libhdf5 can crash or hang on damaged files.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError, TextColumn
 from fedsim.data._atomic_write import atomic_write
-from fedsim.formats._source import Clients, StrPath, held
+from fedsim.formats._source import Clients, StrPath, writable_columns
 
-# Children that wait for another file.
+# Child processes that are ready for another file.
 _idle: list[subprocess.Popen[bytes]] = []
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_idle.clear)
 
 
-def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, patience: float = 60.0) -> ClientStream:
+def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, timeout: float = 60.0) -> ClientStream:
     """Reads a file in TensorFlow Federated's layout, ``/examples/<client>/<feature> [n, ...]``.
 
-    Clients come in the file's order: by name, unless whoever wrote it tracked another order. Numbers come in the machine's
-    byte order, strings as text.
+    Clients are in the order of the file: sorted by id, unless the file was written with another tracked order. Numbers are
+    converted to the machine's byte order, and strings to text.
 
     Args:
       path: the file.
-      features: which features to read; by default all, which must then be the same for every client.
-      patience: seconds that HDF5 may take for one client before the file counts as damaged, for it can hang on some.
+      features: the names of the features to read; None: all features, which must then be the same for every client.
+      timeout: the seconds that HDF5 may take for one client. After this time the file counts as damaged, because HDF5 hangs on
+        some damaged files.
 
     Raises:
-      FileNotFoundError: no such file.
-      FormatError: not an HDF5 file. When read: a truncated or damaged one, no ``/examples``, a client that lacks a feature,
-        features of different lengths, or whose shape or dtype differ between clients.
+      FileNotFoundError: there is no such file.
+      FormatError: the file is not an HDF5 file; or, when it is read, it is truncated or damaged, it has no ``/examples``, a
+        client lacks a feature, features of a client have different lengths, or shapes or dtypes differ between clients.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -57,19 +58,19 @@ def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, patie
     if os.path.isdir(path):
         raise FormatError(f"{name} is a folder: give an HDF5 file.")
     if not os.path.exists(path):
-        raise FileNotFoundError(f"No file {name}.")
+        raise FileNotFoundError(f"There is no file {name}.")
     if not _is_hdf5(path):
-        raise FormatError(f"{name} ({os.path.getsize(path)} bytes) is not an HDF5 file: fetch it again, or convert it.")
-    request = {"path": os.path.abspath(path), "features": features and list(features), "patience": patience}
+        raise FormatError(f"{name} ({os.path.getsize(path)} bytes) is not an HDF5 file: download it again, or convert it.")
+    request = {"path": os.path.abspath(path), "features": features and list(features), "timeout": timeout}
 
     def read() -> Iterator[tuple[str, Mapping[str, np.ndarray]]]:
-        child = _take()
+        child = _get_child()
         try:
             _send(child, request)
-            while "client" in (reply := _reply(child, name, patience)):
+            while "client" in (reply := _reply(child, name, timeout)):
                 arrays = {feature: _receive(child, name, *kind) for feature, *kind in reply["arrays"]}
                 yield reply["client"], arrays
-        except BaseException:  # Also when whoever reads stops before the end.
+        except BaseException:  # Also if the consumer stops before the end.
             child.kill()
             _close(child)
             raise
@@ -77,19 +78,23 @@ def read_tff_hdf5(path: StrPath, features: Sequence[str] | None = None, *, patie
         if "refused" in reply:
             raise FormatError(f"{name}: {reply['refused']}")
         if "damaged" in reply:
-            raise FormatError(f"{name} is truncated or damaged: fetch or write it again. HDF5 says: {reply['damaged']}")
+            raise FormatError(f"{name} is truncated or damaged: download or write it again. HDF5 reports: {reply['damaged']}")
 
     return ClientStream(read, source=path)
 
 
 def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
-    """Writes TensorFlow Federated's layout, client by client, in their order; the file takes its name once it is whole.
+    """Writes a file in TensorFlow Federated's layout, client by client in their order, created only when it is complete.
+
+    Args:
+      clients: the clients to write.
+      path: the file.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: a client or a feature whose name HDF5 cannot hold (with a slash), text with a NUL in it, a dtype that it
-        cannot hold, or two clients of one id.
-      OSError: the disk is full; nothing is left of the file.
+      ValueError: HDF5 does not support the name of a client or a feature (with a slash), a text with a NUL character, or a
+        dtype; or two clients have the same id.
+      OSError: the disk is full. No file remains.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -100,14 +105,16 @@ def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
     ...         file["examples/ann/snippets"][()].tolist()
     [b'to be', b'or not']
     """
-    with atomic_write(path) as part, open(part, "r+b", buffering=0) as raw:
+    with atomic_write(path) as temporary, open(temporary, "r+b", buffering=0) as raw:
         disk = _Disk(raw)
         with h5py.File(disk, "w") as file:
             examples = file.create_group("examples", track_order=True)
             for client in clients:
                 _check_name("Client id", client.client_id)
                 if client.client_id in examples:
-                    raise ValueError(f"Client ids must be unique, and {client.client_id!r} occurs more than once.")
+                    raise ValueError(
+                        f"Client ids must be unique, but {client.client_id!r} occurs more than once: rename one of the clients."
+                    )
                 _write(examples.create_group(client.client_id), client)
                 if disk.error is not None:
                     break
@@ -116,23 +123,25 @@ def write_tff_hdf5(clients: Clients, path: StrPath) -> None:
 
 
 def _write(group: Any, client: ClientDataset) -> None:
-    for name, rows in held(client, "biufc").items():
+    for name, rows in writable_columns(client, "biufc").items():
         _check_name("Feature name", name)
         if rows.dtype != object:
             group.create_dataset(name, data=rows)
             continue
         if any(b"\0" in row for row in rows):
-            raise ValueError(f"Text {name!r} of client {client.client_id!r} holds a NUL, where HDF5's strings end.")
+            raise ValueError(
+                f"Text {name!r} of client {client.client_id!r} contains a NUL character, which ends strings in HDF5: remove it."
+            )
         group.create_dataset(name, data=rows, dtype=h5py.string_dtype("ascii"))
 
 
 def _check_name(kind: str, name: str) -> None:
     if name in ("", ".") or "/" in name or "\0" in name:
-        raise ValueError(f"{kind} {name!r} cannot name anything in an HDF5 file: rename it.")
+        raise ValueError(f"{kind} {name!r} is not a valid name in HDF5: rename it.")
 
 
 class _Disk(io.RawIOBase):
-    """A file of which HDF5 never hears that the disk is full, for it would crash: what went wrong first is kept."""
+    """A file that hides write errors from HDF5, which would crash on a full disk, and stores the first one in ``error``."""
 
     def __init__(self, raw: io.FileIO) -> None:
         self.raw = raw
@@ -165,7 +174,7 @@ class _Disk(io.RawIOBase):
 
 
 def _is_hdf5(path: StrPath) -> bool:
-    """Whether the signature is where HDF5 may have it: at 0, or behind a user block of 512 bytes or a power of two more."""
+    """Whether HDF5's signature is at 0, or after a user block, whose size is 512 times a power of two."""
     with open(path, "rb") as file:
         size, at = os.path.getsize(path), 0
         while at < size:
@@ -176,8 +185,8 @@ def _is_hdf5(path: StrPath) -> bool:
     return False
 
 
-def _take() -> subprocess.Popen[bytes]:
-    """A child that waits, or a new one."""
+def _get_child() -> subprocess.Popen[bytes]:
+    """Returns an idle child process, or starts a new one."""
     while _idle:
         child = _idle.pop()
         if child.poll() is None:
@@ -195,7 +204,9 @@ def _take() -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     if child.stdout.readline() != b"ready\n":
         _close(child)
-        raise RuntimeError(f"{sys.executable} could not be started to parse HDF5: it ended with status {child.returncode}.")
+        raise RuntimeError(
+            f"{sys.executable} could not be started to parse HDF5: the process ended with status {child.returncode}."
+        )
     return child
 
 
@@ -219,14 +230,14 @@ def _send(child: subprocess.Popen[bytes], request: Mapping[str, Any]) -> None:
     child.stdin.flush()
 
 
-def _reply(child: subprocess.Popen[bytes], name: str, patience: float) -> dict[str, Any]:
+def _reply(child: subprocess.Popen[bytes], name: str, timeout: float) -> dict[str, Any]:
     assert child.stdout is not None
     line = child.stdout.readline()
     if line.endswith(b"\n"):
         return json.loads(line)
-    # 1 is what faulthandler ends a process with whose time is over.
-    how = f"took more than patience={patience:g} seconds for one client" if child.wait() == 1 else "crashed"
-    raise FormatError(f"{name} is damaged: HDF5 {how}. Fetch or write it again.")
+    # faulthandler ends the process with status 1 after the timeout.
+    how = f"took more than timeout={timeout:g} seconds for one client" if child.wait() == 1 else "crashed"
+    raise FormatError(f"{name} is damaged: HDF5 {how}. Download or write it again.")
 
 
 def _receive(child: subprocess.Popen[bytes], name: str, dtype: str, shape: Any) -> np.ndarray:
@@ -241,5 +252,5 @@ def _array(child: subprocess.Popen[bytes], name: str, dtype: np.dtype, shape: Se
     array = np.empty(shape, dtype)
     assert child.stdout is not None
     if array.size and child.stdout.readinto(array.reshape(-1).view(np.uint8).data) < array.nbytes:  # type: ignore[attr-defined]
-        raise FormatError(f"{name} is damaged: HDF5 crashed. Fetch or write it again.")
+        raise FormatError(f"{name} is damaged: HDF5 crashed. Download or write it again.")
     return array

@@ -1,7 +1,7 @@
-"""TensorFlow Federated's SQLite files: one row an example, as a serialized ``tf.train.Example``.
+"""A reader and a writer for TensorFlow Federated's SQLite files, with one row per example, a serialized ``tf.train.Example``.
 
 Tables ``examples(split_name, client_id, serialized_example_proto)`` and ``client_metadata(client_id, split_name,
-num_examples)``: TFF's `simulation/datasets/sql_client_data_utils.py`. Published as ``.sqlite.lzma``.
+num_examples)``. See TFF's `simulation/datasets/sql_client_data_utils.py`. Published files are ``.sqlite.lzma``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError
 from fedsim.formats._example_proto import columns, serialized
-from fedsim.formats._source import Clients, Columns, Features, StrPath, held, located, only_split, stream
-from fedsim.formats._sqlite import Database, require, text, writing
+from fedsim.formats._source import Clients, Columns, Features, StrPath, choose_split, locating_errors, stream, writable_columns
+from fedsim.formats._sqlite import Database, check_table, text, writing
 
 _EXAMPLES = ["split_name", "client_id", "serialized_example_proto"]
 _METADATA = ["client_id", "split_name", "num_examples"]
 
 
 def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features = None) -> ClientStream:
-    """Reads one split of a file of TFF's ``SqlClientData``, ``.sqlite`` or ``.sqlite.lzma``, clients ordered by id.
+    """Reads one split of a file of TFF's ``SqlClientData``, ``.sqlite`` or ``.sqlite.lzma``, with clients sorted by id.
 
-    Memory is that of one client. An ``.lzma`` file is first decompressed piece by piece into the folder for temporary
-    files (``TMPDIR``), and the copy is removed with the stream. A file without an index on clients is sorted there.
+    One client is in memory at a time. An ``.lzma`` file is first decompressed into the folder for temporary files (``TMPDIR``);
+    the copy is deleted together with the stream. A file without an index on clients is sorted in that folder.
 
     Args:
       path: the file.
-      split: the name of the split; the file's only one by default.
-      features: names of those to keep, or name to ``(shape, dtype)``, for instance ``{"pixels": ((28, 28), np.float32)}``.
-        By default all of a client's first example, int64, float32 or bytes, one value as ``[n]``, several as ``[n, k]``.
+      split: the name of the split; None: the only one in the file.
+      features: the names of the features to read, or a mapping from names to ``(shape, dtype)``, for example
+        ``{"pixels": ((28, 28), np.float32)}``. None: all features of a client's first example, as int64, float32 or bytes.
+        Features of one value have shape ``[n]``, those of k values ``[n, k]``.
 
     Raises:
-      FileNotFoundError: no such file.
-      FormatError: no such split, or several and none chosen; when opened or read, a file that is not of this layout, or is
-        damaged.
+      FileNotFoundError: there is no such file.
+      FormatError: there is no such split, or there are several and ``split`` is None; or the file has another layout or is
+        damaged, which is raised when it is opened or read.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -48,12 +49,12 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
     {'ann': [3, 4], 'bob': [5]}
     """
     database = Database(path)
-    with located(os.fspath(path)), database.reading() as connection:
-        require(connection, "examples", _EXAMPLES, "TFF")
-        require(connection, "client_metadata", _METADATA, "TFF")
-        found = connection.execute("SELECT split_name, COUNT(*) FROM client_metadata GROUP BY split_name")
-        counts = {text(name, "Split name"): count for name, count in found}
-    chosen = only_split(path, list(counts), split)
+    with locating_errors(os.fspath(path)), database.reading() as connection:
+        check_table(connection, "examples", _EXAMPLES, "TFF")
+        check_table(connection, "client_metadata", _METADATA, "TFF")
+        split_sizes = connection.execute("SELECT split_name, COUNT(*) FROM client_metadata GROUP BY split_name")
+        counts = {text(name, "Split name"): count for name, count in split_sizes}
+    chosen = choose_split(path, list(counts), split)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
         with database.reading() as connection:
@@ -65,39 +66,41 @@ def read_tff_sqlite(path: StrPath, split: str | None = None, features: Features 
                 [chosen],
             )
             grouped = itertools.groupby(rows, key=lambda row: row[0])
-            ahead = next(grouped, None)
+            next_group = next(grouped, None)
             for listed, num_examples in metadata:
                 client_id = text(listed, "Client id")
                 examples: list[Any] = []
-                if ahead is not None and ahead[0] == listed:
-                    examples = [example for _, example in ahead[1]]
-                    ahead = next(grouped, None)
-                with located(f"client {client_id!r}"):
+                if next_group is not None and next_group[0] == listed:
+                    examples = [example for _, example in next_group[1]]
+                    next_group = next(grouped, None)
+                with locating_errors(f"client {client_id!r}"):
                     if len(examples) != num_examples:
-                        raise FormatError(f"{len(examples)} examples where client_metadata says {num_examples!r}: fetch again")
+                        raise FormatError(
+                            f"{len(examples)} examples, but client_metadata has {num_examples!r}: download it again"
+                        )
                     if not all(isinstance(example, bytes) for example in examples):
                         raise FormatError("an example is not bytes")
-                    made = columns(examples, features) if examples else None
-                yield client_id, made
-            if ahead is not None:
-                raise FormatError(f"Client id {ahead[0]!r} has examples and is not listed in client_metadata.")
+                    client_columns = columns(examples, features) if examples else None
+                yield client_id, client_columns
+            if next_group is not None:
+                raise FormatError(f"Client id {next_group[0]!r} has examples, but is not listed in client_metadata.")
 
     return stream(path, read, counts[chosen])
 
 
 def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, split: str = "train") -> None:
-    """Writes a file that TFF's ``SqlClientData`` opens. It takes its name only once it is whole.
+    """Writes a file for TFF's ``SqlClientData``. The file is created only when it is complete.
 
-    Features are flattened, as ``tf.train.Example`` has lists only; integers and floats become int64 and float32.
+    Features are flattened, because ``tf.train.Example`` has only lists. Integers become int64, and floats float32.
 
     Args:
-      splits: clients by name of their split, or the clients of one.
+      splits: the clients of each split, by its name; or the clients of one split.
       path: the file.
-      split: the name of the split if ``splits`` is one.
+      split: the name of the split if ``splits`` has the clients of one split.
 
     Raises:
       FileNotFoundError: the folder does not exist.
-      ValueError: a dtype that the format cannot hold, or an integer beyond int64; the client is named.
+      ValueError: the format does not support a dtype, or an integer is too large for int64. The message names the client.
 
     >>> import tempfile
     >>> from fedsim.data import FederatedData
@@ -129,8 +132,10 @@ def write_tff_sqlite(splits: Mapping[str, Clients] | Clients, path: StrPath, spl
 
 
 def _checked(client: ClientDataset) -> Columns:
-    arrays = held(client)
+    arrays = writable_columns(client)
     for name, array in arrays.items():
         if array.dtype == np.uint64 and array.max(initial=0) >= 2**63:
-            raise ValueError(f"Feature {name!r} of client {client.client_id!r} has {array.max()}, which int64 cannot hold.")
+            raise ValueError(
+                f"Feature {name!r} of client {client.client_id!r} has {array.max()}, which is too large for int64."
+            )
     return arrays

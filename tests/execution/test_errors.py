@@ -62,7 +62,8 @@ def test_updates_that_do_not_fit_at_once_are_rejected(monkeypatch):
     for way in (fedsim.Jit(), fedsim.Debug()):
         algorithm = Counting(batches=BATCHES, aggregator=Maximum(), execution=way)
         with pytest.raises(
-            (ValueError, fedsim.execution.StageError), match="Maximum needs 0.0 MB for the updates of (10|8) clients, .* are free"
+            (ValueError, fedsim.execution.StageError),
+            match="Maximum needs 0.0 MB for the updates of (10|8) clients, .* are free",
         ):
             algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 

@@ -1,4 +1,4 @@
-"""Small populations for the tests of formats, and what comparing them takes."""
+"""Small populations for the tests of formats, and functions to compare them."""
 
 import os
 from pathlib import Path
@@ -33,7 +33,7 @@ def some_clients(sizes=(3, 0, 2)):
 
 
 def contents(clients):
-    """Everything, to compare by ``==``: of arrays also dtype and shape per example."""
+    """All clients and columns, with dtypes and shapes per example, for comparison by ``==``."""
     return {
         client.client_id: {
             name: (str(column.dtype), column.shape[1:], column[:].tolist()) for name, column in client.examples.items()

@@ -44,7 +44,7 @@ WRITERS = {
 
 @pytest.mark.filterwarnings("ignore:Clients without examples")
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_file_is_recognized_whatever_it_is_called(tmp_path, name):
+def test_a_file_is_recognized_under_any_name(tmp_path, name):
     WRITERS[name](some_clients(), tmp_path / "file")
     assert recognize(tmp_path / "file") == name
     options = {"client": "client_id"} if name in ("csv", "parquet") else {}
@@ -94,13 +94,13 @@ def tarred():
         (zipped(), "a ZIP archive: unpack it"),
         (tarred(), "a tar archive: unpack it"),
         (gzip.compress(tarred(), mtime=0), "a tar archive: unpack it"),
-        (bytes([0, 0, 8, 1, 0, 0, 0, 0]), "an idx file, which knows no clients: read_idx"),
+        (bytes([0, 0, 8, 1, 0, 0, 0, 0]), "an idx file, which has no clients: read its array by read_idx"),
         (b"\x93NUMPY\x01\0", "a NumPy array"),
         (b"\x89PNG\r\n\x1a\n\0\0\0", "binary data beginning with b'.*PNG"),
         (b"once upon a time", "text beginning with 'once upon a time'"),
     ],
 )
-def test_an_unknown_file_is_refused_saying_what_it_looks_like(tmp_path, content, looks):
+def test_the_error_for_an_unknown_file_describes_its_content(tmp_path, content, looks):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(FormatError, match=f"file looks like {looks}.* Known formats: packed, tff_hdf5, .*tfds"):
         read(tmp_path / "file")
@@ -121,7 +121,7 @@ def test_an_unknown_folder_or_database_is_refused(tmp_path):
 @pytest.mark.filterwarnings("ignore:Clients without examples")
 def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
     write_leaf(some_clients(), tmp_path / "a.json")
-    with pytest.raises(ValueError, match=r"Format leaf has no option 'split'. It has: features"):
+    with pytest.raises(ValueError, match=r"Format leaf has no option 'split'. Its options are: features"):
         read(tmp_path / "a.json", split="train")
     write_table(some_clients(), tmp_path / "a.csv")
     with pytest.raises(ValueError, match=r"Format csv needs client= .*: the name of the column of client ids"):
@@ -134,7 +134,7 @@ def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
     ("suffix", "target_format"),
     [(".h5", None), (".json", None), (".parquet", None), (".sqlite", "fedjax_sqlite"), (".bin", "packed"), (".h5", "tff_hdf5")],
 )
-def test_what_is_converted_there_and_back_is_the_same(tmp_path, suffix, target_format):
+def test_conversion_there_and_back_changes_nothing(tmp_path, suffix, target_format):
     data = some_clients((3, 1, 2))
     write_fedjax_sqlite(data, tmp_path / "source")
     target = tmp_path / f"target{suffix}"
@@ -151,7 +151,7 @@ def test_a_split_is_chosen_and_its_features(tmp_path):
     assert FederatedData.open(tmp_path / "a.h5").sizes.tolist() == [1, 2]
 
 
-def test_targets_of_no_format_are_refused(tmp_path):
+def test_targets_without_a_format_are_refused(tmp_path):
     write_leaf(some_clients(), tmp_path / "a.json")
     for target, options in (("b.sqlite", {}), ("b", {}), ("b.h5", {"target_format": "tfds"})):
         with pytest.raises(ValueError, match="Expected a target that ends in .*target_format= .*one of .*fedjax_sqlite.*; got"):
@@ -168,7 +168,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path, target):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_nothing_is_printed_unless_asked_for(tmp_path, capfd):
+def test_nothing_is_printed_without_progress(tmp_path, capfd):
     write_leaf(some_clients(), tmp_path / "a.json")
     convert(tmp_path / "a.json", tmp_path / "b.json", progress=False)
     assert capfd.readouterr().err == ""

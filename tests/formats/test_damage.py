@@ -1,4 +1,4 @@
-"""Every reader of files on 500 damaged copies of a small one: it reads them, or raises `FormatError` naming the file."""
+"""Every reader, on 500 damaged copies of a small file, reads it or raises a `FormatError` that names the file."""
 
 import functools
 import gzip

@@ -1,4 +1,4 @@
-"""tf.train.Example by hand, against the protobuf library with the same messages declared."""
+"""The codec of tf.train.Example, compared with the protobuf library."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def example_of(messages, how, **features):
 
 
 @pytest.mark.parametrize("how", ["packed", "unpacked"])
-def test_what_protobuf_wrote_is_read(messages, how):
+def test_messages_of_protobuf_are_read(messages, how):
     rows = [
         example_of(messages, how, i=INTEGERS, f=[0.5, -1e30, 3.0], t=[b"one"], scalar=[7], pair=[b"", b"x" * 300]),
         example_of(messages, how, i=INTEGERS[::-1], f=[1.5, float("inf"), 0.0], t=[b""], scalar=[-7], pair=[b"a", b"b"]),
@@ -68,7 +68,7 @@ def test_what_protobuf_wrote_is_read(messages, how):
     )
 
 
-def test_what_is_written_is_read_by_protobuf(messages):
+def test_protobuf_reads_the_written_messages(messages):
     written = serialized({"i": np.array(INTEGERS), "small": np.arange(128), "f": np.array([[0.5], [2]]), "t": b"words", "n": 5})
     feature = messages["packed"].FromString(written).features.feature
     assert list(feature["i"].int64_list.value) == INTEGERS
@@ -78,7 +78,7 @@ def test_what_is_written_is_read_by_protobuf(messages):
     assert list(feature["n"].int64_list.value) == [5]
 
 
-def test_random_integers_survive_both_ways(messages):
+def test_random_integers_round_trip(messages):
     random = np.random.default_rng(0)
     values = (random.integers(-(2**63), 2**63 - 1, 2000) >> random.integers(0, 64, 2000)).astype(np.int64)
     read = messages["packed"].FromString(serialized({"i": values}))
@@ -110,13 +110,13 @@ def test_features_can_be_chosen_shaped_and_narrowed():
         ([{"x": np.arange(3)}, {"x": np.arange(2)}], None, "'x' has 2 values in example 1, and 3 in example 0"),
         ([{"x": np.arange(3)}, {"y": np.arange(3)}], None, "'x' is empty or missing in example 1, and integers in example 0"),
         ([{"x": np.arange(3)}, {"x": b"abc"}], None, "'x' is bytes in example 1, and integers in example 0"),
-        ([{"x": np.array([300])}], {"x": ((1,), np.uint8)}, "'x' spans 300 to 300, which uint8 cannot hold"),
-        ([{"x": np.array([3])}], {"x": ((2,), np.uint8)}, r"'x' has \[\] values per example and not \[2\]"),
-        ([{"x": b"text"}], {"x": ((), np.uint8)}, "'x' holds object and not uint8"),
+        ([{"x": np.array([300])}], {"x": ((1,), np.uint8)}, "'x' has values from 300 to 300, which uint8 cannot represent"),
+        ([{"x": np.array([3])}], {"x": ((2,), np.uint8)}, r"'x' has \[\] values per example, not \[2\]"),
+        ([{"x": b"text"}], {"x": ((), np.uint8)}, "'x' is object, not uint8"),
         ([{"x": np.array([3])}], ["z"], "'z' is empty or missing"),
     ],
 )
-def test_rows_that_make_no_column_are_refused(rows, features, message):
+def test_examples_that_do_not_form_a_column_are_refused(rows, features, message):
     with pytest.raises(FormatError, match=message):
         columns([serialized(row) for row in rows], features)
 
@@ -131,12 +131,12 @@ def test_rows_that_make_no_column_are_refused(rows, features, message):
         b"\x0a",  # nothing after a tag
     ],
 )
-def test_bytes_that_are_no_example_are_refused(message):
-    with pytest.raises(FormatError, match="example 1 is not a whole tf.train.Example"):
+def test_bytes_that_are_not_an_example_are_refused(message):
+    with pytest.raises(FormatError, match="example 1 is not a complete tf.train.Example"):
         columns([serialized({"x": np.arange(3)}), message])
 
 
-def test_a_cut_integer_is_refused():
+def test_a_truncated_integer_is_refused():
     entry = b"\x0a\x01y" + b"\x12\x05" + b"\x1a\x03" + b"\x0a\x01\x80"
-    with pytest.raises(FormatError, match="Feature 'y': an integer is cut"):
+    with pytest.raises(FormatError, match="Feature 'y': an integer is truncated"):
         columns([b"\x0a\x0c\x0a\x0a" + entry])

@@ -1,4 +1,4 @@
-"""Hugging Face datasets, made here by their own library."""
+"""Hugging Face datasets, created by their own library."""
 
 import io
 
@@ -18,7 +18,7 @@ def dataset(**columns):
     return datasets.Dataset.from_dict({"writer_id": ["bob", "ann", "bob"], **columns})
 
 
-def test_clients_come_by_first_appearance_and_keep_the_order_of_their_rows():
+def test_clients_are_in_order_of_first_appearance_and_keep_their_row_order():
     read = read_huggingface(dataset(y=[1, 2, 3], words=["to", "né", "or"], x=[[0.0, 1], [2, 3], [4, 5]]), "writer_id")
     assert read.num_clients == 2
     expected = {
@@ -30,8 +30,8 @@ def test_clients_come_by_first_appearance_and_keep_the_order_of_their_rows():
 
 def test_many_rows_filtered_and_shuffled_are_grouped_as_by_a_loop():
     random = np.random.default_rng(0)
-    owners = random.integers(7, size=500)
-    whole = datasets.Dataset.from_dict({"user": owners, "y": np.arange(500)}).shuffle(seed=0)
+    users = random.integers(7, size=500)
+    whole = datasets.Dataset.from_dict({"user": users, "y": np.arange(500)}).shuffle(seed=0)
     whole = whole.select(range(0, 500, 2))
     expected = {}
     for row in whole:
@@ -78,7 +78,7 @@ def test_features_can_be_chosen_and_narrowed():
         (dict(y=[{"a": 1}] * 3), {}, "Feature 'y' has type struct"),
     ],
 )
-def test_what_makes_no_population_is_refused(columns, options, message):
+def test_invalid_datasets_are_refused(columns, options, message):
     with pytest.raises(ValueError, match=message):
         read_huggingface(dataset(**columns), **{"client": "writer_id", **options}).load()
 
@@ -90,5 +90,5 @@ def test_images_of_different_sizes_are_refused():
 
 
 def test_all_splits_at_once_are_refused():
-    with pytest.raises(ValueError, match=r"Give one split of the dataset, dataset\[...\] of \['train'\]"):
+    with pytest.raises(ValueError, match=r"Expected one split of the dataset, got the splits \['train'\]"):
         read_huggingface(datasets.DatasetDict(train=dataset()), "writer_id")

@@ -29,7 +29,7 @@ def test_every_type_is_read_in_the_machines_order(tmp_path, kind, dtype, compres
 
 @needs_real
 def test_mnist_has_its_known_counts():
-    """Images of each digit in the training set as its authors count them, and a mean that everybody normalizes by."""
+    """Images of each digit in the training set as its authors count them, and the usual mean for normalization."""
     labels = read_idx(REAL / "mnist" / "train-labels-idx1-ubyte.gz")
     images = read_idx(REAL / "mnist" / "train-images-idx3-ubyte.gz")
     assert np.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -48,7 +48,7 @@ GOOD = idx(8, np.zeros((2, 3), np.uint8))
         (b"PK\x03\x04", "begins with 0, 0, a type"),
         (GOOD[:9], "3 bytes are missing"),
         (GOOD[:-1], "1 bytes are missing"),
-        (GOOD + b"\0", r"bytes follow after the uint8 \[2, 3\]"),
+        (GOOD + b"\0", r"further bytes after the uint8 \[2, 3\]"),
         (gzip.compress(GOOD, mtime=0)[:-3], "truncated or damaged"),
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "truncated or damaged.*CRC"),
     ],
@@ -59,7 +59,7 @@ def test_damaged_files_are_refused(tmp_path, content, message):
         read_idx(tmp_path / "bad.idx")
 
 
-def test_a_header_that_claims_petabytes_costs_nothing(tmp_path):
+def test_a_header_with_petabytes_allocates_nothing(tmp_path):
     (tmp_path / "bomb").write_bytes(b"\0\0\x0e\x03" + b"\xff" * 12 + bytes(100))
     tracemalloc.start()
     with pytest.raises(FormatError, match="bytes are missing"):

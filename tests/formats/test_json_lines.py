@@ -1,4 +1,4 @@
-"""JSON lines in the shape of Stack Exchange's."""
+"""JSON lines, as for Stack Exchange."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def test_features_can_be_chosen_and_narrowed(tmp_path):
 
 
 @needs_real
-def test_stack_exchange_is_what_json_loads():
+def test_stack_exchange_is_read_as_by_json():
     path = REAL / "stackexchange" / "stackexchange.jsonl.gz"
     clients = read_json_lines(path, "train", ["tokens", "tags", "title", "type", "score"])
     expected = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
@@ -68,15 +68,18 @@ GOOD = client("ann", [{"y": 1}])
         ([GOOD, {"client_id": "bob"}], "client 'bob': its examples are not a list"),
         ([GOOD, client("bob", [5])], "client 'bob': its examples are not a list of objects"),
         ([GOOD, client("bob", [{"y": 1}, {"z": 1}])], "client 'bob': Feature 'y' is missing in example 1"),
-        ([GOOD, client("bob", [{"y": 1}, {"y": "one"}])], "client 'bob': Feature 'y' is text, and in example 0 it is 1"),
+        (
+            [GOOD, client("bob", [{"y": 1}, {"y": "one"}])],
+            "client 'bob': Feature 'y' is text in some examples, but 1 in example 0",
+        ),
         ([GOOD, client("bob", [{"y": "one"}])], "'y' of client 'bob' is object.*'ann' is int64"),
         ([GOOD, GOOD], "'ann' occurs more than once"),
-        ([client("ann", [])], "None of its 1 clients has an example"),
+        ([client("ann", [])], "none of the 1 clients has examples"),
         ([GOOD, '{"client_id": "bob", "train": [{"y": "\\ud800"}]}'], "client 'bob': Feature 'y' has text that is not UTF-8"),
-        ([""], "no lines, hence no clients"),
+        ([""], "the file has no lines, so it has no clients"),
     ],
 )
-def test_lines_that_make_no_population_are_refused(tmp_path, lines, message):
+def test_invalid_lines_are_refused(tmp_path, lines, message):
     path = lines_file(tmp_path / "bad.jsonl", *lines)
     with pytest.raises(FormatError, match=f"bad.jsonl: .*{message}"):
         read_json_lines(path, "train").load()
@@ -102,5 +105,5 @@ def test_a_compressed_file_cut_anywhere_is_refused(tmp_path, share):
 def test_a_line_that_is_too_long_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("fedsim.formats._json_lines.MAX_CLIENT_BYTES", 100)
     path = lines_file(tmp_path / "long.jsonl", GOOD, client("bob", [{"y": 1}] * 50))
-    with pytest.raises(FormatError, match="long.jsonl: line 2: longer than"):
+    with pytest.raises(FormatError, match="long.jsonl: line 2: the line is longer than"):
         read_json_lines(path, "train").load()

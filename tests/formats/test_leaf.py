@@ -1,4 +1,4 @@
-"""LEAF's JSON, and the reader of JSON in pieces."""
+"""LEAF's JSON, and the incremental JSON reader."""
 
 import gzip
 import io
@@ -32,7 +32,7 @@ def test_round_trip(tmp_path):
 
 @needs_real
 class TestLeafsOwnFiles:
-    def test_users_and_pixels_are_those_that_json_loads(self):
+    def test_users_and_pixels_are_read_as_by_json(self):
         folder = REAL / "femnist" / "leaf_sample" / "train"
         (file,) = folder.iterdir()
         expected = json.loads(gzip.decompress(file.read_bytes()))
@@ -44,7 +44,7 @@ class TestLeafsOwnFiles:
             np.testing.assert_array_equal(client["x"].reshape(size, -1), np.array(data["x"], np.float32))
             assert client["y"].tolist() == data["y"]
 
-    def test_the_files_of_a_folder_follow_each_other(self, tmp_path):
+    def test_the_files_of_a_folder_are_read_in_order(self, tmp_path):
         for split in ("train", "test"):
             (file,) = (REAL / "femnist" / "leaf_sample" / split).iterdir()
             (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -52,7 +52,7 @@ class TestLeafsOwnFiles:
             read_leaf(tmp_path).load()
 
 
-def test_strings_become_text_and_lists_of_strings_features_of_their_own(tmp_path):
+def test_strings_become_text_and_lists_of_strings_become_features(tmp_path):
     users = {"ann": {"x": ["to be", "né"], "y": ["o", "!"]}, "bob": {"x": ["or"], "y": ["n"]}}
     read = read_leaf(leaf_file(tmp_path / "shakespeare.json", users, hierarchies=["a", "b"])).load()
     assert read["ann"]["x"].tolist() == [b"to be", "né".encode()]
@@ -72,16 +72,16 @@ def test_keys_may_come_in_any_order(tmp_path):
     [
         ({"a": {"x": [[1, 2], [3]], "y": [1, 2]}}, r"client 'a': Feature 'x' is \[1, 2\] in example 0 and \[3\] in example 1"),
         ({"a": {"x": [1, 2, 3], "y": [1, 2]}}, r"client 'a': Features have different lengths: {'x': 3, 'y': 2}"),
-        ({"a": {"x": [1, 2], "y": [1, "two"]}}, "client 'a': Feature 'y' is text, and in example 0 it is 1"),
+        ({"a": {"x": [1, 2], "y": [1, "two"]}}, "client 'a': Feature 'y' is text in some examples, but 1 in example 0"),
         ({"a": {"x": [1, 2], "y": [1, None]}}, "client 'a': Feature 'y' is 1 in example 0 and None in example 1"),
-        ({"a": {"x": [1, 2], "y": [1, 2**70]}}, "client 'a': Feature 'y' is 1 in example 0.*integers of 64 bits"),
+        ({"a": {"x": [1, 2], "y": [1, 2**70]}}, "client 'a': Feature 'y' is 1 in example 0.*integers of at most 64 bits"),
         ({"a": {"x": [1], "y": [1]}, "b": {"x": [1], "y": [0.5]}}, "'y' of client 'b' is float32.*'a' is int64"),
         ({"a": {"x": [1], "y": [1]}, "b": {"y": [1]}}, r"'b' has features \['y'\].*'a' has"),
         ({"a": {"x": [["p", "q"], ["r"]], "y": [1, 2]}}, "client 'a': Feature 'x' has lists of strings of different lengths"),
-        ({"a": {"x": 5, "y": [1]}}, "client 'a': its data are not lists"),
+        ({"a": {"x": 5, "y": [1]}}, "client 'a': its data are not an object of lists"),
     ],
 )
-def test_data_that_make_no_columns_are_refused(tmp_path, users, message):
+def test_data_that_do_not_form_columns_are_refused(tmp_path, users, message):
     path = leaf_file(tmp_path / "bad.json", users)
     with pytest.raises(FormatError, match=f"bad.json: .*{message}"):
         read_leaf(path).load()
@@ -90,15 +90,15 @@ def test_data_that_make_no_columns_are_refused(tmp_path, users, message):
 @pytest.mark.parametrize(
     ("whole", "message"),
     [
-        ({"users": ["a"], "num_samples": [2], "user_data": {"a": {"y": [1]}}}, "'a' has 1 examples where num_samples says 2"),
-        ({"users": ["a", "b"], "num_samples": [1, 1], "user_data": {"a": {"y": [1]}}}, "'b' has no examples where"),
-        ({"users": [], "num_samples": [], "user_data": {"a": {"y": [1]}}}, "user_data has 1 users where users lists 0"),
+        ({"users": ["a"], "num_samples": [2], "user_data": {"a": {"y": [1]}}}, "'a' has 1 examples, but num_samples has 2"),
+        ({"users": ["a", "b"], "num_samples": [1, 1], "user_data": {"a": {"y": [1]}}}, "'b' has no examples, but"),
+        ({"users": [], "num_samples": [], "user_data": {"a": {"y": [1]}}}, "user_data has 1 users, but users has 0"),
         ({"user_data": {"a": {"y": [1]}}}, "Expected LEAF's users, num_samples and user_data"),
-        ({"users": ["a"], "num_samples": [0], "user_data": {"a": {"y": []}}}, "None of its 1 clients has an example"),
+        ({"users": ["a"], "num_samples": [0], "user_data": {"a": {"y": []}}}, "none of the 1 clients has examples"),
         ([1], "Expected '{', found"),
     ],
 )
-def test_files_that_do_not_add_up_are_refused(tmp_path, whole, message):
+def test_inconsistent_files_are_refused(tmp_path, whole, message):
     (tmp_path / "bad.json").write_text(json.dumps(whole))
     with pytest.raises(FormatError, match=f"bad.json: .*{message}"):
         read_leaf(tmp_path / "bad.json").load()
@@ -115,7 +115,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path, compressed):
             read_leaf(tmp_path / "cut.json").load()
 
 
-def test_what_follows_the_end_is_refused(tmp_path):
+def test_text_after_the_end_is_refused(tmp_path):
     path = leaf_file(tmp_path / "a.json", {"a": {"y": [1]}})
     path.write_text(path.read_text() + " {}")
     with pytest.raises(FormatError, match="a.json: Expected the end of the file, found '{}'"):
@@ -146,7 +146,7 @@ def test_a_folder_without_json_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1 << 20])
-def test_json_in_pieces_is_what_json_loads(monkeypatch, piece):
+def test_json_in_pieces_is_parsed_as_by_json(monkeypatch, piece):
     """Pieces that end anywhere: within a key, an escape, a character of several bytes, a number."""
     monkeypatch.setattr("fedsim.formats._json._PIECE", piece)
     whole = {"né": {'a"}': [1.5e-7, -3, True, None], "b": "x\\", "c": {}, "d": []}, "{": {"雪": '\\"]}', "n": 12345}, "e": {}}
@@ -156,7 +156,7 @@ def test_json_in_pieces_is_what_json_loads(monkeypatch, piece):
         reader.end()
 
 
-def test_memory_is_that_of_one_user(tmp_path):
+def test_only_one_user_is_in_memory(tmp_path):
     random = np.random.default_rng(0)
     users = {f"u{i}": {"x": random.random((20, 300)).astype(np.float32), "y": np.arange(20)} for i in range(40)}
     write_leaf(FederatedData.from_clients(users), tmp_path / "a.json")

@@ -1,4 +1,4 @@
-"""CSV and Parquet with a column of clients, against pyarrow and the standard library's csv."""
+"""CSV and Parquet with a column of clients, compared with pyarrow and the standard library's csv."""
 
 import csv
 import datetime
@@ -24,7 +24,7 @@ def parquet_file(path, **columns):
     return path
 
 
-def test_clients_come_by_first_appearance_and_keep_the_order_of_their_rows(tmp_path):
+def test_clients_are_in_order_of_first_appearance_and_keep_their_row_order(tmp_path):
     path = csv_file(tmp_path / "a.csv", "y,user,word", "1,bob,to", "2,ann,be", "3,bob,or", "4,ann,né", '5,bob,"not, ""to"""')
     read = read_table(path, "user")
     assert read.num_clients == 2
@@ -47,7 +47,7 @@ def test_round_trip(tmp_path, suffix):
         assert contents(read_table(path, "client_id", features, stack={"x": "x_*"})) == contents(data)
 
 
-def test_what_is_written_other_readers_read(tmp_path):
+def test_other_libraries_read_the_written_files(tmp_path):
     ann = {"x": np.array([[1.5, 2], [3, 4]]), "t": text(b"p,q", b"r")}
     data = FederatedData.from_clients({"a": ann, "b": {"x": np.zeros([1, 2]), "t": text(b"")}})
     write_table(data, tmp_path / "a.csv.gz", client="who")
@@ -64,19 +64,19 @@ def test_what_is_written_other_readers_read(tmp_path):
 def test_buckets_of_any_size_give_the_same(tmp_path, monkeypatch, bucket):
     """Scattered rows of 20 clients, regrouped by a loop over the rows."""
     random = np.random.default_rng(0)
-    owners, values = random.integers(20, size=500), random.random((500, 3))
+    users, values = random.integers(20, size=500), random.random((500, 3))
     words = [f"w{i}" for i in range(500)]
-    path = parquet_file(tmp_path / "a.parquet", user=owners, x=list(values), word=words)
+    path = parquet_file(tmp_path / "a.parquet", user=users, x=list(values), word=words)
     expected = {}
-    for owner, value, word in zip(owners, values, words, strict=True):
-        expected.setdefault(str(owner), []).append((value.tolist(), word.encode()))
+    for user, value, word in zip(users, values, words, strict=True):
+        expected.setdefault(str(user), []).append((value.tolist(), word.encode()))
     monkeypatch.setattr("fedsim.formats._table._BUCKET_BYTES", bucket)
     read = {c.client_id: list(zip(c["x"].tolist(), c["word"].tolist(), strict=True)) for c in read_table(path, "user")}
     assert read == expected
     assert list(read) == list(expected)
 
 
-def test_temporary_files_go(tmp_path, monkeypatch):
+def test_temporary_files_are_deleted(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -96,7 +96,7 @@ def test_columns_can_be_stacked_by_name_or_pattern(tmp_path):
         with pytest.raises(FormatError, match=f"a.csv.*{message}"):
             read_table(path, "user", stack={"x": members}).load()
     path = csv_file(tmp_path / "b.csv", "x0,user,x1", "1,a,word")
-    with pytest.raises(FormatError, match="needs numbers, and column 'x1' is text"):
+    with pytest.raises(FormatError, match="needs numbers, but column 'x1' is text"):
         read_table(path, "user", stack={"x": "x*"}).load()
 
 
@@ -124,17 +124,17 @@ def test_parquet_types(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (dict(user=["ann", None], y=[1, 2]), "rows without a client"),
-        (dict(user=["ann", "ann"], y=[1, None]), "client 'ann': Feature 'y' has no value in the client's row 1"),
+        (dict(user=["ann", None], y=[1, 2]), "rows have no client id"),
+        (dict(user=["ann", "ann"], y=[1, None]), "client 'ann': Feature 'y' has no value in row 1 of the client"),
         (dict(user=["ann", "ann"], y=[[1, 2], [1]]), "client 'ann': Feature 'y' has lists of 1 to 2 values"),
         (dict(user=["ann", "bob"], y=[[1, 2], [1]]), "'y' of client 'bob' is int64 \\[1\\]"),
-        (dict(user=["ann"], y=[{"a": 1}]), "client 'ann': Feature 'y' has type struct.*leave it out"),
+        (dict(user=["ann"], y=[{"a": 1}]), "client 'ann': Feature 'y' has type struct.*Leave the feature out"),
         (dict(user=pa.array([b"\xff"]), y=[1]), "client id .*xff.* is not UTF-8"),
         (dict(who=["ann"], y=[1]), r"the column of clients must be one of \['who', 'y'\], got client='user'"),
-        (dict(user=pa.array([], pa.string()), y=pa.array([], pa.int64())), "no rows, hence no clients"),
+        (dict(user=pa.array([], pa.string()), y=pa.array([], pa.int64())), "no rows, so it has no clients"),
     ],
 )
-def test_tables_that_make_no_population_are_refused(tmp_path, columns, message):
+def test_invalid_tables_are_refused(tmp_path, columns, message):
     path = parquet_file(tmp_path / "bad.parquet", **columns)
     with pytest.raises(FormatError, match=f"bad.parquet: .*{message}"):
         read_table(path, "user").load()
@@ -144,11 +144,11 @@ def test_tables_that_make_no_population_are_refused(tmp_path, columns, message):
     ("lines", "message"),
     [
         (["user,y", "a,1", "a,1,2"], "Expected 2 columns, got 3"),
-        (["user,y,y", "a,1,2"], "two columns of one name"),
+        (["user,y,y", "a,1,2"], "two columns have the same name"),
         ([""], "truncated or damaged"),
     ],
 )
-def test_csv_that_makes_no_population_is_refused(tmp_path, lines, message):
+def test_invalid_csv_is_refused(tmp_path, lines, message):
     path = csv_file(tmp_path / "bad.csv", *lines)
     with pytest.raises(FormatError, match=f"bad.csv: .*{message}"):
         read_table(path, "user").load()
@@ -170,7 +170,7 @@ def test_csv_that_is_not_utf8_is_refused(tmp_path):
         read_table(tmp_path / "bad.csv", "user", {"word": ((), bytes)}).load()
 
 
-def test_what_no_table_holds_is_refused(tmp_path):
+def test_unsupported_columns_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Text 't' of client 'ann' is not UTF-8"):
         write_table([ClientDataset("ann", {"t": text(b"\xff")})], tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="'z' has no values"):
@@ -183,7 +183,7 @@ def test_what_no_table_holds_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_dates_are_text_and_features_that_are_not_wanted_are_not_looked_at(tmp_path, suffix):
+def test_dates_are_text_and_other_features_are_not_checked(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     if suffix == "csv":
         csv_file(path, "user,day,y,gap", "a,2020-01-02,1,3", "b,2020-02-03,2,")
@@ -197,7 +197,7 @@ def test_dates_are_text_and_features_that_are_not_wanted_are_not_looked_at(tmp_p
         read_table(path, "user").load()
 
 
-def test_clients_that_no_row_speaks_of_are_counted_in_a_warning(tmp_path):
+def test_a_warning_counts_the_clients_without_rows(tmp_path):
     clients = [ClientDataset(name, {"y": np.arange(size)}) for name, size in (("ann", 2), ("bob", 0), ("eve", 0))]
     with pytest.warns(UserWarning, match="2 of them are left out"):
         write_table(clients, tmp_path / "a.csv")

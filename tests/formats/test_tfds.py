@@ -1,4 +1,4 @@
-"""TensorFlow Datasets, on a tiny dataset that TensorFlow Datasets' own writer makes here."""
+"""TensorFlow Datasets, on a tiny dataset that its own writer creates."""
 
 import functools
 import io
@@ -57,14 +57,14 @@ class Tiny(tfds.core.GeneratorBasedBuilder):
 
 
 class Unreachable(Tiny):
-    """One that is elsewhere."""
+    """A dataset whose download is unreachable."""
 
     def _split_generators(self, dl_manager):
         raise ConnectionError("Name or service not known\nand much more")
 
 
 class Unpreparable(Tiny):
-    """One that only another library can prepare."""
+    """A dataset that needs another library for its preparation."""
 
     def _split_generators(self, dl_manager):
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
@@ -73,12 +73,12 @@ class Unpreparable(Tiny):
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
-        ("unreachable", OSError, r"could not be fetched \(Name or service not known\)"),
-        ("unpreparable", ImportError, "preparing it needs tensorflow: only reading does not"),
+        ("unreachable", OSError, r"could not be downloaded \(Name or service not known\)"),
+        ("unpreparable", ImportError, "preparing it needs tensorflow, unlike reading"),
     ],
 )
-def test_what_cannot_be_prepared_is_said_in_one_line_with_the_way_out(tmp_path, name, error, reason):
-    with pytest.raises(error, match=f"{name} is not prepared in .*{reason}.* give the folder that holds it") as raised:
+def test_the_error_of_a_failed_preparation_has_one_line_with_a_remedy(tmp_path, name, error, reason):
+    with pytest.raises(error, match=f"{name} is not prepared in .*{reason}.* give the folder that contains it") as raised:
         arrays_from_tfds(name, data_dir=tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -94,7 +94,7 @@ FLAT = ["image", "label", "score", "user"]
 
 
 def rows(columns):
-    """Each example's score and all else, by score: TensorFlow Datasets shuffle what they write."""
+    """The examples sorted by score, because TensorFlow Datasets shuffle them."""
     return sorted(zip(*(columns[name].tolist() for name in ("score", "label", "user", "image")), strict=True))
 
 
@@ -113,7 +113,7 @@ def test_arrays_hold_every_example(folder):
     }
 
 
-def test_a_builder_a_part_of_a_split_and_small_steps_do_as_well(folder, monkeypatch):
+def test_a_builder_a_slice_of_a_split_and_small_chunks_give_the_same(folder, monkeypatch):
     monkeypatch.setattr("fedsim.formats._tfds._ROWS", 3)
     builder = tfds.builder_from_directory(folder)
     assert rows(arrays_from_tfds(builder, features=FLAT)) == expected(range(10))
@@ -139,14 +139,14 @@ def test_the_folder_is_recognized(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(client="nobody"), r"client= must be one of \['image', .*, got client='nobody'"),
+        (dict(client="unknown"), r"client= must be one of \['image', .*, got client='unknown'"),
         (dict(client="user", split="held_out"), r"split= one of \['test', 'train'\] .* got split='held_out'"),
         (dict(client="user", features=["nothing"]), "Feature 'nothing' is missing"),
         (dict(client="user", features=["ragged"]), "Feature 'ragged' has examples of shapes"),
         (dict(client="user", features=["nested"]), "Feature 'nested' is nested"),
     ],
 )
-def test_what_does_not_fit_is_refused(folder, options, message):
+def test_invalid_arguments_are_refused(folder, options, message):
     with pytest.raises(ValueError, match=message):
         read_tfds(folder, **options).load()
 

@@ -1,4 +1,4 @@
-"""Tests of TFF's HDF5 layout, on files that the tests write by h5py, and on real ones where there are."""
+"""TFF's HDF5 layout, on files written by h5py, and on real files if they are available."""
 
 import functools
 import os
@@ -72,7 +72,7 @@ class TestReading:
         with pytest.raises(FormatError, match=r"a\.h5: Client 'w1' has features .*only_here.* 'w0' has"):
             read_tff_hdf5(path).load()
 
-    def test_big_endian_numbers_come_in_the_machines_order(self, tmp_path):
+    def test_big_endian_numbers_are_converted_to_the_machines_order(self, tmp_path):
         column = read_tff_hdf5(write(tmp_path / "a.h5", {"a": {"x": np.array([1, 2], ">i4")}})).load().columns["x"]
         assert column.dtype == np.dtype(np.int32)
         assert column.tolist() == [1, 2]
@@ -83,7 +83,7 @@ class TestReading:
             file["examples/b/t"] = ["é", ""]
         assert [c["t"].tolist() for c in read_tff_hdf5(tmp_path / "a.h5")] == [[b"a", b"bcd"], ["é".encode(), b""]]
 
-    def test_clients_come_by_name_unless_the_file_tracks_another_order(self, tmp_path):
+    def test_clients_are_sorted_by_id_unless_the_file_tracks_another_order(self, tmp_path):
         for track in (False, True):
             with h5py.File(tmp_path / "a.h5", "w") as file:
                 examples = file.create_group("examples", track_order=track)
@@ -91,7 +91,7 @@ class TestReading:
                     examples[f"{client_id}/x"] = np.zeros(1)
             assert [c.client_id for c in read_tff_hdf5(tmp_path / "a.h5")] == (["b", "c", "a"] if track else ["a", "b", "c"])
 
-    def test_a_reader_that_stops_early_disturbs_no_other(self, tmp_path):
+    def test_a_reader_that_stops_early_does_not_affect_others(self, tmp_path):
         path = write(tmp_path / "a.h5", some_clients((1000, 1000, 1000)))
         stream = read_tff_hdf5(path)
         assert next(iter(stream)).client_id == "w0"
@@ -122,7 +122,7 @@ class TestRefused:
             ({"a": {"x": np.array([["two", "words"]], "S5")}}, r"'x' of client 'a' is text of shape \[1, 2\]"),
         ],
     )
-    def test_files_that_make_no_population(self, tmp_path, clients, message):
+    def test_invalid_files(self, tmp_path, clients, message):
         with pytest.raises(FormatError, match=f"bad.h5: .*{message}"):
             read_tff_hdf5(write(tmp_path / "bad.h5", clients)).load()
 
@@ -140,7 +140,7 @@ class TestRefused:
 
     @pytest.mark.parametrize(
         ("name", "message"),
-        [("data", r"No group /examples; the file holds \['data'\]"), ("examples/x", "/examples/x is not a group"),
+        [("data", r"No group /examples; the file has \['data'\]"), ("examples/x", "/examples/x is not a group"),
          ("examples", "No group /examples")],
     )  # fmt: skip
     def test_other_layouts(self, tmp_path, name, message):
@@ -149,8 +149,8 @@ class TestRefused:
         with pytest.raises(FormatError, match=f"other.h5: .*{message}"):
             read_tff_hdf5(tmp_path / "other.h5").load()
 
-    def test_files_that_are_none(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"No file .*none.h5"):
+    def test_files_of_other_formats(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match=r"There is no file .*none.h5"):
             read_tff_hdf5(tmp_path / "none.h5")
         with pytest.raises(FormatError, match=f"{tmp_path.name} is a folder"):
             read_tff_hdf5(tmp_path)
@@ -172,21 +172,21 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("features", "how"), [(["label", "pixels", "text"], {}), (["pixels"], {"libver": "latest", "compression": "gzip"})]
     )
-    def test_whatever_byte_is_wrong_only_format_errors_come_out(self, tmp_path, features, how):
+    def test_a_wrong_byte_raises_only_format_errors(self, tmp_path, features, how):
         clients = {i: {name: c[name] for name in features} for i, c in some_clients((30, 2, 4)).items()}
         content = write(tmp_path / "a.h5", clients, **how).read_bytes()
-        assert_only_format_errors(functools.partial(read_tff_hdf5, patience=0.4), content, ".h5", 500)
+        assert_only_format_errors(functools.partial(read_tff_hdf5, timeout=0.4), content, ".h5", 500)
 
     def test_a_heap_of_zeros_on_which_hdf5_loops_forever(self, tmp_path):
         path = write(tmp_path / "a.h5", {"a": {"t": np.array([b"some text"], object)}})
         content = path.read_bytes()
         heap = content.index(b"GCOL")
         path.write_bytes(content[: heap + 16] + bytes(4080) + content[heap + 4096 :])
-        with pytest.raises(FormatError, match=r"a.h5 is (damaged: HDF5 took more than patience=1 s|truncated or damaged)"):
-            read_tff_hdf5(path, patience=1).load()
+        with pytest.raises(FormatError, match=r"a.h5 is (damaged: HDF5 took more than timeout=1 s|truncated or damaged)"):
+            read_tff_hdf5(path, timeout=1).load()
 
     @pytest.mark.parametrize("chunks", [None, (3,)])
-    def test_a_claim_of_petabytes(self, tmp_path, chunks):
+    def test_a_header_with_petabytes(self, tmp_path, chunks):
         path = write(tmp_path / "a.h5", {"a": {"x": np.arange(3)}}, chunks=chunks, maxshape=(2**60,) if chunks else None)
         content = path.read_bytes()
         (found,) = re.finditer(rb"\x01\x01[\x00\x01]\x00{5}\x03\x00{7}", content)  # version, rank, flags, 3 rows
@@ -198,12 +198,12 @@ class TestDamaged:
     def test_a_crash_of_the_child_is_a_format_error_and_the_next_read_works(self, tmp_path, monkeypatch):
         path = write(tmp_path / "a.h5", some_clients((1, 100_000)))
         clients = iter(read_tff_hdf5(path))
-        child = _tff_hdf5._take()
+        child = _tff_hdf5._get_child()
         with monkeypatch.context() as patched:
-            patched.setattr(_tff_hdf5, "_take", lambda: child)
+            patched.setattr(_tff_hdf5, "_get_child", lambda: child)
             next(clients)
             child.kill()
-            with pytest.raises(FormatError, match="a.h5 is damaged: HDF5 crashed. Fetch or write it again"):
+            with pytest.raises(FormatError, match="a.h5 is damaged: HDF5 crashed. Download or write it again"):
                 list(clients)
         assert read_tff_hdf5(path).load().num_clients == 2
 
@@ -220,13 +220,13 @@ class TestWriting:
     @pytest.mark.parametrize(
         ("client_id", "feature", "row", "message"),
         [
-            ("a/b", "x", b"", "Client id 'a/b' cannot name"),
-            (".", "x", b"", "Client id '.' cannot name"),
-            ("a", "x/y", b"", "Feature name 'x/y' cannot name"),
-            ("a", "x", b"to\0be", "Text 'x' of client 'a' holds a NUL"),
+            ("a/b", "x", b"", "Client id 'a/b' is not a valid name"),
+            (".", "x", b"", "Client id '.' is not a valid name"),
+            ("a", "x/y", b"", "Feature name 'x/y' is not a valid name"),
+            ("a", "x", b"to\0be", "Text 'x' of client 'a' contains a NUL character"),
         ],
     )
-    def test_what_the_layout_cannot_hold_is_refused_and_nothing_is_left(self, tmp_path, client_id, feature, row, message):
+    def test_unsupported_names_and_texts_are_refused_and_no_file_remains(self, tmp_path, client_id, feature, row, message):
         data = FederatedData.from_clients({client_id: {feature: np.array([row], object)}})
         with pytest.raises(ValueError, match=message):
             write_tff_hdf5(data, tmp_path / "a.h5")
@@ -234,8 +234,8 @@ class TestWriting:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("limit", [50, 3000, 20_000, 300_000])
-    def test_a_full_disk_is_an_os_error_and_leaves_nothing(self, tmp_path, limit):
-        """A limit on the size of files stands in for the disk: the kernel refuses the same writes."""
+    def test_a_full_disk_is_an_os_error_and_no_file_remains(self, tmp_path, limit):
+        """A limit on the size of files simulates a full disk: the kernel refuses the same writes."""
         script = f"""
 import resource, sys, numpy as np
 from fedsim.data import FederatedData

@@ -104,17 +104,17 @@ def test_an_archive_that_asks_for_gigabytes_of_memory_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("examples", "metadata", "message"),
     [
-        (ROWS[:1], [("b", "train", 2)], "client 'b': 1 examples where client_metadata says 2"),
-        ([*ROWS[:1], row("train", "z", 9)], [("b", "train", 1)], "'z' has examples and is not listed"),
-        (ROWS[:1], [("b", "train", 1), ("b", "train", 1)], "client 'b': 0 examples where"),
-        ([("train", "b", b"\x0a\xff")], [("b", "train", 1)], "client 'b': example 0 is not a whole tf.train.Example"),
+        (ROWS[:1], [("b", "train", 2)], "client 'b': 1 examples, but client_metadata has 2"),
+        ([*ROWS[:1], row("train", "z", 9)], [("b", "train", 1)], "'z' has examples, but is not listed"),
+        (ROWS[:1], [("b", "train", 1), ("b", "train", 1)], "client 'b': 0 examples, but"),
+        ([("train", "b", b"\x0a\xff")], [("b", "train", 1)], "client 'b': example 0 is not a complete tf.train.Example"),
         ([("train", "b", "text")], [("b", "train", 1)], "client 'b': an example is not bytes"),
         ([ROWS[0], ("train", "b", serialized({"y": b"1", "word": b""}))], [("b", "train", 2)], "client 'b': .*'y' is bytes"),
-        ([], [("b", "train", 0)], "None of its 1 clients has an example"),
-        ([], [], "no split, hence no clients"),
+        ([], [("b", "train", 0)], "none of the 1 clients has examples"),
+        ([], [], "no splits, so it has no clients"),
     ],
 )
-def test_files_that_do_not_add_up_are_refused(tmp_path, examples, metadata, message):
+def test_inconsistent_files_are_refused(tmp_path, examples, metadata, message):
     path = tff_file(tmp_path / "bad.sqlite", examples, metadata)
     with pytest.raises(FormatError, match=f"bad.sqlite: .*{message}"):
         read_tff_sqlite(path).load()
@@ -131,7 +131,9 @@ def test_other_tables_are_refused(tmp_path):
 def test_integers_that_a_feature_cannot_hold_are_refused_naming_it(tmp_path):
     data = FederatedData.from_clients({"ann": {"y": np.array([1, 300])}})
     write_tff_sqlite(data, tmp_path / "a.sqlite")
-    with pytest.raises(FormatError, match="a.sqlite: client 'ann': Feature 'y' spans 1 to 300, which uint8 cannot hold"):
+    with pytest.raises(
+        FormatError, match="a.sqlite: client 'ann': Feature 'y' has values from 1 to 300, which uint8 cannot represent"
+    ):
         read_tff_sqlite(tmp_path / "a.sqlite", features={"y": ((), np.uint8)}).load()
 
 

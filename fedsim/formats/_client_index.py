@@ -1,4 +1,4 @@
-"""Whose each row is, where the rows of a client lie anywhere."""
+"""The client of each row of a table whose rows are in any order."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ import numpy as np
 from fedsim.data import FormatError
 
 
-class Owners:
-    """Clients numbered by first appearance; one integer a row is kept in memory.
+class ClientIndex:
+    """Numbers the clients by first appearance, and stores one integer per row in memory.
 
     Args:
-      chunks: of consecutive rows: the distinct values of the client's feature, and ``[rows]`` which of them each row has.
+      chunks: for every chunk of consecutive rows, the distinct values of the client column, and ``[rows]``, the index of each
+        row's value among them.
 
     Attributes:
-      names: of each number.
+      names: the id of each client.
       rows: the number of each row's client, ``int32 [rows]``.
 
     Raises:
-      FormatError: no rows, a row without a client, a name that is not UTF-8.
+      FormatError: there are no rows; a row has no client; a client id is not UTF-8.
     """
 
     def __init__(self, chunks: Iterable[tuple[Iterable[Any], np.ndarray]]) -> None:
         numbers: dict[str, int] = {}
         rows = [np.zeros(0, np.int32)]
-        for values, which in chunks:
-            here = [numbers.setdefault(_name(value), len(numbers)) for value in values]
-            rows.append(np.array(here, np.int32)[which])
+        for values, inverse in chunks:
+            chunk_numbers = [numbers.setdefault(_name(value), len(numbers)) for value in values]
+            rows.append(np.array(chunk_numbers, np.int32)[inverse])
         if not numbers:
-            raise FormatError("no rows, hence no clients")
+            raise FormatError("it has no rows, so it has no clients")
         self.names, self.rows = list(numbers), np.concatenate(rows)
 
     def groups(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each client's name and rows, ``int64``, rising."""
+        """Yields each client's id and its row numbers, ``int64``, in ascending order."""
         order = np.argsort(self.rows, kind="stable")
         ends = np.cumsum(np.bincount(self.rows, minlength=len(self.names)))
         return ((name, order[start:end]) for name, start, end in zip(self.names, [0, *ends[:-1]], ends, strict=True))
@@ -46,7 +47,7 @@ def _name(value: Any) -> str:
         try:
             return value.decode()
         except UnicodeDecodeError:
-            raise FormatError(f"client id {value[:40]!r} is not UTF-8: rename it") from None
+            raise FormatError(f"client id {value[:40]!r} is not UTF-8: rename the client") from None
     if value is None:
-        raise FormatError("rows without a client: fill or drop them")
+        raise FormatError("some rows have no client id: fill in the ids or drop the rows")
     return str(value)
