@@ -19,7 +19,7 @@ from fedsim.data._atomic_write import atomic_write
 from fedsim.formats._source import DAMAGE_ERRORS, MAX_CLIENT_BYTES, StrPath, check_exists, locating_errors
 
 HEADER = b"SQLite format 3\0"
-_LZMA_MEMORY = 1 << 28  # because the header of an archive may check_table a dictionary of gigabytes
+_LZMA_MEMORY = 1 << 28  # because the header of an archive may require a dictionary of gigabytes
 _PIECE = 1 << 20
 
 
