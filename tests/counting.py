@@ -79,7 +79,7 @@ def cohorts(population, seed=3):
         yield fedsim.Cohort(population, draw.permutation(8)[:4], r, fedsim.rng.root(0))
 
 
-class Maximum(aggregators.SideBySide):
+class Maximum(aggregators.StackAggregator):
     def combine(self, updates, weights):
         return jax.tree.map(lambda rows: jnp.max(jnp.where(weights != 0, rows, -jnp.inf)), updates)
 
@@ -98,7 +98,7 @@ class Damped(aggregators.Wrapper):
         sent = update + memory + common / 10 + jax.random.uniform(key)
         return aggregators.Sent(sent, memory + 1, jnp.uint32(3), jnp.float32(2.5))
 
-    def conclude(self, accumulator, memory, key):
+    def finish_round(self, accumulator, memory, key):
         update = self.finish(accumulator)
         return update + jax.random.uniform(key), memory + 1
 

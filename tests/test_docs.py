@@ -53,7 +53,7 @@ def test_page_of_algorithms_lists_all_registered_classes():
 # Base classes and wrappers, which have no name in a registry.
 WITHOUT_NAME = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
-    *("Aggregator", "SumAggregator", "Wrapper", "Beside", "Clipped", "Compressed", "Grouped", "Noised", "SideBySide"),
+    *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
 }
 

@@ -83,7 +83,7 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
     "fedsim.algorithms.Shared",
-    "fedsim.attacks.Honest",
+    "fedsim.attacks.HonestStatistics",
     "fedsim.compressors.Compressor",
     "fedsim.compressors.Size",
     "fedsim.compressors.Transmission",

@@ -211,7 +211,7 @@ class Contender:
 
 
 def _side_by_side(aggregator: aggregators.Aggregator) -> bool:
-    return any(isinstance(one, aggregators.SideBySide) for one in _nested(aggregator))
+    return any(isinstance(one, aggregators.StackAggregator) for one in _nested(aggregator))
 
 
 def _nested(aggregator: aggregators.Aggregator) -> Iterator[aggregators.Aggregator]:

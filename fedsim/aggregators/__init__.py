@@ -1,4 +1,4 @@
-"""Aggregators: what clients send of their updates, and how these are folded into one."""
+"""Aggregators: how clients transform their updates before they send them, and how the server combines what it receives."""
 
 from fedsim.aggregators._aggregator import Aggregator as Aggregator
 from fedsim.aggregators._aggregator import Mean as Mean
@@ -6,9 +6,9 @@ from fedsim.aggregators._aggregator import Sent as Sent
 from fedsim.aggregators._aggregator import Sum as Sum
 from fedsim.aggregators._aggregator import SumAggregator as SumAggregator
 from fedsim.aggregators._aggregator import Wrapper as Wrapper
-from fedsim.aggregators._beside import Beside as Beside
-from fedsim.aggregators._beside import Noted as Noted
-from fedsim.aggregators._beside import with_notes_of as with_notes_of
+from fedsim.aggregators._aux_mean import AuxMean as AuxMean
+from fedsim.aggregators._aux_mean import WithAux as WithAux
+from fedsim.aggregators._aux_mean import with_aux_of as with_aux_of
 from fedsim.aggregators._bulyan import Bulyan as Bulyan
 from fedsim.aggregators._centred_clipping import CentredClipping as CentredClipping
 from fedsim.aggregators._clipped import Clipped as Clipped
@@ -21,11 +21,11 @@ from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._noised import Noised as Noised
-from fedsim.aggregators._side_by_side import SideBySide as SideBySide
+from fedsim.aggregators._stack import StackAggregator as StackAggregator
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
-# Those that stand alone, by name; wrappers take one of them as `inner`.
+# Aggregators that can be chosen by name. Wrappers need another aggregator as `inner`, so they are not listed.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
     Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
 )

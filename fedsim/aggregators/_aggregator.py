@@ -1,4 +1,4 @@
-"""`Aggregator`: how the clients' updates become one: what a client sends, and a monoid that folds it."""
+"""`Aggregator`: what a client sends of its update, and how the updates of a cohort are combined into one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Memory = Any
 
 
 class Sent(NamedTuple):
-    """What arrives of a client's update.
+    """What the server receives from a client, what the client keeps, and the size of the message.
 
     Attributes:
-      update: what the server sees of it, to be folded.
+      update: the update as the server receives it. It is what `Aggregator.accumulate` adds.
       memory: what the client keeps for its next round.
-      bits: size of the message: ``uint32 []``, exact, below 2**32 bits, and ``float32 []``, rounded, where it may be larger, as
-        that of 134 million floats is; `fedsim.tree.bits_dtype` chooses, by shapes.
-      entropy_bits: an estimate of its size after entropy coding, ``float32 []``.
+      bits: size of the message. It is an exact ``uint32 []`` if the message cannot have 2**32 bits or more. Otherwise (134
+        million floats have that many) it is a rounded ``float32 []``. `fedsim.tree.bits_dtype` chooses the dtype from the
+        shapes.
+      entropy_bits: an estimate of the size after entropy coding, ``float32 []``.
     """
 
     update: Update
@@ -34,107 +35,121 @@ class Sent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Aggregator:
-    """A fold over updates: ``zero``, ``accumulate``, ``merge``, ``finish``.
+    """Base class of aggregators. Subclasses define `zero`, `accumulate`, `merge` and `finish`.
 
-    An update is folded in the moment its client is done, inside the compiled round, so memory does not grow with the
-    cohort. ``merge`` must be associative and commutative with ``zero`` as its neutral element, up to rounding: which
-    device folds which clients is the executor's business.
+    Each update is added to an accumulator as soon as its client has finished, inside the compiled round, so memory does not
+    grow with the cohort. Every device has its own accumulator, and the execution decides which device runs which clients.
+    Therefore `merge` must be associative and commutative, with `zero` as its neutral element, up to rounding.
 
-    Before that the client may transform what it sends (`send`), and the server may keep something from round to round
-    (`init`, `conclude`). Those who need neither write the four functions of the fold.
+    There are two optional extensions. `send` transforms an update on the client, for example to clip or to compress it. `init`
+    and `finish_round` let the server keep a memory between rounds.
     """
 
     @property
-    def plain(self) -> bool:
-        """Whether updates arrive as they are, so that nothing need be asked of `send`."""
+    def sends_unchanged(self) -> bool:
+        """Whether clients send their updates unchanged. If True, `send` is not called."""
         return type(self).send is Aggregator.send
 
     def check(self, update: Update, slots: int) -> None:
-        """Raises ``ValueError``, before the first round, if cohorts of up to ``slots`` such updates cannot be aggregated."""
+        """Raises ``ValueError`` before the first round if cohorts of up to ``slots`` such updates cannot be aggregated."""
 
     def init(self, update: Update) -> Memory:
-        """What the server keeps for this aggregator before the first round; ``update`` is one of zeros."""
+        """Returns the server's memory before the first round. ``update`` is an update of zeros."""
         return ()
 
     def client_memory(self, update: Update) -> Memory:
-        """What a client that was never seen keeps for this aggregator; ``update`` gives shapes and dtypes."""
+        """Returns a client's memory before its first round. ``update`` gives the shapes and dtypes of an update."""
         return ()
 
-    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
-        """On the client: what arrives of an update.
+    def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
+        """Transforms an update on the client before it is sent.
 
         Args:
-          update: finite; zeros if it does not count.
-          common: the server's memory.
-          memory: this client's.
-          key: this client's key of the round, for the message.
+          update: the client's update. It is finite, and all zeros if it does not count.
+          server_memory: the server's memory for this aggregator.
+          memory: the client's memory for this aggregator.
+          key: a random key for this client and round.
+
+        Returns:
+          What the server receives, the client's new memory, and the size of the message.
         """
         bits = tree.num_bits(update)
         return Sent(update, memory, tree.add_bits(bits, most=bits), jnp.float32(bits))
 
     def zero(self, update: Update, slots: int) -> Accumulator:
-        """The fold of no updates; ``update`` gives structure, shapes and dtypes, ``slots`` the largest possible cohort."""
+        """Returns an empty accumulator for up to ``slots`` updates. ``update`` gives their structure, shapes and dtypes."""
         raise NotImplementedError
 
     def accumulate(self, accumulator: Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> Accumulator:
-        """Folds one update in; a weight of 0 must leave the accumulator as it was.
+        """Adds one update to an accumulator. An update of weight 0 must not change it.
 
         Args:
-          accumulator: the fold so far.
-          update: what `send` made of a client's update.
-          weight: ``float32 []``.
-          slot: the client's place in the cohort, ``int32 []``: for those that keep updates side by side.
+          accumulator: the accumulator before this update.
+          update: a client's update as the server receives it (``Sent.update``).
+          weight: the client's weight, ``float32 []``.
+          slot: the client's position in the cohort, ``int32 []``.
         """
         raise NotImplementedError
 
     @property
     def innermost(self) -> Aggregator:
-        """What folds: of an aggregator around another one, that."""
+        """The aggregator itself, or for a `Wrapper` the aggregator inside all wrappers."""
         return self
 
     def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
-        """The fold of both."""
+        """Returns one accumulator that contains the updates of both."""
         raise NotImplementedError
 
     def finish(self, accumulator: Accumulator) -> Update:
-        """The aggregate that the server gets."""
+        """Returns the aggregate of all updates in an accumulator."""
         raise NotImplementedError
 
-    def conclude(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
-        """`finish` for those with a memory or randomness of the server's: the aggregate, and the memory after the round."""
+    def finish_round(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+        """Returns the aggregate, and the server's memory after the round. By default it calls `finish` and keeps the memory.
+
+        Override it instead of `finish` if the aggregate needs the server's memory or random numbers.
+        """
         return self.finish(accumulator), memory
 
     def merge_stacked(self, accumulators: Accumulator) -> Accumulator:
-        """Merges accumulators stacked along a new first axis."""
+        """Merges accumulators that are stacked along a new first axis."""
         first = jax.tree.map(lambda x: x[0], accumulators)
         rest = jax.tree.map(lambda x: x[1:], accumulators)
         return jax.lax.scan(lambda a, b: (self.merge(a, b), None), first, rest)[0]
 
     def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
-        """Merges one accumulator per device, inside a `jax.shard_map` over ``axis``."""
+        """Merges the accumulators of all devices, inside a `jax.shard_map` over ``axis``."""
         return self.merge_stacked(jax.lax.all_gather(accumulator, axis))
 
     def zero_devices(self, update: Update, slots: int, axis: str) -> Accumulator:
-        """`zero` on each device of ``axis``, inside a `jax.shard_map`, for a fold that `conclude_devices` ends.
+        """Returns an empty accumulator on each device of ``axis``, inside a `jax.shard_map`, for `finish_round_devices`.
 
-        Who writes one of the two writes both: they may agree on an accumulator of another form than `zero` gives.
+        Override both methods together: their accumulator may have another structure than that of `zero`.
         """
         return self.zero(update, slots)
 
-    def conclude_devices(self, accumulator: Accumulator, memory: Memory, key: jax.Array, axis: str) -> tuple[Update, Memory]:
-        """`conclude` of one accumulator per device, inside a `jax.shard_map`: for those who share this work out."""
-        return self.conclude(self.merge_devices(accumulator, axis), memory, key)
+    def finish_round_devices(
+        self, accumulator: Accumulator, memory: Memory, key: jax.Array, axis: str
+    ) -> tuple[Update, Memory]:
+        """Does what `finish_round` does, from one accumulator per device, inside a `jax.shard_map` over ``axis``.
+
+        Override it if the devices can divide this work among themselves.
+        """
+        return self.finish_round(self.merge_devices(accumulator, axis), memory, key)
 
 
-def folds_as(kind: type[Aggregator], aggregator: Aggregator, *more: str) -> bool:
-    """Whether a subclass changed nothing of the fold, nor of these methods: so that devices may do it in another way."""
-    names = "zero", "accumulate", "merge", "merge_stacked", "merge_devices", "finish", "conclude", *more
-    return all(getattr(type(aggregator), name) is getattr(kind, name) for name in names)
+def inherits_aggregation(base: type[Aggregator], aggregator: Aggregator, *further: str) -> bool:
+    """Returns whether an aggregator inherits all methods of aggregation, and ``further`` ones, unchanged from ``base``.
+
+    Only then may the devices compute the same aggregate in another way.
+    """
+    names = "zero", "accumulate", "merge", "merge_stacked", "merge_devices", "finish", "finish_round", *further
+    return all(getattr(type(aggregator), name) is getattr(base, name) for name in names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SumAggregator(Aggregator):
-    """An aggregator whose accumulators merge by addition: one all-reduce instead of a scan over gathered ones."""
+    """Base class of aggregators whose accumulators are merged by addition, over devices with a single all-reduce."""
 
     def merge(self, a: Accumulator, b: Accumulator) -> Accumulator:
         return tree.add(a, b)
@@ -143,17 +158,20 @@ class SumAggregator(Aggregator):
         return jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), accumulators)
 
     def merge_devices(self, accumulator: Accumulator, axis: str) -> Accumulator:
-        # A sum of flags over devices is a number: any of them is a flag, as for the lanes of one.
+        # The sum of booleans over devices has an integer dtype. It is converted back, so that it means "any".
         return jax.tree.map(lambda total, one: total.astype(one.dtype), tree.psum(accumulator, axis), accumulator)
 
 
-def wide(dtype: Any) -> Any:
-    """What to compute in: sums of integers or of half precision would overflow, and a mean of integers is none."""
+def accumulation_dtype(dtype: Any) -> Any:
+    """Returns the dtype for sums of this dtype: itself if it is a float of at least 32 bits, otherwise ``float32``.
+
+    Sums of integers or of half-precision floats could overflow, and the mean of integers is not an integer.
+    """
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
 
 
 class WeightedTotal(NamedTuple):
-    """Sums so far: ``total`` of weight times update, in the update's structure, and ``weight``, ``float32 []``."""
+    """The sum of weight times update, in the update's structure, and the sum of the weights, ``float32 []``."""
 
     total: Update
     weight: jax.Array
@@ -161,18 +179,20 @@ class WeightedTotal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum(SumAggregator):
-    """The sum of weight times update, in ``float32`` (or wider, if they are): counts, histograms, sufficient statistics.
+    """The sum of weight times update, for example of counts or sufficient statistics.
+
+    Sums have the dtype of the updates, and at least ``float32``.
 
     >>> total = Sum()
-    >>> fold = total.zero({"w": jnp.zeros(2)}, slots=2)
-    >>> fold = total.accumulate(fold, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
-    >>> fold = total.accumulate(fold, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
-    >>> total.finish(fold)["w"].tolist()
+    >>> accumulator = total.zero({"w": jnp.zeros(2)}, slots=2)
+    >>> accumulator = total.accumulate(accumulator, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
+    >>> accumulator = total.accumulate(accumulator, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
+    >>> total.finish(accumulator)["w"].tolist()
     [9.0, 12.0]
     """
 
     def zero(self, update: Update, slots: int) -> WeightedTotal:
-        total = jax.tree.map(lambda x: jnp.zeros(x.shape, wide(x.dtype)), update)
+        total = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), update)
         return WeightedTotal(total, jnp.zeros((), jnp.float32))
 
     def accumulate(self, accumulator: WeightedTotal, update: Update, weight: jax.Array, slot: jax.Array) -> WeightedTotal:
@@ -185,13 +205,15 @@ class Sum(SumAggregator):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mean(Sum):
-    """The weighted mean of the updates, summed in ``float32`` (or wider, if they are); zeros if the total weight is 0.
+    """The weighted mean of the updates.
+
+    Sums have the dtype of the updates, and at least ``float32``. If the total weight is 0, the mean is 0.
 
     >>> mean = Mean()
-    >>> fold = mean.zero({"w": jnp.zeros(2)}, slots=2)
-    >>> fold = mean.accumulate(fold, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
-    >>> fold = mean.accumulate(fold, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
-    >>> mean.finish(fold)["w"].tolist()
+    >>> accumulator = mean.zero({"w": jnp.zeros(2)}, slots=2)
+    >>> accumulator = mean.accumulate(accumulator, {"w": jnp.array([1.0, 2.0])}, jnp.float32(1), 0)
+    >>> accumulator = mean.accumulate(accumulator, {"w": jnp.array([4.0, 5.0])}, jnp.float32(2), 1)
+    >>> mean.finish(accumulator)["w"].tolist()
     [3.0, 4.0]
     """
 
@@ -202,13 +224,13 @@ class Mean(Sum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Wrapper(Aggregator):
-    """An aggregator that changes something about another one: subclasses override what differs.
+    """Base class of aggregators that modify another aggregator. Subclasses override the methods that differ.
 
-    The outermost acts first on the client and last on the server: ``Clipped(1.0, inner=Compressed(..., inner=Mean()))``
-    clips, then compresses, then takes the mean.
+    The outermost wrapper acts first on the client and last on the server: ``Clipped(1.0, inner=Compressed(...,
+    inner=Mean()))`` clips, then compresses, then takes the mean.
 
     Attributes:
-      inner: what it wraps.
+      inner: the aggregator that is modified.
 
     >>> Wrapper(inner=Sum()).finish(WeightedTotal(jnp.float32(3), jnp.float32(2))).item()
     3.0
@@ -220,8 +242,8 @@ class Wrapper(Aggregator):
         checks.instance(Aggregator, "Mean()", inner=self.inner)
 
     @property
-    def plain(self) -> bool:
-        return type(self).send is Wrapper.send and self.inner.plain
+    def sends_unchanged(self) -> bool:
+        return type(self).send is Wrapper.send and self.inner.sends_unchanged
 
     @property
     def innermost(self) -> Aggregator:
@@ -236,8 +258,8 @@ class Wrapper(Aggregator):
     def client_memory(self, update: Update) -> Memory:
         return self.inner.client_memory(update)
 
-    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
-        return self.inner.send(update, common, memory, key)
+    def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
+        return self.inner.send(update, server_memory, memory, key)
 
     def zero(self, update: Update, slots: int) -> Accumulator:
         return self.inner.zero(update, slots)
@@ -257,5 +279,5 @@ class Wrapper(Aggregator):
     def finish(self, accumulator: Accumulator) -> Update:
         return self.inner.finish(accumulator)
 
-    def conclude(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
-        return self.inner.conclude(accumulator, memory, key)
+    def finish_round(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+        return self.inner.finish_round(accumulator, memory, key)

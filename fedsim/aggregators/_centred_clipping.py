@@ -1,8 +1,9 @@
 """Centred clipping.
 
 S. P. Karimireddy, L. He, M. Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021:
-https://arxiv.org/abs/2012.10333. ``radius`` is its τ. Deviations: one iteration a round (its L = 1), which needs no update
-twice and so folds; the mean is weighted, which in the paper it is not (``weighting="uniform"``).
+https://arxiv.org/abs/2012.10333. ``radius`` is the paper's τ. Deviations: there is one iteration per round (the paper's L = 1),
+so every update is needed only once and updates need not be stored. The mean is weighted by the clients' weights; use
+``weighting="uniform"`` for the paper's unweighted mean.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from fedsim.aggregators._clipped import check_floats, clip
 class CentredClipping(Mean):
     """The mean of updates that are clipped around the last aggregate v: v + (u_i - v) * min(1, radius / ‖u_i - v‖).
 
-    The server remembers v, at first zeros. Who wants to do harm moves the aggregate by his share of the radius at most, and
-    has to do so round after round. Made for clients with momentum, which it needs to average out what is clipped; a fold, so
-    its memory does not grow with the cohort.
+    The server keeps v between rounds; it is zero at first. An attacker can move the aggregate per round by at most its share
+    of the weight times the radius. The method is designed for clients that use momentum, which averages out what clipping
+    removes. Memory does not grow with the cohort.
 
-    It acts where an update is sent, on attackers' updates as on any other: a server would do it on arrival.
+    Clipping is computed where an update is sent, also for attackers' updates. In a real system the server would clip what it
+    receives.
 
     Attributes:
-      radius: τ > 0 and finite, how far from v an update may be. Beyond all distances it is the mean.
+      radius: τ, the largest distance of an update from v, positive and finite. If it exceeds all distances, the aggregate is
+        the mean.
 
     Guarantees:
-      - The aggregate is at most ``radius`` from the last one.
+      - The aggregate is at most ``radius`` away from the last aggregate.
 
     Raises:
-      ValueError: ``radius`` is not positive and finite; before the first round, an update with leaves that are not floats.
+      ValueError: ``radius`` is not positive and finite. Before the first round: an update has leaves that are not floats.
 
     >>> import jax.numpy as jnp
     >>> clipping = CentredClipping(2.0)
@@ -54,11 +57,11 @@ class CentredClipping(Mean):
     def init(self, update: Update) -> Memory:
         return self.finish(self.zero(update, 1))
 
-    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
-        moved = jax.tree.map(lambda u, v: u.astype(v.dtype) - v, update, common)
-        near = jax.tree.map(lambda u, v, d: (v + d).astype(u.dtype), update, common, clip(moved, self.radius))
-        return super().send(near, common, memory, key)
+    def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
+        difference = jax.tree.map(lambda u, v: u.astype(v.dtype) - v, update, server_memory)
+        clipped = jax.tree.map(lambda u, v, d: (v + d).astype(u.dtype), update, server_memory, clip(difference, self.radius))
+        return super().send(clipped, server_memory, memory, key)
 
-    def conclude(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+    def finish_round(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
         update = self.finish(accumulator)
         return update, update

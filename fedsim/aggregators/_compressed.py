@@ -1,4 +1,4 @@
-"""Compression on the way up: each client's update by any of `fedsim.compressors`."""
+"""Compression of the updates that clients send, by any of `fedsim.compressors`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fedsim.compressors import Compressor
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Compressed(Wrapper):
-    """Folds what arrives of compressed updates, and counts the bits that clients send.
+    """Compresses each update, aggregates the decompressed updates by ``inner``, and counts the bits that clients send.
 
-    Every client has a key of its own in every round, so that errors of unbiased compressors cancel in the mean. A compressor
-    that remembers (`fedsim.compressors.ErrorFeedback`, `fedsim.compressors.PowerSGD`) makes clients remember.
+    Every client has a different key in every round, so the errors of unbiased compressors cancel in the mean. If the
+    compressor has a memory (`fedsim.compressors.ErrorFeedback`, `fedsim.compressors.PowerSGD`), clients keep it between
+    rounds.
 
     Attributes:
-      compressor: of each update.
-      inner: what follows; it sees updates as they arrive, and sends nothing more.
+      compressor: the compressor of each update.
+      inner: the aggregator of the decompressed updates.
 
     Raises:
-      ValueError: ``compressor`` is none of fedsim's; another `Compressed` is inside, and it is not clear which one's bits
-        are sent.
+      ValueError: ``compressor`` is not a `fedsim.compressors.Compressor`, or ``inner`` contains another `Compressed`, so that
+        it is not clear which bits are sent.
 
     >>> import jax.numpy as jnp
     >>> from fedsim.compressors import TopK
@@ -41,16 +42,18 @@ class Compressed(Wrapper):
         inner = self.inner
         while isinstance(inner, Wrapper):
             if isinstance(inner, Compressed):
-                raise ValueError(f"Expected one Compressed, got another inside it, {inner.compressor}: leave one out.")
+                raise ValueError(
+                    f"Expected one Compressed, got a second one inside it, of {inner.compressor}: remove one of them."
+                )
             inner = inner.inner
 
     def client_memory(self, update: Update) -> Memory:
         memory = self.compressor.init(update), super().client_memory(update)
         return memory if jax.tree.leaves(memory) else ()
 
-    def send(self, update: Update, common: Memory, memory: Memory, key: jax.Array) -> Sent:
+    def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         kept, of_inner = memory or ((), ())
-        arrived = self.compressor.transmit(update, rng.stream(key, "compress"), kept)
-        sent = super().send(arrived.value, common, of_inner, key)
-        kept = (arrived.memory, sent.memory) if memory else ()
-        return Sent(sent.update, kept, arrived.bits, arrived.entropy_bits)
+        received = self.compressor.transmit(update, rng.stream(key, "compress"), kept)
+        sent = super().send(received.value, server_memory, of_inner, key)
+        kept = (received.memory, sent.memory) if memory else ()
+        return Sent(sent.update, kept, received.bits, received.entropy_bits)

@@ -1,8 +1,9 @@
 """Geometric median, or RFA: robust federated aggregation.
 
 K. Pillutla, S. M. Kakade, Z. Harchaoui, "Robust aggregation for federated learning", IEEE Transactions on Signal Processing
-2022 (the smoothed Weiszfeld algorithm): https://arxiv.org/abs/1912.13445. ``smoothing`` is its ν, ``iterations``
-its R. Deviation: it stops by itself when it moves no more, and so by default goes nearer to the median than the paper's R = 3.
+2022 (the smoothed Weiszfeld algorithm): https://arxiv.org/abs/1912.13445. ``smoothing`` is the paper's ν, and ``iterations``
+its R. Deviation: the algorithm stops at convergence, so by default the result is closer to the median than with the paper's
+R = 3.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.aggregators._rows import mean, squared_norms, wide
-from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
+from fedsim.aggregators._rows import mean, squared_norms, widen
+from fedsim.aggregators._stack import AllReduce, StackAggregator, Update
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class GeometricMedian(SideBySide):
-    """The point of the least weighted sum of distances (not squared) to the updates.
+class GeometricMedian(StackAggregator):
+    """The point that minimizes the weighted sum of the Euclidean distances (not squared) to the updates.
 
-    Weiszfeld's algorithm from the weighted mean v: again and again v becomes the mean of the updates u_i with weights
-    w_i / max(ν, ‖v - u_i‖).
+    It is computed by Weiszfeld's algorithm. v starts at the weighted mean. Each iteration sets v to the mean of the updates
+    u_i with weights w_i / max(ν, ‖v - u_i‖).
 
     Attributes:
-      iterations: the most of these steps; the paper makes 3.
-      smoothing: ν > 0, a distance below which an update's pull grows no more.
-      tolerance: >= 0, stops when a step is smaller than this part of the updates' distance to v (its harmonic mean).
+      iterations: the largest number of iterations. The paper uses 3.
+      smoothing: ν, above 0. At distances below ν the weight of an update no longer increases.
+      tolerance: in [0, 1). Iterations stop when a step is shorter than ``tolerance`` times the harmonic mean of the distances
+        of the updates to v.
 
     Guarantees:
-      - With less than half of the total weight against it, the aggregate is bounded by the honest updates alone, however large
-        the others (given the steps to get there: each takes it a fixed part of the way back).
+      - If attackers have less than half of the total weight, the honest updates alone bound the aggregate, however large the
+        other updates are. This needs enough iterations, because each one removes a fixed fraction of the error.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: an attribute is out of its range.
 
     >>> updates = jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1e6, 1e6]])
     >>> bool(jnp.all(jnp.abs(GeometricMedian().combine(updates, weights=jnp.ones(5))) < 2))
@@ -50,8 +52,8 @@ class GeometricMedian(SideBySide):
         checks.positive(smoothing=self.smoothing)
         checks.number(least=0, below=1, tolerance=self.tolerance)
 
-    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
-        updates = jax.tree.map(wide, updates)
+    def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
+        updates = jax.tree.map(widen, updates)
         share = weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
 
         def centre(weights: jax.Array) -> Update:
@@ -59,12 +61,12 @@ class GeometricMedian(SideBySide):
 
         def step(carry: tuple[jax.Array, Update, jax.Array]) -> tuple[jax.Array, Update, jax.Array]:
             done, v, _ = carry
-            distance = jnp.sqrt(summed(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v))))
-            pull = share / jnp.maximum(distance, self.smoothing)
-            after = centre(pull)
-            moved = jnp.sqrt(summed(tree.squared_norm(tree.subtract(after, v))))
-            # Not the arithmetic mean: a single update far away would make any step a small one.
-            return done + 1, after, moved * jnp.sum(pull) > self.tolerance
+            distance = jnp.sqrt(all_reduce(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v))))
+            scaled = share / jnp.maximum(distance, self.smoothing)
+            after = centre(scaled)
+            step_length = jnp.sqrt(all_reduce(tree.squared_norm(tree.subtract(after, v))))
+            # With the arithmetic mean of the distances, a single distant update would make every step look short.
+            return done + 1, after, step_length * jnp.sum(scaled) > self.tolerance
 
         start = jnp.int32(0), centre(share), jnp.array(True)
         return jax.lax.while_loop(lambda carry: carry[2] & (carry[0] < self.iterations), step, start)[1]

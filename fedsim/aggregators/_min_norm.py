@@ -1,10 +1,11 @@
-"""The shortest combination of the clients' directions.
+"""The combination of the clients' normalized updates that has the smallest norm.
 
 Z. Hu, K. Shaloudegi, G. Zhang, Y. Yu, "Federated learning meets multi-objective optimization", 2020 (FedMGDA+, Algorithm 1),
 IEEE Transactions on Network Science and Engineering, 2022: https://arxiv.org/abs/2006.11489. The paper's ε is ``epsilon``, and
-its λ₀ are the clients' shares by weight. The quadratic program is solved by accelerated projected gradients with restarts (B.
-O'Donoghue, E. Candès, "Adaptive restart for accelerated gradient schemes", 2012: https://arxiv.org/abs/1204.3982); the paper
-leaves open how. Deviation: an update of zeros, which has no direction, counts as zeros.
+its λ₀ are the clients' fractions of the total weight. The quadratic program is solved by accelerated projected gradient descent
+with restarts (B. O'Donoghue, E. Candès, "Adaptive restart for accelerated gradient schemes", 2012:
+https://arxiv.org/abs/1204.3982). The paper does not specify a solver. Deviation: an update of zeros cannot be normalized, and
+stays zero.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import jax.numpy as jnp
 
 from fedsim import checks
 from fedsim.aggregators._aggregator import Update
-from fedsim.aggregators._rows import inner_products, total, wide
-from fedsim.aggregators._side_by_side import SideBySide, Summed
+from fedsim.aggregators._rows import inner_products, total, widen
+from fedsim.aggregators._stack import AllReduce, StackAggregator
 
 _STEPS = 300
-_STILL = 2.0**-23  # How far shares, whose sum is 1, may go in a last step.
-# Of 2^30, more than a float32 tells apart.
-_CUTS, _PARTS = 6, 32
+_TOLERANCE = 2.0**-23  # The solver stops when no λ_k changes by more than this. Their sum is 1.
+# The projection divides an interval 6 times by 32, that is by 2^30, which exceeds the precision of float32.
+_DIVISIONS, _PARTS = 6, 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MinNorm(SideBySide):
-    """The combination Σ λ_k u_k / |u_k| of least norm, of all λ in the simplex that differ from the shares by weight by at most
-    ``epsilon`` each.
+class MinNorm(StackAggregator):
+    """The combination Σ λ_k u_k / ‖u_k‖ of smallest norm, where each λ_k may differ from client k's weight by ``epsilon``.
 
-    With 0 it is the mean of the updates' directions; with 1 no client's direction is left out, whatever its weight: the
-    aggregate d has <d, u_k> >= |d|² |u_k| for all k, so that nobody loses from a small step along it.
+    λ is in the simplex, and weights are normalized to sum 1. With ``epsilon`` 0, the aggregate is the weighted mean of the
+    normalized updates. With 1, λ does not depend on the weights, and the aggregate d satisfies <d, u_k> >= ‖d‖² ‖u_k‖ for all
+    k: a small step along d does not increase the loss of any client.
 
     Attributes:
-      epsilon: in [0, 1].
+      epsilon: the largest difference of λ_k from the normalized weight of client k, in [0, 1].
 
     >>> two = {"w": jnp.array([[2.0, 0.0], [0.0, 5.0]])}
     >>> [(100 * MinNorm(epsilon).combine(two, jnp.array([3.0, 1.0]))["w"]).round().tolist() for epsilon in (0.0, 0.1, 1.0)]
@@ -47,64 +48,78 @@ class MinNorm(SideBySide):
     def __post_init__(self) -> None:
         checks.number(least=0, most=1, epsilon=self.epsilon)
 
-    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
+    def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
         weight = jnp.sum(weights)
         shares = weights / jnp.where(weight == 0, 1, weight)
-        products = summed(inner_products(updates, lambda rows: rows))
+        products = all_reduce(inner_products(updates, lambda rows: rows))
         norms = jnp.sqrt(jnp.diagonal(products))
         per_norm = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
         products = per_norm[:, None] * products * per_norm[None, :]
         low = jnp.maximum(shares - self.epsilon, 0)
         high = jnp.where(weights > 0, jnp.minimum(shares + self.epsilon, 1), 0)
-        shares = _shortest(products, shares, low, high).here if self.epsilon else shares
-        return jax.tree.map(lambda rows: total(wide(rows), shares * per_norm), updates)
+        shares = _minimize_norm(products, shares, low, high).shares if self.epsilon else shares
+        return jax.tree.map(lambda rows: total(widen(rows), shares * per_norm), updates)
 
 
-class _At(NamedTuple):
-    """Shares, the point that the next step starts from, how far ahead that is, how many steps came, and whether the
-    last went nowhere: then it started from the answer."""
+class _SolverState(NamedTuple):
+    """The state of the solver.
 
-    here: jax.Array
-    ahead: jax.Array
+    Attributes:
+      shares: λ, ``float32 [slots]``.
+      extrapolated: the point from which the next step starts, ``float32 [slots]``.
+      momentum: Nesterov's momentum coefficient, ``float32 []``.
+      steps: the number of steps so far, ``int32 []``.
+      converged: whether the last step did not move, ``bool []``.
+    """
+
+    shares: jax.Array
+    extrapolated: jax.Array
     momentum: jax.Array
     steps: jax.Array
-    there: jax.Array
+    converged: jax.Array
 
 
-def _shortest(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> _At:
-    """``here``: the λ of least λ' products λ, among those between ``low`` and ``high`` that have the sum of ``start``."""
-    mass = jnp.sum(start)
-    # All allowed λ have one sum. So of the gradient only what differs from client to client counts (in what does not it would
-    # drown), and steps may be as long as the curvature across the simplex allows: where directions are alike, it is a fraction
-    # of what it is along the sum.
+def _minimize_norm(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> _SolverState:
+    """Finds the ``shares`` λ in [low, high], with the same sum as ``start``, that minimize λ' products λ."""
+    total_share = jnp.sum(start)
+    # All feasible λ have the same sum. So only differences of the gradient between clients matter, and the common part, which
+    # would dominate the rounding errors, is removed. Steps can then be as long as the curvature within the simplex allows. If
+    # updates are similar, this curvature is a fraction of the curvature along the sum.
     free = jnp.asarray(high > 0, jnp.float32)
-    across = free / jnp.maximum(jnp.sum(free), 1)
-    means = products @ across
-    curvature = (products - means[:, None] - means[None, :] + across @ means) * free[:, None] * free[None, :]
-    slope = mass * (means - across @ means) * free
-    # Of the fourth power the largest sum of a row bounds it more closely: to a fifth, where that of a row itself does to 2.
+    uniform = free / jnp.maximum(jnp.sum(free), 1)
+    means = products @ uniform
+    curvature = (products - means[:, None] - means[None, :] + uniform @ means) * free[:, None] * free[None, :]
+    slope = total_share * (means - uniform @ means) * free
+    # The largest row sum bounds the largest eigenvalue. The row sum of the fourth power gives a bound within a fifth of it, and
+    # the row sum of the matrix itself a bound within a factor of 2.
     fourth = jnp.linalg.matrix_power(curvature, 4)
     rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(fourth), axis=1)) ** 0.25, 1e-6)
 
     def nearest(point: jax.Array) -> jax.Array:
-        """The allowed λ nearest to a point: the point less a number that is sought by cutting its range, within the bounds."""
+        """Returns the feasible λ nearest to a point: the point minus a scalar, clipped to the bounds.
+
+        The scalar is found by repeated division of an interval.
+        """
         least = jnp.min(point - high)
         width = jnp.max(point - low) - least
-        for _ in range(_CUTS):  # Into many parts at once: on so few numbers it is the operations that take time.
+        for _ in range(
+            _DIVISIONS
+        ):  # In 32 parts at a time, because on so few numbers the number of operations determines the time.
             width = width / _PARTS
             tried = least + width * jnp.arange(1, _PARTS, dtype=jnp.float32)
             totals = jnp.sum(jnp.clip(point[None] - tried[:, None], low[None], high[None]), axis=1)
-            least = least + width * jnp.sum(totals > mass, dtype=jnp.float32)
+            least = least + width * jnp.sum(totals > total_share, dtype=jnp.float32)
         return jnp.clip(point - (least + width / 2), low, high)
 
-    def step(at: _At) -> _At:
-        here, ahead, momentum, steps, _ = at
-        new = nearest(ahead - rate * (curvature @ ahead + slope))
-        restart = jnp.vdot(ahead - new, new - here) > 0
+    def step(state: _SolverState) -> _SolverState:
+        shares, extrapolated, momentum, steps, _ = state
+        new = nearest(extrapolated - rate * (curvature @ extrapolated + slope))
+        restart = jnp.vdot(extrapolated - new, new - shares) > 0
         momentum = jnp.where(restart, 1.0, momentum)
         faster = (1 + jnp.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = jnp.where(restart, new, new + (momentum - 1) / faster * (new - here))
-        return _At(new, ahead, jnp.where(restart, 1.0, faster), steps + 1, jnp.all(jnp.abs(new - at.ahead) <= _STILL))
+        extrapolated = jnp.where(restart, new, new + (momentum - 1) / faster * (new - shares))
+        converged = jnp.all(jnp.abs(new - state.extrapolated) <= _TOLERANCE)
+        return _SolverState(new, extrapolated, jnp.where(restart, 1.0, faster), steps + 1, converged)
 
-    first = _At(start, start, jnp.float32(1), jnp.int32(0), jnp.bool_(False))
-    return jax.lax.while_loop(lambda at: (at.steps < _STEPS) & ~at.there, step, first)
+    first = _SolverState(start, start, jnp.float32(1), jnp.int32(0), jnp.bool_(False))
+    return jax.lax.while_loop(lambda state: (state.steps < _STEPS) & ~state.converged, step, first)

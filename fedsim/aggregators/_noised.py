@@ -1,9 +1,9 @@
 """Gaussian noise on the aggregate.
 
 H. B. McMahan, D. Ramage, K. Talwar, L. Zhang, "Learning differentially private recurrent language models", ICLR 2018, algorithm
-1: https://arxiv.org/abs/1710.06963; against backdoors Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you really backdoor
-federated learning?", 2019: https://arxiv.org/abs/1911.07963. ``multiplier`` is z, ``norm`` is S. Deviation: n is the number of
-clients whose update counts in the round, and not the expected one.
+1: https://arxiv.org/abs/1710.06963. As a defense against backdoors: Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan, "Can you
+really backdoor federated learning?", 2019: https://arxiv.org/abs/1911.07963. ``multiplier`` is z, and ``norm`` is S. Deviation:
+n is the number of clients whose update counts in the round, not the expected number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedsim.aggregators._aggregator import Accumulator, Memory, Update, Wrapper
 
 
 class Counted(NamedTuple):
-    """A fold, and of how many, ``float32 []``."""
+    """The inner accumulator, and the number of updates in it, ``float32 []``."""
 
     inner: Accumulator
     clients: jax.Array
@@ -27,23 +27,24 @@ class Counted(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Noised(Wrapper):
-    """Adds noise to the aggregate: to every coordinate a normal number of standard deviation multiplier * norm / n.
+    """Adds Gaussian noise of standard deviation multiplier * norm / n to every coordinate of the aggregate of n updates.
 
-    With n clients counting, that is the Gaussian mechanism for a uniform mean of updates no longer than ``norm``:
-    ``Noised(1.0, norm=0.5, inner=Clipped(0.5))`` with ``weighting="uniform"``. It is noise, and not a privacy accountant: what
-    privacy it buys nobody here adds up, and of other weights or another aggregate nothing is claimed at all.
+    For a uniform mean of updates whose norm is at most ``norm``, this is the Gaussian mechanism: ``Noised(1.0, norm=0.5,
+    inner=Clipped(0.5))`` with ``weighting="uniform"``. fedsim has no privacy accountant, so it does not compute the resulting
+    privacy loss. For other weights or another aggregate, there is no privacy guarantee.
 
     Attributes:
-      multiplier: z >= 0, the noise in units of what one client can change.
-      norm: S > 0, the longest update: what `Clipped` has.
+      multiplier: z, the standard deviation of the noise in units of norm / n, which is the largest effect of one client on the
+        mean. At least 0.
+      norm: S, the largest norm of an update, positive: the ``norm`` of `Clipped`.
       inner: see `Wrapper`.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: an attribute is out of its range.
 
     >>> noised = Noised(0.5, norm=2.0)
-    >>> fold = noised.accumulate(noised.zero(jnp.zeros(10_000), slots=1), jnp.zeros(10_000), jnp.float32(1), 0)
-    >>> round(float(jnp.std(noised.conclude(fold, (), jax.random.key(0))[0])), 1)
+    >>> accumulator = noised.accumulate(noised.zero(jnp.zeros(10_000), slots=1), jnp.zeros(10_000), jnp.float32(1), 0)
+    >>> round(float(jnp.std(noised.finish_round(accumulator, (), jax.random.key(0))[0])), 1)
     1.0
     """
 
@@ -74,8 +75,8 @@ class Noised(Wrapper):
     def finish(self, accumulator: Counted) -> Update:
         return super().finish(accumulator.inner)
 
-    def conclude(self, accumulator: Counted, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
-        update, memory = super().conclude(accumulator.inner, memory, rng.stream(key, "inner"))
+    def finish_round(self, accumulator: Counted, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
+        update, memory = super().finish_round(accumulator.inner, memory, rng.stream(key, "inner"))
         deviation = self.multiplier * self.norm / jnp.maximum(accumulator.clients, 1)
         leaves, structure = jax.tree.flatten(update)
         keys = jax.random.split(rng.stream(key, "noise"), len(leaves))

@@ -1,4 +1,4 @@
-"""Arithmetic on updates side by side, ``[slots, ...]`` a leaf, of which those of weight 0 do not exist."""
+"""Arithmetic on stacked updates: leaves ``[slots, ...]``, with one row per client. Rows of weight 0 do not count."""
 
 from __future__ import annotations
 
@@ -9,51 +9,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.aggregators._aggregator import Update
-from fedsim.aggregators._aggregator import wide as wide_dtype
-from fedsim.aggregators._side_by_side import Summed
+from fedsim.aggregators._aggregator import Update, accumulation_dtype
+from fedsim.aggregators._stack import AllReduce
 
-# Coordinates that are sorted together on a CPU: those of a hundred clients stay in its cache.
-_COLUMNS = 4096
-# Coordinates that are multiplied together on a CPU, whose matrix products copy what they read into another order.
-_FACTORS = 16384
+# Number of coordinates that are sorted together on a CPU. Those of a hundred clients fit into its cache.
+_SORT_COLUMNS = 4096
+# Number of coordinates that are multiplied together on a CPU, where a matrix product first copies its operands.
+_PRODUCT_COLUMNS = 16384
 
 
 def check_attackers(name: str, attackers: int, slots: int, *, per_attacker: int) -> None:
-    """Raises ``ValueError`` if a cohort is too small to outvote so many: n >= per_attacker * f + 3 is asked for."""
+    """Raises ``ValueError`` unless cohorts have at least per_attacker * attackers + 3 clients."""
     if slots < per_attacker * attackers + 3:
         most = (slots - 3) // per_attacker
-        remedy = f"Expect at most {most}, or take a larger cohort." if most >= 0 else "Take a larger cohort."
+        remedy = f"Set attackers to at most {most}, or use larger cohorts." if most >= 0 else "Use larger cohorts."
         raise ValueError(
-            f"{name} withstands attackers={attackers} in cohorts of at least {per_attacker} * {attackers} + 3 = "
-            f"{per_attacker * attackers + 3} clients, and these have {slots}. {remedy}"
+            f"{name}(attackers={attackers}) needs cohorts of at least {per_attacker} * {attackers} + 3 = "
+            f"{per_attacker * attackers + 3} clients, got cohorts of {slots}. {remedy}"
         )
 
 
-def wide(rows: jax.Array) -> jax.Array:
-    """Rows in ``float32``, or wider, if they are."""
-    return rows.astype(wide_dtype(rows.dtype))
+def widen(rows: jax.Array) -> jax.Array:
+    """Converts rows to ``float32``, unless they have a wider float dtype."""
+    return rows.astype(accumulation_dtype(rows.dtype))
 
 
-def as_rows(mask: jax.Array, rows: jax.Array) -> jax.Array:
-    """``[slots]`` as ``[slots, 1, ...]``, to go with a leaf."""
+def broadcastable(mask: jax.Array, rows: jax.Array) -> jax.Array:
+    """Reshapes ``[slots]`` to ``[slots, 1, ...]``, which broadcasts with a leaf."""
     return mask.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def total(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """The sum of weight times row; a row of weight 0 counts for nothing, however large, as long as it is finite."""
-    # A product, for XLA's sum along the first axis goes value by value on a CPU.
+    """Returns the sum of weight times row. A row of weight 0 has no effect if it is finite."""
+    # A matrix product, because XLA's sum along the first axis is not vectorized on a CPU.
     return jnp.tensordot(weights.astype(rows.dtype), rows, axes=1, precision=jax.lax.Precision.HIGHEST)
 
 
 def mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """The weighted mean; 0 if there is nobody."""
+    """Returns the weighted mean of the rows, or 0 if the total weight is 0."""
     weight = jnp.sum(weights)
     return total(rows, weights / jnp.where(weight == 0, 1, weight))
 
 
 def squared_norms(updates: Update) -> jax.Array:
-    """Of every row over all leaves, ``float32 [slots]``."""
+    """Returns the squared norm of every row over all leaves, ``float32 [slots]``."""
 
     def leaf(rows: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(rows.astype(jnp.float32)), axis=tuple(range(1, rows.ndim)))
@@ -61,79 +60,85 @@ def squared_norms(updates: Update) -> jax.Array:
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
-def inner_products(updates: Update, prepared: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Of any two rows, over all leaves: ``float32 [slots, slots]``, of what ``prepared`` makes of columns ``[slots, n]``."""
+def inner_products(updates: Update, transform: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns the inner products of all pairs of rows over all leaves, ``float32 [slots, slots]``.
+
+    ``transform`` is applied to blocks of coordinates ``[slots, n]`` before they are multiplied.
+    """
 
     def product(rows: jax.Array) -> jax.Array:
-        rows = prepared(rows)
+        rows = transform(rows)
         return jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
 
     def product_in_cache(rows: jax.Array) -> jax.Array:
         slots, columns = rows.shape
-        whole = columns // _FACTORS
+        whole = columns // _PRODUCT_COLUMNS
 
         def add(i: jax.Array, products: jax.Array) -> jax.Array:
-            return products + product(jax.lax.dynamic_slice(rows, (0, i * _FACTORS), (slots, _FACTORS)))
+            return products + product(jax.lax.dynamic_slice(rows, (0, i * _PRODUCT_COLUMNS), (slots, _PRODUCT_COLUMNS)))
 
-        return jax.lax.fori_loop(0, whole, add, product(rows[:, whole * _FACTORS :]))
+        return jax.lax.fori_loop(0, whole, add, product(rows[:, whole * _PRODUCT_COLUMNS :]))
 
     def leaf(rows: jax.Array) -> jax.Array:
         rows = rows.astype(jnp.float32).reshape(len(rows), math.prod(rows.shape[1:]))
-        if rows.shape[1] <= _FACTORS:
+        if rows.shape[1] <= _PRODUCT_COLUMNS:
             return product(rows)
         return jax.lax.platform_dependent(rows, cpu=product_in_cache, default=product)
 
     return jax.tree.reduce(jnp.add, jax.tree.map(leaf, updates))
 
 
-def squared_distances(updates: Update, exists: jax.Array, summed: Summed) -> jax.Array:
-    """Between any two rows, ``float32 [slots, slots]``; infinite from a row to itself and to rows that do not exist.
+def squared_distances(updates: Update, exists: jax.Array, all_reduce: AllReduce) -> jax.Array:
+    """Returns the squared distances of all pairs of rows, ``float32 [slots, slots]``.
 
-    Of coordinates that devices share out, ``summed`` makes sums over all.
+    The distance of a row to itself, and to a row where ``exists`` is False, is infinite. ``all_reduce`` completes sums over
+    the coordinates on this device to sums over all coordinates.
 
-    From a Gram matrix, which reads the rows once instead of once for every pair. What all have in common would drown the
-    differences in rounding, so it is taken off first: the row whose norm is the median, for a mean is anybody's to spoil.
+    Distances are computed from the Gram matrix, which reads every row once instead of once per pair. One row is subtracted
+    from all rows first, so that a common offset does not cause large rounding errors. It is the row whose norm is the median,
+    because a single attacker could make the mean arbitrarily large.
     """
     slots = exists.shape[0]
-    norms = jnp.where(exists, summed(squared_norms(updates)), jnp.inf)
+    norms = jnp.where(exists, all_reduce(squared_norms(updates)), jnp.inf)
     typical = jnp.argsort(norms)[(jnp.sum(exists) - 1) // 2]
-    products = summed(inner_products(updates, lambda rows: jnp.where(exists[:, None], rows - rows[typical][None], 0)))
+    products = all_reduce(inner_products(updates, lambda rows: jnp.where(exists[:, None], rows - rows[typical][None], 0)))
     own = jnp.diagonal(products)
     distances = (own[:, None] - products) + (own[None, :] - products.T)
-    # Squares of huge updates overflow, and the difference of two infinities is none.
+    # Squares of very large updates overflow, and the difference of two infinities is NaN.
     distances = jnp.where(jnp.isnan(distances), jnp.inf, jnp.maximum(distances, 0))
     pair = exists[:, None] & exists[None, :] & ~jnp.eye(slots, dtype=bool)
     return jnp.where(pair, distances, jnp.inf)
 
 
-def in_order(rows: jax.Array, exists: jax.Array) -> jax.Array:
-    """Each coordinate's values in rising order along the slots, infinities in the places of rows that do not exist.
+def sort_rows(rows: jax.Array, exists: jax.Array) -> jax.Array:
+    """Sorts the values of each coordinate in ascending order along the slots. Rows where ``exists`` is False become infinite.
 
-    By K. Batcher's merge exchange (D. Knuth, "The art of computer programming", vol. 3, 5.2.2, algorithm M): whole rows are
-    compared at a time, which vectorizes; XLA's sort on a CPU goes value by value and takes some ten times as long.
+    The algorithm is K. Batcher's merge exchange (D. Knuth, "The art of computer programming", vol. 3, 5.2.2, algorithm M). It
+    compares whole rows, which can be vectorized. XLA's sort on a CPU is not vectorized and takes about ten times as long.
     """
     slots, columns = rows.shape[0], math.prod(rows.shape[1:])
     partners, sides = map(jnp.asarray, _stages(slots))
-    flat = jnp.where(as_rows(exists, rows), rows, jnp.inf).reshape(slots, columns)
+    flat = jnp.where(broadcastable(exists, rows), rows, jnp.inf).reshape(slots, columns)
 
     def stage(k: jax.Array, rows: jax.Array) -> jax.Array:
         other, side = rows[partners[k]], sides[k][:, None]
         return jnp.where(side < 0, jnp.minimum(rows, other), jnp.where(side > 0, jnp.maximum(rows, other), rows))
 
     def sort(rows: jax.Array) -> jax.Array:
-        # A loop, and not one expression: XLA would fuse it, and compute what two stages share twice, and that again, and again.
+        # A loop, because XLA would fuse an unrolled expression and recompute the results that stages have in common.
         return jax.lax.fori_loop(0, len(sides), stage, rows)
 
     def sort_in_cache(rows: jax.Array) -> jax.Array:
-        def some(i: jax.Array, ordered: jax.Array) -> jax.Array:
-            at = 0, jnp.minimum(i * _COLUMNS, columns - _COLUMNS)
-            return jax.lax.dynamic_update_slice(ordered, sort(jax.lax.dynamic_slice(rows, at, (slots, _COLUMNS))), at)
+        def sort_block(i: jax.Array, ordered: jax.Array) -> jax.Array:
+            at = 0, jnp.minimum(i * _SORT_COLUMNS, columns - _SORT_COLUMNS)
+            block = sort(jax.lax.dynamic_slice(rows, at, (slots, _SORT_COLUMNS)))
+            return jax.lax.dynamic_update_slice(ordered, block, at)
 
-        return jax.lax.fori_loop(0, -(-columns // _COLUMNS), some, jnp.zeros_like(rows))
+        return jax.lax.fori_loop(0, -(-columns // _SORT_COLUMNS), sort_block, jnp.zeros_like(rows))
 
     if not len(sides):
         ordered = flat
-    elif columns <= _COLUMNS:
+    elif columns <= _SORT_COLUMNS:
         ordered = sort(flat)
     else:
         ordered = jax.lax.platform_dependent(flat, cpu=sort_in_cache, default=sort)
@@ -141,8 +146,11 @@ def in_order(rows: jax.Array, exists: jax.Array) -> jax.Array:
 
 
 def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Algorithm M's comparisons, ``int32 [stages, n]`` each: with whom every row is compared, and whether it gets the smaller
-    value (-1), the larger one (1), or is left out (0)."""
+    """Returns the comparisons of algorithm M, two arrays ``int32 [stages, n]``.
+
+    The first holds the row with which each row is compared. The second holds -1 if the row keeps the smaller value, 1 if it
+    keeps the larger value, and 0 if it is not compared in this stage.
+    """
     partners, sides = np.zeros((0, n), np.int32), np.zeros((0, n), np.int32)
     top = 1 << max(0, (n - 1).bit_length() - 1)
     p = top if n > 1 else 0
@@ -161,7 +169,7 @@ def _stages(n: int) -> tuple[np.ndarray, np.ndarray]:
     return partners, sides
 
 
-def middle(ordered: jax.Array, n: jax.Array) -> jax.Array:
-    """The median of the first n of ``ordered``: the mean of the middle two if n is even, 0 if there is nobody."""
+def median_of_sorted(ordered: jax.Array, n: jax.Array) -> jax.Array:
+    """Returns the median of the first n sorted rows: the mean of the two middle values if n is even, and 0 if n is 0."""
     low, high = ordered[jnp.maximum(n - 1, 0) // 2], ordered[jnp.maximum(n, 0) // 2]
     return jnp.where(n == 0, 0, low / 2 + high / 2)

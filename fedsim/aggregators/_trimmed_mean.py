@@ -1,8 +1,8 @@
 """Coordinate-wise trimmed mean.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett, "Byzantine-robust distributed learning: towards optimal statistical rates", ICML
-2018, definition 2: https://arxiv.org/abs/1803.01498. ``trim`` is its β. Deviation: what is left is averaged by the clients'
-weights, which in the paper are equal (``weighting="uniform"``).
+2018, definition 2: https://arxiv.org/abs/1803.01498. ``trim`` is the paper's β. Deviation: the remaining values are weighted by
+the clients' weights. In the paper all weights are equal (``weighting="uniform"``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks
-from fedsim.aggregators._rows import in_order, wide
-from fedsim.aggregators._side_by_side import SideBySide, Summed, Update
+from fedsim.aggregators._rows import sort_rows, widen
+from fedsim.aggregators._stack import AllReduce, StackAggregator, Update
 
 
 class _Sums(NamedTuple):
-    """Of a coordinate's values inside the borders: sum and weight; beyond and at either border: number and weight."""
+    """Sums over the values of each coordinate, relative to the smallest and the largest value that is kept (the bounds).
+
+    Attributes:
+      value, weight: the weighted sum, and the sum of the weights, of the values strictly between the bounds.
+      below, above: the number of values below the lower bound, and above the upper bound.
+      at_low, at_high: the number of values equal to each bound.
+      low_weight, high_weight: the sum of the weights of the values equal to each bound.
+    """
 
     value: jax.Array
     weight: jax.Array
@@ -33,25 +40,25 @@ class _Sums(NamedTuple):
 
 
 def _share(beyond: jax.Array, at: jax.Array, cut: jax.Array, n: jax.Array) -> jax.Array:
-    """The part of the values at a border that are on its inner side, when ``cut`` of n are left out at either end."""
+    """Returns the fraction of the values at a bound that are kept, if ``cut`` of n values are removed at each end."""
     return (jnp.minimum(beyond + at, n - cut) - cut) / jnp.maximum(at, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TrimmedMean(SideBySide):
-    """In every coordinate, the weighted mean without the largest and the smallest values: floor(trim * n) of each.
+class TrimmedMean(StackAggregator):
+    """The weighted mean without the floor(trim * n) largest and the floor(trim * n) smallest values, in every coordinate.
 
-    Values are left out by their number and not by their weight, so a client gains no say over what is left out by claiming
-    many examples. Equal values at the border, of which some are left out, share what is left of their places alike.
+    Values are removed by number and not by weight, so a client has no more influence on what is removed if it reports many
+    examples. If only some of several equal values have to be removed, the weight of each of them is reduced by the same factor.
 
     Attributes:
-      trim: the part of the clients at either end, in [0, 0.5). 0 is the mean.
+      trim: the fraction of the clients that is removed at each end, in [0, 0.5). With 0, the aggregate is the mean.
 
     Guarantees:
-      - With at most floor(trim * n) of the clients against it, every coordinate lies between two honest clients' values.
+      - If at most floor(trim * n) clients are attackers, every coordinate lies between the values of two honest clients.
 
     Raises:
-      ValueError: ``trim`` out of its range.
+      ValueError: ``trim`` is out of its range.
 
     >>> trimmed = TrimmedMean(0.25)
     >>> trimmed.combine(jnp.array([1.0, 2.0, 4.0, 1e6]), weights=jnp.ones(4)).item()
@@ -61,30 +68,30 @@ class TrimmedMean(SideBySide):
     trim: float = 0.1
 
     def __post_init__(self) -> None:
-        checks.number(least=0, below=0.5, trim=self.trim, remedy="the part to leave out at either end")
+        checks.number(least=0, below=0.5, trim=self.trim, remedy="the fraction of the clients to remove at each end")
 
-    def combine_part(self, updates: Update, weights: jax.Array, summed: Summed) -> Update:
+    def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
         exists = weights != 0
         n = jnp.sum(exists)
-        # By a table, for 0.29 of 100 is 29 whatever float32 makes of it.
+        # From a table in float64, because in float32 the product of 0.29 and 100 may be below 29.
         cut = jnp.asarray(np.floor(self.trim * np.arange(len(weights) + 1) + 1e-9), jnp.int32)[n]
 
         def leaf(rows: jax.Array) -> jax.Array:
-            rows = wide(rows)
-            ordered = in_order(rows, exists)
+            rows = widen(rows)
+            ordered = sort_rows(rows, exists)
             low, high = ordered[cut], ordered[jnp.maximum(n - 1 - cut, 0)]
 
-            # One client after another: XLA's sum along the first axis goes value by value on a CPU.
+            # One client after another, because XLA's sum along the first axis is not vectorized on a CPU.
             def add(slot: jax.Array, sums: _Sums) -> _Sums:
-                x, weight, there = rows[slot], weights[slot].astype(rows.dtype), exists[slot]
-                inside, at_low, at_high = there & (x > low) & (x < high), there & (x == low), there & (x == high)
+                x, weight, valid = rows[slot], weights[slot].astype(rows.dtype), exists[slot]
+                inside, at_low, at_high = valid & (x > low) & (x < high), valid & (x == low), valid & (x == high)
                 return _Sums(
                     jnp.where(inside, sums.value + weight * x, sums.value),
                     jnp.where(inside, sums.weight + weight, sums.weight),
-                    sums.below + (there & (x < low)).astype(jnp.int32),
+                    sums.below + (valid & (x < low)).astype(jnp.int32),
                     sums.at_low + at_low.astype(jnp.int32),
                     jnp.where(at_low, sums.low_weight + weight, sums.low_weight),
-                    sums.above + (there & (x > high)).astype(jnp.int32),
+                    sums.above + (valid & (x > high)).astype(jnp.int32),
                     sums.at_high + at_high.astype(jnp.int32),
                     jnp.where(at_high, sums.high_weight + weight, sums.high_weight),
                 )
@@ -96,7 +103,7 @@ class TrimmedMean(SideBySide):
             high_weight = sums.high_weight * _share(sums.above, sums.at_high, cut, n).astype(rows.dtype)
             high_weight = jnp.where(high > low, high_weight, 0)
             weight = jnp.maximum(sums.weight + low_weight + high_weight, jnp.finfo(rows.dtype).tiny)
-            # Divided first: no product of a weight and a value at the end of the range overflows.
+            # Weights are divided first, so that no product of a weight and a large value overflows.
             kept = sums.value / weight + low * (low_weight / weight) + high * (high_weight / weight)
             return jnp.where(n == 0, 0, jnp.clip(kept, low, high))
 

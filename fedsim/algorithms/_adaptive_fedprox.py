@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks
-from fedsim.aggregators import Beside, Noted
+from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
@@ -81,7 +81,7 @@ class AdaptiveFedProx(FedProx):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
         checks.positive(mu_step=self.mu_step)
         checks.whole(1, patience=self.patience)
 
@@ -99,9 +99,9 @@ class AdaptiveFedProx(FedProx):
 
     def client_update(self, shared: AdaptiveShared, client: Client) -> ClientUpdate:
         before, result = self.mean_loss(shared, client), super().client_update(shared, client)
-        return result._replace(update=Noted(result.update, before))
+        return result._replace(update=WithAux(result.update, before))
 
-    def server_update(self, state: AdaptiveState, update: Noted, info: RoundInfo) -> AdaptiveState:
+    def server_update(self, state: AdaptiveState, update: WithAux, info: RoundInfo) -> AdaptiveState:
         movement, loss = update
         falls = jnp.where(loss < state.loss, state.falls + 1, 0)
         lower = falls == self.patience

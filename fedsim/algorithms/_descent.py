@@ -15,15 +15,14 @@ from fedsim.model import Model, Params
 _WARM_UP = 100
 
 
-def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.GradientTransformation) -> None:
+def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: optax.GradientTransformation) -> None:
     """Raises ``ValueError`` if an optimizer ascends, returns NaN or another form of update, or does not move.
 
     The error names the first such optimizer.
 
     The learning rate of an optax transformation cannot be read. Instead, the optimizer takes steps from parameters that are 0,
     with gradients that are 1. Its first nonzero step must not increase any parameter. One of the first hundred steps must be
-    nonzero, because a warm-up may start with learning rate 0. With ``may_rest`` only the first step is checked, and it may be
-    zero.
+    nonzero, because a warm-up may start with learning rate 0. With ``may_be_zero``, only the first step is checked, and may be 0.
 
     Updates must have the structure, shapes and dtypes of the parameters, and states those of the initial state. Otherwise the
     loop over batches could not be compiled.
@@ -32,7 +31,7 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
     have the names of the model's parameters, but every array has only one element.
 
     >>> import fedsim
-    >>> must_descend(fedsim.models.digits_logistic(), server_optimizer=optax.sgd(-0.5))  # doctest: +ELLIPSIS
+    >>> check_descent(fedsim.models.digits_logistic(), server_optimizer=optax.sgd(-0.5))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     ValueError: Expected server_optimizer to descend, and its first step along a gradient of ones: +0.5 in the mean. ...
@@ -49,7 +48,7 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
     for name, optimizer in optimizers.items():
         optimizer = optax.with_extra_args_support(optimizer)
         start = uphill = downhill = optimizer.init(zeros)
-        for i in range(1 if may_rest else _WARM_UP):
+        for i in range(1 if may_be_zero else _WARM_UP):
             along, uphill = step(optimizer, up, uphill)
             against, downhill = step(optimizer, down, downhill)
             if i == 0:
@@ -59,10 +58,10 @@ def must_descend(model: Model, *, may_rest: bool = False, **optimizers: optax.Gr
             if any(isinstance(x, jax.core.Tracer) for x in change):  # The learning rate is traced, as under jax.grad.
                 return
             climbs = np.array([float(x) for x in change])
-            if np.any(climbs) or may_rest:
+            if np.any(climbs) or may_be_zero:
                 break
         rests = not np.any(climbs)
-        if not np.all(climbs <= 0) or (rests and not may_rest):
+        if not np.all(climbs <= 0) or (rests and not may_be_zero):
             steps = f"{_WARM_UP} steps" if rests else "step"
             raise ValueError(
                 f"Expected {name} to descend, and its first {steps} along a gradient of ones: {climbs.max() + 0.0:+.3g} in "

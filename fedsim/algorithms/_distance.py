@@ -58,15 +58,15 @@ def train_measured(algorithm: FedAvg, shared: Any, client: Client, mu: jax.Array
     )
 
 
-def must_be_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTransformation]) -> None:
+def check_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTransformation]) -> None:
     """Raises ``ValueError`` unless an optimizer's steps are linear in the gradients and do not depend on the parameters.
 
     Args:
       what: what requires this, for the error message.
       optimizer_of: a function from the round to the clients' optimizer. The optimizers of the first two rounds are tested.
 
-    >>> must_be_linear("FedNova", lambda round: optax.sgd(0.1, momentum=0.9))
-    >>> must_be_linear("FedNova", lambda round: optax.sign_sgd(0.1))
+    >>> check_linear("FedNova", lambda round: optax.sgd(0.1, momentum=0.9))
+    >>> check_linear("FedNova", lambda round: optax.sign_sgd(0.1))
     Traceback (most recent call last):
     ...
     ValueError: FedNova needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. ...

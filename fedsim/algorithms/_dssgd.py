@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, rng, tree
-from fedsim.aggregators import Aggregator, Noted, Sum
+from fedsim.aggregators import Aggregator, Sum, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
@@ -165,7 +165,7 @@ class DSSGD(FedAvg):
         bits = number.astype(dtype) * jnp.asarray(bits_of_each, dtype)
         info = {"loss": local.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         notes, memory = ((), ()) if self.theta_d == 1 else (sent.astype(jnp.float32), local.params)
-        return ClientUpdate(Noted(change, notes), jnp.float32(1), info, memory)
+        return ClientUpdate(WithAux(change, notes), jnp.float32(1), info, memory)
 
     def selected(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the changes ``[size]``, clipped and with noise, and which of them are uploaded, ``bool [size]``."""
@@ -178,9 +178,9 @@ class DSSGD(FedAvg):
             return change, largest(change, count)
         return change, drawn(jnp.abs(change) >= self.threshold, count, key)
 
-    def server_update(self, state: DSSGDState, update: Noted, info: RoundInfo) -> DSSGDState:
+    def server_update(self, state: DSSGDState, update: WithAux, info: RoundInfo) -> DSSGDState:
         moved = super().server_update(state, tree.unflat(update.update, state.params), info)
-        return moved._replace(updates=jax.tree.map(lambda old, new: self.decay * old + new, state.updates, update.notes))
+        return moved._replace(updates=jax.tree.map(lambda old, new: self.decay * old + new, state.updates, update.aux))
 
 
 def _share(theta: float, size: int) -> int:

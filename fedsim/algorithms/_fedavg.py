@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, metrics, tree
-from fedsim.algorithms._descent import must_descend
+from fedsim.algorithms._descent import check_descent
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -70,7 +70,7 @@ class FedAvg(GradientServer):
         super().check(data)
         # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
-        must_descend(self.model, client_optimizer=self.optimizer_of(jnp.int32(0)), may_rest=scheduled)
+        check_descent(self.model, client_optimizer=self.optimizer_of(jnp.int32(0)), may_be_zero=scheduled)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         return self.update_of(shared, client, self.train(shared, client))

@@ -21,8 +21,8 @@ import dataclasses
 from typing import Any
 
 from fedsim import tree
-from fedsim.aggregators import Beside, Noted
-from fedsim.algorithms._distance import must_be_linear, train_measured
+from fedsim.aggregators import AuxMean, WithAux
+from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.data import FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
@@ -55,18 +55,18 @@ class FedNova(FedProx):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         local, distance = train_measured(self, shared, client, self.mu)
         result = self.update_of(shared, client, local)
-        update = Noted(distance.mean_gradient(result.update), distance.gone)
+        update = WithAux(distance.mean_gradient(result.update), distance.gone)
         return result._replace(update=update, info={**result.info, "distance": distance.gone})
 
-    def server_update(self, state: Any, update: Noted, info: RoundInfo) -> Any:
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         direction, distance = update
         return super().server_update(state, tree.scale(direction, distance), info)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        must_be_linear("FedNova", self.optimizer_of)
+        check_linear("FedNova", self.optimizer_of)

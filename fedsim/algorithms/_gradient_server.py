@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, metrics, tree
-from fedsim.aggregators._aggregator import wide
+from fedsim.aggregators._aggregator import accumulation_dtype
 from fedsim.algorithm import Algorithm
-from fedsim.algorithms._descent import must_descend
+from fedsim.algorithms._descent import check_descent
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.execution import Client, RoundInfo
 from fedsim.model import Model, Params
@@ -74,7 +74,7 @@ class GradientServer(Algorithm):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        must_descend(self.model, server_optimizer=self._server_optimizer())
+        check_descent(self.model, server_optimizer=self._server_optimizer())
 
     def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
         """Returns the loss that clients minimize and report. Override this method to use another loss."""
@@ -135,7 +135,7 @@ class GradientServer(Algorithm):
             return losses.merge(metrics.Mean(loss * seen, seen)), total
 
         # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), shared.params)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), shared.params)
         losses, total = client.for_each_batch(batches, add, (metrics.Mean(jnp.float32(0), jnp.float32(0)), zeros), purpose)
         mean = tree.scale(total, 1 / jnp.maximum(losses.weight, 1))
         return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, shared.params)

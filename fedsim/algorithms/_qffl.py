@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.aggregators import Beside, Noted
+from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._gradient_server import GradientServer
@@ -50,19 +50,19 @@ class FairServer(GradientServer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "aggregator", Beside.around(self.aggregator))
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
         checks.number(least=0, q=self.q)
 
-    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> Noted:
+    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> WithAux:
         """Returns Δ_k = F_k^q ∇_k, with h_k = q F_k^(q-1) |∇_k|² + L F_k^q beside it.
 
         ``gradient`` is a gradient, or an update that is used as one.
         """
         loss = jnp.maximum(loss, _SMALLEST_LOSS)
         delta = tree.scale(gradient, loss**self.q)
-        return Noted(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
+        return WithAux(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
 
-    def server_update(self, state: Any, update: Noted, info: RoundInfo) -> Any:
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         """Takes a step along ΣΔ_k / Σh_k. There is no step if no client could move, so that Σh_k is 0."""
         delta, h = update
         return super().server_update(state, tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0)), info)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._distance import must_be_linear, train_measured
+from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
@@ -126,4 +126,4 @@ class SCAFFOLD(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if self.option == "II":
-            must_be_linear("SCAFFOLD's option II", self.optimizer_of)
+            check_linear("SCAFFOLD's option II", self.optimizer_of)

@@ -1,4 +1,4 @@
-"""`Attack`: what an attacker changes, as hooks that leave everything as it is."""
+"""`Attack`: base class of attacks. Its methods change nothing."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ Update = Any
 
 
 def on_floats(update: Update, change: Callable[[jax.Array], jax.Array]) -> Update:
-    """``update`` with its floats changed: what else it holds, such as the number of a cluster, is no direction to push in."""
+    """Applies ``change`` to the floats of an update. Other leaves, such as the number of a cluster, are not changed."""
     return jax.tree.map(lambda leaf: change(leaf) if tree.is_float(leaf) else leaf, update)
 
 
 def check_column(attack: Attack, data: FederatedData, feature: str, field: str) -> None:
-    """Raises ``ValueError`` unless the data has the feature that this field of the attack names."""
+    """Raises ``ValueError`` if the data lacks the feature that is named by this field of the attack."""
     if feature not in data.columns:
         raise ValueError(
-            f"{type(attack).__name__} reads feature {feature!r}, which the data lacks; it has {sorted(data.columns)}: name one "
-            f"of these by {field}."
+            f"{type(attack).__name__} needs feature {feature!r}, which the data does not have. Set {field} to one of "
+            f"{sorted(data.columns)}."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """What clients do who mean harm: subclass it as ``@dataclasses.dataclass(frozen=True)``, and override what differs.
+    """Base class of attacks. Subclass it as ``@dataclasses.dataclass(frozen=True)``, and override the methods that differ.
 
-    An attack is compared by its fields, which are to be hashable: cohorts of equal attacks share one compiled program. All
-    hooks are pure and traced, and called for every client; what they give is taken where a client is an attacker.
+    Attacks are compared by their fields, which must be hashable. Cohorts with equal attacks share one compiled program. All
+    methods except `check` are pure functions of traced arrays. They are called for every client, and their result is used if
+    the client is an attacker.
 
     >>> class Freeloading(Attack):
     ...     def corrupt(self, update, key): return jax.tree.map(jax.numpy.zeros_like, update)
@@ -43,19 +44,23 @@ class Attack:
     """
 
     def check(self, data: FederatedData) -> None:
-        """Raises ``ValueError``, before the first round, if clients of this population cannot attack so."""
+        """Raises ``ValueError`` before the first round if the attack is not possible on this data."""
 
     def poison(self, batch: Batch) -> dict[str, jax.Array]:
-        """The examples that an attacker trains on instead of ``batch.examples``, of the same shapes and dtypes."""
+        """Returns the examples on which an attacker trains instead of ``batch.examples``, with the same shapes and dtypes."""
         return batch.examples
 
     def corrupt(self, update: Update, key: jax.Array) -> Update:
-        """What an attacker sends instead of its update, which its local work gave; ``key`` is its own of the round.
+        """Returns what an attacker sends instead of its update.
 
-        The aggregator's `send` comes after it, as for everybody: an attacker's message is compressed and clipped like others'.
+        The aggregator's `send` is applied to the result, so an attacker's message is also compressed and clipped.
+
+        Args:
+          update: the update from the attacker's local training.
+          key: a random key for this client and round.
         """
         return update
 
-    def surround(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
-        """What folds the updates of a cohort of which ``attackers``, ``bool [slots]``, attack: for attacks that look on."""
+    def wrap_aggregator(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
+        """Returns the aggregator to use in a cohort with these attackers, ``bool [slots]``. Colluding attacks override it."""
         return aggregator

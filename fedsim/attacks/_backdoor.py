@@ -1,9 +1,9 @@
 """Pixel backdoor.
 
 T. Gu, B. Dolan-Gavitt, S. Garg, "BadNets: identifying vulnerabilities in the machine learning model supply chain", 2017:
-https://arxiv.org/abs/1708.06733, by federated attackers who scale their update up, as E. Bagdasaryan, A. Veit, Y. Hua, D.
-Estrin, V. Shmatikov, "How to backdoor federated learning", AISTATS 2020: https://arxiv.org/abs/1807.00459. ``boost`` is the
-latter's γ. Deviation: the trigger is a checkerboard, which stands out from paper of any colour.
+https://arxiv.org/abs/1708.06733. Attackers scale their updates up as in E. Bagdasaryan, A. Veit, Y. Hua, D. Estrin, V.
+Shmatikov, "How to backdoor federated learning", AISTATS 2020: https://arxiv.org/abs/1807.00459, where ``boost`` is called γ.
+Deviation: the trigger is a checkerboard, which is visible on any background.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fedsim.data import Batch, FederatedData
 
 @dataclasses.dataclass(frozen=True)
 class PixelBackdoor(Attack):
-    """An attacker trains on images with a trigger in their lower right corner, and a label of its choice.
+    """Attackers train on images with a trigger in the lower right corner, which they label as one class, ``target``.
 
     Attributes:
-      target: the label that the trigger is to call forth.
-      size: side of the trigger, a checkerboard of 0 and ``value``, in pixels.
-      value: its bright pixels: 255 for bytes, 1 for floats in [0, 1].
-      fraction: the part of an attacker's examples that are stamped, drawn anew at every step, in (0, 1].
-      boost: >= 1, by which the floats of its update are multiplied, to outweigh the honest ones.
+      target: the label that the model should predict for images with the trigger.
+      size: side length of the trigger in pixels. The trigger is a checkerboard of 0 and ``value``.
+      value: value of the bright pixels: 255 for bytes, 1 for floats in [0, 1].
+      fraction: the fraction of an attacker's examples that get the trigger, in (0, 1]. They are drawn anew in every step.
+      boost: the factor of the floats of an attacker's update, at least 1, which increases its effect on the aggregate.
       image: the feature that holds images ``[height, width]`` or ``[height, width, channels]``.
       label: the feature that holds the label.
 
     Raises:
-      ValueError: a number out of its range; data without such images and labels.
+      ValueError: an attribute is out of its range. Before the first round: the data has no such images and labels.
 
     >>> import fedsim
     >>> data = FederatedData.from_arrays({"x": np.zeros([2, 4, 4, 1], np.uint8), "y": np.array([0, 1])}, sizes=[2])
@@ -54,7 +54,7 @@ class PixelBackdoor(Attack):
 
     def __post_init__(self) -> None:
         checks.whole(0, target=self.target, remedy="a label")
-        checks.whole(1, size=self.size, remedy="the trigger's side in pixels")
+        checks.whole(1, size=self.size, remedy="the side length of the trigger in pixels")
         checks.number(value=self.value)
         checks.number(above=0, most=1, fraction=self.fraction)
         checks.number(least=1, boost=self.boost)
@@ -64,29 +64,32 @@ class PixelBackdoor(Attack):
         check_column(self, data, self.label, "label")
         images: Any = data.columns[self.image]
         labels: Any = data.columns[self.label]
-        self._must_fit(images.shape[1:])
+        self._check_image_shape(images.shape[1:])
         if images.dtype.kind in "iu" and not np.iinfo(images.dtype).min <= self.value <= np.iinfo(images.dtype).max:
-            raise ValueError(f"Expected a value that {images.dtype} holds, as {self.image!r} is, got value={self.value}.")
+            raise ValueError(
+                f"Expected a value in the range of {images.dtype}, the dtype of {self.image!r}, got value={self.value}."
+            )
         if labels.ndim != 1:
             raise ValueError(
-                f"Expected one label per example, and {self.label!r} is {list(labels.shape[1:])}: name another one by label."
+                f"Expected one label per example, got {self.label!r} of shape {list(labels.shape[1:])} per example. Set label "
+                "to another feature."
             )
         known = data.label_range(self.label)
         if known and self.target > known[1]:
             raise ValueError(f"Expected target <= {known[1]}, the largest label of {self.label!r}, got target={self.target}.")
 
-    def _must_fit(self, shape: tuple[int, ...]) -> None:
+    def _check_image_shape(self, shape: tuple[int, ...]) -> None:
         if len(shape) not in (2, 3) or self.size > min(shape[:2]):
             raise ValueError(
-                f"Expected images [height, width] or [height, width, channels], of at least size={self.size} pixels each way, "
-                f"and {self.image!r} is {list(shape)} per example: take a smaller trigger, or name another feature by image."
+                f"Expected images [height, width] or [height, width, channels] with at least size={self.size} pixels per side, "
+                f"got {self.image!r} of shape {list(shape)} per example. Set a smaller size, or set image to another feature."
             )
 
     def stamp(self, examples: Mapping[str, Any]) -> dict[str, Any]:
-        """These examples, of NumPy or JAX, with the trigger and the label ``target``."""
+        """Returns examples (NumPy or JAX arrays) with the trigger and with label ``target``."""
         images, labels = examples[self.image], examples[self.label]
         xp = np if isinstance(images, np.ndarray) else jnp
-        self._must_fit(images.shape[1:])
+        self._check_image_shape(images.shape[1:])
         height, width = images.shape[1:3]
         row, column = np.ogrid[:height, :width]
         where = (row >= height - self.size) & (column >= width - self.size)
@@ -96,7 +99,7 @@ class PixelBackdoor(Attack):
         return {**examples, self.image: stamped, self.label: xp.full_like(labels, self.target)}
 
     def test_data(self, data: FederatedData) -> FederatedData:
-        """All examples but those of ``target``, stamped: accuracy on them is the backdoor's success."""
+        """Returns all examples of other labels with the trigger. The accuracy on them is the attack's success rate."""
         keep = np.asarray(data.columns[self.label]) != self.target
         owner = np.repeat(np.arange(data.num_clients), data.sizes)[keep]
         columns = {name: np.asarray(column)[keep] for name, column in data.columns.items()}

@@ -1,4 +1,4 @@
-"""`Collusion`: attackers who know what the honest clients sent, and agree on what to send themselves."""
+"""`Collusion`: base class of attacks in which all attackers send one update, computed from the honest clients' updates."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, Noted, Wrapper, with_notes_of
+from fedsim.aggregators import Aggregator, WithAux, Wrapper, with_aux_of
 from fedsim.attacks._attack import Attack, Update
 
 
-class Honest(NamedTuple):
-    """What colluding attackers know of the round.
+class HonestStatistics(NamedTuple):
+    """Statistics of the honest clients' updates in a round, which colluding attackers know.
 
     Attributes:
-      mean: of the honest clients' updates, each counting once.
-      deviation: the standard deviation of every coordinate among them (with n in the denominator).
-      clients: how many they are, ``float32 []``.
-      attackers: how many attack, ``float32 []``.
+      mean: the unweighted mean of the honest updates.
+      deviation: the standard deviation of every coordinate over the honest updates (with n in the denominator).
+      clients: number of honest clients, ``float32 []``.
+      attackers: number of attackers, ``float32 []``.
     """
 
     mean: Update
@@ -31,49 +31,52 @@ class Honest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Collusion(Attack):
-    """An attack of all attackers together: subclasses write `collude`.
+    """Base class of attacks in which all attackers send the same update. Subclasses define `collude`.
 
-    What the honest clients sent is known as it arrived (clipped, compressed). What the attackers' own local work gave is thrown
-    away, all but its weight and the size of its message. Their common update is sent as others are, by the aggregator's `send`,
-    only that they keep no memory of it (a residual, say).
+    The attackers know statistics of the honest updates as the server receives them (after clipping and compression). The
+    results of their own training are discarded, except for the weight and the size of the message. Their update is sent with
+    the aggregator's `send`, like other updates, but they keep no memory of it (for example no residual).
 
     Raises:
-      ValueError: before the first round, updates with a leaf that is not a float, of which there is no mean. (Of notes beside
-        an update there is one, whatever they are.)
+      ValueError: before the first round, if updates have leaves that are not floats. (The auxiliary data of
+        `fedsim.aggregators.WithAux` may have any dtype.)
 
     >>> class Copy(Collusion):
     ...     def collude(self, honest): return honest.mean
-    >>> Copy().surround(Wrapper(), jnp.array([True, False])).attack
+    >>> Copy().wrap_aggregator(Wrapper(), jnp.array([True, False])).attack
     Copy()
     """
 
-    def collude(self, honest: Honest) -> Update:
-        """What each attacker sends."""
+    def collude(self, honest: HonestStatistics) -> Update:
+        """Returns the update that every attacker sends."""
         raise NotImplementedError(f"{type(self).__name__} must define collude(honest).")
 
-    def surround(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
-        return Overheard(self, attackers, inner=aggregator)
+    def wrap_aggregator(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
+        return _CollusionWrapper(self, attackers, inner=aggregator)
 
 
 class Moments(NamedTuple):
-    """Number, mean and sum of squared distances to the mean of updates so far."""
+    """Number of updates, their mean, and the sum of squared differences from the mean."""
 
     clients: jax.Array
     mean: Update
     squares: Update
 
     def merge(self, other: Moments) -> Moments:
-        """Of both together (T. Chan, G. Golub, R. LeVeque 1979), which loses nothing where the mean is large."""
+        """Returns the moments of both sets of updates together.
+
+        The formula of T. Chan, G. Golub, R. LeVeque (1979) is accurate also if the mean is large.
+        """
         clients = self.clients + other.clients
         share = other.clients / jnp.maximum(clients, 1)
-        away = tree.subtract(other.mean, self.mean)
-        mean = tree.add(self.mean, tree.scale(away, share))
-        between = tree.scale(jax.tree.map(jnp.square, away), self.clients * share)
+        difference = tree.subtract(other.mean, self.mean)
+        mean = tree.add(self.mean, tree.scale(difference, share))
+        between = tree.scale(jax.tree.map(jnp.square, difference), self.clients * share)
         return Moments(clients, mean, tree.add(tree.add(self.squares, other.squares), between))
 
 
-class Heard(NamedTuple):
-    """The honest clients' fold, their moments, and the attackers' weights, ``float32 [slots]``."""
+class _Accumulator(NamedTuple):
+    """The accumulator of the honest updates, their moments, and the attackers' weights, ``float32 [slots]``."""
 
     inner: Any
     moments: Moments
@@ -81,75 +84,73 @@ class Heard(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Overheard(Wrapper):
-    """Folds honest updates and listens; in the end, folds what the attackers agreed on, once for each of them."""
+class _CollusionWrapper(Wrapper):
+    """Aggregates honest updates and computes their moments. In the end, adds the attackers' update once for each attacker."""
 
     attack: Collusion
     attackers: jax.Array
 
     def check(self, update: Update, slots: int) -> None:
         super().check(update, slots)
-        without_notes = with_notes_of(Noted((), ()), update)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(without_notes):
+        without_aux = with_aux_of(WithAux((), ()), update)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(without_aux):
             if not tree.is_float(leaf):
                 raise ValueError(
-                    f"{type(self.attack).__name__} needs means of all that clients send, and cannot attack what {self.inner} "
-                    f"folds: there, update{jax.tree_util.keystr(path)} is {leaf.dtype}, a count, or as in HypCluster and IFCA "
-                    "the number of a cluster. Choose an attack of each client for itself, which leaves that as it is: "
-                    "SignFlip, GaussianNoise, LabelFlip or PixelBackdoor."
+                    f"{type(self.attack).__name__} needs updates of floats, because it computes their mean, got "
+                    f"update{jax.tree_util.keystr(path)} of {leaf.dtype} (a count, or in HypCluster and IFCA the number of a "
+                    "cluster). Use an attack without collusion: SignFlip, GaussianNoise, LabelFlip or PixelBackdoor."
                 )
 
-    def zero(self, update: Update, slots: int) -> Heard:
-        # Notes may be counts or flags, of which there is a mean, too.
+    def zero(self, update: Update, slots: int) -> _Accumulator:
+        # Auxiliary data may be integers or booleans. Their mean is a float.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype if tree.is_float(x) else jnp.float32), update)
-        return Heard(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), jnp.zeros(slots, jnp.float32))
+        return _Accumulator(super().zero(update, slots), Moments(jnp.float32(0), zeros, zeros), jnp.zeros(slots, jnp.float32))
 
-    def accumulate(self, accumulator: Heard, update: Update, weight: jax.Array, slot: jax.Array) -> Heard:
-        attacks = self.attackers[slot]
-        honest = jnp.where(attacks, 0, weight)
+    def accumulate(self, accumulator: _Accumulator, update: Update, weight: jax.Array, slot: jax.Array) -> _Accumulator:
+        honest = jnp.where(self.attackers[slot], 0, weight)
         mean = jax.tree.map(lambda x, mean: x.astype(mean.dtype), update, accumulator.moments.mean)
         one = Moments((honest != 0).astype(jnp.float32), mean, jax.tree.map(jnp.zeros_like, mean))
-        return Heard(
+        return _Accumulator(
             super().accumulate(accumulator.inner, update, honest, slot),
             accumulator.moments.merge(one),
             accumulator.weights.at[slot].add(weight - honest),
         )
 
-    def merge(self, a: Heard, b: Heard) -> Heard:
-        return Heard(super().merge(a.inner, b.inner), a.moments.merge(b.moments), a.weights + b.weights)
+    def merge(self, a: _Accumulator, b: _Accumulator) -> _Accumulator:
+        return _Accumulator(super().merge(a.inner, b.inner), a.moments.merge(b.moments), a.weights + b.weights)
 
-    def merge_stacked(self, accumulators: Heard) -> Heard:
-        return Heard(super().merge_stacked(accumulators.inner), *_heard(accumulators.moments, accumulators.weights))
+    def merge_stacked(self, accumulators: _Accumulator) -> _Accumulator:
+        return _Accumulator(super().merge_stacked(accumulators.inner), *_merge(accumulators.moments, accumulators.weights))
 
-    def merge_devices(self, accumulator: Heard, axis: str) -> Heard:
-        heard = _heard(*jax.lax.all_gather((accumulator.moments, accumulator.weights), axis))
-        return Heard(super().merge_devices(accumulator.inner, axis), *heard)
+    def merge_devices(self, accumulator: _Accumulator, axis: str) -> _Accumulator:
+        merged = _merge(*jax.lax.all_gather((accumulator.moments, accumulator.weights), axis))
+        return _Accumulator(super().merge_devices(accumulator.inner, axis), *merged)
 
-    def finish(self, accumulator: Heard) -> Update:
+    def finish(self, accumulator: _Accumulator) -> Update:
         return super().finish(accumulator.inner)
 
-    def conclude(self, accumulator: Heard, memory: Any, key: jax.Array) -> tuple[Update, Any]:
+    def finish_round(self, accumulator: _Accumulator, memory: Any, key: jax.Array) -> tuple[Update, Any]:
         clients, mean, squares = accumulator.moments
         deviation = jax.tree.map(lambda x: jnp.sqrt(x / jnp.maximum(clients, 1).astype(x.dtype)), squares)
         weights = accumulator.weights
         attackers = jnp.sum(weights != 0, dtype=jnp.float32)
-        update = with_notes_of(mean, self.attack.collude(Honest(mean, deviation, clients, attackers)))
+        update = with_aux_of(mean, self.attack.collude(HonestStatistics(mean, deviation, clients, attackers)))
 
-        def attack(slot: jax.Array, fold: Any) -> Any:
+        def add_attacker(slot: jax.Array, inner: Any) -> Any:
             own = jax.random.fold_in(rng.stream(key, "collusion"), slot)
-            arrived = self.inner.send(update, memory, self.inner.client_memory(update), own).update
-            # As of others, nothing that is not finite reaches the aggregator.
-            finite = jnp.isfinite(tree.squared_norm(arrived))
-            arrived = tree.select(finite, arrived, jax.tree.map(jnp.zeros_like, arrived))
-            return self.inner.accumulate(fold, arrived, jnp.where(finite, weights[slot], 0), slot)
+            received = self.inner.send(update, memory, self.inner.client_memory(update), own).update
+            # As for other clients, an update that is not finite must not reach the aggregator.
+            finite = jnp.isfinite(tree.squared_norm(received))
+            received = tree.select(finite, received, jax.tree.map(jnp.zeros_like, received))
+            return self.inner.accumulate(inner, received, jnp.where(finite, weights[slot], 0), slot)
 
-        def each(slot: jax.Array, fold: Any) -> Any:
-            return jax.lax.cond(weights[slot] != 0, attack, lambda _, fold: fold, slot, fold)
+        def add(slot: jax.Array, inner: Any) -> Any:
+            return jax.lax.cond(weights[slot] != 0, add_attacker, lambda _, inner: inner, slot, inner)
 
-        return super().conclude(jax.lax.fori_loop(0, len(weights), each, accumulator.inner), memory, key)
+        return super().finish_round(jax.lax.fori_loop(0, len(weights), add, accumulator.inner), memory, key)
 
 
-def _heard(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:
-    """What was heard in several places, stacked along a new first axis, as one."""
+def _merge(moments: Moments, weights: jax.Array) -> tuple[Moments, jax.Array]:
+    """Merges moments and attackers' weights that are stacked along a new first axis."""
     first, rest = (jax.tree.map(lambda x, s=s: x[s], moments) for s in (0, slice(1, None)))
     return jax.lax.scan(lambda a, b: (a.merge(b), None), first, rest)[0], jnp.sum(weights, axis=0)

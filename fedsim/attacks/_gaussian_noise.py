@@ -1,8 +1,8 @@
 """Gaussian noise.
 
 P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer, "Machine learning with adversaries: Byzantine tolerant gradient
-descent", NeurIPS 2017: https://arxiv.org/abs/1703.02757, whose attackers send draws of deviation 200. Deviation: on
-request the draw is added to the attacker's own update.
+descent", NeurIPS 2017: https://arxiv.org/abs/1703.02757, where attackers send Gaussian vectors of standard deviation 200.
+Extension: with ``added``, the vector is added to the attacker's update.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedsim.attacks._attack import Attack, Update
 
 @dataclasses.dataclass(frozen=True)
 class GaussianNoise(Attack):
-    """An attacker sends normal numbers instead of its update; leaves that are not floats stay as they are.
+    """Attackers send Gaussian noise instead of their update. Leaves that are not floats do not change.
 
     Attributes:
-      deviation: their standard deviation, > 0.
-      added: whether they are added to its update instead.
+      deviation: standard deviation of the noise, positive.
+      added: whether the noise is added to the update instead.
 
     Raises:
       ValueError: ``deviation`` is not positive and finite.

@@ -1,7 +1,7 @@
 """Inner-product manipulation.
 
 C. Xie, O. Koyejo, I. Gupta, "Fall of empires: breaking Byzantine-tolerant SGD by inner product manipulation", UAI 2019:
-https://arxiv.org/abs/1903.03936. ``epsilon`` is its ε. No deviations.
+https://arxiv.org/abs/1903.03936. ``epsilon`` is the paper's ε. There are no deviations.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ import dataclasses
 
 from fedsim import checks, tree
 from fedsim.attacks._attack import Update
-from fedsim.attacks._collusion import Collusion, Honest
+from fedsim.attacks._collusion import Collusion, HonestStatistics
 
 
 @dataclasses.dataclass(frozen=True)
 class InnerProduct(Collusion):
     """All attackers send -epsilon times the mean of the honest updates.
 
-    A small epsilon keeps them close enough to be taken for honest, and yet may turn the aggregate around.
+    With a small ``epsilon`` their updates are close to the honest ones, but can still reverse the direction of the aggregate.
 
     Attributes:
-      epsilon: > 0.
+      epsilon: positive.
 
     Raises:
       ValueError: ``epsilon`` is not positive and finite.
 
     >>> import jax.numpy as jnp
     >>> one = jnp.float32(1)
-    >>> InnerProduct(epsilon=0.5).collude(Honest(jnp.array([1.0, -2.0]), jnp.zeros(2), one, one)).tolist()
+    >>> InnerProduct(epsilon=0.5).collude(HonestStatistics(jnp.array([1.0, -2.0]), jnp.zeros(2), one, one)).tolist()
     [-0.5, 1.0]
     """
 
@@ -36,5 +36,5 @@ class InnerProduct(Collusion):
     def __post_init__(self) -> None:
         checks.positive(epsilon=self.epsilon)
 
-    def collude(self, honest: Honest) -> Update:
+    def collude(self, honest: HonestStatistics) -> Update:
         return tree.scale(honest.mean, -self.epsilon)

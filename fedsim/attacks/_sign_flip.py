@@ -1,7 +1,7 @@
 """Sign flip.
 
 L. Li, W. Xu, T. Chen, G. B. Giannakis, Q. Ling, "RSA: Byzantine-robust stochastic aggregation methods for distributed learning
-from heterogeneous datasets", AAAI 2019: https://arxiv.org/abs/1811.03761. No deviations.
+from heterogeneous datasets", AAAI 2019: https://arxiv.org/abs/1811.03761. There are no deviations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedsim.attacks._attack import Attack, Update, on_floats
 
 @dataclasses.dataclass(frozen=True)
 class SignFlip(Attack):
-    """An attacker sends -scale times its update; leaves that are not floats stay as they are.
+    """Attackers send -scale times their update. Leaves that are not floats do not change.
 
     Attributes:
-      scale: > 0.
+      scale: positive.
 
     Raises:
       ValueError: ``scale`` is not positive and finite.

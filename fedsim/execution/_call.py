@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, with_notes_of
+from fedsim.aggregators import Aggregator, with_aux_of
 from fedsim.attacks import Attack
 from fedsim.data import Batches
 from fedsim.execution._client import Client, ClientUpdate
@@ -141,18 +141,18 @@ def send_up(
     aggregator = call.aggregator
     assert aggregator is not None
     entries = {name: jnp.asarray(value) for name, value in result.info.items()}
-    _check_names(call.work_name, entries, aggregator.plain)
+    _check_names(call.work_name, entries, aggregator.sends_unchanged)
     weight, memory = jnp.asarray(result.weight, jnp.float32), client.memory if result.memory is None else result.memory
     sent, zeros = result.update, jax.tree.map(jnp.zeros_like, result.update)
     if attack is not None:
-        sent = tree.select(attacks, with_notes_of(sent, attack.corrupt(sent, rng.stream(client.key, "attack"))), sent)
+        sent = tree.select(attacks, with_aux_of(sent, attack.corrupt(sent, rng.stream(client.key, "attack"))), sent)
 
     took_part = client.num_steps > 0
     # The selection comes before the norm: XLA on a CPU takes four times as long for the norm of a difference.
     arrived = tree.select(took_part, sent, zeros)
     finite = _is_finite((arrived, () if callable(memory) else memory)) & jnp.isfinite(weight)
     arrived = tree.select(finite, arrived, zeros)
-    if not aggregator.plain:
+    if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, call.aggregator_state, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.
         finite &= _is_finite((message.update, message.memory))
@@ -162,7 +162,7 @@ def send_up(
         if jax.tree.leaves(aggregator_memory):
             kept = _in_form_of(aggregator_memory, message.memory, f"{type(aggregator).__name__}.send", "Sent")
             # The message of a colluding attacker is replaced later, so it must not leave a memory behind.
-            colludes = attack is not None and type(attack).surround is not Attack.surround
+            colludes = attack is not None and type(attack).wrap_aggregator is not Attack.wrap_aggregator
             aggregator_memory = tree.select(attacks, aggregator_memory, kept) if colludes else kept
 
     def new_memory(arrived: Any) -> Any:

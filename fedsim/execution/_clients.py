@@ -149,7 +149,7 @@ class Clients:
             self.downlink_states[name] = memory
         fold = aggregator
         if aggregator is not None and self.attack is not None:
-            fold = self.attack.surround(aggregator, jnp.asarray(self.plan.attacker) > 0)
+            fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker) > 0)
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
         client_keys = rng.client_keys(key, self.plan.round, self.plan.client)
         return Call(
@@ -181,9 +181,9 @@ class Clients:
         key, fold = rng.round_key(call.key, self.plan.round, "aggregator"), call.fold
         assert fold is not None
         if self.axis is None:
-            update, memory = fold.conclude(folded, call.aggregator_state, key)
+            update, memory = fold.finish_round(folded, call.aggregator_state, key)
         else:
-            update, memory = fold.conclude_devices(folded, call.aggregator_state, key, self.axis)
+            update, memory = fold.finish_round_devices(folded, call.aggregator_state, key, self.axis)
         return update, self._round_info(call, entries), memory
 
     def client(self, call: Call, slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any) -> tuple[Client, Row]:

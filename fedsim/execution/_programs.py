@@ -58,7 +58,7 @@ class Programs:
         for call in self.outline.calls:
             if (fold := call.aggregator) is not None:
                 if cohort.attack is not None:
-                    fold = cohort.attack.surround(fold, jnp.zeros(slots, bool))
+                    fold = cohort.attack.wrap_aggregator(fold, jnp.zeros(slots, bool))
                 fold.check(call.arrived, cohort.slots)
                 must_fit(fold, jax.eval_shape(lambda fold=fold, call=call: fold.zero(call.arrived, slots)), slots, setting.mesh)
         self._fits.add(kind)

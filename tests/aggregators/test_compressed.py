@@ -1,4 +1,4 @@
-"""Compression inside rounds: what is folded, what is counted, what clients keep."""
+"""Compression inside rounds: aggregates, bits, and the memory of clients."""
 
 import functools
 
@@ -83,7 +83,7 @@ def movement(algorithm, state, cohort):
 
 
 def test_error_feedback_over_rounds_by_hand():
-    """Two clients in alternation, so that each has to keep its residual while the other one is asked."""
+    """Two clients participate in turn, so each must keep its residual while the other participates."""
     compressor = ErrorFeedback(TopK(fraction=0.2))
     compressed, plain = algorithm(Compressed(compressor)), algorithm(Mean())
     population, residuals = federation.data(), {}
@@ -122,8 +122,8 @@ def test_execution_never_changes_the_answer(name, how):
         np.testing.assert_array_equal(a.clients["bits_up"], b.clients["bits_up"])
 
 
-def test_the_noise_of_clients_and_rounds_is_their_own():
-    """The same update of every client and round arrives differently, and is right in the mean."""
+def test_noise_differs_between_clients_and_rounds():
+    """The same update is compressed differently by each client and in each round, and is correct on average."""
     update = {"w": jnp.asarray(np.random.default_rng(0).normal(size=512), jnp.float32)}
     keys = rng.client_keys(rng.root(0), 0, np.arange(64))
     arrived = jax.vmap(lambda key: Compressed(Drive()).send(update, (), (), key).update["w"])(keys)
@@ -132,7 +132,7 @@ def test_the_noise_of_clients_and_rounds_is_their_own():
     assert 0.3 < error * 64 / 0.5708 < 2
 
 
-def test_downlink_is_counted_and_seen_by_clients():
+def test_bits_of_the_downlink_are_counted_and_clients_receive_compressed_parameters():
     plain, (uncompressed,) = run(algorithm(Mean()), rounds=1)
     state, (info,) = run(algorithm(Mean(), downlink=Cast()), rounds=1)
     took_part = np.asarray(federation.data().sizes) > 0
@@ -142,18 +142,18 @@ def test_downlink_is_counted_and_seen_by_clients():
     assert 0 < far < 1e-4
 
 
-def test_two_inside_each_other_are_refused():
-    with pytest.raises(ValueError, match="another inside it, Drive"):
+def test_nested_compression_raises_an_error():
+    with pytest.raises(ValueError, match="a second one inside it, of Drive"):
         Compressed(Eden(), inner=Clipped(1.0, inner=Compressed(Drive())))
 
 
-def test_what_is_no_compressor_is_refused():
+def test_an_object_of_another_class_raises_an_error():
     with pytest.raises(ValueError, match="such as Eden"):
         Compressed(Mean())
 
 
-def test_downlink_leaves_what_is_sent_beside_parameters_alone():
-    """A proximal term's strength, say: of one number, top-k would make 0."""
+def test_downlink_compresses_only_the_parameters():
+    """Top-k would set a single number, such as the coefficient of a proximal term, to 0."""
     prox = fedsim.algorithms.AdaptiveFedProx(
         model=federation.model(),
         client_optimizer=optax.sgd(0.1),

@@ -1,4 +1,4 @@
-"""What every robust aggregator promises within a round: the same answer however it is run, in whatever order."""
+"""Every robust aggregator, inside a round: the aggregate depends neither on the execution nor on the order of clients."""
 
 import dataclasses
 import functools
@@ -19,8 +19,8 @@ AGGREGATORS = {
     "multi-krum": aggregators.Krum(attackers=2, selected=3),
     "bulyan": aggregators.Bulyan(attackers=1),
     "geometric": aggregators.GeometricMedian(),
-    "shortest": aggregators.MinNorm(),
-    "beside": aggregators.Beside(inner=aggregators.TrimmedMean(0.2)),
+    "min norm": aggregators.MinNorm(),
+    "aux mean": aggregators.AuxMean(inner=aggregators.TrimmedMean(0.2)),
     "clipped": aggregators.Clipped(1.0),
     "clipped median": aggregators.Clipped(1.0, inner=aggregators.CoordinateMedian()),
     "centred": aggregators.CentredClipping(1.0),
@@ -35,13 +35,13 @@ EXECUTIONS = {
 
 
 @pytest.fixture(autouse=True)
-def _devices_share_out_small_leaves(monkeypatch):
-    monkeypatch.setattr("fedsim.aggregators._side_by_side._SMALL", 4)
+def _small_leaves_are_divided_too(monkeypatch):
+    monkeypatch.setattr("fedsim.aggregators._stack._MAX_UNDIVIDED", 4)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOfExamples(fedsim.Algorithm):
-    """Each client sends its mean example, and sines of it; the server adds up what the aggregator makes of them."""
+    """Each client sends its mean example, and sines of it; the server adds their aggregate to its state."""
 
     def init(self, key):
         return {"x": jnp.zeros(3), "y": jnp.float32(0), "z": jnp.zeros((16, 3))}
@@ -56,11 +56,11 @@ class MeanOfExamples(fedsim.Algorithm):
         size = client.num_examples.astype(jnp.float32)
         total = client.for_each_batch(self.batches, add, jax.tree.map(jnp.zeros_like, shared))
         mean = jax.tree.map(lambda x: x / jnp.maximum(size, 1), total)
-        beside = isinstance(self.aggregator, aggregators.Beside)
-        return fedsim.ClientUpdate(aggregators.Noted(mean, size) if beside else mean, size)
+        with_aux = isinstance(self.aggregator, aggregators.AuxMean)
+        return fedsim.ClientUpdate(aggregators.WithAux(mean, size) if with_aux else mean, size)
 
     def server_update(self, state, update, info):
-        return jax.tree.map(jnp.add, state, update.update if isinstance(update, aggregators.Noted) else update)
+        return jax.tree.map(jnp.add, state, update.update if isinstance(update, aggregators.WithAux) else update)
 
 
 @functools.cache
@@ -96,11 +96,11 @@ def test_client_order_does_not_matter(name):
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_they_differ_from_the_mean(name):
-    """The negative control: each of them does something."""
+    """A control for the other tests: every aggregator differs from the mean."""
     assert np.abs(reference(name)["x"] - run(MEAN)["x"]).max() > 1e-3
 
 
-def test_a_cohort_too_small_for_krum_is_refused_before_the_first_round():
+def test_a_cohort_too_small_for_krum_raises_an_error_before_the_first_round():
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), aggregator=aggregators.Krum(attackers=3))
-    with pytest.raises(ValueError, match="Krum withstands attackers=3 in cohorts of at least"):
+    with pytest.raises(ValueError, match=r"Krum\(attackers=3\) needs cohorts of at least"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())

@@ -1,4 +1,4 @@
-"""Robust aggregators, against NumPy written from the papers and against those who mean harm."""
+"""Robust aggregators, compared with NumPy implementations of the papers, and under attack."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 import scipy.optimize
 
 from fedsim import aggregators
-from fedsim.aggregators._rows import in_order, inner_products, squared_distances
+from fedsim.aggregators._rows import inner_products, sort_rows, squared_distances
 
 SHAPES = {"w": (3, 4), "b": (), "e": (0, 2)}
 SIZE = 13
@@ -113,14 +113,14 @@ def test_the_order_of_clients_does_not_matter(name):
     np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_equal_updates_give_their_mean(name):
+def test_the_aggregate_of_equal_updates_is_their_mean(name):
     x, weights, _ = population(11, seed=3)
     x[:] = x[0]
     np.testing.assert_allclose(combine(AGGREGATORS[name][0], x, weights), x[0], rtol=1e-6)
 
 
 def assert_within(result, honest):
-    """Every coordinate between two honest ones, up to rounding."""
+    """Every coordinate must lie between two honest ones, up to rounding."""
     slack = 1e-6 * np.abs(honest).max()
     assert np.all(result >= honest.min(0) - slack) and np.all(result <= honest.max(0) + slack)
 
@@ -133,7 +133,7 @@ FAR = {
 
 
 @pytest.mark.parametrize("where", FAR)
-def test_two_attackers_of_eleven_far_away_do_not_break_it(name, where):
+def test_two_distant_attackers_of_eleven_have_a_bounded_effect(name, where):
     x, _, draw = population(11, seed=4)
     x[:2] = FAR[where](draw)
     result, honest = combine(AGGREGATORS[name][0], x, np.ones(11)), x[2:]
@@ -145,7 +145,7 @@ def test_two_attackers_of_eleven_far_away_do_not_break_it(name, where):
 
 
 def test_attackers_that_differ_in_one_coordinate_deceive_krum_and_not_bulyan():
-    """The hidden vulnerability of El Mhamdi et al.: closest to all others but for one number."""
+    """The attack of El Mhamdi et al.: close to all other updates except for one coordinate."""
     x, _, _ = population(11, seed=4)
     x[:, np.arange(SIZE) != 5] *= 5
     x[:2] = x[2:].mean(0)
@@ -174,8 +174,8 @@ def test_without_attackers_they_are_the_mean():
         np.testing.assert_allclose(combine(aggregator, x, weights), x.mean(0), rtol=1e-5, atol=1e-6)
 
 
-def test_trimming_shares_equal_values_alike():
-    """[0, 0, 0, 1, 5] of weights 1 to 5: trimmed by one at each end, two of the three zeros stay."""
+def test_trimming_reduces_the_weight_of_equal_values_equally():
+    """[0, 0, 0, 1, 5] of weights 1 to 5: trimmed by one at each end, two of the three zeros remain."""
     rows = {"x": jnp.array([0.0, 5.0, 0.0, 1.0, 0.0])}
     weights = jnp.array([1.0, 5.0, 2.0, 4.0, 3.0])
     result = aggregators.TrimmedMean(0.2).combine(rows, weights)["x"]
@@ -196,23 +196,23 @@ def test_order_against_sort(n):
     x = draw.integers(-3, 3, (n, 40)).astype(np.float32)
     exists = draw.random(n) < 0.8
     expected = np.sort(np.where(exists[:, None], x, np.inf), axis=0)
-    np.testing.assert_array_equal(in_order(jnp.asarray(x), jnp.asarray(exists)), expected)
+    np.testing.assert_array_equal(sort_rows(jnp.asarray(x), jnp.asarray(exists)), expected)
 
 
 @pytest.mark.parametrize("columns", [4096, 4097, 9000])
 def test_order_of_more_coordinates_than_are_sorted_together(columns):
     x = np.random.default_rng(columns).normal(size=(5, 1, columns)).astype(np.float32)
-    np.testing.assert_array_equal(in_order(jnp.asarray(x), jnp.ones(5, bool)), np.sort(x, axis=0))
+    np.testing.assert_array_equal(sort_rows(jnp.asarray(x), jnp.ones(5, bool)), np.sort(x, axis=0))
 
 
 def test_order_is_right_by_the_zero_one_principle():
     """A network that sorts every sequence of zeros and ones sorts everything (Knuth, 5.3.4, theorem Z)."""
     for n in range(1, 11):
         x = (np.arange(2**n)[None] >> np.arange(n)[:, None] & 1).astype(np.float32)
-        np.testing.assert_array_equal(in_order(jnp.asarray(x), jnp.ones(n, bool)), np.sort(x, axis=0))
+        np.testing.assert_array_equal(sort_rows(jnp.asarray(x), jnp.ones(n, bool)), np.sort(x, axis=0))
 
 
-def test_distances_survive_what_all_have_in_common_and_what_nobody_has():
+def test_distances_are_accurate_with_a_common_offset_and_outliers():
     """A common offset 1,000 times the spread, and two attackers at 1e6: the plain formula is off by more than the distances."""
     draw = np.random.default_rng(7)
     x = (100 + 0.1 * draw.normal(size=(8, 500))).astype(np.float32)
@@ -228,8 +228,8 @@ def test_distances_survive_what_all_have_in_common_and_what_nobody_has():
 
 
 @pytest.mark.parametrize("columns", [16_385, 32_768, 40_000])
-def test_products_of_long_rows_are_of_all_their_columns(columns):
-    """A CPU multiplies some columns at a time, of which the last may be fewer."""
+def test_inner_products_of_long_rows_include_all_columns(columns):
+    """A CPU multiplies columns in blocks, and the last block may be smaller."""
     x = np.random.default_rng(3).normal(size=(5, columns)).astype(np.float32)
     x[:, -1] = 100 * np.arange(5)  # No product but the first's is right without the last column.
     ours = inner_products({"a": jnp.asarray(x.reshape(5, -1, 1)), "b": jnp.asarray(x[:, -3:])}, lambda rows: rows - rows[:1])
@@ -256,7 +256,7 @@ def test_products_of_long_rows_are_of_all_their_columns(columns):
         (lambda: aggregators.Noised(1.0, norm=0.0), r"Expected norm > 0 and finite"),
     ],
 )
-def test_numbers_out_of_range_are_refused(make, message):
+def test_arguments_out_of_range_raise_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -264,20 +264,20 @@ def test_numbers_out_of_range_are_refused(make, message):
 @pytest.mark.parametrize(
     ("aggregator", "slots", "message"),
     [
-        (aggregators.Krum(attackers=4), 10, r"Krum withstands attackers=4 in cohorts of at least 2 \* 4 \+ 3 = 11 .* most 3"),
+        (aggregators.Krum(attackers=4), 10, r"Krum\(attackers=4\) needs cohorts of at least 2 \* 4 \+ 3 = 11 .* most 3"),
         (aggregators.Krum(attackers=4), 11, None),
         (aggregators.Krum(attackers=3, selected=8), 10, r"Expected selected <= 7"),
         (aggregators.Krum(attackers=3, selected=7), 10, None),
-        (aggregators.Krum(attackers=0), 2, r"Take a larger cohort"),
+        (aggregators.Krum(attackers=0), 2, r"Use larger cohorts"),
         (
             aggregators.Bulyan(attackers=2),
             10,
-            r"Bulyan withstands attackers=2 in cohorts of at least 4 \* 2 \+ 3 = 11 .* most 1",
+            r"Bulyan\(attackers=2\) needs cohorts of at least 4 \* 2 \+ 3 = 11 .* most 1",
         ),
         (aggregators.Bulyan(attackers=2), 11, None),
     ],
 )
-def test_cohorts_that_are_too_small_or_too_large_are_refused(aggregator, slots, message):
+def test_cohorts_that_are_too_small_raise_an_error(aggregator, slots, message):
     update = {"w": jax.ShapeDtypeStruct((10,), jnp.float32)}
     if message is None:
         aggregator.check(update, slots)
@@ -288,7 +288,7 @@ def test_cohorts_that_are_too_small_or_too_large_are_refused(aggregator, slots, 
 
 @pytest.mark.parametrize("wrapper", [aggregators.Clipped(1.0), aggregators.CentredClipping(1.0)])
 def test_integers_cannot_be_clipped(wrapper):
-    with pytest.raises(ValueError, match="has a leaf of int32"):
+    with pytest.raises(ValueError, match="needs floats, got an array of int32"):
         wrapper.check({"n": jax.ShapeDtypeStruct((), jnp.int32)}, 3)
 
 
@@ -304,7 +304,7 @@ def test_integers_and_half_precision_are_aggregated_in_float32(name):
     np.testing.assert_array_equal(wide, whole)
 
 
-def test_a_weight_of_zero_leaves_a_row_as_it_was():
+def test_an_update_of_weight_zero_does_not_change_a_row():
     aggregator = aggregators.TrimmedMean(0.0)
     fold = aggregator.accumulate(aggregator.zero(jnp.zeros(2), 2), jnp.array([1.0, 2.0]), jnp.float32(1), jnp.int32(0))
     fold = aggregator.accumulate(fold, jnp.array([9.0, 9.0]), jnp.float32(0), jnp.int32(0))
@@ -312,7 +312,7 @@ def test_a_weight_of_zero_leaves_a_row_as_it_was():
 
 
 def fold(aggregator, x, weights, memory=None, key=None):
-    """One round of an aggregator by hand: sends, fold, conclusion."""
+    """Runs one round of an aggregator by hand: `send`, `accumulate` and `finish_round`."""
     like = jax.tree.map(lambda rows: rows[0], tree(x))
     memory = aggregator.init(like) if memory is None else memory
     accumulator = aggregator.zero(like, len(x))
@@ -320,7 +320,7 @@ def fold(aggregator, x, weights, memory=None, key=None):
         update = jax.tree.map(lambda rows, slot=slot: rows[slot], tree(x))
         sent = aggregator.send(update, memory, aggregator.client_memory(like), jax.random.key(slot))
         accumulator = aggregator.accumulate(accumulator, sent.update, jnp.float32(weight), jnp.int32(slot))
-    return aggregator.conclude(accumulator, memory, jax.random.key(9) if key is None else key)
+    return aggregator.finish_round(accumulator, memory, jax.random.key(9) if key is None else key)
 
 
 @pytest.mark.parametrize("inner", [aggregators.Mean(), aggregators.CoordinateMedian()])
@@ -362,7 +362,7 @@ def test_centred_clipping_beyond_all_distances_is_the_mean():
     np.testing.assert_allclose(flat(update), np.average(x, 0, weights), rtol=1e-5, atol=1e-6)
 
 
-def test_noise_has_its_deviation_and_a_fresh_draw_each_time():
+def test_noise_has_its_standard_deviation_and_is_drawn_anew():
     zeros = {"a": jnp.zeros(20_000), "b": jnp.zeros((100, 200))}
     for aggregator, deviation in [
         (aggregators.Noised(2.0, norm=0.5), 0.5 * 2 / 4),
@@ -371,7 +371,7 @@ def test_noise_has_its_deviation_and_a_fresh_draw_each_time():
         accumulator = aggregator.zero(zeros, 6)
         for slot, weight in enumerate([1.0, 3.0, 0.0, 1.0, 2.0]):
             accumulator = aggregator.accumulate(accumulator, zeros, jnp.float32(weight), jnp.int32(slot))
-        first, second = (aggregator.conclude(accumulator, (), jax.random.key(seed))[0] for seed in (0, 1))
+        first, second = (aggregator.finish_round(accumulator, (), jax.random.key(seed))[0] for seed in (0, 1))
         a, b = np.asarray(first["a"]), np.ravel(first["b"])
         for draw in (a, b):
             # A normal sample's deviation is within 4 / sqrt(2 n) of its own, 2 %, all but once in 16,000 draws.

@@ -146,9 +146,9 @@ def test_compression_and_attacks_leave_the_numbers_beside_an_update_alone(name, 
     sampler = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attack, fraction=0.4, seed=0)
     state, _ = two_rounds(algorithm, sampler)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.params))
-    update = aggregators.Noted(jax.tree.map(jnp.ones_like, state.params), jnp.float32(7))
+    update = aggregators.WithAux(jax.tree.map(jnp.ones_like, state.params), jnp.float32(7))
     arrived = algorithm.aggregator.send(update, (), (), jax.random.key(0)).update
-    assert arrived.notes == 7 and any(np.any(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(arrived.update))
+    assert arrived.aux == 7 and any(np.any(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(arrived.update))
 
 
 def test_q_fedavg_stays_where_it_is_in_a_round_at_a_rate_of_0():

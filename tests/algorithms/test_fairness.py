@@ -10,7 +10,7 @@ import scipy.optimize
 
 import fedsim
 from fedsim import algorithms
-from fedsim.aggregators._min_norm import _shortest
+from fedsim.aggregators._min_norm import _minimize_norm
 
 RATE = 0.3
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -317,28 +317,28 @@ def test_min_norm_solves_its_quadratic_program(epsilon, seed):
         assert np.all(directions @ found >= found @ found - 1e-5)
 
 
-def test_min_norm_stops_where_a_step_goes_nowhere():
-    """Of four directions at right angles all shares are 1/4: the first step gets there, and the next ones stay."""
+def test_min_norm_stops_when_a_step_does_not_move():
+    """For four orthogonal directions all shares are 1/4. The first step reaches them, and later steps do not move."""
     start = jnp.array([0.4, 0.3, 0.2, 0.1])
-    found = _shortest(jnp.eye(4), start, jnp.zeros(4), jnp.ones(4))
-    np.testing.assert_allclose(found.here, 0.25, atol=1e-6)
-    assert bool(found.there) and int(found.steps) < 10
+    found = _minimize_norm(jnp.eye(4), start, jnp.zeros(4), jnp.ones(4))
+    np.testing.assert_allclose(found.shares, 0.25, atol=1e-6)
+    assert bool(found.converged) and int(found.steps) < 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", [0, 3])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.03, 0.2])
-def test_min_norm_takes_few_steps_however_alike_directions_are(noise, absent):
-    """What they have in common makes no step shorter: with it in the bound, some 200 steps would be taken, or all 300."""
+def test_min_norm_takes_few_steps_also_if_directions_are_similar(noise, absent):
+    """The common part of the directions does not shorten the steps. If it did, about 200 or all 300 steps would be taken."""
     rows = 1 + noise * np.random.default_rng(0).normal(size=(10, 40))
     expected, directions = shortest(rows, np.ones(10), 0.1) if noise else (np.full(40, 40**-0.5), np.full((10, 40), 40**-0.5))
     present = np.pad(np.ones(10), (0, absent))
     products = np.pad(directions @ directions.T, (0, absent))
-    found = _shortest(*(jnp.asarray(x, jnp.float32) for x in (products, 0.1 * present, 0 * present, 0.2 * present)))
-    shares = np.asarray(found.here)
+    found = _minimize_norm(*(jnp.asarray(x, jnp.float32) for x in (products, 0.1 * present, 0 * present, 0.2 * present)))
+    shares = np.asarray(found.shares)
     np.testing.assert_allclose(shares[:10] @ directions, expected, atol=1e-5)
     np.testing.assert_allclose(shares.sum(), 1, atol=1e-6)
-    assert bool(found.there) and int(found.steps) < 60 and not shares[10:].any()
+    assert bool(found.converged) and int(found.steps) < 60 and not shares[10:].any()
 
 
 def test_min_norm_of_opposed_clients_is_nothing():

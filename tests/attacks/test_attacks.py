@@ -12,7 +12,7 @@ import scipy.stats
 
 import fedsim
 from fedsim import aggregators, attacks
-from fedsim.attacks import Honest
+from fedsim.attacks import HonestStatistics
 
 UPDATE = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.float32(-2)}
 
@@ -95,7 +95,7 @@ def test_backdoor_s_test_data_is_all_that_is_not_of_the_target_already():
 
 
 def honest(x, attackers):
-    return Honest(jnp.asarray(x.mean(0)), jnp.asarray(x.std(0)), jnp.float32(len(x)), jnp.float32(attackers))
+    return HonestStatistics(jnp.asarray(x.mean(0)), jnp.asarray(x.std(0)), jnp.float32(len(x)), jnp.float32(attackers))
 
 
 @pytest.mark.parametrize(("n", "m"), [(50, 24), (50, 20), (50, 10), (10, 2), (10, 1), (4, 3)])

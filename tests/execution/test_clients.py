@@ -151,14 +151,14 @@ class TwoAggregators(fedsim.Algorithm):
         return fedsim.ClientUpdate(update, jnp.float32(1))
 
 
-class Largest(aggregators.SideBySide):
+class Largest(aggregators.StackAggregator):
     def init(self, update):
         return jnp.float32(0)
 
     def combine(self, updates, weights):
         return jnp.max(jnp.where(weights != 0, updates, 0))
 
-    def conclude(self, accumulator, memory, key):
+    def finish_round(self, accumulator, memory, key):
         return self.finish(accumulator), memory + 1
 
 

@@ -1,4 +1,4 @@
-"""Aggregators that keep updates side by side, their coordinates shared out to devices: against one device, and NumPy."""
+"""Aggregators that store all updates, with coordinates divided among devices, compared with one device and with NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ AGGREGATORS = {
     "multi-krum": aggregators.Krum(attackers=2, selected=5),
     "bulyan": aggregators.Bulyan(attackers=2),
     "geometric": aggregators.GeometricMedian(),
-    "shortest": aggregators.MinNorm(),
+    "min norm": aggregators.MinNorm(),
 }
 
 
-class Largest(aggregators.SideBySide):
-    """A user's, who knows nothing of devices."""
+class Largest(aggregators.StackAggregator):
+    """A user's subclass that defines only `combine`."""
 
     def combine(self, updates, weights):
         return jax.tree.map(
@@ -73,11 +73,11 @@ def test_devices_combine_together_what_one_combines(name, around, devices):
     def together(_):
         device = jax.lax.axis_index("devices")
         mine = fold(aggregator.zero_devices(like, slots, "devices"), lambda slot: slot * 5 % devices == device)
-        return jax.tree.map(lambda x: x[None], aggregator.conclude_devices(mine, (), key, "devices")[0])
+        return jax.tree.map(lambda x: x[None], aggregator.finish_round_devices(mine, (), key, "devices")[0])
 
     mesh, spec = jax.sharding.Mesh(jax.devices()[:devices], "devices"), jax.P("devices")
     shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.zeros(devices))
-    alone = aggregator.conclude(fold(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
+    alone = aggregator.finish_round(fold(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
     for leaf, shape in shapes.items():
         assert shared[leaf].shape == (devices, *shape) and shared[leaf].dtype == alone[leaf].dtype
         close = {"rtol": 2e-5, "atol": 2e-6} if shared[leaf].dtype == jnp.float32 else {"atol": 2**-6}
@@ -85,8 +85,8 @@ def test_devices_combine_together_what_one_combines(name, around, devices):
         np.testing.assert_allclose(shared[leaf][0].astype(np.float32), alone[leaf].astype(np.float32), **close)
 
 
-class Counting(aggregators.SideBySide):
-    """A user's accumulator of his own."""
+class Counting(aggregators.StackAggregator):
+    """A user's subclass with another accumulator."""
 
     def zero(self, update, slots):
         return super().zero(update, slots), jnp.float32(0)
@@ -100,19 +100,19 @@ class Counting(aggregators.SideBySide):
     combine = Largest.combine
 
 
-class Twice(aggregators.Beside):
-    def conclude(self, accumulator, memory, key):
-        noted, memory = super().conclude(accumulator, memory, key)
-        return noted._replace(update=jax.tree.map(lambda x: 2 * x, noted.update)), memory
+class Twice(aggregators.AuxMean):
+    def finish_round(self, accumulator, memory, key):
+        result, memory = super().finish_round(accumulator, memory, key)
+        return result._replace(update=jax.tree.map(lambda x: 2 * x, result.update)), memory
 
 
-class NormsBeside(aggregators.SideBySide):
-    def combine_part(self, updates, weights, summed):
+class AddsALeaf(aggregators.StackAggregator):
+    def combine_coordinates(self, updates, weights, all_reduce):
         return {**jax.tree.map(lambda rows: rows[0], updates), "a norm": jnp.float32(1)}
 
 
 def on_devices(aggregator, rows, devices=2):
-    """What devices make together of equally weighted updates, each of every other one."""
+    """Returns the aggregate of equally weighted updates that are distributed over the devices in turn."""
     slots = len(jax.tree.leaves(rows)[0])
 
     def together(_):
@@ -122,47 +122,45 @@ def on_devices(aggregator, rows, devices=2):
             row = jax.tree.map(lambda leaf, slot=slot: leaf[slot], rows)
             added = aggregator.accumulate(fold, row, jnp.float32(1), jnp.int32(slot))
             fold = jax.tree.map(lambda a, b, slot=slot: jnp.where(slot % devices == device, a, b), added, fold)
-        return aggregator.conclude_devices(fold, (), jax.random.key(0), "devices")[0]
+        return aggregator.finish_round_devices(fold, (), jax.random.key(0), "devices")[0]
 
     mesh = jax.sharding.Mesh(jax.devices()[:devices], "devices")
     return jax.shard_map(together, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))
 
 
-def test_what_users_change_is_not_passed_over_on_devices():
+def test_overridden_methods_of_users_are_called_on_devices():
     x = jnp.asarray(np.random.default_rng(32).normal(size=(6, 160, 256)), jnp.float32)
     np.testing.assert_allclose(on_devices(Counting(), {"x": x})["x"], jnp.max(x, 0) + 6, rtol=1e-6)
-    twice = on_devices(Twice(inner=aggregators.CoordinateMedian()), aggregators.Noted({"x": x}, jnp.arange(6.0)))
+    twice = on_devices(Twice(inner=aggregators.CoordinateMedian()), aggregators.WithAux({"x": x}, jnp.arange(6.0)))
     np.testing.assert_allclose(twice.update["x"], 2 * np.median(x, 0), rtol=1e-5, atol=1e-6)
-    assert twice.notes == 2.5
-    with pytest.raises(
-        ValueError, match=r"NormsBeside.combine_part makes .* of coordinates .*: give an aggregate of their form"
-    ):
-        on_devices(NormsBeside(), {"x": x})
+    assert twice.aux == 2.5
+    with pytest.raises(ValueError, match=r"Expected AddsALeaf.combine_coordinates to return .*, got .* define combine instead"):
+        on_devices(AddsALeaf(), {"x": x})
 
 
-def test_flags_are_combined_whole_on_devices():
+def test_booleans_are_not_divided_among_devices():
     flags = jnp.asarray(np.random.default_rng(33).integers(0, 2, (5, 40_000)), bool)
     median = on_devices(aggregators.CoordinateMedian(), {"x": flags})["x"]
     np.testing.assert_array_equal(median, np.median(flags, 0))
 
 
-class Unflagged(aggregators.SideBySide):
-    """A user's, whose aggregate is of flags beside numbers that are shared out."""
+class NotAny(aggregators.StackAggregator):
+    """A user's subclass that aggregates booleans together with numbers that are divided among devices."""
 
-    def combine_part(self, rows, weights, summed):
+    def combine_coordinates(self, rows, weights, all_reduce):
         assert rows["flags"].dtype == bool
         return {"large": rows["large"].max(0), "flags": ~rows["flags"].any(0)}
 
 
-class UnflaggedOfWhole(Unflagged):
-    """Which gets whole updates, for it says what is done with them."""
+class NotAnyOfWholeUpdates(NotAny):
+    """Overrides `combine`, and so receives whole updates."""
 
     def combine(self, updates, weights):
-        return self.combine_part(updates, weights, lambda sums: sums)
+        return self.combine_coordinates(updates, weights, lambda sums: sums)
 
 
-@pytest.mark.parametrize("aggregator", [Unflagged(), UnflaggedOfWhole()])
-def test_flags_beside_what_is_shared_out_stay_flags(aggregator):
+@pytest.mark.parametrize("aggregator", [NotAny(), NotAnyOfWholeUpdates()])
+def test_booleans_keep_their_dtype_if_other_leaves_are_divided(aggregator):
     draw = np.random.default_rng(34)
     rows = {"large": draw.normal(size=(5, 40_000)).astype(np.float32), "flags": draw.integers(0, 4, (5, 9)) == 0}
     result = on_devices(aggregator, jax.tree.map(jnp.asarray, rows))
@@ -172,8 +170,8 @@ def test_flags_beside_what_is_shared_out_stay_flags(aggregator):
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_devices_share_out_large_leaves(name):
-    """No more than its part of them is combined on a device."""
+def test_large_leaves_are_divided_among_devices(name):
+    """Each device stores only its segment of the leaves."""
     like = {"even": jnp.zeros((160, 256)), "odd": jnp.zeros((131, 300)), "small": jnp.zeros(8)}
     mesh = jax.sharding.Mesh(jax.devices()[:4], "devices")
 
