@@ -22,7 +22,7 @@ def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: opta
 
     The learning rate of an optax transformation cannot be read. Instead, the optimizer takes steps from parameters that are 0,
     with gradients that are 1. Its first nonzero step must not increase any parameter. One of the first hundred steps must be
-    nonzero, because a warm-up may start with learning rate 0. With ``may_be_zero``, only the first step is checked, and may be 0.
+    nonzero, because a warm-up may start with learning rate 0. With ``may_be_zero``, only the first step counts, and may be 0.
 
     Updates must have the structure, shapes and dtypes of the parameters, and states those of the initial state. Otherwise the
     loop over batches could not be compiled.

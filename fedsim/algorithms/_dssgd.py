@@ -31,7 +31,7 @@ from fedsim.aggregators import Aggregator, Sum, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
-from fedsim.compressors._selection import drawn, largest, places
+from fedsim.compressors._selection import draw_from, indices_of, largest
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 
@@ -137,7 +137,7 @@ class DSSGD(FedAvg):
         count = _share(self.theta_d, values.size)
         key = rng.stream(jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round), "ties")
         which = largest(jnp.maximum(state.updates, 0.0), count, key)
-        return Download(values[places(which, count)], jnp.packbits(which), state.round, state.seed)
+        return Download(values[indices_of(which, count)], jnp.packbits(which), state.round, state.seed)
 
     def client_memory(self, shared: Download) -> Params:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
@@ -150,7 +150,7 @@ class DSSGD(FedAvg):
         else:
             own = tree.flat(client.memory)
             which = jnp.unpackbits(shared.which, count=own.size).astype(bool)
-            vector = own.at[places(which, shared.values.size)].set(shared.values, unique_indices=True)
+            vector = own.at[indices_of(which, shared.values.size)].set(shared.values, unique_indices=True)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), tree.unflat(vector, like), like)
 
     def client_update(self, shared: Download, client: Client) -> ClientUpdate:
@@ -159,7 +159,7 @@ class DSSGD(FedAvg):
         change, sent = self.selected(moved, rng.stream(client.key, "select"))
         # Neither clipping nor selection may hide that it diverged.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
-        bits_of_each = 32 + (0 if self.theta_u == 1 else _place_bits(change.size))
+        bits_of_each = 32 + (0 if self.theta_u == 1 else _index_bits(change.size))
         dtype = tree.bits_dtype(bits_of_each * change.size)
         number = jnp.where(client.num_steps > 0, jnp.sum(sent, dtype=jnp.int32), 0)
         bits = number.astype(dtype) * jnp.asarray(bits_of_each, dtype)
@@ -176,7 +176,7 @@ class DSSGD(FedAvg):
                 return above_noisy_threshold(change, self.clip, self.threshold, count, self.epsilon, key)
         if self.selection == "largest":
             return change, largest(change, count)
-        return change, drawn(jnp.abs(change) >= self.threshold, count, key)
+        return change, draw_from(jnp.abs(change) >= self.threshold, count, key)
 
     def server_update(self, state: DSSGDState, update: WithAux, info: RoundInfo) -> DSSGDState:
         moved = super().server_update(state, tree.unflat(update.update, state.params), info)
@@ -192,6 +192,6 @@ def _share(theta: float, size: int) -> int:
     return max(1, int(np.floor(theta * size + 1e-6)))
 
 
-def _place_bits(size: int) -> int:
+def _index_bits(size: int) -> int:
     """Bits that an index below ``size`` needs: ceil(log2 size)."""
     return (size - 1).bit_length()

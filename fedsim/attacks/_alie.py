@@ -24,7 +24,7 @@ class ALittleIsEnough(Collusion):
 
     "deviation" is the standard deviation of each coordinate. By default z is chosen as in the paper. Of n clients, m are
     attackers. If s = floor(n / 2 + 1) - m honest clients are farther from the mean than the attackers, these together are the
-    majority. So z is the standard normal quantile of (n - m - s) / (n - m). With one attacker in five clients, z is 0 in a cohort
+    majority. So z is the standard normal quantile of (n - m - s) / (n - m). With a fifth of attackers, z is 0 in a cohort
     of 10 and 0.25 in a cohort of 50. A larger ``z`` does more damage, but is easier to detect.
 
     Attributes:

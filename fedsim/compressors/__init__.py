@@ -1,29 +1,29 @@
-"""Compressors: a pytree of floats in fewer bits, with the bits counted.
+"""Compressors of pytrees of floats, which also count the bits of their messages.
 
-``transmit(value, key, memory) -> (value, memory, bits, entropy_bits)`` is `encode`, `decode` and `size` in one. Up, from
-clients to the server, they stand in ``fedsim.aggregators.Compressed``; down, they are an algorithm's ``downlink``. Every
-client and round has a key of its own.
+``transmit(value, key, memory) -> (value, memory, bits, entropy_bits)`` calls `encode`, `decode` and `size`. To compress what
+clients send, use ``fedsim.aggregators.Compressed``. To compress what the server sends, set an algorithm's ``downlink``. The
+random key differs for every client and round.
 
 ====================================  =====================  =========  ==================================
-compressor                            bits a coordinate      unbiased   a vector is by default
+compressor                            bits per coordinate    unbiased   what is compressed together
 ====================================  =====================  =========  ==================================
 `Identity`                            32                     yes
 `Cast`                                16                     no
 `UniformQuantizer`                    ceil(log2 k)           yes        each tensor
 `IntegerQuantizer`                    1 to 16                no         each tensor
-`RotatedUniformQuantizer`             ceil(log2 k)           yes        all tensors end to end, in blocks
+`RotatedUniformQuantizer`             ceil(log2 k)           yes        all tensors joined, in blocks
 `QSGD`                                ceil(log2(s + 1)) + 1  yes        each tensor
 `TernGrad`                            2                      yes        each tensor
 `ScaledSign`                          1                      no         each tensor
-`Drive`                               1                      yes or no  all tensors end to end, in blocks
-`Eden`                                1 to 4                 yes or no  all tensors end to end, in blocks
-`TopK`                                k / d of 32 + places   no         all tensors end to end
-`RandomK`                             k / d of 32            yes or no  all tensors end to end
-`MagnitudePruning`                    1, and 32 if kept      no         each tensor
+`Drive`                               1                      yes or no  all tensors joined, in blocks
+`Eden`                                1 to 4                 yes or no  all tensors joined, in blocks
+`TopK`                                k / d of 32 + indices  no         all tensors joined
+`RandomK`                             k / d of 32            yes or no  all tensors joined
+`MagnitudePruning`                    1, and 32 if sent      no         each tensor
 `PowerSGD`                            32 rank (1/n + 1/m)    no         each tensor
 ====================================  =====================  =========  ==================================
 
-`ErrorFeedback` makes use of a biased one safe.
+Use biased compressors inside `ErrorFeedback`.
 """
 
 from fedsim.compressors._cast import Cast as Cast
@@ -47,7 +47,7 @@ from fedsim.compressors._top_k import TopK as TopK
 from fedsim.compressors._uniform import UniformQuantizer as UniformQuantizer
 from fedsim.names import by_name
 
-# By name; `ErrorFeedback` takes one of them.
+# Compressors by name. `ErrorFeedback` needs another compressor, so it is not listed.
 COMPRESSORS: dict[str, type[Compressor]] = by_name(
     Identity,
     Cast,

@@ -1,4 +1,4 @@
-"""`Compressor`: what a sender writes, what a receiver reads from it, and how many bits that was."""
+"""`Compressor`: base class of compressors, which encode and decode messages and count their bits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedsim import checks, tree
 Value = Any
 Message = Any
 Memory = Any
-Part = jax.ShapeDtypeStruct
 
 
 class Size(NamedTuple):
-    """How large a message is.
+    """The size of a message.
 
     Attributes:
-      bits: those of the message; ``uint32 []``, exact, below 2**32, and ``float32 []``, rounded, from there on.
-      entropy_bits: ``float32 []``, an estimate for it after entropy coding.
+      bits: number of bits. It is an exact ``uint32 []`` if the message cannot have 2**32 bits or more, otherwise a rounded
+        ``float32 []``.
+      entropy_bits: an estimate of the size after entropy coding, ``float32 []``.
     """
 
     bits: Any
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 
 class Transmission(NamedTuple):
-    """What arrives, what the sender keeps for the next time, and what the message cost (see `Size`)."""
+    """What the receiver decodes, the sender's memory for its next transmission, and the size of the message (see `Size`)."""
 
     value: Value
     memory: Memory
@@ -40,103 +40,103 @@ class Transmission(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Compressor:
-    """A way to send a pytree of arrays in fewer bits: pure functions, for `jax.jit` and `jax.vmap` alike.
+    """Base class of compressors of pytrees. All methods are pure functions that work under `jax.jit` and `jax.vmap`.
 
-    `transmit` is `encode`, then `decode` and `size`. The receiver has the message, the key and the shapes, and nothing else.
-    A subclass says what to do with one part, an array ``float32`` with at least one element, in `start`, `encode_part`,
-    `decode_part` and `size_part`. The parts of a value are its tensors of floats (see `VectorCompressor` for the whole of
-    them); integers and empty tensors are sent as they are.
+    `transmit` calls `encode`, `decode` and `size`. The receiver knows only the message, the key and the shapes. Subclasses
+    define `init_tensor`, `encode_tensor`, `decode_tensor` and `size_tensor` for one tensor: a ``float32`` array with at least
+    one element. They are called for every tensor of floats. `VectorCompressor` can compress all of them together. Integers and
+    empty arrays are sent uncompressed.
 
     Guarantees:
-      - The same value, key and memory: the same transmission; parts draw from streams of their own.
-      - What arrives has the structure, shapes and dtypes of what was sent.
-      - ``bits`` is the exact size of the message's content; what fills its last machine word is not counted. Where it may be
-        2**32 or more it is rounded, ``float32`` instead of ``uint32``; shapes alone decide this (`fedsim.tree.bits_dtype`).
-      - ``entropy_bits <= bits``: symbols cost their empirical entropy, and the receiver is told their histogram
-        (k log2(e (d + k) / k) bits for k symbols, theorem 4 of https://arxiv.org/abs/1611.00429); floats cost what they cost.
+      - The same value, key and memory give the same transmission. Each tensor has a different random stream.
+      - The decoded value has the structure, shapes and dtypes of the value that was sent.
+      - ``bits`` is the exact size of the message, without padding of its last machine word. If it may be 2**32 or more, it is
+        rounded and has dtype ``float32`` instead of ``uint32``. This depends only on shapes (`fedsim.tree.bits_dtype`).
+      - ``entropy_bits <= bits``. The estimate is the empirical entropy of the symbols plus the bits for their histogram
+        (k log2(e (d + k) / k) bits for k symbols, theorem 4 of https://arxiv.org/abs/1611.00429). Floats count with all their
+        bits.
     """
 
     def init(self, value: Value) -> Memory:
-        """What a sender keeps before its first transmission of something like ``value``; only shapes are looked at."""
-        return _any([self.start(part) for part in self._parts(value)])
+        """Returns the sender's memory before its first transmission. Only the shapes of ``value`` matter."""
+        return _empty_if_none([self.init_tensor(tensor) for tensor in self._tensors(value)])
 
     def encode(self, value: Value, key: jax.Array, memory: Memory = ()) -> tuple[Message, Memory]:
-        """The message, a pytree of packed arrays, and the sender's new memory."""
+        """Returns the message, a pytree of packed arrays, and the sender's new memory."""
         tensors = self._split([jnp.asarray(x, jnp.float32) for x in _floats(value)])
         memory = memory if len(memory) else self.init(value)
         memories = memory if len(memory) else [()] * len(tensors)
         sent = [
-            self.encode_part(x, jax.random.fold_in(key, i), memory)
+            self.encode_tensor(x, jax.random.fold_in(key, i), memory)
             for i, (x, memory) in enumerate(zip(tensors, memories, strict=True))
         ]
-        return ([message for message, _ in sent], _others(value)), _any([memory for _, memory in sent])
+        return ([message for message, _ in sent], _others(value)), _empty_if_none([memory for _, memory in sent])
 
     def decode(self, message: Message, key: jax.Array, shapes: Value) -> Value:
-        """What the message says, for the key it was written with; ``shapes`` has the value's shapes and dtypes."""
+        """Returns the decoded value. ``key`` must be the key of `encode`, and ``shapes`` has the value's shapes and dtypes."""
         messages, others = message
-        parts = self._parts(shapes)
         tensors = [
-            self.decode_part(m, jax.random.fold_in(key, i), part.shape)
-            for i, (m, part) in enumerate(zip(messages, parts, strict=True))
+            self.decode_tensor(m, jax.random.fold_in(key, i), tensor.shape)
+            for i, (m, tensor) in enumerate(zip(messages, self._tensors(shapes), strict=True))
         ]
         floats, rest = iter(self._join(tensors, _floats(shapes))), iter(others)
         leaves, structure = jax.tree.flatten(shapes)
         return jax.tree.unflatten(structure, [next(floats).astype(x.dtype) if _has_floats(x) else next(rest) for x in leaves])
 
     def size(self, message: Message, shapes: Value) -> Size:
-        """How large the message is."""
+        """Returns the size of a message."""
         messages, others = message
-        sizes = [self.size_part(m, part.shape) for m, part in zip(messages, self._parts(shapes), strict=True)]
+        sizes = [self.size_tensor(m, tensor.shape) for m, tensor in zip(messages, self._tensors(shapes), strict=True)]
         rest = sum(8 * x.size * x.dtype.itemsize for x in others)
         fixed = rest + sum(size.bits for size in sizes if isinstance(size.bits, int))
         varying = [(size.bits, m) for size, m in zip(sizes, messages, strict=True) if not isinstance(size.bits, int)]
-        # No content is longer than the arrays that hold it.
+        # The content of a message is never larger than its arrays.
         most = fixed + sum(tree.num_bits(m) for _, m in varying)
         bits = tree.add_bits(fixed, *(bits for bits, _ in varying), most=most)
         entropy_bits = sum((size.entropy_bits for size in sizes), jnp.float32(rest))
         return Size(bits, jnp.minimum(entropy_bits, bits.astype(jnp.float32)))
 
     def transmit(self, value: Value, key: jax.Array, memory: Memory = ()) -> Transmission:
-        """Sends ``value``: what arrives, the sender's new memory, and the bits."""
+        """Encodes and decodes ``value``. Returns the decoded value, the sender's new memory, and the size of the message."""
         message, memory = self.encode(value, key, memory)
         shapes = jax.eval_shape(lambda: value)
         size = self.size(message, shapes)
         return Transmission(self.decode(message, key, shapes), memory, size.bits, size.entropy_bits)
 
-    def start(self, part: Part) -> Memory:
-        """The memory for one part before the first transmission."""
+    def init_tensor(self, tensor: jax.ShapeDtypeStruct) -> Memory:
+        """Returns the memory for one tensor before the first transmission. By default there is none."""
         return ()
 
-    def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
-        """The message for one part, and its new memory."""
-        raise NotImplementedError(f"{type(self).__name__} must define encode_part.")
+    def encode_tensor(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
+        """Returns the message for one tensor, and the new memory for it."""
+        raise NotImplementedError(f"{type(self).__name__} must define encode_tensor.")
 
-    def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """What arrives of one part, ``float32``."""
-        raise NotImplementedError(f"{type(self).__name__} must define decode_part.")
+    def decode_tensor(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Returns one decoded tensor, ``float32``."""
+        raise NotImplementedError(f"{type(self).__name__} must define decode_tensor.")
 
-    def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
-        """The size of one part's message; ``bits`` is an ``int`` if the shape alone decides it."""
-        raise NotImplementedError(f"{type(self).__name__} must define size_part.")
+    def size_tensor(self, message: Message, shape: tuple[int, ...]) -> Size:
+        """Returns the size of one tensor's message. ``bits`` is an ``int`` if it depends only on the shape."""
+        raise NotImplementedError(f"{type(self).__name__} must define size_tensor.")
 
     def _split(self, tensors: list[jax.Array]) -> list[jax.Array]:
         return tensors
 
-    def _join(self, parts: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
-        return parts
+    def _join(self, tensors: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
+        return tensors
 
-    def _parts(self, shapes: Value) -> list[Part]:
+    def _tensors(self, shapes: Value) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in _floats(shapes)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class VectorCompressor(Compressor):
-    """A compressor of vectors: of each tensor, or of all of them end to end.
+    """Base class of compressors of vectors: of each flattened tensor, or of all tensors joined to one vector.
 
-    A subclass defines `encode_vector`, `decode_vector` and `size_vector`.
+    Subclasses define `encode_vector`, `decode_vector` and `size_vector`.
 
     Attributes:
-      per_tensor: whether every tensor is a vector of its own, with its own scales, or all floats are one vector.
+      per_tensor: whether every tensor is compressed separately, or all floats are joined to one vector.
     """
 
     per_tensor: bool = True
@@ -145,32 +145,32 @@ class VectorCompressor(Compressor):
         checks.truth(per_tensor=self.per_tensor)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Message:
-        """The message for a vector ``float32 [d]``, d >= 1, which ends in zeros if `length` made it longer."""
+        """Returns the message for a vector ``float32 [d]``, d >= 1, including the padding of `padded_length`."""
         raise NotImplementedError(f"{type(self).__name__} must define encode_vector.")
 
     def decode_vector(self, message: Message, key: jax.Array, d: int) -> jax.Array:
-        """What arrives: ``float32 [d]`` for a vector of ``d`` with its zeros, which are cut off afterwards."""
+        """Returns the decoded vector, ``float32 [d]``. The padding is removed afterwards."""
         raise NotImplementedError(f"{type(self).__name__} must define decode_vector.")
 
     def size_vector(self, message: Message, d: int) -> Size:
-        """As `Compressor.size_part`; what is sent of a vector's zeros counts, too."""
+        """Returns the size of a message, as `Compressor.size_tensor` does. Bits for the padding count, too."""
         raise NotImplementedError(f"{type(self).__name__} must define size_vector.")
 
-    def length(self, d: int) -> int:
-        """``d`` or more: how long a vector of ``d`` is made, by zeros at its end, before it is encoded."""
+    def padded_length(self, d: int) -> int:
+        """Returns the length to which vectors of length ``d`` are padded with zeros before they are encoded."""
         return d
 
-    def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
+    def encode_tensor(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         return self.encode_vector(x, key), memory
 
-    def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def decode_tensor(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return self.decode_vector(message, key, *shape)
 
-    def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
+    def size_tensor(self, message: Message, shape: tuple[int, ...]) -> Size:
         return self.size_vector(message, *shape)
 
     def _vectors(self, tensors: list[Any]) -> list[list[Any]]:
-        """Which tensors, or shapes, make which vector."""
+        """Returns the groups of tensors (or shapes) that are joined to one vector each."""
         if self.per_tensor:
             return [[x] for x in tensors]
         return [tensors] if tensors else []
@@ -180,21 +180,21 @@ class VectorCompressor(Compressor):
 
     def _vector(self, tensors: list[jax.Array]) -> jax.Array:
         size = sum(x.size for x in tensors)
-        whole = len(tensors) == 1 and self.length(size) == size
-        return tensors[0].reshape(-1) if whole else tree.flat(tensors, self.length(size))
+        unpadded = len(tensors) == 1 and self.padded_length(size) == size
+        return tensors[0].reshape(-1) if unpadded else tree.flat(tensors, self.padded_length(size))
 
-    def _join(self, parts: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
-        tensors = []
-        for vector, group in zip(parts, self._vectors(shapes), strict=True):
-            tensors += tree.unflat(vector, group)
-        return tensors
+    def _join(self, tensors: list[jax.Array], shapes: list[Any]) -> list[jax.Array]:
+        joined = []
+        for vector, group in zip(tensors, self._vectors(shapes), strict=True):
+            joined += tree.unflat(vector, group)
+        return joined
 
-    def _parts(self, shapes: Value) -> list[Part]:
-        sizes = [sum(math.prod(part.shape) for part in group) for group in self._vectors(super()._parts(shapes))]
-        return [jax.ShapeDtypeStruct((self.length(size),), jnp.float32) for size in sizes]
+    def _tensors(self, shapes: Value) -> list[jax.ShapeDtypeStruct]:
+        sizes = [sum(math.prod(tensor.shape) for tensor in group) for group in self._vectors(super()._tensors(shapes))]
+        return [jax.ShapeDtypeStruct((self.padded_length(size),), jnp.float32) for size in sizes]
 
 
-def _any(memories: list[Memory]) -> Memory:
+def _empty_if_none(memories: list[Memory]) -> Memory:
     return memories if jax.tree.leaves(memories) else ()
 
 
@@ -203,13 +203,13 @@ def _has_floats(leaf: Any) -> bool:
 
 
 def _floats(value: Value) -> list[Any]:
-    return [x for x in map(shaped, jax.tree.leaves(value)) if _has_floats(x)]
+    return [x for x in map(as_array, jax.tree.leaves(value)) if _has_floats(x)]
 
 
 def _others(value: Value) -> list[Any]:
-    return [x for x in map(shaped, jax.tree.leaves(value)) if not _has_floats(x)]
+    return [x for x in map(as_array, jax.tree.leaves(value)) if not _has_floats(x)]
 
 
-def shaped(leaf: Any) -> Any:
-    """``leaf``, or an array of the number that it is: something with a shape and a dtype."""
+def as_array(leaf: Any) -> Any:
+    """Converts a Python number to an array. Everything that has a dtype is returned unchanged."""
     return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)

@@ -1,16 +1,16 @@
-"""DRIVE: one bit a coordinate.
+"""DRIVE: one bit per coordinate.
 
 S. Vargaftik, R. Ben Basat, A. Portnoy, G. Mendelson, Y. Ben-Itzhak, M. Mitzenmacher, "DRIVE: One-bit distributed mean
 estimation", NeurIPS 2021, Algorithm 1 and theorems 1 to 3, with the randomized Hadamard transform of its section 6:
-https://arxiv.org/abs/2105.08339. With R a rotation and y = R x, what is sent is the signs of y and one number S, and what
-arrives is S R^T sign(y)::
+https://arxiv.org/abs/2105.08339. R is a random rotation, and y = R x. The message holds the signs of y and one number S. It is
+decoded as S R^T sign(y)::
 
     S = ||x||^2 / ||y||_1    unbiased; NMSE pi / 2 - 1 = 0.5708
-    S = ||y||_1 / d          least mean squared error; NMSE 1 - 2 / pi = 0.3634
+    S = ||y||_1 / d          smallest mean squared error; NMSE 1 - 2 / pi = 0.3634
 
-Deviations: a vector longer than a few thousand is rotated in blocks, each with an S of its own (see `_rotation`). As in the
-paper, the Hadamard transform is not a uniformly random rotation: with it, the unbiased scale is unbiased up to an error that
-vanishes for long vectors without a few coordinates that dominate.
+Deviations: a vector of more than a few thousand coordinates is rotated in blocks, each with a separate S (see `_rotation`). As
+in the paper, the Hadamard transform is not a uniformly random rotation. Therefore the unbiased scale has a small bias, which
+vanishes for long vectors unless a few coordinates dominate.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedsim.compressors._norm import largest
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
 from fedsim.compressors._rotation import layout, rotate, unrotate, whole_blocks
 
-BLOCK = (0, 2)  # the axes of one block
+BLOCK = (0, 2)  # the axes of a block in the layout of `_rotation`
 
 
 class ScaledCodes(NamedTuple):
@@ -39,12 +39,12 @@ class ScaledCodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Drive(VectorCompressor):
-    """The signs of a rotated vector, and their scale.
+    """Sends the signs of a randomly rotated vector and one scale: one bit per coordinate.
 
     Attributes:
-      unbiased: whether what arrives is right in the mean (for averages over clients), or as near as can be (for one sender,
-        and inside `ErrorFeedback`).
-      per_tensor: False, as in the paper: all floats are one vector.
+      unbiased: whether the decoded vector is unbiased (for means over clients), or has the smallest mean squared error (for a
+        single sender, and inside `ErrorFeedback`).
+      per_tensor: default False, as in the paper: all floats are one vector.
 
     >>> x = jax.random.normal(jax.random.key(1), (4096,))
     >>> sent = Drive(unbiased=False).transmit(x, jax.random.key(0))
@@ -59,7 +59,7 @@ class Drive(VectorCompressor):
         super().__post_init__()
         checks.truth(unbiased=self.unbiased)
 
-    def length(self, d: int) -> int:
+    def padded_length(self, d: int) -> int:
         return whole_blocks(d)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
@@ -78,7 +78,7 @@ class Drive(VectorCompressor):
 
 
 def matching_scale(y: jax.Array, q: jax.Array, unbiased: bool) -> jax.Array:
-    """By what to multiply ``q``, block by block, to make it ``y`` in the mean, or as near to it as can be; 0 for zeros.
+    """Returns the scale S of each block: S q is an unbiased estimate of ``y``, or has the smallest squared error. 0 for zeros.
 
     In a rotated block, the error of S q is orthogonal to y for S = ||y||^2 / <y, q>, and to q for S = <y, q> / ||q||^2.
     """
@@ -89,6 +89,6 @@ def matching_scale(y: jax.Array, q: jax.Array, unbiased: bool) -> jax.Array:
 
 
 def size_of_scaled(message: ScaledCodes, d: int) -> Size:
-    """The size of d codes and the scales."""
+    """Returns the size of d codes and their scales."""
     side = 32 * message.scale.size
     return Size(message.planes.shape[0] * d + side, coded_bits(histogram(message.planes, d), d) + side)

@@ -1,13 +1,13 @@
-"""EDEN: a few bits a coordinate.
+"""EDEN: a few bits per coordinate.
 
 S. Vargaftik, R. Ben Basat, A. Portnoy, G. Mendelson, Y. Ben-Itzhak, M. Mitzenmacher, "EDEN: Communication-efficient and
-robust distributed mean estimation for federated learning", ICML 2022, Algorithm 1: https://arxiv.org/abs/2108.08842. With y =
-R x and its coordinates scaled to variance 1, what is sent is the nearest of 2^b centroids for each (those of least error for
-a Gaussian) and one number S, and what arrives is S R^T q, with q the centroids. With S = ||x||^2 / <y, q> it is unbiased,
-with <y, q> / ||q||^2 as near as can be. One bit is DRIVE.
+robust distributed mean estimation for federated learning", ICML 2022, Algorithm 1: https://arxiv.org/abs/2108.08842. R is a
+random rotation, and y = R x is scaled to variance 1. Each coordinate of y is rounded to the nearest of 2^b centroids q, which
+have the smallest squared error for a Gaussian. The message holds their codes and one number S. It is decoded as S R^T q. With
+S = ||x||^2 / <y, q> this is unbiased, and with <y, q> / ||q||^2 it has the smallest squared error. With one bit, it is DRIVE.
 
-Deviations: blocks and the Hadamard transform as in `Drive`; whole numbers of bits only (the paper samples coordinates for
-others).
+Deviations: blocks and the Hadamard transform are as in `Drive`. The number of bits is an integer; for others the paper samples
+coordinates.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from fedsim.compressors._rotation import layout, rotate, unrotate, whole_blocks
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Eden(VectorCompressor):
-    """A rotated vector's coordinates, each as the nearest of 2^bits centroids, and their scale.
+    """Rounds the coordinates of a randomly rotated vector to 2^bits centroids, and sends their codes and one scale.
 
     Attributes:
-      bits: of a coordinate, from 1 to 4. NMSE for a long vector, unbiased: 0.5708, 0.1331, 0.0358, 0.0096.
-      unbiased: whether what arrives is right in the mean (for averages over clients), or as near as can be (for one sender,
-        and inside `ErrorFeedback`).
-      per_tensor: False, as in the paper: all floats are one vector.
+      bits: bits per coordinate, from 1 to 4. For long vectors, the unbiased NMSE is 0.5708, 0.1331, 0.0358 and 0.0096.
+      unbiased: whether the decoded vector is unbiased (for means over clients), or has the smallest mean squared error (for a
+        single sender, and inside `ErrorFeedback`).
+      per_tensor: default False, as in the paper: all floats are one vector.
 
     Raises:
-      ValueError: ``bits`` out of range.
+      ValueError: ``bits`` is out of range.
 
     >>> x = jax.random.normal(jax.random.key(1), (4096,))
     >>> sent = Eden(bits=2).transmit(x, jax.random.key(0))
@@ -57,7 +57,7 @@ class Eden(VectorCompressor):
         checks.whole(1, 4, bits=self.bits)
         checks.truth(unbiased=self.unbiased)
 
-    def length(self, d: int) -> int:
+    def padded_length(self, d: int) -> int:
         return whole_blocks(d)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> ScaledCodes:
@@ -65,11 +65,11 @@ class Eden(VectorCompressor):
         y = rotate(x, key, unit)
         deviation = jnp.sqrt(jnp.mean(y * y, BLOCK, keepdims=True))
         half = 2 ** (self.bits - 1)
-        rank = jnp.zeros(y.shape, jnp.int32)  # among the centroids of its sign, from 0 on
+        rank = jnp.zeros(y.shape, jnp.int32)  # index among the centroids of the same sign
         for below, above in itertools.pairwise(gaussian_centroids(self.bits)[half:]):
             rank = rank + (jnp.abs(y) >= deviation * float((below + above) / 2)).astype(jnp.int32)
         planes = pack(jnp.where(y >= 0, half + rank, half - 1 - rank), self.bits)
-        # From the planes, not the codes: XLA would compare anew for every use of them.
+        # Computed from the packed planes, because XLA would repeat the comparisons for every use of the codes.
         return ScaledCodes(planes, unit * matching_scale(y, self._centroids(planes, y.shape), self.unbiased))
 
     def decode_vector(self, message: ScaledCodes, key: jax.Array, d: int) -> jax.Array:
@@ -86,9 +86,10 @@ class Eden(VectorCompressor):
 
 @functools.cache
 def gaussian_centroids(bits: int) -> np.ndarray:
-    """The 2^bits points from which a standard Gaussian is least far in mean square, ascending: ``float64 [2**bits]``.
+    """Returns the 2^bits centroids of a standard Gaussian with the smallest squared error, ascending, ``float64 [2**bits]``.
 
-    Each is the mean of what is nearest to it (S. P. Lloyd, "Least squares quantization in PCM", 1957/1982; J. Max 1960).
+    Each point is the mean of the values nearest to it (S. P. Lloyd, "Least squares quantization in PCM", 1957/1982; J. Max
+    1960).
 
     >>> gaussian_centroids(1).round(4).tolist(), gaussian_centroids(2).round(4).tolist()
     ([-0.7979, 0.7979], [-1.5104, -0.4528, 0.4528, 1.5104])

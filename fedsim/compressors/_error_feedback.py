@@ -1,9 +1,9 @@
-"""Error feedback: what a compressor leaves out is added to what is sent next.
+"""Error feedback: the compression error of a transmission is added to the next one.
 
 F. Seide, H. Fu, J. Droppo, G. Li, D. Yu, "1-bit stochastic gradient descent and its application to data-parallel distributed
 training of speech DNNs", Interspeech 2014; S. P. Karimireddy, Q. Rebjock, S. U. Stich, M. Jaggi, "Error feedback fixes
-SignSGD and other gradient compression schemes", ICML 2019, Algorithm 2: https://arxiv.org/abs/1901.09847. No deviations; in a
-federation a client keeps its residual until it takes part again.
+SignSGD and other gradient compression schemes", ICML 2019, Algorithm 2: https://arxiv.org/abs/1901.09847. There are no
+deviations. A client keeps its residual until its next round.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.compressors._compressor import Compressor, Memory, Message, Size, Transmission, Value, shaped
+from fedsim.compressors._compressor import Compressor, Memory, Message, Size, Transmission, Value, as_array
 
 
 class Feedback(NamedTuple):
-    """What was left out so far, shaped like the value (zeros for integers), and the inner compressor's memory."""
+    """The residual (the compression error so far, zero for integers), and the inner compressor's memory."""
 
     residual: Value
     inner: Memory
@@ -27,17 +27,18 @@ class Feedback(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErrorFeedback(Compressor):
-    """Transmits value + residual with another compressor, and keeps what that lost as the new residual.
+    """Transmits value + residual with another compressor. The compression error is the new residual.
 
-    All that arrived and the residual are all that was sent, up to rounding. The compressor has to contract, that is, to lose
-    less than there was: `TopK`, `ScaledSign`, `PowerSGD`, ``Drive(unbiased=False)``, ``RandomK(unbiased=False)``. One that is
-    unbiased by scaling up may lose more, and the residual then grows without end.
+    Up to rounding, the sum of all decoded values plus the residual equals the sum of all values that were sent. The compressor
+    must be a contraction: its error must be smaller than the value. This holds for `TopK`, `ScaledSign`, `PowerSGD`,
+    ``Drive(unbiased=False)`` and ``RandomK(unbiased=False)``. The error of an unbiased compressor may be larger than the value,
+    and then the residual grows without bound.
 
     Attributes:
-      compressor: the other one.
+      compressor: the compressor of value + residual.
 
     Raises:
-      ValueError: ``compressor`` is none.
+      ValueError: ``compressor`` is not a `Compressor`.
 
     >>> from fedsim.compressors import TopK
     >>> feedback, x = ErrorFeedback(TopK(fraction=0.5)), jnp.array([2.0, -3.0])
@@ -53,14 +54,14 @@ class ErrorFeedback(Compressor):
         checks.instance(Compressor, "TopK()", compressor=self.compressor)
 
     def init(self, value: Value) -> Feedback:
-        residual = jax.tree.map(lambda x: jnp.zeros(shaped(x).shape, shaped(x).dtype), value)
+        residual = jax.tree.map(lambda x: jnp.zeros(as_array(x).shape, as_array(x).dtype), value)
         return Feedback(residual, self.compressor.init(value))
 
     def encode(self, value: Value, key: jax.Array, memory: Any = ()) -> tuple[Message, Feedback]:
-        value, inner = self._due(value, memory)
+        value, inner = self._with_residual(value, memory)
         message, inner = self.compressor.encode(value, key, inner)
-        arrived = self.compressor.decode(message, key, jax.eval_shape(lambda: value))
-        return message, Feedback(_lost(value, arrived), inner)
+        decoded = self.compressor.decode(message, key, jax.eval_shape(lambda: value))
+        return message, Feedback(_error(value, decoded), inner)
 
     def decode(self, message: Message, key: jax.Array, shapes: Value) -> Value:
         return self.compressor.decode(message, key, shapes)
@@ -68,18 +69,18 @@ class ErrorFeedback(Compressor):
     def size(self, message: Message, shapes: Value) -> Size:
         return self.compressor.size(message, shapes)
 
-    # As in `Compressor`, but decoded once.
+    # Overridden so that the message is decoded only once.
     def transmit(self, value: Value, key: jax.Array, memory: Any = ()) -> Transmission:
-        value, inner = self._due(value, memory)
+        value, inner = self._with_residual(value, memory)
         sent = self.compressor.transmit(value, key, inner)
-        return sent._replace(memory=Feedback(_lost(value, sent.value), sent.memory))
+        return sent._replace(memory=Feedback(_error(value, sent.value), sent.memory))
 
-    def _due(self, value: Value, memory: Any) -> tuple[Value, Memory]:
-        """The value and what was left out before, and the inner compressor's memory."""
+    def _with_residual(self, value: Value, memory: Any) -> tuple[Value, Memory]:
+        """Returns value + residual, and the inner compressor's memory."""
         residual, inner = memory or self.init(value)
-        return jax.tree.map(lambda x, left: x + left if tree.is_float(x) else x, value, residual), inner
+        return jax.tree.map(lambda x, r: x + r if tree.is_float(x) else x, value, residual), inner
 
 
-def _lost(value: Value, arrived: Value) -> Value:
-    """What is not a float arrives as it is."""
-    return jax.tree.map(lambda x, there: x - there if tree.is_float(x) else jnp.zeros_like(x), value, arrived)
+def _error(value: Value, decoded: Value) -> Value:
+    """Returns the difference. It is zero for leaves that are not floats, which are sent unchanged."""
+    return jax.tree.map(lambda x, y: x - y if tree.is_float(x) else jnp.zeros_like(x), value, decoded)

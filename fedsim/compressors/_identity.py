@@ -1,4 +1,4 @@
-"""Nothing is compressed: what others are measured against."""
+"""No compression, as a baseline."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fedsim.compressors._compressor import Compressor, Memory, Message, Size
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Identity(Compressor):
-    """Sends every float in 32 bits.
+    """Sends every float uncompressed, with 32 bits.
 
     >>> import jax.numpy as jnp
     >>> Identity().transmit({"w": jnp.ones(3)}, jax.random.key(0)).bits.item()
     96
     """
 
-    def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
+    def encode_tensor(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         return x, memory
 
-    def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def decode_tensor(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return message
 
-    def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
+    def size_tensor(self, message: Message, shape: tuple[int, ...]) -> Size:
         return Size(32 * message.size, 32.0 * message.size)

@@ -2,10 +2,10 @@
 
 B. Jacob, S. Kligys, B. Chen, M. Zhu, M. Tang, A. Howard, H. Adam, D. Kalenichenko, "Quantization and training of neural
 networks for efficient integer-arithmetic-only inference", CVPR 2018, section 2.1: https://arxiv.org/abs/1712.05877, in the
-layout of FLSim's scalar quantization channel: tensors of two and more axes as integers of b bits, with a scale in 64 bits and
-a zero point in 32; biases and other vectors, which are few, as floats. It rounds to nearest, so it is biased. Deviation: the
-scale that FLSim has from PyTorch is at least 1.2e-7, so that less than half of that arrives as zero; here it may be any normal
-float.
+layout of FLSim's scalar quantization channel. Tensors with two or more axes are sent as integers of b bits, with a scale of 64
+bits and a zero point of 32 bits. Biases and other vectors are small, and are sent as floats. Values are rounded to the nearest
+integer, so the compressor is biased. Deviation: in FLSim, which uses PyTorch, the scale is at least 1.2e-7, so smaller values
+than half of it become zero. Here the scale may be any normal float.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fedsim import checks
 from fedsim.compressors._compressor import Compressor, Memory, Message, Size
 from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
 
-# What a tensor costs beside its integers: the scale and the zero point.
-_SIDE = 64 + 32
+# Bits of the scale and the zero point of a tensor.
+_SIDE_BITS = 64 + 32
 
 
 class Integers(NamedTuple):
@@ -35,15 +35,17 @@ class Integers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class IntegerQuantizer(Compressor):
-    """x = scale (q - zero), with q in 0 .. 2^bits - 1 such that min(x, 0), 0 and max(x, 0) have codes.
+    """Rounds tensors to integers q of ``bits`` bits: x ≈ scale (q - zero), with one scale and one zero point per tensor.
+
+    The scale is such that min(x, 0) and max(x, 0) are representable, and 0 is exact.
 
     Attributes:
-      bits: of an integer, from 1 to 16.
+      bits: bits per integer, from 1 to 16.
 
     Raises:
-      ValueError: ``bits`` out of range.
+      ValueError: ``bits`` is out of range.
 
-    A matrix of 12 in 8 bits, with a scale and a zero point; a bias of 4 as floats:
+    A matrix of 12 elements of 8 bits, with a scale and a zero point, and a bias of 4 floats:
 
     >>> IntegerQuantizer(bits=8).transmit({"w": jnp.ones((3, 4)), "b": jnp.ones(4)}, jax.random.key(0)).bits.item()
     320
@@ -54,7 +56,7 @@ class IntegerQuantizer(Compressor):
     def __post_init__(self) -> None:
         checks.whole(1, 16, bits=self.bits)
 
-    def encode_part(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
+    def encode_tensor(self, x: jax.Array, key: jax.Array, memory: Memory) -> tuple[Message, Memory]:
         if x.ndim < 2:
             return x, memory
         last = 2**self.bits - 1
@@ -64,22 +66,22 @@ class IntegerQuantizer(Compressor):
         codes = jnp.clip(jnp.round(x / scale) + zero, 0, last).astype(jnp.int32)
         return Integers(pack(codes, self.bits), _to_double(scale), zero.astype(jnp.int32)), memory
 
-    def decode_part(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    def decode_tensor(self, message: Message, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         if len(shape) < 2:
             return message
         codes = unpack(message.planes, math.prod(shape)).astype(jnp.int32) - message.zero
         return codes.reshape(shape).astype(jnp.float32) * _from_double(message.scale)
 
-    def size_part(self, message: Message, shape: tuple[int, ...]) -> Size:
+    def size_tensor(self, message: Message, shape: tuple[int, ...]) -> Size:
         d = math.prod(shape)
         if len(shape) < 2:
             return Size(32 * d, 32.0 * d)
-        return Size(self.bits * d + _SIDE, coded_bits(histogram(message.planes, d), d) + _SIDE)
+        return Size(self.bits * d + _SIDE_BITS, coded_bits(histogram(message.planes, d), d) + _SIDE_BITS)
 
 
-# Without x64, JAX has no float64 to send; its words can be written down all the same.
+# Without x64, JAX has no float64, so the scale is stored as the two words of its float64 representation.
 def _to_double(x: jax.Array) -> jax.Array:
-    """The words, low first, of a normal and positive ``float32`` (or NaN, or infinity) as a ``float64``."""
+    """Converts a positive normal ``float32`` (or NaN, or infinity) to the two words of a ``float64``, the low word first."""
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
     exponent = word >> jnp.uint32(23)
     exponent = jnp.where(exponent == 255, jnp.uint32(2047), exponent + jnp.uint32(1023 - 127))

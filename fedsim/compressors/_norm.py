@@ -1,4 +1,4 @@
-"""Sizes of vectors that neither overflow nor vanish."""
+"""Norms of vectors, computed without overflow and underflow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """The largest magnitude, ``float32 []``; 1 for zeros, so that one can divide by it.
+    """Returns the largest absolute value, ``float32 []``, or 1 if all are zero, so that it can be a divisor.
 
     >>> largest(jnp.array([3.0, -4.0])).item(), largest(jnp.zeros(2)).item()
     (4.0, 1.0)
@@ -17,7 +17,7 @@ def largest(x: jax.Array) -> jax.Array:
 
 
 def root_mean_square(x: jax.Array) -> jax.Array:
-    """``sqrt(mean(x²))``, ``float32 []``.
+    """Returns ``sqrt(mean(x²))``, ``float32 []``.
 
     >>> (root_mean_square(jnp.array([1e30, -7e30])) / 1e30).round(3).item()
     5.0

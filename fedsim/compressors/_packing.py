@@ -1,8 +1,7 @@
-"""Small integers, packed to the bit, and what an entropy coder would make of them.
+"""Packing of small integers into words, and the estimate of their size after entropy coding.
 
-Codes of b bits are b planes of one bit each, and a plane is d bits in ``uint32`` words. Code i is bit ``i // words`` of word
-``i % words``: neighbours go to different words, which a processor with wide registers packs and unpacks at the speed of its
-memory.
+Codes of b bits are stored as b bit planes. A plane holds one bit of each of the d codes, in ``uint32`` words. Code i is bit
+``i // words`` of word ``i % words``. So neighbouring codes are in different words, and packing is vectorized.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Up to so many bits, codes are counted as sets of words, one for each code; there would be too many of more.
+# For codes of at most this many bits, the histogram counts bits in words. For more bits there would be too many codes.
 _COUNTED_AS_SETS = 4
-# Words so many apart share lines of a processor's first cache: to read 32 of them again and again takes fifteen times as long.
+# Words at this distance are in the same set of a processor's first cache. Reading 32 of them repeatedly is 15 times slower.
 _SAME_LINES = 1024
-# That many bits of every word are packed together, and unpacked.
+# Number of bits of every word that are packed, and unpacked, together.
 _PACKED, _UNPACKED = 4, 8
 
 
 def words_for(d: int) -> int:
-    """Machine words for d bits.
+    """Returns the number of 32-bit words for d bits.
 
     >>> words_for(32), words_for(33)
     (1, 2)
@@ -32,7 +31,7 @@ def words_for(d: int) -> int:
 
 
 def bits_for(symbols: int) -> int:
-    """Bits for a code of one of so many symbols.
+    """Returns the number of bits of a code for this many symbols.
 
     >>> bits_for(2), bits_for(3), bits_for(256)
     (1, 2, 8)
@@ -42,15 +41,15 @@ def bits_for(symbols: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-    """d whole numbers from 0 to ``2**bits - 1``, an array of any shape read in its order: ``uint32 [bits, words]``.
+    """Packs d integers from 0 to ``2**bits - 1``, an array of any shape, into bit planes ``uint32 [bits, words]``.
 
     >>> pack(jnp.array([1, 0, 3]), 2).tolist()
     [[5], [4]]
     """
     d, words = codes.size, words_for(codes.size)
     full = d // words
-    # Kept as bytes, a quarter of the memory, and in the shape they come in: where they are put in another one before that,
-    # XLA's CPU compiler computes them by finding each one's place in the first.
+    # Codes are stored as bytes, a quarter of the memory, and in their original shape. If they were reshaped first, XLA on a CPU
+    # would compute the original index of every code.
     codes = codes.astype(_narrow(bits))
     planes = jnp.arange(bits, dtype=jnp.uint32)[:, None]
 
@@ -65,7 +64,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     if bits > 1 or words % _SAME_LINES == 0:
         packed = jax.lax.fori_loop(0, full // _PACKED, several, jnp.zeros((bits, words), jnp.uint32))
         done = full - full % _PACKED
-    else:  # In one expression, with what comes before: masks need not be in memory.
+    else:  # A single expression, which XLA fuses with the computation of the codes, so masks are not stored in memory.
         places = jnp.arange(full, dtype=jnp.uint32)[:, None]
         rows = codes.reshape(-1)[: full * words].reshape(full, words)
         packed, done = jnp.sum(rows.astype(jnp.uint32) << places, axis=0, dtype=jnp.uint32)[None], full
@@ -77,14 +76,14 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def unpack(planes: jax.Array, d: int) -> jax.Array:
-    """The codes ``[d]`` that were packed, in ``uint8`` if they are of up to 8 bits, else in ``uint32``.
+    """Returns the d codes that were packed, ``uint8 [d]`` for up to 8 bits and ``uint32 [d]`` otherwise.
 
     >>> unpack(jnp.array([[5], [4]], jnp.uint32), 3).tolist()
     [1, 0, 3]
     """
     dtype = _narrow(len(planes))
 
-    # Some rows at a time: all 32 in one expression take two to six times as long on a CPU, and one by one up to twice.
+    # 8 rows at a time. On a CPU, all 32 in one expression take two to six times as long, and one at a time up to twice as long.
     def rows(place: jax.Array) -> jax.Array:
         codes = jnp.zeros((_UNPACKED, planes.shape[1]), dtype)
         for p in range(len(planes)):
@@ -101,7 +100,7 @@ def _narrow(bits: int) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def histogram(planes: jax.Array, d: int) -> jax.Array:
-    """How often each of the ``2**bits`` codes occurs among d: ``int32 [2**bits]``.
+    """Returns how often each of the ``2**bits`` codes occurs among d packed codes, ``int32 [2**bits]``.
 
     >>> histogram(pack(jnp.array([1, 0, 3, 3], jnp.uint32), 2), 4).tolist()
     [1, 1, 0, 2]
@@ -111,13 +110,13 @@ def histogram(planes: jax.Array, d: int) -> jax.Array:
         return jnp.zeros(2**bits, jnp.int32).at[unpack(planes, d).astype(jnp.int32)].add(1, mode="promise_in_bounds")
     filled = (d - 1 - jnp.arange(words, dtype=jnp.uint32)) // jnp.uint32(words) + 1
     sets = jnp.where(filled == 32, ~jnp.uint32(0), (jnp.uint32(1) << filled) - 1)[None]
-    for plane in planes:  # the later, the higher
+    for plane in planes:  # later planes hold higher bits
         sets = jnp.stack([sets & ~plane[None], sets & plane[None]]).reshape(-1, words)
     return jnp.sum(jax.lax.population_count(sets).astype(jnp.int32), axis=1)
 
 
 def coded_bits(counts: jax.Array, d: int) -> jax.Array:
-    """Bits for d symbols with these counts at their empirical entropy, and for the counts: ``float32 []``.
+    """Returns the empirical entropy, in bits, of d symbols with these counts, plus the bits for the counts, ``float32 []``.
 
     >>> round(float(coded_bits(jnp.array([500, 500]), 1000)) - 1000, 1)
     20.8

@@ -1,10 +1,10 @@
-"""Magnitude pruning of an update, its zeros compressed.
+"""Magnitude pruning of an update.
 
 S. Han, J. Pool, J. Tran, W. J. Dally, "Learning both weights and connections for efficient neural networks", NIPS 2015,
 section 3.1 (a layer's threshold is a quality parameter times the standard deviation of its weights):
-https://arxiv.org/abs/1506.02626; applied to what is sent and not to the model, as in N. Strom, "Scalable distributed DNN
-training using commodity GPU cloud computing", Interspeech 2015. Deviation: the threshold is in root mean squares, the
-deviation from zero.
+https://arxiv.org/abs/1506.02626. It is applied to updates and not to the model, as in N. Strom, "Scalable distributed DNN
+training using commodity GPU cloud computing", Interspeech 2015. Deviation: the unit of the threshold is the root mean square
+instead of the standard deviation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
 
 
 class Masked(NamedTuple):
-    """A mask ``uint32 [1, words]``, and the values, ``float32 [d]``, of which those that it leaves out are not sent."""
+    """A packed mask ``uint32 [1, words]``, and values ``float32 [d]``. Values outside of the mask are not sent."""
 
     planes: jax.Array
     values: jax.Array
@@ -30,14 +30,14 @@ class Masked(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MagnitudePruning(VectorCompressor):
-    """Sends the coordinates that are large beside others of their tensor, and one bit for each of the rest.
+    """Sends the coordinates whose magnitude exceeds a multiple of the root mean square, and a mask of one bit per coordinate.
 
-    How many that are depends on the value, and so does the size of the message. Biased: use it inside `ErrorFeedback`.
-    `TopK` sends a fixed number.
+    The number of these coordinates, and so the size of the message, depends on the value. `TopK` sends a fixed number. Biased:
+    use it inside `ErrorFeedback`.
 
     Attributes:
-      threshold: at least 0: a coordinate is sent if its magnitude is above so many root mean squares of its tensor.
-      per_tensor: a threshold for every tensor, or one for all.
+      threshold: the multiple of the root mean square of the tensor, at least 0.
+      per_tensor: whether each tensor has its own threshold, or all floats have the same.
 
     Raises:
       ValueError: ``threshold`` is negative or not finite.
@@ -54,7 +54,7 @@ class MagnitudePruning(VectorCompressor):
         checks.number(least=0, threshold=self.threshold)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Masked:
-        # Not "above": what is not a number must be sent.
+        # Negated, so that NaN is sent.
         kept = ~(jnp.abs(x) <= self.threshold * root_mean_square(x))
         return Masked(pack(kept, 1), jnp.where(kept, x, 0.0))
 

@@ -1,10 +1,9 @@
 """QSGD.
 
 D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic, "QSGD: Communication-efficient SGD via gradient quantization and
-encoding", NIPS 2017, section 3.1: https://arxiv.org/abs/1610.02132. What arrives of x_i is ||x||_2 sign(x_i) l / s, with l
-one of the two whole numbers next to s |x_i| / ||x||_2, at random, such that it stays what it was in the mean. Deviations:
-codes are packed in ceil(log2(s + 1)) + 1 bits; what the paper gains by Elias codes is in ``entropy_bits``. The paper's
-buckets are here the tensors.
+encoding", NIPS 2017, section 3.1: https://arxiv.org/abs/1610.02132. x_i is decoded as ||x||_2 sign(x_i) l / s. Here l is
+s |x_i| / ||x||_2, randomly rounded up or down to an integer such that its mean does not change. Deviations: codes are packed in
+ceil(log2(s + 1)) + 1 bits; ``entropy_bits`` replaces the paper's Elias coding. The paper's buckets are tensors here.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, u
 
 
 class SignedLevels(NamedTuple):
-    """Packed codes, of which the highest bit is the sign, and the number that the highest level stands for."""
+    """Packed codes, whose highest bit is the sign, and the magnitude of the highest level."""
 
     planes: jax.Array
     scale: jax.Array
@@ -31,14 +30,14 @@ class SignedLevels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QSGD(VectorCompressor):
-    """Unbiased rounding to s levels of ||x||_2, with NMSE at most min(d / s^2, sqrt(d) / s).
+    """Stochastic, unbiased rounding to s levels between 0 and ||x||_2, with a sign. NMSE <= min(d / s^2, sqrt(d) / s).
 
     Attributes:
-      levels: s, from 1 to 32,768, those above zero: 7 take 4 bits with the sign.
-      per_tensor: a norm for every tensor, or one for all.
+      levels: s, the number of levels above 0, from 1 to 32,768. 7 levels need 4 bits, including the sign.
+      per_tensor: whether each tensor has its own norm, or all floats have the same.
 
     Raises:
-      ValueError: ``levels`` out of range.
+      ValueError: ``levels`` is out of range.
 
     >>> sent = QSGD(levels=1).transmit(jnp.array([0.0, -2.0, 0.0, 0.0]), jax.random.key(0))
     >>> sent.value.tolist(), sent.bits.item()
@@ -62,17 +61,17 @@ class QSGD(VectorCompressor):
 
 
 def to_signed_levels(x: jax.Array, scale: jax.Array, levels: int, key: jax.Array) -> SignedLevels:
-    """Stochastic codes of ``float32 [d]``, none of which is larger than ``scale``."""
+    """Returns stochastic codes of ``float32 [d]``, whose magnitudes must not exceed ``scale``."""
     place = jnp.abs(x) / jnp.where(scale == 0, 1.0, scale) * levels
     level = jnp.clip((place + rng.noise(key, x.shape[0])).astype(jnp.int32), 0, levels).astype(jnp.uint32)
     bits = bits_for(levels + 1)
-    # No sign for zeros: it would be a symbol of its own, which says nothing.
+    # Zeros have no sign, because -0 would be an additional symbol without information.
     negative = ((x < 0) & (level > 0)).astype(jnp.uint32)
     return SignedLevels(pack(level | (negative << jnp.uint32(bits)), bits + 1), scale)
 
 
 def from_signed_levels(message: SignedLevels, levels: int, d: int) -> jax.Array:
-    """What the codes stand for."""
+    """Returns the values of the codes."""
     codes, bits = unpack(message.planes, d).astype(jnp.uint32), message.planes.shape[0] - 1
     size = (codes & jnp.uint32(2**bits - 1)).astype(jnp.float32) * (1 / levels)
     return jnp.where(codes >> jnp.uint32(bits) == 1, -size, size) * message.scale

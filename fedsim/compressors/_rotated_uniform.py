@@ -1,9 +1,9 @@
 """Uniform stochastic quantization of a rotated vector.
 
 A. T. Suresh, F. X. Yu, S. Kumar, H. B. McMahan, "Distributed mean estimation with limited communication", ICML 2017, section
-3: https://arxiv.org/abs/1611.00429. Deviations: a vector longer than a few thousand is rotated and quantized in blocks (see
-`_rotation`), and every client has a rotation of its own, which the paper allows, and under which their errors are
-independent.
+3: https://arxiv.org/abs/1611.00429. Deviations: a vector of more than a few thousand coordinates is rotated and quantized in
+blocks (see `_rotation`). Every client has a different rotation, so the errors of clients are independent. The paper permits
+this.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedsim.compressors._uniform import Levels, UniformQuantizer, from_levels, s
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RotatedUniformQuantizer(UniformQuantizer):
-    """`UniformQuantizer` after a randomized Hadamard transform, which evens out coordinates of different sizes.
+    """`UniformQuantizer` after a randomized Hadamard transform, which reduces the range of the coordinates.
 
     The mean squared error of d coordinates is at most (2 ln d + 2) / (k - 1)^2 times their squared norm (the paper's theorem
     3).
 
     Attributes:
       levels: k, from 2 to 65,536.
-      per_tensor: False, as in the paper: all floats are one vector.
+      per_tensor: default False, as in the paper: all floats are one vector.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.zeros(1024).at[7].set(1.0)
@@ -40,7 +40,7 @@ class RotatedUniformQuantizer(UniformQuantizer):
     levels: int = 16
     per_tensor: bool = False
 
-    def length(self, d: int) -> int:
+    def padded_length(self, d: int) -> int:
         return whole_blocks(d)
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Levels:

@@ -1,13 +1,13 @@
 """The randomized Hadamard transform: random signs, then a Hadamard matrix; its inverse is its transpose.
 
-N. Ailon and B. Chazelle, "The fast Johnson-Lindenstrauss transform", SIAM Journal on Computing 39(1), 2009. A rotated
-vector's coordinates are of one size, and nearly Gaussian, whatever the vector was. A long vector is rotated in blocks, each
-with signs of its own: what is sent of a block (a scale, say) is little beside it, and not the vector but its last block is
-padded with zeros.
+N. Ailon and B. Chazelle, "The fast Johnson-Lindenstrauss transform", SIAM Journal on Computing 39(1), 2009. The coordinates of
+a rotated vector have similar magnitudes and are nearly Gaussian, whatever the vector was. A long vector is rotated in blocks
+with different random signs. Then only the last block is padded with zeros, and the numbers that are sent per block, such as a
+scale, are few compared with its coordinates.
 
-A block of a b coordinates is the matrix X [a, b] and its transform H_a X H_b, two matrix products with small Hadamard
-matrices, which a processor does faster than log2(a b) rounds of sums and differences. The blocks lie side by side as [a,
-blocks, b], so that both products are single large ones.
+A block of a b coordinates is a matrix X [a, b], and its transform is H_a X H_b. These two products with small Hadamard matrices
+are faster than log2(a b) rounds of sums and differences. The layout of all blocks is [a, blocks, b], so that both products are
+single large ones.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import numpy as np
 
 from fedsim import rng, tree
 
-# A vector of up to so many is one block, for short ones are less Gaussian.
+# Vectors of at most this length are one block, because the coordinates of shorter blocks are less Gaussian.
 _SHORTEST = 2**10
-# The largest block: the products of a longer one take longer, and its coordinates would hardly be more Gaussian.
+# The largest block. The products of larger blocks take longer, and their coordinates are hardly more Gaussian.
 _LARGEST = 2**12
-# What is sent of a block beside its coordinates, in coordinates: blocks are of the size for which this and padding are least.
+# Additional data per block, for example a scale, counts as this many coordinates. The block size minimizes it plus padding.
 _SIDE = 32
 
 
 def layout(d: int) -> tuple[int, int, int]:
-    """``(a, blocks, b)``: how a vector of ``d`` is laid out, in blocks of a b, a power of two.
+    """Returns the layout ``(a, blocks, b)`` of a vector of length ``d``, in blocks of a b coordinates, a power of two.
 
     >>> layout(4096), layout(5), layout(1), layout(5000)
     ((64, 1, 64), (4, 1, 2), (1, 1, 1), (32, 5, 32))
@@ -44,7 +44,7 @@ def layout(d: int) -> tuple[int, int, int]:
 
 @functools.cache
 def hadamard(n: int) -> np.ndarray:
-    """Sylvester's Hadamard matrix ``float32 [n, n]``, scaled to be orthonormal; n is a power of two.
+    """Returns Sylvester's Hadamard matrix ``float32 [n, n]``, scaled to be orthonormal. n is a power of two.
 
     >>> (hadamard(2) * 2**0.5).round(3).tolist()
     [[1.0, 1.0], [1.0, -1.0]]
@@ -55,7 +55,7 @@ def hadamard(n: int) -> np.ndarray:
 
 
 def whole_blocks(d: int) -> int:
-    """The length of so many blocks as hold ``d`` coordinates.
+    """Returns ``d``, rounded up to whole blocks.
 
     >>> whole_blocks(5), whole_blocks(4096)
     (8, 4096)
@@ -65,14 +65,14 @@ def whole_blocks(d: int) -> int:
 
 @jax.jit
 def rotate(x: jax.Array, key: jax.Array, unit: jax.Array | float = 1.0) -> jax.Array:
-    """``float32 [d]`` of whole blocks, divided by ``unit`` and rotated block by block: ``float32 [a, blocks, b]``."""
-    # All of it first: who flips signs as tensors are put end to end, asks of every coordinate which tensor it is of.
+    """Divides ``float32 [d]``, whole blocks, by ``unit``, and rotates every block. Returns ``float32 [a, blocks, b]``."""
+    # The vector is computed first. Otherwise XLA would determine the tensor of every coordinate when it flips signs.
     return _transform(_flip(tree.after(x, x) / unit, key).reshape(layout(x.shape[0])))
 
 
 @jax.jit
 def unrotate(y: jax.Array, key: jax.Array) -> jax.Array:
-    """The ``float32 [d]`` that `rotate` made ``y`` of with this key; of another ``y``, the nearest."""
+    """Inverts `rotate` with the same key and ``unit`` 1. Returns ``float32 [d]``."""
     return _flip(_transform(y).reshape(-1), key)
 
 
@@ -84,6 +84,6 @@ def _transform(x: jax.Array) -> jax.Array:
 
 
 def _flip(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Changes the sign of about every second coordinate; doing it again changes it back."""
+    """Flips the signs of random coordinates, each with probability 1/2. With the same key, it is its own inverse."""
     signs = rng.hashed(rng.stream(key, "rotation"), x.shape[0]) & jnp.uint32(1 << 31)
     return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ signs, jnp.float32)

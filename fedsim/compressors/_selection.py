@@ -49,11 +49,11 @@ def largest(x: jax.Array, k: jax.Array | int, key: jax.Array | None = None) -> j
     above, tied = size > threshold, size == threshold
     missing = k - jnp.sum(above, dtype=jnp.int32)
     if key is not None:
-        return above | drawn(tied, missing, key)
+        return above | draw_from(tied, missing, key)
     return above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= missing))
 
 
-def drawn(among: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
+def draw_from(among: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
     """Draws k of the coordinates where ``among``, ``bool [d]``, is True, without replacement; all if there are fewer.
 
     Returns:
@@ -63,6 +63,6 @@ def drawn(among: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array:
     return largest(jnp.where(among, 1 + rng.noise(key, among.shape[0]), 0.0), k) & among
 
 
-def places(which: jax.Array, k: int) -> jax.Array:
-    """The indices where ``which``, ``bool [d]``, is True, in rising order, ``int32 [k]``; there are k of them."""
+def indices_of(which: jax.Array, k: int) -> jax.Array:
+    """Returns the k indices where ``which``, ``bool [d]``, is True, in ascending order, ``int32 [k]``."""
     return jnp.nonzero(which, size=k)[0].astype(jnp.int32)

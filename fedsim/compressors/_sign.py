@@ -2,8 +2,8 @@
 
 S. P. Karimireddy, Q. Rebjock, S. U. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient compression schemes",
 ICML 2019, section 4: https://arxiv.org/abs/1901.09847; without the scale, J. Bernstein, Y.-X. Wang, K. Azizzadenesheli, A.
-Anandkumar, "signSGD: Compressed optimisation for non-convex problems", ICML 2018: https://arxiv.org/abs/1802.04434. What
-arrives is (||x||_1 / d) sign(x). Deviation: a zero is sent as a plus, for a bit has no third value.
+Anandkumar, "signSGD: Compressed optimisation for non-convex problems", ICML 2018: https://arxiv.org/abs/1802.04434. x is
+decoded as (||x||_1 / d) sign(x). Deviation: the sign of zero is plus, because a bit has only two values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedsim.compressors._packing import coded_bits, histogram, pack, unpack
 
 
 class Signs(NamedTuple):
-    """Packed signs ``uint32 [1, words]``, 1 for a minus, and their size ``float32 []``."""
+    """Packed signs ``uint32 [1, words]``, 1 for minus, and the magnitude, ``float32 []``."""
 
     planes: jax.Array
     scale: jax.Array
@@ -27,10 +27,10 @@ class Signs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ScaledSign(VectorCompressor):
-    """One bit a coordinate: its sign, times the mean magnitude. Biased: use it inside `ErrorFeedback`.
+    """Sends the sign of every coordinate, and the mean magnitude. Biased: use it inside `ErrorFeedback`.
 
     Attributes:
-      per_tensor: a scale for every tensor, as in the paper's experiments, or one for all.
+      per_tensor: whether each tensor has its own scale, as in the paper's experiments, or all floats have the same.
 
     >>> sent = ScaledSign().transmit(jnp.array([1.0, -3.0]), jax.random.key(0))
     >>> sent.value.tolist(), sent.bits.item()

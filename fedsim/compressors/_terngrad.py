@@ -1,10 +1,10 @@
 """TernGrad.
 
 W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen, H. Li, "TernGrad: Ternary gradients to reduce communication in distributed
-deep learning", NIPS 2017, equations 1 to 4 and section 3.3: https://arxiv.org/abs/1705.07878. What arrives of x_i is s
-sign(x_i) b_i, with s = max |x| and b_i = 1 with probability |x_i| / s, else 0. Deviations: codes are packed in 2 bits each,
-and what three symbols really take is in ``entropy_bits``; a client clips by the root mean square, where the paper has the
-standard deviation, lest a constant be clipped to nothing; clients do not agree on one s, as the paper's workers may.
+deep learning", NIPS 2017, equations 1 to 4 and section 3.3: https://arxiv.org/abs/1705.07878. x_i is decoded as
+s sign(x_i) b_i, with s = max |x|, and b_i = 1 with probability |x_i| / s, else 0. Deviations: each code takes 2 bits, although
+there are three symbols (see ``entropy_bits``). Clipping uses the root mean square instead of the standard deviation, which is 0
+for a constant vector. Clients do not share one s, as the paper's workers may.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fedsim.compressors._qsgd import SignedLevels, from_signed_levels, to_signed
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TernGrad(VectorCompressor):
-    """Unbiased rounding to -s, 0 and s, with NMSE ||x||_1 max|x| / ||x||_2^2 - 1.
+    """Stochastic, unbiased rounding to -s, 0 and s, where s = max|x|. NMSE = ||x||_1 max|x| / ||x||_2^2 - 1.
 
     Attributes:
-      clip: c: first, all coordinates are clipped to c root mean squares of their tensor, which makes s smaller, and the
-        result biased. The paper takes 2.5, FedJAX too; None does not clip.
-      per_tensor: an s for every tensor, as in the paper, or one for all.
+      clip: c. Coordinates are first clipped to c times the root mean square of their tensor. This reduces s, but makes the
+        result biased. The paper and FedJAX use 2.5. None does not clip.
+      per_tensor: whether each tensor has its own s, as in the paper, or all floats have the same.
 
     Raises:
       ValueError: ``clip`` is not positive.

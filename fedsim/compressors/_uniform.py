@@ -1,8 +1,8 @@
 """Uniform stochastic quantization.
 
 A. T. Suresh, F. X. Yu, S. Kumar, H. B. McMahan, "Distributed mean estimation with limited communication", ICML 2017, section
-2.2: https://arxiv.org/abs/1611.00429. With k levels between the least and the largest x, an x between two levels goes to one
-of them at random, such that it stays what it was in the mean. No deviations.
+2.2: https://arxiv.org/abs/1611.00429. There are k levels from min x to max x. A value between two levels is randomly rounded to
+one of them such that its mean does not change. There are no deviations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, u
 
 
 class Levels(NamedTuple):
-    """Packed codes ``uint32 [bits, words]``, and what the lowest and the highest stand for."""
+    """Packed codes ``uint32 [bits, words]``, and the values of the lowest and the highest level."""
 
     planes: jax.Array
     low: jax.Array
@@ -29,14 +29,14 @@ class Levels(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class UniformQuantizer(VectorCompressor):
-    """Unbiased rounding to k evenly spaced levels from min x to max x.
+    """Stochastic, unbiased rounding to k evenly spaced levels from min x to max x.
 
     Attributes:
       levels: k, from 2 to 65,536; a code takes ceil(log2 k) bits.
-      per_tensor: a minimum and a maximum for every tensor (as FedJAX has it), or one pair for all.
+      per_tensor: whether each tensor has its own minimum and maximum, as in FedJAX, or all floats have the same.
 
     Raises:
-      ValueError: ``levels`` out of range.
+      ValueError: ``levels`` is out of range.
 
     >>> sent = UniformQuantizer(levels=2).transmit(jnp.array([-1.0, 3.0, 3.0, -1.0]), jax.random.key(0))
     >>> sent.value.tolist(), sent.bits.item()
@@ -60,25 +60,25 @@ class UniformQuantizer(VectorCompressor):
 
 
 def to_levels(x: jax.Array, levels: int, key: jax.Array, axis: tuple[int, ...] | None = None) -> Levels:
-    """Stochastic codes of ``x``, between minima and maxima along ``axis``."""
+    """Returns stochastic codes of ``x`` between its minimum and maximum along ``axis``."""
     low, high = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
-    # Halves, lest the range overflow; of a range of 0 only the lowest level is used, which is exact.
+    # Half of the range cannot overflow. If the range is 0, the lowest level is exact.
     half = high / 2 - low / 2
     place = (x / 2 - low / 2) / jnp.where(half == 0, 1.0, half)
-    # By way of int32, which is three times as fast.
+    # The conversion goes through int32, which is three times as fast.
     codes = (place * (levels - 1) + rng.noise(key, x.size).reshape(x.shape)).astype(jnp.int32)
     return Levels(pack(jnp.clip(codes, 0, levels - 1), bits_for(levels)), low, high)
 
 
 def from_levels(message: Levels, levels: int, shape: tuple[int, ...]) -> jax.Array:
-    """What the codes stand for."""
+    """Returns the values of the codes."""
     codes = unpack(message.planes, math.prod(shape)).reshape(shape).astype(jnp.float32)
-    # Both ends are hit exactly.
+    # The lowest and the highest level are exact.
     share = codes * (1 / (levels - 1))
     return jnp.where(codes == levels - 1, message.high, message.low * (1 - share) + message.high * share)
 
 
 def size_of_levels(message: Levels, d: int) -> Size:
-    """The size of d codes, minima and maxima."""
+    """Returns the size of d codes, minima and maxima."""
     side = 32 * (message.low.size + message.high.size)
     return Size(message.planes.shape[0] * d + side, coded_bits(histogram(message.planes, d), d) + side)

@@ -138,12 +138,12 @@ def test_ties_are_broken_by_the_seed_of_the_run():
     algorithm = make(theta_d=0.4)
     broadcast = jax.jit(lambda key: algorithm.broadcast(algorithm.init(key)))
 
-    def places(seed):
+    def indices_of(seed):
         return tuple(places_of(broadcast(jax.random.key(seed))).tolist())
 
     # Of 10 pairs of places, 20 seeds that all give the same one are no accident.
-    assert len({places(seed) for seed in range(20)}) > 3
-    assert places(7) == places(7)
+    assert len({indices_of(seed) for seed in range(20)}) > 3
+    assert indices_of(7) == indices_of(7)
 
 
 class Scaling(fedsim.attacks.Attack):

@@ -1,4 +1,4 @@
-"""Attacks, each against NumPy, on their own and within rounds."""
+"""Attacks, compared with NumPy, alone and inside rounds."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_label_flip(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_backdoor_stamps_a_checkerboard(dtype):
+def test_the_trigger_is_a_checkerboard(dtype):
     examples = images(dtype=dtype)
     backdoor = attacks.PixelBackdoor(target=3, size=2, value=200, fraction=1.0)
     expected = examples["x"].copy()
@@ -72,7 +72,7 @@ def test_backdoor_stamps_a_checkerboard(dtype):
     np.testing.assert_array_equal(backdoor.stamp(grey)["x"], expected[..., 0])
 
 
-def test_backdoor_stamps_a_part_of_each_batch_and_boosts():
+def test_a_backdoor_changes_a_fraction_of_each_batch_and_boosts():
     examples = images(n=4000)
     backdoor = attacks.PixelBackdoor(target=4001, fraction=0.25, boost=8.0)
     poisoned = backdoor.poison(batch(examples))
@@ -84,7 +84,7 @@ def test_backdoor_stamps_a_part_of_each_batch_and_boosts():
     assert float(backdoor.corrupt(UPDATE, jax.random.key(0))["b"]) == -16
 
 
-def test_backdoor_s_test_data_is_all_that_is_not_of_the_target_already():
+def test_test_data_of_a_backdoor_are_the_examples_of_other_labels():
     examples = {"x": images(6)["x"], "y": np.array([0, 1, 1, 2, 1, 0], np.int32)}
     data = fedsim.FederatedData.from_arrays(examples, sizes=[2, 1, 3])
     backdoor = attacks.PixelBackdoor(target=1)
@@ -126,12 +126,15 @@ def test_inner_product():
         (lambda: attacks.PixelBackdoor(target=0, size=0), "Expected size >= 1"),
         (lambda: attacks.PixelBackdoor(target=0, fraction=0.0), "Expected 0 < fraction <= 1"),
         (lambda: attacks.PixelBackdoor(target=0, boost=0.5), "Expected boost >= 1 and finite"),
-        (lambda: attacks.PixelBackdoor(target=0, size=7).stamp(images()), "of at least size=7 pixels each way, and .x. is"),
+        (
+            lambda: attacks.PixelBackdoor(target=0, size=7).stamp(images()),
+            "at least size=7 pixels per side, got .x. of",
+        ),
         (lambda: attacks.ALittleIsEnough(z=0.0), "Expected z > 0 and finite"),
         (lambda: attacks.InnerProduct(epsilon=0.0), "Expected epsilon > 0 and finite"),
     ],
 )
-def test_numbers_out_of_range_are_refused(make, message):
+def test_arguments_out_of_range_raise_an_error(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -180,7 +183,7 @@ def attacked(attack, attackers=ATTACKERS, round=0):
 
 
 def by_hand(attack, send=lambda update: update):
-    """What clients send of `MeanOfExamples`, ``[clients, 4]``, and their weights, in NumPy."""
+    """Returns what clients of `MeanOfExamples` send, ``[clients, 4]``, and their weights, in NumPy."""
     rows, weights = [], []
     for dataset, attacks_ in zip(POPULATION.clients(), ATTACKERS, strict=True):
         y = dataset["y"].astype(float)
@@ -233,7 +236,7 @@ def test_every_execution_attacks_alike(name, how):
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes, streamed", "debug"])
 @pytest.mark.parametrize("sent", SENDS)
 @pytest.mark.parametrize("name", ["inner product", "just as little"])
-def test_collusion_against_folds_rows_and_what_is_sent(name, sent, how):
+def test_collusion_with_several_aggregators(name, sent, how):
     aggregator, send = SENDS[sent]
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], aggregator=aggregator)
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS[name]))
@@ -244,7 +247,7 @@ def test_collusion_against_folds_rows_and_what_is_sent(name, sent, how):
 
 
 @pytest.mark.parametrize("how", ["jit", "debug"])
-def test_what_is_looked_at_before_training_is_poisoned_too(how):
+def test_a_pass_before_training_is_poisoned_too(how):
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how], look=True)
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS["label flip"]))
     rows, weights = by_hand(ATTACKS["label flip"])
@@ -263,7 +266,7 @@ def test_without_attackers_nothing_changes(name):
     assert abs(float(clean["y"] - dirty["y"])) > 1e-2  # the negative control
 
 
-def test_who_attacks_is_data_and_the_attack_is_compiled():
+def test_attackers_are_data_and_the_attack_is_compiled():
     class Alone(MeanOfExamples):
         """Shares no programs with other tests."""
 
@@ -310,21 +313,21 @@ def test_colluders_need_floats():
             return state
 
     algorithm = Counts(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
-    with pytest.raises(ValueError, match=r"InnerProduct needs means .* what Mean\(\) folds: there, update\['n'\] is int32"):
+    with pytest.raises(ValueError, match=r"InnerProduct needs updates of floats.* got update\['n'\] of int32"):
         algorithm.apply(algorithm.init(jax.random.key(0)), attacked(attacks.InnerProduct()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", [attacks.ALittleIsEnough(), attacks.InnerProduct()])
-def test_where_colluders_are_refused_the_attacks_that_are_named_instead_work(attack):
+def test_attacks_that_the_error_for_colluders_names_work(attack):
     algorithm = fedsim.algorithms.HypCluster(
         model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Jit()
     )
     start = algorithm.init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"HypCluster and IFCA.*Choose an attack") as refused:
+    with pytest.raises(ValueError, match=r"HypCluster and IFCA.*Use an attack") as refused:
         algorithm.apply(start, attacked(attack))
-    assert "update.group is int32" in str(refused.value) and "Grouped(inner=Mean(), groups=2)" in str(refused.value)
-    named = [name for name in dir(attacks) if name in str(refused.value).partition("Choose")[2]]
+    assert "update.group of int32" in str(refused.value) and "Grouped(inner=Mean(), groups=2)" in str(refused.value)
+    named = [name for name in dir(attacks) if name in str(refused.value).partition("Use")[2]]
     assert len(named) == 4 + ("Attack" in named)
     honest = algorithm.apply(start, attacked(attacks.SignFlip(), np.zeros(8, bool)))[0].params
     for instead in (attacks.SignFlip(), attacks.GaussianNoise(), attacks.LabelFlip(federation.NUM_CLASSES)):
@@ -337,8 +340,8 @@ def test_where_colluders_are_refused_the_attacks_that_are_named_instead_work(att
 
 @pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=5.0), attacks.InnerProduct(epsilon=5.0)])
-def test_the_mean_breaks_and_the_median_survives(algorithm_name, attack):
-    """A quadratic with its optimum where all clients' data are; 30 % attack: the mean runs away, the median arrives."""
+def test_the_mean_diverges_and_the_median_converges(algorithm_name, attack):
+    """A quadratic loss, whose minimum is at the clients' data. With 30 % attackers only the median converges."""
     import haiku as hk
     import optax
 
@@ -382,7 +385,7 @@ def test_the_mean_breaks_and_the_median_survives(algorithm_name, attack):
         ),
     ],
 )
-def test_half_an_attack_is_refused(changes, message):
+def test_an_attack_without_attackers_raises_an_error(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(federation.cohort(POPULATION), **changes)
 
@@ -391,7 +394,7 @@ def test_half_an_attack_is_refused(changes, message):
 @pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)
 def test_an_attacker_keeps_what_its_own_work_gave(attack, kind, aggregator):
-    """Of what it says, its next lie would be made, and so on: it would grow by the attack's scale every round."""
+    """If it kept what it sent, this would be attacked again in the next round, and grow by the attack's scale every round."""
     algorithm = kind(
         model=federation.model(),
         client_optimizer=optax.sgd(0.1),

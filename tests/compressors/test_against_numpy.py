@@ -1,4 +1,4 @@
-"""Compressors written again in NumPy with float64, from their papers; and what they become at the ends of their parameters."""
+"""Compressors, compared with float64 implementations of their papers in NumPy, and with each other in limiting cases."""
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,12 @@ def send(compressor, x):
 
 
 def rounding():
-    """The uniform numbers of the first part's coordinates."""
+    """The uniform numbers for the coordinates of the first tensor."""
     return np.asarray(rng.noise(jax.random.fold_in(KEY, 0), D), np.float64)
 
 
 def assert_same_but_for_edges(actual, expected):
-    """A coordinate within rounding of the edge between two levels may go to either."""
+    """A coordinate close to the boundary between two levels may be rounded to either."""
     assert np.mean(np.abs(actual - expected) > 1e-5 * np.abs(expected).max()) <= 2 / D
 
 
@@ -144,14 +144,14 @@ def test_integers_of_small_updates_are_those_of_large_ones(power):
     np.testing.assert_allclose(np.ldexp(small, -power), sent(IntegerQuantizer(bits=4), x), rtol=1e-6)
 
 
-def test_integers_keep_zero_where_it_is():
+def test_integers_represent_zero_exactly():
     x = jnp.array([[3.0, 4.0], [0.0, 5.0]])
     assert sent(IntegerQuantizer(bits=2), x)[1, 0] == 0
     assert sent(IntegerQuantizer(bits=2), -x)[1, 0] == 0
 
 
 def test_power_sgd_for_three_rounds():
-    """P Q^T with the Q of the round before, by Gram and Schmidt, and the update does not stand still."""
+    """P Q^T with the Q of the previous round, by Gram-Schmidt, for an update that changes every round."""
     draw = np.random.default_rng(0)
     compressor = PowerSGD(rank=2)
     memory = compressor.init(jnp.zeros((4, 5, 12)))
@@ -169,8 +169,8 @@ def test_power_sgd_for_three_rounds():
         q = np.asarray(memory[0], np.float64)  # Householder's columns may have the other sign; the space is the same
 
 
-def test_power_sgd_comes_to_the_best_matrix_of_its_rank():
-    """Warm starts are steps of a power iteration: on a constant, Eckart and Young's optimum."""
+def test_power_sgd_converges_to_the_best_matrix_of_its_rank():
+    """Repeated transmissions of a constant are power iterations, which converge to the optimum of Eckart and Young."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(30, 20)), jnp.float32)
     compressor = PowerSGD(rank=3)
     memory, values = compressor.init(x), np.linalg.svd(np.asarray(x), compute_uv=False)
@@ -212,7 +212,7 @@ def test_terngrad_is_qsgd_of_one_level_with_another_norm():
 
 
 @pytest.mark.parametrize("layout", ["mask", "places"])
-def test_of_everything_top_k_and_random_k_are_the_identity(layout):
+def test_top_k_and_random_k_of_all_coordinates_are_the_identity(layout):
     for compressor in (TopK(fraction=1.0, layout=layout), RandomK(fraction=1.0), RandomK(fraction=1.0, unbiased=False)):
         assert_trees_equal(send(compressor, tree()).value, tree())
     assert_trees_equal(send(MagnitudePruning(threshold=0.0), tree()).value, tree())
@@ -233,7 +233,7 @@ def test_with_many_levels_quantizers_are_the_identity(per_tensor):
     assert_trees_close(send(IntegerQuantizer(bits=16), tree()).value, tree(), rtol=0, atol=1e-4)
 
 
-def test_uniform_hits_its_ends_and_constants_exactly():
+def test_uniform_represents_extremes_and_constants_exactly():
     x = vector()
     for levels in (2, 7):
         arrived = sent(UniformQuantizer(levels=levels), x)
@@ -242,7 +242,7 @@ def test_uniform_hits_its_ends_and_constants_exactly():
         assert np.all(sent(UniformQuantizer(levels=levels), np.full(5, 0.1, np.float32)) == np.float32(0.1))
 
 
-def test_a_whole_vector_does_not_depend_on_how_it_is_cut():
+def test_a_joined_vector_does_not_depend_on_its_tensors():
     whole = {"all": jnp.arange(60.0) - 30}
     cut = {"a": whole["all"][:10].reshape(2, 5), "b": whole["all"][10], "c": whole["all"][11:]}
     for compressor in (Drive(), Eden(bits=2), RotatedUniformQuantizer(), TopK(fraction=0.1), RandomK(fraction=0.1)):
@@ -253,7 +253,7 @@ def test_a_whole_vector_does_not_depend_on_how_it_is_cut():
 
 @pytest.mark.slow
 def test_scales_do_not_depend_on_units():
-    """A value 2^40 times larger or smaller arrives as so many times what arrived."""
+    """A value that is 2^40 times larger or smaller is decoded to 2^40 times the result, or its inverse."""
     for compressor in (Drive(), Eden(bits=3), QSGD(), TernGrad(), ScaledSign(), UniformQuantizer(), RotatedUniformQuantizer()):
         for factor in (2.0**-80, 2.0**40, 2.0**80):
             np.testing.assert_allclose(

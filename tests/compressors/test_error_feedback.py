@@ -1,4 +1,4 @@
-"""What error feedback keeps, adds and owes."""
+"""Error feedback: residuals, and what is transmitted over several rounds."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def value(seed):
 
 
 def rounds(compressor, values):
-    """What arrived in all, and the memory at the end."""
+    """Returns the sum of all decoded values, and the final memory."""
     memory, total = compressor.init(values[0]), jax.tree.map(jnp.zeros_like, values[0])
     transmit = jax.jit(compressor.transmit)
     for i, x in enumerate(values):
@@ -35,15 +35,15 @@ def rounds(compressor, values):
 
 
 @pytest.mark.parametrize("name", CONTRACTIONS)
-def test_what_arrived_and_the_residual_are_what_was_sent(name):
+def test_decoded_values_and_the_residual_add_up_to_what_was_sent(name):
     values = [value(seed) for seed in range(30)]
     total, memory = rounds(ErrorFeedback(CONTRACTIONS[name]), values)
     assert_trees_close(tree.add(total, memory.residual), jax.tree.map(lambda *x: sum(x), *values), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CONTRACTIONS)
-def test_the_residual_of_a_constant_stays_small_and_its_mean_arrives(name):
-    """Without feedback, most of a constant never arrives."""
+def test_the_residual_of_a_constant_stays_small_and_its_mean_is_transmitted(name):
+    """Without feedback, most of a constant is never transmitted."""
     x, n = value(0), 400
     total, memory = rounds(ErrorFeedback(CONTRACTIONS[name]), [x] * n)
     assert tree.squared_norm(memory.residual) < 40**2 * tree.squared_norm(x)
@@ -52,8 +52,8 @@ def test_the_residual_of_a_constant_stays_small_and_its_mean_arrives(name):
 
 
 @pytest.mark.parametrize("name", ["TopK", "ScaledSign", "PowerSGD"])
-def test_without_feedback_it_does_not(name):
-    """The negative control."""
+def test_without_feedback_the_mean_is_not_transmitted(name):
+    """A control for the test above."""
     x = value(0)
     total, _ = rounds(CONTRACTIONS[name], [x] * 400)
     assert tree.squared_norm(tree.subtract(tree.scale(total, 1 / 400), x)) > 0.1 * tree.squared_norm(x)
@@ -79,7 +79,7 @@ def test_the_first_transmission_is_the_compressors_own():
         assert (plain.bits, plain.entropy_bits) == (first.bits, first.entropy_bits)
 
 
-def test_the_second_is_of_the_value_and_the_residual():
+def test_the_second_transmission_contains_the_residual():
     compressor = TopK(fraction=0.1)
     feedback = ErrorFeedback(compressor)
     first = feedback.transmit(value(0), jax.random.key(0), feedback.init(value(0)))
@@ -88,7 +88,7 @@ def test_the_second_is_of_the_value_and_the_residual():
     assert_trees_equal(second.value, compressor.transmit(tree.add(value(1), owed), jax.random.key(1)).value)
 
 
-def test_integers_and_booleans_owe_nothing():
+def test_integers_and_booleans_have_no_residual():
     feedback = ErrorFeedback(TopK(fraction=0.5))
     x = {"n": jnp.arange(3), "b": jnp.array([True, False]), "x": jnp.array([1.0, 2.0])}
     memory = feedback.init(x)
@@ -100,7 +100,7 @@ def test_integers_and_booleans_owe_nothing():
         assert not memory.residual["n"].any() and not memory.residual["b"].any()
 
 
-def test_signs_alone_go_nowhere_and_with_feedback_to_the_optimum():
+def test_signs_converge_only_with_feedback():
     """f(x) = e |x1 + x2| + |x1 - x2|: signs only ever see the second term (Karimireddy et al. 2019, counterexample 2)."""
     along, across = jnp.array([1.0, 1.0]), jnp.array([1.0, -1.0])
 

@@ -1,4 +1,4 @@
-"""What every compressor must do, whatever it does."""
+"""Properties of every compressor."""
 
 import functools
 
@@ -114,7 +114,7 @@ def test_the_table_has_every_compressor():
     assert {type(each) for each in EVERY.values()} == public - bases
 
 
-def test_what_arrives_has_structure_shapes_and_dtypes(compressor):
+def test_decoded_values_have_structure_shapes_and_dtypes(compressor):
     sent = send(compressor, value())
     assert_same_form(sent.value, value())
     np.testing.assert_array_equal(sent.value["count"], value()["count"])
@@ -143,8 +143,8 @@ def test_transmit_is_encode_decode_and_size(compressor):
     np.testing.assert_allclose(size.entropy_bits, sent.entropy_bits, rtol=1e-6)
 
 
-def test_bits_are_those_of_the_message(compressor):
-    """All words of all arrays of the message; but for what fills last words, and what a mask leaves out."""
+def test_bits_are_the_size_of_the_message(compressor):
+    """The words of all arrays of the message, without padding and without values outside of a mask."""
     x = value()
     message, _ = encoder(compressor)(x, jax.random.key(0), compressor.init(x))
     bits = int(send(compressor, x).bits)
@@ -172,7 +172,7 @@ def test_vmap_is_a_loop(compressor):
 
 
 def assert_nearly_all_close(a, b):
-    """A number on the edge between two codes may fall to either side by the last bit."""
+    """A number between two codes may be rounded to either, depending on the last bit."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     far = []
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -217,7 +217,7 @@ def test_tiny_tensors(compressor):
     assert [leaf.shape for leaf in sent.value] == SHAPES and all_finite(sent)
 
 
-def test_nothing_and_integers_alone_are_sent_as_they_are(compressor):
+def test_empty_values_and_integers_are_sent_unchanged(compressor):
     sent = compressor.transmit((), jax.random.key(0), compressor.init(()))
     assert sent.value == () and sent.bits == 0 and sent.entropy_bits == 0
     x = {"n": jnp.arange(3, dtype=jnp.int32), "none": jnp.zeros(0)}
@@ -226,7 +226,7 @@ def test_nothing_and_integers_alone_are_sent_as_they_are(compressor):
     assert sent.bits == 96
 
 
-def test_memory_keeps_its_form_and_none_is_that_of_the_start(compressor):
+def test_memory_keeps_its_structure_and_is_initialized_if_missing(compressor):
     x = value()
     kept = send(compressor, x).memory
     assert_same_form(kept, compressor.init(x))
@@ -234,13 +234,13 @@ def test_memory_keeps_its_form_and_none_is_that_of_the_start(compressor):
         assert_trees_close(compiled(compressor)(x, jax.random.key(0)).memory, kept)
 
 
-def test_init_looks_at_shapes_only(compressor):
+def test_init_depends_only_on_shapes(compressor):
     assert_trees_equal(jax.jit(compressor.init)(value()), compressor.init(shapes_of(value())))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_does_not_pass_for_a_number(compressor, bad, request):
-    """It is left out of a round before it comes here; should it come, it is not made into something harmless."""
+def test_values_that_are_not_finite_stay_not_finite(compressor, bad, request):
+    """Rounds drop such updates before compression. If one is compressed anyway, the error must remain visible."""
     harmless = {"Cast", "Cast float16", "RandomK", "RandomK per tensor", "TernGrad clipped"}
     if request.node.callspec.params["compressor"] not in harmless:
         x = value() | {"w": value()["w"].at[4, 4].set(bad)}
@@ -285,6 +285,6 @@ def test_a_message_whose_length_varies_is_counted_in_the_dtype_of_its_longest():
         (lambda: ErrorFeedback(None), "such as TopK"),
     ],
 )
-def test_hyperparameters_out_of_range_are_refused(construct, message):
+def test_hyperparameters_out_of_range_raise_an_error(construct, message):
     with pytest.raises(ValueError, match=message):
         construct()

@@ -1,4 +1,4 @@
-"""Bits in words: exactly what was packed comes back, and is counted."""
+"""Packing: exact round trips, and counts of codes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, u
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 11])
 @pytest.mark.parametrize("d", [1, 32, 33, 1000, 32768, 32769])
-def test_packing_there_and_back_is_exact(bits, d):
+def test_packing_round_trip_is_exact(bits, d):
     codes = np.random.default_rng(d).integers(0, 2**bits, d).astype(np.uint32)
     planes = pack(jnp.asarray(codes), bits)
     assert planes.shape == (bits, words_for(d)) and planes.dtype == jnp.uint32

@@ -1,4 +1,4 @@
-"""The randomized Hadamard transform against the matrix, and what it does to vectors."""
+"""The randomized Hadamard transform, compared with its matrix, and its effect on vectors."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ LENGTHS = [1, 2, 3, 5, 8, 31, 32, 100, 1000, 4096, 4097, 31_594]
 
 
 @pytest.mark.parametrize("d", LENGTHS)
-def test_there_and_back(d):
+def test_unrotate_inverts_rotate(d):
     x = jnp.asarray(np.random.default_rng(d).normal(size=whole_blocks(d)), jnp.float32)
     key = jax.random.key(d)
     y = rotate(x, key)
@@ -51,7 +51,7 @@ def test_blocks_are_rotated_by_themselves():
 
 
 @pytest.mark.parametrize("d", [1, 7, 100, 1500, 31_594, 48_670, 209_662, 1_206_590])
-def test_little_is_added(d):
+def test_the_overhead_is_small(d):
     """Padding and a scale of 32 bits a block: for models, less than 8 % of one bit a coordinate."""
     a, blocks, b = layout(d)
     assert d <= a * blocks * b and a * b in [2**i for i in range(13)]
@@ -66,7 +66,7 @@ def test_coordinates_are_evened_out_and_nearly_gaussian():
     assert stats.kstest(y / y.std(), "norm").pvalue > 0.01
 
 
-def test_keys_give_signs_of_their_own():
+def test_signs_differ_between_keys():
     rows = np.stack([np.asarray(rotate(jnp.ones(4096), jax.random.key(seed))).reshape(-1) for seed in range(20)])
     signs = np.sign(rows @ (linalg.hadamard(4096) / 64.0))
     assert stats.binomtest(int(np.sum(signs > 0)), signs.size).pvalue > 1e-3

@@ -1,4 +1,4 @@
-"""The k largest, against sorting, and k at random, against what chance gives."""
+"""The k largest coordinates, compared with sorting, and k random ones, compared with their distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedsim.compressors import TopK
-from fedsim.compressors._selection import count_of, drawn, largest, places
+from fedsim.compressors._selection import count_of, draw_from, indices_of, largest
 
 CASES = {
     "gaussian": lambda draw: draw.normal(size=5000),
@@ -32,7 +32,7 @@ def test_exactly_the_k_largest(case, k):
     assert mask.dtype == bool
     assert mask.sum() == k
     np.testing.assert_array_equal(np.sort(np.abs(x[mask])), np.sort(np.abs(x))[5000 - k :])
-    np.testing.assert_array_equal(places(mask, k), np.flatnonzero(mask))
+    np.testing.assert_array_equal(indices_of(mask, k), np.flatnonzero(mask))
 
 
 def test_of_equal_magnitudes_the_first_are_selected():
@@ -61,14 +61,14 @@ def test_the_largest_where_numbers_are_of_64_bits():
     with jax.enable_x64(True):
         x = jnp.array([3.0, -9.0, 0.0, 5.0], jnp.float32)
         assert largest(x, 2).tolist() == [False, True, False, True]
-        assert places(largest(x, 2), 2).dtype == jnp.int32
+        assert indices_of(largest(x, 2), 2).dtype == jnp.int32
 
 
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
 def test_few_coordinates(d):
     x = np.random.default_rng(d).permutation(d).astype(np.float32) + 1
     for k in {1, min(2, d), (d + 1) // 2, max(d - 1, 1), d}:
-        where = places(LARGEST(x, k), k)
+        where = indices_of(LARGEST(x, k), k)
         assert sorted(x[np.asarray(where)].tolist()) == list(range(d - k + 1, d + 1))
 
 
@@ -81,9 +81,9 @@ def some_of(number, d):
     ("number", "k"),
     [(20_000, 1), (20_000, 2_000), (20_000, 20_000), (700, 300), (700, 699), (700, 2_000), (1, 1), (0, 5), (700, 0)],
 )
-def test_so_many_are_drawn_or_all(number, k):
+def test_k_are_drawn_or_all(number, k):
     among = some_of(number, 20_000)
-    draw, seen = jax.jit(lambda key: drawn(among, k, key)), set()
+    draw, seen = jax.jit(lambda key: draw_from(among, k, key)), set()
     for seed in range(20):
         mine = np.asarray(draw(jax.random.key(seed)))
         assert mine.sum() == min(k, number) and not np.any(mine & ~among)
@@ -94,7 +94,7 @@ def test_so_many_are_drawn_or_all(number, k):
 
 def test_a_few_of_many_are_apart():
     """Each is drawn by itself: six of 200,000 are seldom in the same thousand."""
-    draw = jax.jit(lambda key: places(drawn(jnp.ones(200_000, bool), 6, key), 6) // 1000)
+    draw = jax.jit(lambda key: indices_of(draw_from(jnp.ones(200_000, bool), 6, key), 6) // 1000)
     thousands = [np.unique(draw(jax.random.key(seed))) for seed in range(50)]
     assert np.mean([len(each) for each in thousands]) > 5.5
 
@@ -104,7 +104,7 @@ def test_a_few_of_many_are_apart():
 def test_each_is_as_likely_to_be_drawn(number, k):
     """Of 20,000 draws; their variance is k / number (1 - k / number), and their sum is fixed: a chi-square of number - 1."""
     among = some_of(number, 600)
-    draws = jax.jit(jax.vmap(lambda key: drawn(among, k, key)))(jax.random.split(jax.random.key(0), 20_000))
+    draws = jax.jit(jax.vmap(lambda key: draw_from(among, k, key)))(jax.random.split(jax.random.key(0), 20_000))
     times, share = np.sum(np.asarray(draws), axis=0)[among], k / number
     far = np.sum((times - 20_000 * share) ** 2) / (20_000 * share * (1 - share)) * (number - 1) / number
     assert abs(far - (number - 1)) < 4 * np.sqrt(2 * (number - 1))
@@ -115,7 +115,7 @@ def test_as_many_are_drawn_from_one_half_as_without_replacement():
     halves = np.arange(5_000) < 2_500, np.arange(5_000) % 2 == 0
 
     def of_halves(key):
-        mine = drawn(jnp.ones(5_000, bool), 500, key)
+        mine = draw_from(jnp.ones(5_000, bool), 500, key)
         return [jnp.sum(mine & half) for half in halves]
 
     variance = 500 / 4 * 4_500 / 4_999
@@ -133,7 +133,7 @@ def test_count_is_by_decimals(fraction, d, k):
 
 
 @pytest.mark.parametrize("layout", ["mask", "places", "shortest"])
-def test_layouts_say_the_same(layout):
+def test_layouts_decode_to_the_same(layout):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(40, 30)), jnp.float32)
     sent = TopK(fraction=0.05, layout=layout).transmit(x, jax.random.key(0))
     cut = np.sort(np.abs(np.asarray(x)).reshape(-1))[-60]

@@ -60,7 +60,7 @@ def test_bytes_of_the_model(compressor, expected):
 
 
 def test_entropy_bits_of_terngrad_are_those_of_its_symbols():
-    """Against an entropy that NumPy counts from what arrived."""
+    """Compared with the entropy that NumPy computes from the decoded values."""
     x = {"w": jnp.asarray(np.random.default_rng(1).normal(size=10_000), jnp.float32)}
     sent = jax.jit(TernGrad().transmit)(x, jax.random.key(0))
     _, counts = np.unique(np.asarray(sent.value["w"]), return_counts=True)

@@ -1,4 +1,4 @@
-"""Errors of compressors against what their papers prove of them, each with something wrong that is found out."""
+"""Errors of compressors, compared with the theorems of their papers. Each test has a control with a wrong compressor."""
 
 import dataclasses
 import math
@@ -45,7 +45,7 @@ def agree(errors, expected, digits=0.0):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Louder(Drive):
-    """A negative control: arrives 10 % too large."""
+    """A control: the decoded value is 10 % too large."""
 
     inner: object = None
 
@@ -71,7 +71,7 @@ def test_nmse_of_drive_and_eden(compressor, expected):
     assert not agree(errors(Louder(inner=compressor), gaussian()), expected, digits=5e-5)
 
 
-def test_nmse_finds_centroids_that_are_not_the_best(monkeypatch):
+def test_nmse_detects_centroids_that_are_not_optimal(monkeypatch):
     right = _eden.gaussian_centroids(2)
     monkeypatch.setattr(_eden, "gaussian_centroids", lambda bits: right * [1.15, 1, 1, 1.15])
     assert not agree(errors(Eden(bits=2), gaussian()), 0.1331, digits=5e-5)
@@ -162,13 +162,13 @@ def test_nmse_of_the_mean_of_n_clients_falls_as_one_over_n(name):
 
 
 @pytest.mark.parametrize("compressor", [Drive(unbiased=False), TernGrad(clip=1.5), RandomK(fraction=0.1, unbiased=False)])
-def test_of_biased_clients_it_does_not(compressor):
+def test_the_error_of_biased_compressors_does_not(compressor):
     assert not falls_as_one_over_n(compressor)
 
 
 @pytest.mark.parametrize("name", UNBIASED)
-def test_nothing_is_left_over_in_the_mean(name):
-    """Of 4,000 keys, coordinate by coordinate: mean errors are what chance makes of them."""
+def test_the_mean_error_is_zero(name):
+    """Over 4,000 keys, the mean error of every coordinate is within its statistical error of 0."""
     x = gaussian(1)[0, :300]
     keys = jax.random.split(jax.random.key(5), 4000)
     rest = np.asarray(arrivals(UNBIASED[name], jnp.broadcast_to(x, (4000, 300)), keys)).astype(np.float64) - np.asarray(x)
@@ -179,7 +179,7 @@ def test_nothing_is_left_over_in_the_mean(name):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_centroids_are_where_no_step_helps(bits):
+def test_centroids_satisfy_lloyds_conditions(bits):
     """Lloyd's two conditions, by numerical integration, and the least distortions of Max's table (1960)."""
     centroids = _eden.gaussian_centroids(bits)
     grid = np.linspace(-12, 12, 2_400_001)
