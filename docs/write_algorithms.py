@@ -1,4 +1,4 @@
-"""Writes docs/algorithms.md from what the code says of itself: ``python docs/write_algorithms.py``."""
+"""Writes docs/algorithms.md from the docstrings: ``python docs/write_algorithms.py``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedsim import aggregators, algorithms, attacks, compressors
 HEAD = """\
 # Algorithms, aggregators, compressors, attacks
 
-What `fedsim.algorithms.get(NAME)` and `fedsim run --algorithm NAME` know by name, and the values that combine with any of them.
-Written by `python docs/write_algorithms.py` from the docstrings, so do not edit it. How to write one of your own:
-[`examples/`](../examples), [CONTRIBUTING.md](../CONTRIBUTING.md).
+The algorithms for `fedsim.algorithms.get(NAME)` and `fedsim run --algorithm NAME`, and the aggregators, compressors and attacks
+that can be combined with them. This page is written by `python docs/write_algorithms.py` from the docstrings; do not edit it.
+To write your own algorithm, see [`examples/`](../examples) and [CONTRIBUTING.md](../CONTRIBUTING.md).
 
 ```python
 algorithm = fedsim.algorithms.SCAFFOLD(
     model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
-    aggregator=Clipped(1.0, inner=Compressed(Eden(bits=2), inner=Mean())),  # what clients send, how it is folded
-    downlink=QSGD(levels=64),  # what the server sends
+    aggregator=Clipped(1.0, inner=Compressed(Eden(bits=2), inner=Mean())),  # how updates are sent and aggregated
+    downlink=QSGD(levels=64),  # how the server's parameters are sent
 )
 ```
 """
@@ -30,13 +30,13 @@ algorithm = fedsim.algorithms.SCAFFOLD(
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
+    sections = [HEAD]
     for family, members in algorithms.FAMILIES.items():
-        parts.append(_section(family, {cls.__name__.lower(): cls for cls in members}, level="##"))
-    parts.append(_section("Aggregators", aggregators.AGGREGATORS, level="##"))
-    parts.append(_section("Compressors", compressors.COMPRESSORS, level="##"))
-    parts.append(_section("Attacks", attacks.ATTACKS, level="##"))
-    return "\n".join(parts)
+        sections.append(_section(family, {cls.__name__.lower(): cls for cls in members}, level="##"))
+    sections.append(_section("Aggregators", aggregators.AGGREGATORS, level="##"))
+    sections.append(_section("Compressors", compressors.COMPRESSORS, level="##"))
+    sections.append(_section("Attacks", attacks.ATTACKS, level="##"))
+    return "\n".join(sections)
 
 
 def _section(title: str, members: dict[str, type], level: str) -> str:
@@ -51,7 +51,7 @@ def _first_sentence(cls: type) -> str:
 
 
 def _own_fields(cls: type) -> str:
-    """Fields beyond those that all of its kind have, with their defaults."""
+    """Returns the fields that not all classes of this kind have, with their defaults."""
     kinds = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm, aggregators.Wrapper)
     general = {field.name for kind in kinds if issubclass(cls, kind) and cls is not kind for field in dataclasses.fields(kind)}
     own = [field for field in dataclasses.fields(cls) if field.init and field.name not in general]
@@ -64,10 +64,13 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _paper(cls: type) -> str:
-    """Links of the module that defines it: the first of its docstring."""
-    text = sys.modules[cls.__module__].__doc__ or ""
-    found = re.search(r"https://(?:arxiv\.org/abs|doi\.org)/\S+?(?=[,;:.)]*(?:\s|$))", text)
-    return f"[{found[0].split('/', 3)[-1].removeprefix('abs/')}]({found[0]})" if found else "–"
+    """Returns a link to the class's paper: the first link in its own docstring, or else in the docstring of its module."""
+    for text in (inspect.cleandoc(cls.__doc__ or ""), sys.modules[cls.__module__].__doc__ or ""):
+        link = re.search(r"https://(arxiv\.org/abs|doi\.org|ai\.googleblog\.com)/\S+?(?=[,;:.)]*(?:\s|$))", text)
+        if link:
+            label = link[0].split("/", 3)[-1].removeprefix("abs/") if "googleblog" not in link[1] else link[1]
+            return f"[{label}]({link[0]})"
+    return "–"
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ class Algorithm:
         compressors that leave many coordinates out (top-k, for example, also with error feedback) do not suit.
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds, as ``optax.ema``
         with debiasing computes it. The average is ``state.params``, which is evaluated and from which clients' own parameters
-        are computed in evaluation; training goes on with ``state.server.params``. None: there is no average.
-      nonfinite: ``"drop"`` leaves an update that holds a NaN or an infinity out of the round, counts it in the info and warns
+        are computed in evaluation; training continues with ``state.server.params``. None computes no average.
+      nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
         once, at a later call. ``"raise"`` raises ``FloatingPointError``; it waits for every round.
 
     Guarantees:
@@ -106,7 +106,7 @@ class Algorithm:
 
     def __post_init__(self) -> None:
         checks.one_of("drop", "raise", nonfinite=self.nonfinite)
-        checks.number(least=0, below=1, or_none=True, averaging=self.averaging, remedy="None is no average")
+        checks.number(least=0, below=1, or_none=True, averaging=self.averaging, remedy="None computes no average")
         checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
         checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)
         checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
@@ -116,48 +116,49 @@ class Algorithm:
                 self._check_aggregator(field.default_factory())
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: without compiled programs."""
+        """Returns what is copied and pickled. Compiled programs are left out."""
         return {name: value for name, value in vars(self).items() if name != "_execution"}
 
     def _check_aggregator(self, own: Aggregator) -> None:
         """Raises ``ValueError`` if the innermost aggregator is of another class than ``own``'s."""
         if type(self.aggregator.innermost) is not type(own.innermost):
             raise ValueError(
-                f"{type(self).__name__} folds updates by {own}, got aggregator={self.aggregator}: give that, or one that has "
-                "it inside (inner=)."
+                f"{type(self).__name__} needs the aggregator {own}, got aggregator={self.aggregator}: use it, or a wrapper "
+                "with it as inner."
             )
 
     def init(self, key: jax.Array) -> State:
-        """The server's state before the first round: a pytree of arrays that holds what the next round needs."""
+        """Returns the server's state before the first round: a pytree of arrays that holds what the next round needs."""
         raise NotImplementedError(f"{type(self).__name__} must define init(key).")
 
     def broadcast(self, state: State) -> Shared:
-        """What the server sends to every client; by default the state."""
+        """Returns what the server sends to every client. By default it is the state."""
         return state
 
     def client_memory(self, shared: Shared) -> Any:
-        """What a client that was never seen starts with, as ``client.memory``; by default nothing.
+        """Returns the ``client.memory`` of a client's first round. By default it is empty.
 
-        It is a pytree of numeric arrays of fixed shapes. What the client keeps later is ``ClientUpdate.memory``.
+        It is a pytree of numeric arrays of fixed shapes. Later, the memory is the ``ClientUpdate.memory`` of the client's last
+        round.
         """
         return ()
 
     def client_update(self, shared: Shared, client: Client) -> ClientUpdate:
-        """One client's round, in plain JAX. To loop over batches, call `Client.for_each_batch`."""
+        """Computes one client's round, in plain JAX. To loop over batches, call `Client.for_each_batch`."""
         raise NotImplementedError(f"{type(self).__name__} must define client_update, or override round or apply.")
 
     def server_update(self, state: State, update: Any, info: RoundInfo) -> State:
-        """The server's state after the round.
+        """Returns the server's state after the round.
 
         Args:
           state: before the round.
           update: the aggregate of the clients' updates.
-          info: weights of clients and who took part, see `RoundInfo`.
+          info: the weights of the clients, and which clients participated; see `RoundInfo`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define server_update, or override round or apply.")
 
     def round(self, state: State, clients: Clients) -> tuple[State, Any]:
-        """One round. Override it to call `Clients.aggregate` or `Clients.map` more than once.
+        """Runs one round. Override it to call `Clients.aggregate` or `Clients.map` more than once.
 
         Returns:
           The server's state after the round, and the round's info: that of the last ``clients.aggregate``. A round that only
@@ -177,16 +178,16 @@ class Algorithm:
 
     @property
     def has_memory(self) -> bool:
-        """Whether clients, aggregators or the downlink may keep something from round to round."""
-        own = any(getattr(type(self), name) is not getattr(Algorithm, name) for name in ("client_memory", "round"))
-        folds = type(self.aggregator)
-        folds_keep = folds.init is not Aggregator.init or folds.client_memory is not Aggregator.client_memory
-        return own or folds_keep or self.downlink is not None or self.averaging is not None
+        """Whether clients, the aggregator or the downlink may keep a memory between rounds."""
+        own_memory = any(getattr(type(self), name) is not getattr(Algorithm, name) for name in ("client_memory", "round"))
+        cls = type(self.aggregator)
+        aggregator_memory = cls.init is not Aggregator.init or cls.client_memory is not Aggregator.client_memory
+        return own_memory or aggregator_memory or self.downlink is not None or self.averaging is not None
 
     def with_memory(self, state: State, data: FederatedData) -> State:
-        """Adds to a server's state what clients, aggregators and the downlink keep from round to round.
+        """Adds to a server's state the memories of clients, aggregators and the downlink.
 
-        `apply` does this itself where it has not been done.
+        `apply` does this itself if it has not been done.
 
         Returns:
           A `fedsim.execution.FederatedState` whose ``server`` is ``state``; ``state`` itself if nothing is kept, or if the
@@ -205,7 +206,7 @@ class Algorithm:
     def apply_rounds(
         self, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
-        """Runs several rounds in one dispatch, without the host in between; the result is that of `apply` one by one.
+        """Runs several rounds in one dispatch. The result is the same as that of separate calls of `apply`.
 
         Args:
           state: the state before the first round.

@@ -50,7 +50,69 @@ def test_page_of_algorithms_lists_all_registered_classes():
     assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
-# Base classes and wrappers, which have no name in a registry.
+# The paper of every entry of docs/algorithms.md, as checked by hand.
+PAPERS = {
+    **dict.fromkeys(["fedsgd", "fedavg"], "1602.05629"),
+    **dict.fromkeys(["fedadam", "fedyogi", "fedadagrad"], "2003.00295"),
+    **dict.fromkeys(["fedprox", "adaptivefedprox"], "1812.06127"),
+    **dict.fromkeys(["mime", "mimelite"], "2008.03606"),
+    **dict.fromkeys(["qfedavg", "qfedsgd"], "1905.10497"),
+    **dict.fromkeys(["fedmgda", "min_norm"], "2006.11489"),
+    **dict.fromkeys(["coordinate_median", "trimmed_mean"], "1803.01498"),
+    **dict.fromkeys(["krum", "gaussian_noise"], "1703.02757"),
+    **dict.fromkeys(["uniform_quantizer", "rotated_uniform_quantizer"], "1611.00429"),
+    **dict.fromkeys(["mean", "sum", "identity", "cast"], "–"),
+    "fedavgm": "1909.06335",
+    "fednova": "2007.07481",
+    "scaffold": "1910.06378",
+    "feddyn": "2111.04263",
+    "agnosticfedavg": "2104.02748",
+    "apfl": "2003.13461",
+    "ditto": "2012.04221",
+    "fedper": "1912.00818",
+    "fedrep": "2102.07078",
+    "hypcluster": "2002.10619",
+    "ifca": "2006.04088",
+    "perfedavg": "2002.07948",
+    "pfedme": "2006.08848",
+    "reptile": "1803.02999",
+    "dssgd": "10.1145/2810103.2813687",
+    "kmeans": "10.1109/TIT.1982.1056489",
+    "gaussianmixture": "10.1111/j.2517-6161.1977.tb01600.x",
+    "histogram": "ai.googleblog.com",
+    "quantiles": "10.1016/0304-3975(80)90061-4",
+    "heavyhitters": "10.1016/j.jalgor.2003.12.001",
+    "geometric_median": "1912.13445",
+    "bulyan": "1802.07927",
+    "centred_clipping": "2012.10333",
+    "integer_quantizer": "1712.05877",
+    "qsgd": "1610.02132",
+    "tern_grad": "1705.07878",
+    "scaled_sign": "1901.09847",
+    "drive": "2105.08339",
+    "eden": "2108.08842",
+    "top_k": "1809.07599",
+    "random_k": "1611.07555",
+    "magnitude_pruning": "1506.02626",
+    "power_sgd": "1905.13727",
+    "label_flip": "2007.08432",
+    "pixel_backdoor": "1708.06733",
+    "sign_flip": "1811.03761",
+    "a_little_is_enough": "1902.06156",
+    "inner_product": "1903.03936",
+}
+
+
+def test_every_algorithm_cites_its_own_paper():
+    rows = re.findall(
+        r"^\| `(\w+)` \|.*\| (?:\[([^\]]+)\]\(\S+\)|–) \|$", runpy.run_path(str(DOCS / "write_algorithms.py"))["page"](), re.M
+    )
+    assert {name: paper or "–" for name, paper in rows} == PAPERS
+    summaries = [cls.__doc__.split("\n\n")[0] for cls in fedsim.algorithms.ALGORITHMS.values()]
+    assert [text for text in summaries if "\n" in text.strip() or "``" in text] == []  # `fedsim algorithms` shows one line.
+
+
+# Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),

@@ -67,11 +67,12 @@ class AgnosticShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class AgnosticFedAvg(FedAvg):
-    """FedAvg on the worst mixture of domains: min over w, max over λ of Σ_d λ_d F_d(w).
+    """FedAvg that minimizes the loss of the worst mixture of domains: min over w, max over λ of Σ_d λ_d F_d(w).
 
     A column of the data holds the domain of each example. A client may have examples of several domains. The server takes
     ascent steps on λ along the losses of the domains. Clients weight an example by λ_d divided by the number of examples of its
-    domain. They make one more pass over their examples than in FedAvg, to compute the losses.
+    domain. They make one more pass over their examples than in FedAvg, to compute the losses. The algorithm is that of Ro et
+    al. (2021), https://arxiv.org/abs/2104.02748.
 
     Attributes:
       num_domains: number of domains.
@@ -108,7 +109,7 @@ class AgnosticFedAvg(FedAvg):
         checks.number(least=0, domain_learning_rate=self.domain_learning_rate)
         checks.one_of(*STEPS, domain_update=self.domain_update)
         if self.weighting != "examples":
-            raise ValueError(f"The domains weigh the clients: leave out weighting={self.weighting!r}.")
+            raise ValueError(f"The domains determine the weights of clients, got weighting={self.weighting!r}: leave it out.")
 
     def check(self, data: FederatedData) -> None:
         super().check(data)

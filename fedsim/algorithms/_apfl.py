@@ -46,7 +46,7 @@ class Mixture(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class APFL(PersonalModel):
-    """FedAvg in which every client also trains a model v of its own, such that alpha v + (1 - alpha) w fits its data.
+    """FedAvg with mixtures: every client also trains a personal model v, such that alpha v + (1 - alpha) w fits its data.
 
     The global model w is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the mixtures. A step computes two
     gradients.

@@ -51,7 +51,7 @@ class Clusters(Seeding):
     @functools.cached_property
     def _scorer(self) -> Model:
         def scores(shared: Any, examples: Any, key: Any = None) -> dict[str, jax.Array]:
-            return self.scores(shared, self.numbers(examples))
+            return self.scores(shared, self.flat_features(examples))
 
         like = jnp.zeros((1, self.num_features), jnp.float32)
         names = jax.eval_shape(self.scores, self.broadcast(self.init(jax.random.key(0))), like)

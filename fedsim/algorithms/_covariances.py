@@ -13,7 +13,7 @@ _einsum = functools.partial(jnp.einsum, precision="highest")
 class Diagonal:
     """Diagonal covariances, stored as variances ``[k, features]``.
 
-    >>> Diagonal().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
+    >>> Diagonal().weighted_squares(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
     [[4.5, 2.0]]
     """
 
@@ -21,25 +21,25 @@ class Diagonal:
         """Returns the identity covariance of one Gaussian, without the axis k."""
         return jnp.ones(features, jnp.float32)
 
-    def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
-        """Returns sums over examples of ``shares [n, k]`` times the squared differences ``apart [n, k, features]``."""
-        return _einsum("nk,nki,nki->ki", shares, apart, apart)
+    def weighted_squares(self, differences: jax.Array, shares: jax.Array) -> jax.Array:
+        """Returns sums over examples of ``shares [n, k]`` times the squares of ``differences [n, k, features]``."""
+        return _einsum("nk,nki,nki->ki", shares, differences, differences)
 
-    def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
+    def corrected(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
         """Corrects rounding errors in covariances. Variances become at least ``least [k, features]``.
 
-        >>> Diagonal().mended(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]])).tolist()
+        >>> Diagonal().corrected(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]])).tolist()
         [[0.5, 2.0]]
         """
         return jnp.maximum(covariances, least)
 
     def factors(self, covariances: jax.Array) -> jax.Array:
-        """Returns the factors for `white`."""
+        """Returns the factors for `whiten`."""
         return jax.lax.rsqrt(covariances)
 
-    def white(self, apart: jax.Array, factors: jax.Array) -> jax.Array:
+    def whiten(self, differences: jax.Array, factors: jax.Array) -> jax.Array:
         """Returns differences ``[n, k, features]``, transformed so that their covariance is the identity."""
-        return apart * factors[None]
+        return differences * factors[None]
 
     def scales(self, factors: jax.Array) -> jax.Array:
         """Returns ``[k, features]``. The product over the features is one over the square root of the determinant."""
@@ -49,20 +49,20 @@ class Diagonal:
 class Full(Diagonal):
     """Full covariances, matrices ``[k, features, features]``.
 
-    >>> Full().of(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
+    >>> Full().weighted_squares(jnp.array([[[3.0, 2.0]]]), jnp.array([[0.5]])).tolist()
     [[[4.5, 3.0], [3.0, 2.0]]]
     """
 
     def unit(self, features: int) -> jax.Array:
         return jnp.eye(features, dtype=jnp.float32)
 
-    def of(self, apart: jax.Array, shares: jax.Array) -> jax.Array:
-        return _einsum("nk,nki,nkj->kij", shares, apart, apart)
+    def weighted_squares(self, differences: jax.Array, shares: jax.Array) -> jax.Array:
+        return _einsum("nk,nki,nkj->kij", shares, differences, differences)
 
-    def mended(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
+    def corrected(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
         """Does the same. If a covariance is still not positive definite, only its diagonal is kept.
 
-        >>> Full().mended(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2))).tolist()
+        >>> Full().corrected(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2))).tolist()
         [[[1.0, 0.0], [0.0, 1.0]]]
         """
         diagonal = self.unit(covariances.shape[-1])[None] > 0
@@ -75,8 +75,8 @@ class Full(Diagonal):
         identity = jnp.broadcast_to(self.unit(covariances.shape[-1])[None], covariances.shape)
         return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(covariances), identity, lower=True)
 
-    def white(self, apart: jax.Array, factors: jax.Array) -> jax.Array:
-        return _einsum("nki,kji->nkj", apart, factors)
+    def whiten(self, differences: jax.Array, factors: jax.Array) -> jax.Array:
+        return _einsum("nki,kji->nkj", differences, factors)
 
     def scales(self, factors: jax.Array) -> jax.Array:
         return jnp.diagonal(factors, axis1=1, axis2=2)

@@ -34,7 +34,7 @@ def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: opta
     >>> check_descent(fedsim.models.digits_logistic(), server_optimizer=optax.sgd(-0.5))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: Expected server_optimizer to descend, and its first step along a gradient of ones: +0.5 in the mean. ...
+    ValueError: Expected server_optimizer to descend, got a mean change of +0.5 in its first step for a gradient of ones. ...
     """
     params = jax.eval_shape(model.init, jax.random.key(0))
     zeros, up, down = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1, -1))
@@ -47,25 +47,25 @@ def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: opta
 
     for name, optimizer in optimizers.items():
         optimizer = optax.with_extra_args_support(optimizer)
-        start = uphill = downhill = optimizer.init(zeros)
+        start = state_up = state_down = optimizer.init(zeros)
         for i in range(1 if may_be_zero else _WARM_UP):
-            along, uphill = step(optimizer, up, uphill)
-            against, downhill = step(optimizer, down, downhill)
+            along, state_up = step(optimizer, up, state_up)
+            against, state_down = step(optimizer, down, state_down)
             if i == 0:
                 _check_form(name, "updates", "the parameters", along, zeros)
-                _check_form(name, "a state", "the state that its init returns", uphill, start)
+                _check_form(name, "a state", "the state that its init returns", state_up, start)
             change = jax.tree.leaves(jax.tree.map(lambda a, b: jnp.mean(a - b) / 2, along, against))
             if any(isinstance(x, jax.core.Tracer) for x in change):  # The learning rate is traced, as under jax.grad.
                 return
-            climbs = np.array([float(x) for x in change])
-            if np.any(climbs) or may_be_zero:
+            increases = np.array([float(x) for x in change])
+            if np.any(increases) or may_be_zero:
                 break
-        rests = not np.any(climbs)
-        if not np.all(climbs <= 0) or (rests and not may_be_zero):
-            steps = f"{_WARM_UP} steps" if rests else "step"
+        is_zero = not np.any(increases)
+        if not np.all(increases <= 0) or (is_zero and not may_be_zero):
+            steps = f"{_WARM_UP} steps" if is_zero else "step"
             raise ValueError(
-                f"Expected {name} to descend, and its first {steps} along a gradient of ones: {climbs.max() + 0.0:+.3g} in "
-                "the mean. Give it a positive learning rate."
+                f"Expected {name} to descend, got a mean change of {increases.max() + 0.0:+.3g} in its first {steps} for a "
+                "gradient of ones. Use a positive learning rate."
             )
 
 

@@ -27,9 +27,9 @@ _TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])
 
 
 class Distance(NamedTuple):
-    """How far the scalar has moved, ``float32 []``, and the state of its optimizer."""
+    """The distance ``length`` that the scalar has moved, ``float32 []``, and the state of its optimizer."""
 
-    gone: jax.Array
+    length: jax.Array
     opt_state: optax.OptState
 
     def mean_gradient(self, movement: Params) -> Params:
@@ -37,7 +37,7 @@ class Distance(NamedTuple):
 
         It is 0 if the scalar did not move.
         """
-        return tree.scale(movement, jnp.where(self.gone == 0, 0, 1 / jnp.where(self.gone == 0, 1, self.gone)))
+        return tree.scale(movement, jnp.where(self.length == 0, 0, 1 / jnp.where(self.length == 0, 1, self.length)))
 
 
 def train_measured(algorithm: FedAvg, shared: Any, client: Client, mu: jax.Array | float = 0.0) -> tuple[Local, Distance]:
@@ -48,9 +48,9 @@ def train_measured(algorithm: FedAvg, shared: Any, client: Client, mu: jax.Array
     optimizer, gradient = algorithm.optimizer_of(shared.round), algorithm.gradient_of(shared, client)
 
     def step(state: tuple[Local, Distance], batch: Batch) -> tuple[Local, Distance]:
-        local, (gone, opt_state) = state
-        update, opt_state = optimizer.update(1 - mu * gone, opt_state, -gone)
-        return algorithm.step(shared, local, batch, gradient(local.params, batch)), Distance(gone - update, opt_state)
+        local, (length, opt_state) = state
+        update, opt_state = optimizer.update(1 - mu * length, opt_state, -length)
+        return algorithm.step(shared, local, batch, gradient(local.params, batch)), Distance(length - update, opt_state)
 
     zero = Distance(jnp.float32(0), optimizer.init(jnp.float32(0)))
     return client.for_each_batch(
@@ -97,5 +97,5 @@ def check_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTr
     if not linear:
         raise ValueError(
             f"{what} needs a client_optimizer that is linear in the gradients: SGD, with or without momentum. It divides by "
-            "the distance that the client's steps go, which is defined for no other."
+            "the length of the client's steps for a gradient of ones, which is not meaningful for other optimizers."
         )

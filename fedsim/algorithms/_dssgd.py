@@ -11,9 +11,9 @@ Deviations from the paper:
 - Uploads are added and not averaged, as in the paper. A large cohort therefore needs a smaller learning rate.
 - The counters of updates decay once a round. Ties between them are broken at random.
 - Participants start from the same initial parameters, which they compute from a seed that the server sends.
-- The noise is the paper's: Laplace noise by the sparse vector technique, which looks at each coordinate at most once a
+- The noise is the paper's: Laplace noise by the sparse vector technique, which tests each coordinate at most once a
   round. Its budget is that of one participant for one round, by the paper's analysis.
-- Bits up are those of the paper's messages: 32 for a value and ceil(log2 d) for its place (none if all are sent). Bits down
+- Bits up are those of the paper's messages: 32 for a value and ceil(log2 d) for its index (none if all are sent). Bits down
   are 32 for a value, a mask of d bits, 32 for the round, and 64 for the seed where participants keep parameters.
 """
 
@@ -71,15 +71,15 @@ class Download(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DSSGD(FedAvg):
-    """Participants train their own parameters and exchange a share of them with the server.
+    """Distributed selective SGD: clients (participants) exchange only a fraction of the parameters with the server.
 
-    A participant downloads the share ``theta_d`` of parameters that were updated most often, trains, and uploads the share
-    ``theta_u`` of its changes. The server adds these up. If it does not download all parameters, a participant keeps its own
-    for its next round.
+    A participant downloads the fraction ``theta_d`` of parameters that were updated most often, trains, and uploads the
+    fraction ``theta_u`` of its changes. The server adds these up. If it does not download all parameters, a participant keeps
+    its own for its next round.
 
     Attributes:
-      theta_u: largest share of changes to upload, in (0, 1].
-      theta_d: share of parameters to download, in (0, 1].
+      theta_u: largest fraction of changes to upload, in (0, 1].
+      theta_d: fraction of parameters to download, in (0, 1].
       selection: ``"largest"`` uploads the largest changes, ``"random"`` random ones among those of at least ``threshold``.
       threshold: smallest change to upload with ``selection="random"``, at least 0.
       clip: changes are clipped to [-clip, clip]. None does not clip.
@@ -116,13 +116,13 @@ class DSSGD(FedAvg):
         checks.number(least=0, threshold=self.threshold)
         checks.positive(or_none=True, clip=self.clip, epsilon=self.epsilon)
         if self.epsilon is not None and (self.clip is None or self.selection != "random"):
-            raise ValueError(f"Noise of epsilon={self.epsilon} needs a clip, which bounds it, and selection='random'.")
+            raise ValueError(f"Noise with epsilon={self.epsilon} needs clip, which bounds the changes, and selection='random'.")
 
     def _check_aggregator(self, own: Aggregator) -> None:
         if type(self.aggregator) is not type(own):
             raise ValueError(
-                f"DSSGD selects, clips and noises what participants send itself, got aggregator={self.aggregator}: leave it "
-                "out, and give clip and epsilon."
+                f"DSSGD itself selects, clips and perturbs what participants send, got aggregator={self.aggregator}: leave it "
+                "out, and set clip and epsilon."
             )
 
     def init(self, key: jax.Array) -> DSSGDState:
@@ -134,7 +134,7 @@ class DSSGD(FedAvg):
         values = tree.flat(state.params)
         if self.theta_d == 1:
             return Download(values, jnp.zeros(0, jnp.uint8), state.round, state.seed[:0])
-        count = _share(self.theta_d, values.size)
+        count = _count(self.theta_d, values.size)
         key = rng.stream(jax.random.fold_in(jax.random.wrap_key_data(state.seed), state.round), "ties")
         which = largest(jnp.maximum(state.updates, 0.0), count, key)
         return Download(values[indices_of(which, count)], jnp.packbits(which), state.round, state.seed)
@@ -157,19 +157,19 @@ class DSSGD(FedAvg):
         local = self.train(shared, client)
         moved = tree.flat(tree.subtract(self.client_params(shared, client), local.params))
         change, sent = self.selected(moved, rng.stream(client.key, "select"))
-        # Neither clipping nor selection may hide that it diverged.
+        # If training diverged, the update must stay NaN after clipping and selection, so that it is dropped.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)
         bits_of_each = 32 + (0 if self.theta_u == 1 else _index_bits(change.size))
         dtype = tree.bits_dtype(bits_of_each * change.size)
         number = jnp.where(client.num_steps > 0, jnp.sum(sent, dtype=jnp.int32), 0)
         bits = number.astype(dtype) * jnp.asarray(bits_of_each, dtype)
         info = {"loss": local.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
-        notes, memory = ((), ()) if self.theta_d == 1 else (sent.astype(jnp.float32), local.params)
-        return ClientUpdate(WithAux(change, notes), jnp.float32(1), info, memory)
+        aux, memory = ((), ()) if self.theta_d == 1 else (sent.astype(jnp.float32), local.params)
+        return ClientUpdate(WithAux(change, aux), jnp.float32(1), info, memory)
 
     def selected(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the changes ``[size]``, clipped and with noise, and which of them are uploaded, ``bool [size]``."""
-        count = _share(self.theta_u, change.size)
+        count = _count(self.theta_u, change.size)
         if self.clip is not None:
             change = jnp.clip(change, -self.clip, self.clip)
             if self.epsilon is not None:
@@ -183,15 +183,15 @@ class DSSGD(FedAvg):
         return moved._replace(updates=jax.tree.map(lambda old, new: self.decay * old + new, state.updates, update.aux))
 
 
-def _share(theta: float, size: int) -> int:
-    """How many of ``size`` parameters a share is, rounded down, and at least one.
+def _count(theta: float, size: int) -> int:
+    """Returns ``theta`` times ``size``, rounded down, and at least 1.
 
-    >>> _share(0.3, 10), _share(0.01, 10)
+    >>> _count(0.3, 10), _count(0.01, 10)
     (3, 1)
     """
     return max(1, int(np.floor(theta * size + 1e-6)))
 
 
 def _index_bits(size: int) -> int:
-    """Bits that an index below ``size`` needs: ceil(log2 size)."""
+    """Returns the bits of an index below ``size``: ceil(log2 size)."""
     return (size - 1).bit_length()

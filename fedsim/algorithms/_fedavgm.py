@@ -16,8 +16,7 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAvgM(FedAvg):
-    """FedAvg with server momentum: v = momentum v + Δ, x = x - server_learning_rate v, where Δ is the mean of the clients'
-    updates.
+    """FedAvg with server momentum: v = momentum v + Δ, x = x - server_learning_rate v, with Δ the mean update of clients.
 
     Attributes:
       server_learning_rate: learning rate of the step along v.

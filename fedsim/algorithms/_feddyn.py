@@ -8,6 +8,9 @@ last parameters), and the server keeps h. All are 0 at first. With P the cohort 
     h_k = h_k - α (θ_k - x)
     h = h - α / m Σ_P (θ_k - x),     x = mean_P θ_k - h / α
 
+The authors' code divides α by each client's number of examples relative to the mean over clients. Here all clients have the
+same α, as in Algorithm 1.
+
 Deviations: ``client_optimizer`` approximates the argmin, as in the paper's experiments, and hence h_k approximates the
 gradient. With ``weighting="examples"`` the mean is weighted, and 1 / m becomes the client's fraction of all examples, so that h
 remains the mean of all h_k. If a client's update is clipped or compressed, h_k and h both use the update that the server
@@ -42,13 +45,14 @@ class FedDynState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedDyn(FedAvg):
-    """FedAvg that adds a linear and a proximal term to the clients' losses, so that clients agree at the common optimum.
+    """FedAvg with dynamic regularization: terms in the clients' losses make their minima agree with the common minimum.
 
-    The terms change in every round. A client keeps h_k between rounds, which is as large as the parameters. It sends and
-    receives no more than in FedAvg.
+    The terms, a linear and a proximal one, change in every round. A client keeps h_k between rounds, which is as large as the
+    parameters. It sends and receives no more than in FedAvg.
 
     Attributes:
-      alpha: above 0. The paper tries 0.1, 0.01 and 0.001. Larger values keep clients closer to the server's parameters.
+      alpha: α, above 0, the same for all clients. The authors' code divides it by the client's relative size. The paper tries
+        0.1, 0.01 and 0.001. Larger values keep clients closer to the server's parameters.
       weighting: default ``"uniform"``, as in the paper; see `GradientServer`.
       model, client_optimizer, server_optimizer: see `FedAvg`.
 

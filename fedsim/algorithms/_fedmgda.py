@@ -17,8 +17,9 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedMGDA(FedAvg):
-    """FedMGDA+: FedAvg along the shortest combination of the clients' normalized updates, among combinations close to their
-    mean.
+    """FedMGDA+: FedAvg along the combination of the clients' normalized updates that has the smallest norm.
+
+    The weights of the combination differ from the clients' weights by at most ``epsilon``.
 
     It moves towards a point where no client can improve without harm to another, not towards the minimum of the mean loss. The
     length of a step is at most the server's learning rate, however far clients moved.
@@ -47,5 +48,8 @@ class FedMGDA(FedAvg):
         checks.number(least=0, most=1, or_none=True, epsilon=self.epsilon)
         if self.epsilon is not None:
             if type(self.aggregator) is not MinNorm:
-                raise ValueError(f"epsilon={self.epsilon} is that of MinNorm: give it to the MinNorm inside of the aggregator.")
+                raise ValueError(
+                    f"Expected epsilon in one place, got epsilon={self.epsilon} and aggregator={self.aggregator}: set it in "
+                    "the MinNorm inside the aggregator."
+                )
             object.__setattr__(self, "aggregator", MinNorm(self.epsilon))

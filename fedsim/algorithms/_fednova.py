@@ -30,8 +30,9 @@ from fedsim.execution import Client, ClientUpdate, RoundInfo
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedNova(FedProx):
-    """FedAvg with normalized updates: more local steps of a client make the common step longer, but give the client no more
-    weight.
+    """FedNova: FedAvg with normalized updates, so that clients with more local steps do not get more weight.
+
+    More local steps of a client make the step of the server longer.
 
     Attributes:
       mu: coefficient of FedProx's proximal term. The default 0 means that there is no such term.
@@ -47,7 +48,7 @@ class FedNova(FedProx):
     >>> algorithm = FedNova(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1, momentum=0.9),
     ...                     batches=fedsim.Batches(size=2, epochs=2))
     >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
-    >>> [f"{gone:.4f}" for gone in info.clients["distance"].tolist()]  # 0.1 (4 + 3 0.9 + 2 0.9^2 + 0.9^3), 0.1 (2 + 0.9)
+    >>> [f"{length:.4f}" for length in info.clients["distance"].tolist()]  # 0.1 (4 + 3 0.9 + 2 0.9^2 + 0.9^3), 0.1 (2 + 0.9)
     ['0.9049', '0.2900']
     """
 
@@ -60,8 +61,8 @@ class FedNova(FedProx):
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         local, distance = train_measured(self, shared, client, self.mu)
         result = self.update_of(shared, client, local)
-        update = WithAux(distance.mean_gradient(result.update), distance.gone)
-        return result._replace(update=update, info={**result.info, "distance": distance.gone})
+        update = WithAux(distance.mean_gradient(result.update), distance.length)
+        return result._replace(update=update, info={**result.info, "distance": distance.length})
 
     def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         direction, distance = update

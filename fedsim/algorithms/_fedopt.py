@@ -77,7 +77,7 @@ class AdaptiveFedAvg(FedAvg):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAdagrad(AdaptiveFedAvg):
-    """FedAdagrad: the second moment is a sum, so the effective learning rates only decrease.
+    """FedAvg with Adagrad as the server optimizer, whose effective learning rates only decrease.
 
     >>> import fedsim
     >>> FedAdagrad(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b1
@@ -94,7 +94,7 @@ class FedAdagrad(AdaptiveFedAvg):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedAdam(AdaptiveFedAvg):
-    """FedAdam: the second moment is a moving average.
+    """FedAvg with Adam as the server optimizer, without bias correction.
 
     Attributes:
       b2: decay of the second moment, in [0, 1).
@@ -116,7 +116,9 @@ class FedAdam(AdaptiveFedAvg):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedYogi(AdaptiveFedAvg):
-    """FedYogi: the second moment v moves towards Δ² by a step that does not depend on its distance from Δ².
+    """FedAvg with Yogi as the server optimizer, whose second moment v changes in steps proportional to Δ².
+
+    The second moment v moves towards Δ² by a step that does not depend on its distance from Δ².
 
     Attributes:
       b2: in [0, 1). 1 - b2 is the size of this step relative to Δ².

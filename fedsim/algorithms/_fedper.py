@@ -43,7 +43,7 @@ class FedPerShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedPer(FedAvg):
-    """FedAvg of the body of a network. Every client keeps its own head, which is never sent.
+    """FedAvg of the body of a network, while every client keeps its own head, which is never sent.
 
     Clients train both together. ``state.params`` holds only the body, so `fedsim.evaluate` cannot evaluate it.
     `fedsim.evaluate_personalized` combines the body with each client's head.
@@ -73,8 +73,8 @@ class FedPer(FedAvg):
         super().check(data)
         if self.head is None and len(self._modules) == 1:
             raise ValueError(
-                f"All parameters are in one module, {self._modules[0]!r}, which would be the head: nothing is left to share. "
-                "Take a deeper model, or say by head= which parameters clients keep."
+                f"All parameters are in one module, {self._modules[0]!r}, which would be the head, so no parameters would be "
+                "shared. Use a model with more modules, or set head to select the parameters that clients keep."
             )
 
     @functools.cached_property

@@ -70,8 +70,9 @@ class Moments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class GaussianMixture(Clusters):
-    """EM: the first ``num_clusters`` rounds choose initial means unless ``start`` is set, and each later round is one iteration
-    of EM.
+    """Fits a mixture of Gaussians by expectation maximization (EM), with one iteration per round.
+
+    Unless ``start`` is set, the first ``num_clusters`` rounds choose the initial means.
 
     `evaluate` returns the ``log_likelihood``, its mean over examples.
 
@@ -117,16 +118,16 @@ class GaussianMixture(Clusters):
         joint, apart = self._log_joint(shared, x)
         shares = jnp.where(mask[:, None], jax.nn.softmax(joint, axis=1), 0.0)
         first = jnp.einsum("nk,nki->ki", shares, apart, precision="highest")
-        return Moments(jnp.sum(shares, axis=0), first, self._form.of(apart, shares))
+        return Moments(jnp.sum(shares, axis=0), first, self._form.weighted_squares(apart, shares))
 
     def maximize(self, state: MixtureState, moments: Moments) -> MixtureState:
         counts = jnp.where(moments.counts > 0, moments.counts, 1.0)
         shift = moments.first / counts[:, None]
-        squares = self._form.of(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
+        squares = self._form.weighted_squares(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
         some, of_each = (x.reshape(-1, *[1] * (squares.ndim - 1)) for x in (moments.counts > 0, counts))
         covariances = moments.second / of_each - squares + self.regularization * self._ones()
         least = jnp.finfo(jnp.float32).eps * jnp.square(shift) + self.regularization
-        covariances = jnp.where(some, self._form.mended(covariances, least), state.covariances)
+        covariances = jnp.where(some, self._form.corrected(covariances, least), state.covariances)
         return MixtureState(moments.counts / jnp.sum(moments.counts), state.means + shift, covariances, state.num_started)
 
     def scores(self, shared: MixtureShared, x: jax.Array) -> dict[str, jax.Array]:
@@ -147,4 +148,4 @@ class GaussianMixture(Clusters):
         apart = x[:, None, :] - shared.means[None]
         volumes = jnp.sum(jnp.log(self._form.scales(shared.factors)), axis=1)
         constant = jnp.log(shared.weights) + volumes - self.num_features / 2 * math.log(2 * math.pi)
-        return constant[None] - jnp.sum(jnp.square(self._form.white(apart, shared.factors)), axis=2) / 2, apart
+        return constant[None] - jnp.sum(jnp.square(self._form.whiten(apart, shared.factors)), axis=2) / 2, apart

@@ -37,10 +37,10 @@ class SketchState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HeavyHitters(Statistics):
-    """Finds the most frequent values of an integer feature with a sketch of ``depth`` rows of ``width`` counters.
+    """Finds the most frequent values of an integer feature with a count-min sketch or a count-sketch.
 
-    A sketch does not have a counter for each value. In each row, a hash function assigns a counter to every item, and several
-    items share a counter. Sketches can be added.
+    A sketch has ``depth`` rows of ``width`` counters. It does not have a counter for each value. In each row, a hash function
+    assigns a counter to every item, and several items share a counter. Sketches can be added.
 
     Guarantees, for N values in total, an item with frequency f, and F = √Σf² over all items:
       - count-min: the estimate is never below f. It is above f + e N / width with probability at most e^-depth.
@@ -87,7 +87,7 @@ class HeavyHitters(Statistics):
         super().check(data)
         dtype = data.columns[self.feature].dtype
         if dtype.kind not in "iu":
-            raise ValueError(f"Expected integers, and {self.feature!r} is {dtype}: name another feature.")
+            raise ValueError(f"Expected a feature of integers, got {self.feature!r} of {dtype}: set feature to another one.")
 
     def init(self, key: jax.Array) -> SketchState:
         return SketchState(self._sketch().words(rng.stream(key, "hash")), jnp.zeros((self.depth, self.width), jnp.int32))
@@ -95,7 +95,7 @@ class HeavyHitters(Statistics):
     def broadcast(self, state: SketchState) -> jax.Array:
         return state.words
 
-    def nothing(self, shared: jax.Array) -> jax.Array:
+    def zero_statistics(self, shared: jax.Array) -> jax.Array:
         return jnp.zeros((self.depth, self.width), jnp.float32)
 
     def statistics(self, shared: jax.Array, batch: Batch) -> jax.Array:

@@ -29,7 +29,10 @@ class HistogramState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Histogram(Statistics):
-    """Counts how many values of a feature lie in each of ``bins`` equal parts of [low, high], over all clients of all rounds.
+    """Computes a histogram of a feature over the examples of all clients, added up over rounds.
+
+    The bins are ``bins`` equal parts of [low, high]. For federated analytics, see Ramage and Mazzocchi (2020),
+    https://ai.googleblog.com/2020/05/federated-analytics-collaborative-data.html.
 
     Bins are half-open, and the last one is closed, as in `numpy.histogram`. With sampling without replacement
     (`ShuffledSampler`), an epoch of rounds counts every client once. Counts are exact while a bin has at most 2**24 values in a
@@ -71,14 +74,14 @@ class Histogram(Statistics):
     def broadcast(self, state: HistogramState) -> tuple[()]:
         return ()
 
-    def nothing(self, shared: Any) -> jax.Array:
+    def zero_statistics(self, shared: Any) -> jax.Array:
         return jnp.zeros(self.bins + 2, jnp.float32)
 
     def statistics(self, shared: Any, batch: Batch) -> jax.Array:
         values, mask = self.values(batch)
         values, edges = values.astype(jnp.float32), jnp.asarray(self.edges)
         place = jnp.searchsorted(edges, values, side="right") - (values == edges[-1]).astype(jnp.int32)
-        return self.nothing(shared).at[place].add(mask.astype(jnp.float32))
+        return self.zero_statistics(shared).at[place].add(mask.astype(jnp.float32))
 
     def server_update(self, state: HistogramState, update: jax.Array, info: RoundInfo) -> HistogramState:
         return HistogramState(state.counts + jnp.rint(update).astype(jnp.int32))

@@ -32,7 +32,7 @@ from fedsim.model import Params
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class HypCluster(FedAvg):
-    """FedAvg of several models: each client finds the model with the smallest loss on its examples, and trains it.
+    """Trains several models by FedAvg. Each client trains the model that has the smallest loss on its examples.
 
     All models are sent to every client. ``state.params`` holds them in stacked arrays, ``[num_clusters, ...]``. Clients keep
     the number of the model that they chose. `fedsim.evaluate_personalized` lets every client choose again with its training
@@ -63,9 +63,9 @@ class HypCluster(FedAvg):
         object.__setattr__(self, "aggregator", Grouped(groups=self.num_clusters, inner=of_one))
 
     def init(self, key: jax.Array) -> ServerState:
-        return self._beginning(jax.vmap(self.model.init)(jax.random.split(key, self.num_clusters)))
+        return self._initial_state(jax.vmap(self.model.init)(jax.random.split(key, self.num_clusters)))
 
-    def _beginning(self, params: Params) -> ServerState:
+    def _initial_state(self, params: Params) -> ServerState:
         return ServerState(params, jax.vmap(self._server_optimizer().init)(params), jnp.zeros((), jnp.int32))
 
     def init_from(self, data: FederatedData, *, seed: int | jax.Array = 0) -> ServerState:
@@ -83,7 +83,7 @@ class HypCluster(FedAvg):
           ValueError: there are fewer clients with examples than clusters.
         """
         models = spread_models(self, data, self.num_clusters, rng.stream(rng.root(seed), "clusters"))
-        return self._beginning(jax.tree.map(lambda *of_each: jnp.stack(of_each), *models))
+        return self._initial_state(jax.tree.map(lambda *of_each: jnp.stack(of_each), *models))
 
     def client_memory(self, shared: Shared) -> jax.Array:
         return jnp.int32(0)
@@ -144,7 +144,9 @@ def _model(shared: Shared, cluster: jax.Array) -> Params:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class IFCA(HypCluster):
-    """The iterative federated clustering algorithm: `HypCluster` with uniform weights of clients.
+    """The iterative federated clustering algorithm with model averaging: `HypCluster` with uniform client weights.
+
+    It is Algorithm 1 with option II of Ghosh et al. (2020), https://arxiv.org/abs/2006.04088.
 
     >>> import optax, fedsim
     >>> IFCA(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20)).weighting

@@ -28,11 +28,11 @@ class KMeansState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KMeans(Clusters):
-    """k-means: the first ``num_clusters`` rounds choose initial points unless ``start`` is set, and each later round updates
-    the means.
+    """k-means clustering of the examples of all clients, with one Lloyd iteration per round.
 
-    A round moves every mean to the mean of the examples that are assigned to it. `evaluate` returns the ``cost``: the mean
-    squared distance to the nearest mean.
+    Unless ``start`` is set, the first ``num_clusters`` rounds choose the initial means. Each later round moves every mean to
+    the mean of the examples that are assigned to it. `evaluate` returns the ``cost``: the mean squared distance to the nearest
+    mean.
 
     Attributes:
       num_features, num_clusters, start: see `Clusters`.

@@ -55,7 +55,7 @@ class MimeShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MimeLite(FedAvg):
-    """FedAvg whose clients use an optimizer with the server's statistics, which do not change during local training.
+    """FedAvg whose clients use the server's optimizer statistics, which stay fixed during local training.
 
     A client also sends its full gradient at x, which takes one more pass over its examples per round.
 
@@ -100,7 +100,7 @@ class MimeLite(FedAvg):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Mime(MimeLite):
-    """MimeLite whose clients also correct every gradient by the cohort's gradient, as SVRG does: g(y) - g(x) + c.
+    """MimeLite whose clients also correct every gradient with the cohort's full gradient c, as in SVRG: g(y) - g(x) + c.
 
     A round calls its clients twice, first to compute c and then to train, and they receive x both times. A step computes two
     gradients. The ``aggregator`` and the ``downlink`` apply both times, each time with a separate memory and separate noise.

@@ -32,8 +32,7 @@ from fedsim.model import Params
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PerFedAvg(FedAvg):
-    """FedAvg that learns parameters from which one gradient step on a client's examples works best: min mean F_i(w - alpha
-    ∇F_i(w)).
+    """Learns parameters that fit each client well after one local gradient step: min mean F_i(w - alpha ∇F_i(w)).
 
     Set the size of ``batches`` to two times (first order) or three times (Hessian-free) the batch size of a gradient. A client
     whose batch holds one example does not move. `fedsim.evaluate_personalized` evaluates every client after that one step.
@@ -69,8 +68,8 @@ class PerFedAvg(FedAvg):
         super().check(data)
         if self.batches.size < self._parts:
             raise ValueError(
-                f"Expected batches of at least {self._parts} examples, which {self.variant} deals out, got batches of "
-                f"{self.batches.size}."
+                f"Expected batches of at least {self._parts} examples, because variant={self.variant!r} splits each batch into "
+                f"{self._parts}, got batches of {self.batches.size}."
             )
 
     def personal_params(self, shared: Any, client: Client) -> Params:
@@ -92,7 +91,7 @@ class PerFedAvg(FedAvg):
         def moved(by: jax.Array | float, along: Params) -> Params:
             return tree.add(params, tree.scale(along, by))
 
-        parts = deal(batch, self._parts)
+        parts = split_batch(batch, self._parts)
         loss, gradient = slope(moved(-self.alpha, slope(params, 0)[1]), 1)
         if self.variant == "first_order":
             return loss, gradient
@@ -100,13 +99,13 @@ class PerFedAvg(FedAvg):
         return loss, tree.add(gradient, tree.scale(tree.subtract(ahead, behind), -self.alpha / (2 * self.delta)))
 
 
-def deal(batch: Batch, parts: int) -> list[Batch]:
+def split_batch(batch: Batch, parts: int) -> list[Batch]:
     """Distributes a batch's examples over the parts in turn, so that the parts of a partial batch have similar sizes.
 
     The remaining rows of a part are padding.
 
     >>> batch = Batch({"x": jnp.arange(5)}, jnp.array([True, True, True, True, False]), jax.random.key(0), 0)
-    >>> [part.examples["x"][part.mask].tolist() for part in deal(batch, 2)]
+    >>> [part.examples["x"][part.mask].tolist() for part in split_batch(batch, 2)]
     [[0, 2], [1, 3]]
     """
     size = -(-len(batch.mask) // parts)

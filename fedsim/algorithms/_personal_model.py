@@ -32,8 +32,8 @@ class PersonalModel(FedAvg):
         )
         if loss < gradient and type(self).__mro__[gradient] is not PersonalModel:
             raise TypeError(
-                f"{type(self).__name__} overrides personal_loss, and clients descend personal_gradient, which is that of "
-                f"{type(self).__mro__[gradient].__name__}: override it, too."
+                f"{type(self).__name__} overrides personal_loss, but inherits its gradient, personal_gradient, from "
+                f"{type(self).__mro__[gradient].__name__}: override personal_gradient, too."
             )
 
     local_params = None  # type: ignore[assignment]  # There is no single local model, because clients train two.

@@ -28,8 +28,7 @@ from fedsim.model import Params
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PFedMe(PersonalModel):
-    """Learns a point w near which every client has a good personal model: min mean_i min_theta F_i(theta) + lam/2 ||theta -
-    w||².
+    """Personal models theta_i close to a common w: min over w of mean_i min over theta of F_i(theta) + lam/2 ||theta - w||².
 
     `fedsim.evaluate_personalized` evaluates the last theta of each client. A step computes ``personal_steps`` gradients. The
     ``loss`` in a round's info is F_i(theta) alone.

@@ -54,7 +54,7 @@ class FairServer(GradientServer):
         checks.number(least=0, q=self.q)
 
     def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> WithAux:
-        """Returns Δ_k = F_k^q ∇_k, with h_k = q F_k^(q-1) |∇_k|² + L F_k^q beside it.
+        """Returns Δ_k = F_k^q ∇_k, and h_k = q F_k^(q-1) |∇_k|² + L F_k^q as auxiliary data.
 
         ``gradient`` is a gradient, or an update that is used as one.
         """
@@ -70,7 +70,7 @@ class FairServer(GradientServer):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QFedSGD(FedSGD, FairServer):
-    """q-FedSGD: clients send their gradients, weighted by a power of their losses.
+    """q-FedSGD: FedSGD with gradients weighted by the q-th power of the clients' losses, for fairness.
 
     With q = 0, the algorithm is `FedSGD` with a learning rate of 1 / ``lipschitz``.
 
@@ -99,7 +99,9 @@ class QFedSGD(FedSGD, FairServer):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QFedAvg(FedAvg, FairServer):
-    """q-FedAvg: clients train as in FedAvg, and L times their update is used as the gradient.
+    """q-FedAvg: FedAvg with updates weighted by the q-th power of the clients' losses, for fairness.
+
+    L times a client's update is used in place of its gradient in `QFedSGD`.
 
     With q = 0, the algorithm is `FedAvg`. A client makes one more pass over its examples than in FedAvg, to compute its loss
     before training.

@@ -41,11 +41,12 @@ class QuantilesState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Quantiles(Statistics):
-    """Finds quantiles of a feature: every round reduces the interval that contains a quantile by a factor of ``bins``.
+    """Finds quantiles of a feature, by histograms of intervals that become smaller in every round.
 
-    A quantile is the smallest value such that a fraction of all values does not exceed it. Its bracket is the interval that
-    contains it. Each client counts its values up to every edge of ``bins`` equal parts of each bracket. The part in which the
-    sum of the counts reaches the fraction becomes the next bracket.
+    Every round reduces the interval that contains a quantile by a factor of ``bins``. A quantile is the smallest value such
+    that a fraction of all values does not exceed it. Its bracket is the interval that contains it. Each client counts its
+    values up to every edge of ``bins`` equal parts of each bracket. The part in which the sum of the counts reaches the
+    fraction becomes the next bracket.
 
     Guarantees:
       - After r rounds in which all clients participated, a quantile q lies in (low, high], and high - low <= (high₀ - low₀) /
@@ -91,7 +92,7 @@ class Quantiles(Statistics):
     def init(self, key: jax.Array) -> QuantilesState:
         return self._cut(*(jnp.full((len(self.fractions), 1), edge, jnp.float32) for edge in (self.low, self.high)))
 
-    def nothing(self, shared: QuantilesState) -> tuple[jax.Array, jax.Array]:
+    def zero_statistics(self, shared: QuantilesState) -> tuple[jax.Array, jax.Array]:
         return jnp.zeros_like(shared.edges), jnp.float32(0)
 
     def statistics(self, shared: QuantilesState, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +101,7 @@ class Quantiles(Statistics):
         # The number of edges below a value, which is also the index of the first edge for which the value counts.
         above = jax.vmap(lambda edges: jnp.searchsorted(edges, values))(shared.edges)
         here = jnp.arange(len(self.fractions), dtype=jnp.int32)[:, None]
-        counts, none = self.nothing(shared)
+        counts, none = self.zero_statistics(shared)
         return counts.at[here, above].add(jnp.broadcast_to(seen, above.shape), mode="drop"), none + jnp.sum(seen)
 
     def server_update(self, state: QuantilesState, update: tuple[jax.Array, jax.Array], info: RoundInfo) -> QuantilesState:

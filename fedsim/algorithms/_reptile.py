@@ -19,8 +19,7 @@ from fedsim.algorithms._fedavg import FedAvg
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Reptile(FedAvg):
-    """Learns parameters for fine-tuning: x = x + server_learning_rate mean(x_i - x), where x_i is x after client i's local
-    steps.
+    """Learns parameters for fine-tuning: x = x + server_learning_rate mean(x_i - x), with x_i client i's trained model.
 
     To evaluate with fine-tuning: ``fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=algorithm)``.
 

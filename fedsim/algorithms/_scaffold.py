@@ -115,7 +115,7 @@ class SCAFFOLD(FedAvg):
             result = self.update_of(shared, client, local)
             change = tree.subtract(distance.mean_gradient(result.update), shared.control)
             # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
-            change = tree.select(distance.gone == 0, jax.tree.map(jnp.zeros_like, change), change)
+            change = tree.select(distance.length == 0, jax.tree.map(jnp.zeros_like, change), change)
         return result._replace(update=(result.update, change), memory=lambda arrived: tree.add(client.memory, arrived[1]))
 
     def server_update(self, state: ScaffoldState, update: Any, info: RoundInfo) -> ScaffoldState:

@@ -15,7 +15,15 @@ import numpy as np
 
 from fedsim import checks, tree
 from fedsim.aggregators import Aggregator
-from fedsim.algorithms._lots import NOBODY, Candidate, Found, SumAndHighest, drawn, higher, nobody
+from fedsim.algorithms._gumbel_max import (
+    LOWEST,
+    Candidate,
+    StatisticsAndCandidate,
+    SumAndHighestPriority,
+    draw_candidate,
+    no_candidate,
+    with_higher_priority,
+)
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
@@ -28,9 +36,9 @@ class Seeding(Statistics):
 
     While ``shared.num_started`` is below k, a round draws the next point from all examples of its cohort. The probability of an
     example is proportional to its squared distance to the nearest point so far, and uniform for the first point. Every example
-    gets a lot: the logarithm of this distance plus Gumbel noise. A client sends its example with the highest lot, and the
-    server keeps the highest of all. This is the same as a k-means++ draw from all these examples at once. `maximize` receives
-    moments only after all points are initialized.
+    gets a priority: the logarithm of this distance plus Gumbel noise. A client sends its example with the highest priority, and
+    the server keeps the highest of all. This is the same as a k-means++ draw from all these examples at once. `maximize`
+    receives moments only after all points are initialized.
 
     Attributes:
       num_features: numbers per example. An example of another shape is flattened.
@@ -42,7 +50,7 @@ class Seeding(Statistics):
     0
     """
 
-    aggregator: Aggregator = dataclasses.field(default_factory=SumAndHighest)
+    aggregator: Aggregator = dataclasses.field(default_factory=SumAndHighestPriority)
     num_features: int
     num_clusters: int = 10
     start: Any = None
@@ -53,14 +61,15 @@ class Seeding(Statistics):
         if self.start is not None:
             shape = (self.num_clusters, self.num_features)
             if np.shape(self.start) != shape or not np.all(np.isfinite(self.start)):
-                raise ValueError(f"Expected finite starting points {list(shape)}, got {list(np.shape(self.start))}.")
+                raise ValueError(f"Expected start to hold finite numbers {list(shape)}, got {list(np.shape(self.start))}.")
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
         shape = data.columns[self.feature].shape[1:]
         if math.prod(shape) != self.num_features:
             raise ValueError(
-                f"Feature {self.feature!r} has {math.prod(shape)} numbers per example: got num_features={self.num_features}."
+                f"Expected num_features={math.prod(shape)}, the size of an example in {self.feature!r}, got "
+                f"{self.num_features}."
             )
 
     def points(self) -> tuple[jax.Array, jax.Array]:
@@ -83,40 +92,40 @@ class Seeding(Statistics):
         """Returns the state after a round, from the moments of all its examples."""
         raise NotImplementedError(f"{type(self).__name__} must define maximize.")
 
-    def nothing(self, shared: Any) -> Found:
-        return Found(self.no_moments(), nobody(self.num_features))
+    def zero_statistics(self, shared: Any) -> StatisticsAndCandidate:
+        return StatisticsAndCandidate(self.no_moments(), no_candidate(self.num_features))
 
-    def merge(self, a: Found, b: Found) -> Found:
-        return Found(tree.add(a.statistics, b.statistics), higher(a.candidate, b.candidate))
+    def merge(self, a: StatisticsAndCandidate, b: StatisticsAndCandidate) -> StatisticsAndCandidate:
+        return StatisticsAndCandidate(tree.add(a.statistics, b.statistics), with_higher_priority(a.candidate, b.candidate))
 
-    def statistics(self, shared: Any, batch: Batch) -> Found:
-        x, nothing = self.numbers(batch.examples), self.nothing(shared)
+    def statistics(self, shared: Any, batch: Batch) -> StatisticsAndCandidate:
+        x, zero = self.flat_features(batch.examples), self.zero_statistics(shared)
         return jax.lax.cond(
             shared.num_started < self.num_clusters,
-            lambda: nothing._replace(candidate=self._candidate(shared, x, batch)),
-            lambda: nothing._replace(statistics=self.moments(shared, x, batch.mask)),
+            lambda: zero._replace(candidate=self._candidate(shared, x, batch)),
+            lambda: zero._replace(statistics=self.moments(shared, x, batch.mask)),
         )
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         found, share = self.collect(shared, client)
-        return ClientUpdate(Found(tree.scale(found.statistics, share), found.candidate), jnp.float32(1))
+        return ClientUpdate(StatisticsAndCandidate(tree.scale(found.statistics, share), found.candidate), jnp.float32(1))
 
-    def server_update(self, state: Any, update: Found, info: RoundInfo) -> Any:
+    def server_update(self, state: Any, update: StatisticsAndCandidate, info: RoundInfo) -> Any:
         def place() -> Any:
             # If there are fewer distinct examples than points, the remaining points are copies of the first.
-            point = jnp.where(update.candidate.lot > NOBODY, update.candidate.point, state.means[0])
+            point = jnp.where(update.candidate.priority > LOWEST, update.candidate.point, state.means[0])
             return state._replace(means=state.means.at[state.num_started].set(point), num_started=state.num_started + 1)
 
         return jax.lax.cond(state.num_started >= self.num_clusters, lambda: self.maximize(state, update.statistics), place)
 
-    def numbers(self, examples: Any) -> jax.Array:
+    def flat_features(self, examples: Any) -> jax.Array:
         """Returns a batch's examples, ``float32 [n, features]``."""
         return examples[self.feature].reshape(-1, self.num_features).astype(jnp.float32)
 
     def _candidate(self, shared: Any, x: jax.Array, batch: Batch) -> Candidate:
         there = jnp.arange(self.num_clusters) < shared.num_started
         nearest = jnp.min(squared_distances(x, shared.means), axis=1, where=there, initial=jnp.inf)
-        return drawn(x, jnp.where(shared.num_started == 0, 1.0, nearest), batch.mask, batch.key)
+        return draw_candidate(x, jnp.where(shared.num_started == 0, 1.0, nearest), batch.mask, batch.key)
 
 
 def squared_distances(x: jax.Array, points: jax.Array) -> jax.Array:

@@ -48,17 +48,17 @@ class Sketch:
 
     def count(self, words: jax.Array, items: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns the counters, ``float32 [depth, width]``, for the items ``int [n]`` where ``mask [n]`` is True."""
-        counter, sign = self.places(words, items)
+        counter, sign = self.counters(words, items)
         rows = jnp.arange(self.depth, dtype=jnp.int32)[:, None]
         return jnp.zeros((self.depth, self.width), jnp.float32).at[rows, counter].add(sign * mask.astype(jnp.float32)[None])
 
     def estimate(self, words: jax.Array, counts: jax.Array, items: jax.Array) -> jax.Array:
         """Returns the estimated frequencies, ``float32 [n]``, of items ``int [n]``, from counters ``[depth, width]``."""
-        counter, sign = self.places(words, items)
+        counter, sign = self.counters(words, items)
         found = jnp.take_along_axis(counts, counter, axis=1).astype(jnp.float32) * sign
         return jnp.min(found, axis=0) if self.kind == "count-min" else jnp.median(found, axis=0)
 
-    def places(self, words: jax.Array, items: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def counters(self, words: jax.Array, items: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns each item's counter in each row, ``int32 [depth, n]``, and the sign with which it counts, ``float32 [depth,
         n]``.
         """

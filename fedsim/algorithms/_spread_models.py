@@ -31,12 +31,12 @@ def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.A
     """
     if data.num_nonempty < count:
         raise ValueError(
-            f"Expected a client with examples for each of num_clusters={count} models to start from, got {data.num_nonempty}: "
-            "ask for fewer clusters, or start them by init."
+            f"Expected a client with examples for each of num_clusters={count} models to start from, got {data.num_nonempty}. "
+            "Use fewer clusters, or initialize them with init."
         )
     draw = np.random.default_rng(np.asarray(rng.words(key)))
     loss = {"loss": lambda examples, outputs: metrics.per_example(algorithm.model.losses(examples, outputs))}
-    judged = dataclasses.replace(algorithm.model, metrics=loss)
+    loss_model = dataclasses.replace(algorithm.model, metrics=loss)
     start = algorithm.broadcast(algorithm.init(key))._replace(params=algorithm.model.init(key))
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     models: list[Params] = []
@@ -48,7 +48,7 @@ def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.A
         # Not `local_params`, which first chooses one of several models in algorithms of clusters.
         trained = map_clients(algorithm.train, start, cohort, batches=algorithm.batches, execution=algorithm.execution)
         models.append(jax.tree.map(lambda x: x[0], trained.params))
-        losses = np.asarray(evaluate(judged, models[-1], data, execution=execution).clients["loss"].result(), np.float64)
+        losses = np.asarray(evaluate(loss_model, models[-1], data, execution=execution).clients["loss"].result(), np.float64)
         least = np.fmin(least, losses)  # fmin ignores the NaN of a model that diverged.
         left[one] = False
         # If all losses are 0, the remaining clients are equally likely.

@@ -18,7 +18,7 @@ from fedsim.execution import Client, ClientUpdate
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Statistics(Algorithm):
-    """An algorithm whose clients send a sum over their examples. Subclasses define ``nothing``, ``statistics`` and
+    """An algorithm whose clients send a sum over their examples. Subclasses define `zero_statistics`, ``statistics`` and
     `server_update`.
 
     Every example counts once, however ``batches`` reads it. A client that read only some of its examples (a straggler), or some
@@ -43,15 +43,15 @@ class Statistics(Algorithm):
         super().check(data)
         if self.feature not in data.columns:
             raise ValueError(
-                f"{type(self).__name__} reads feature {self.feature!r}, which the data lacks; it has {sorted(data.columns)}: "
-                "name one of these by feature."
+                f"{type(self).__name__} needs feature {self.feature!r}, which the data does not have. Set feature to one of "
+                f"{sorted(data.columns)}."
             )
         _check_width(data, self.feature)
         data.check_finite()
 
-    def nothing(self, shared: Any) -> Any:
+    def zero_statistics(self, shared: Any) -> Any:
         """Returns the statistics of no examples."""
-        raise NotImplementedError(f"{type(self).__name__} must define nothing(shared).")
+        raise NotImplementedError(f"{type(self).__name__} must define zero_statistics(shared).")
 
     def statistics(self, shared: Any, batch: Batch) -> Any:
         """Returns the statistics of a batch's examples, a pytree of sums. Examples where ``batch.mask`` is False must not
@@ -80,7 +80,7 @@ class Statistics(Algorithm):
         def add(sums: tuple[Any, jax.Array], batch: Batch) -> tuple[Any, jax.Array]:
             return self.merge(sums[0], self.statistics(shared, batch)), sums[1] + jnp.sum(batch.mask, dtype=jnp.float32)
 
-        statistics, seen = client.for_each_batch(self.batches, add, (self.nothing(shared), jnp.float32(0)))
+        statistics, seen = client.for_each_batch(self.batches, add, (self.zero_statistics(shared), jnp.float32(0)))
         return statistics, client.num_examples.astype(jnp.float32) / jnp.maximum(seen, 1)
 
 
@@ -97,6 +97,6 @@ def _check_width(data: FederatedData, feature: str) -> None:
     wrong = next((value for value in data.label_range(feature) or () if not fits.min <= value <= fits.max), None)
     if wrong is not None:
         raise ValueError(
-            f"Feature {feature!r} is {dtype} and holds {wrong}, which {fits.dtype} of a device cannot: number its values anew, "
-            "drop that example, or set jax_enable_x64."
+            f"Feature {feature!r} of {dtype} contains {wrong}, which does not fit into {fits.dtype} on a device. Renumber its "
+            "values, remove that example, or set jax_enable_x64."
         )

@@ -97,9 +97,9 @@ class _CollusionWrapper(Wrapper):
             if not tree.is_float(leaf):
                 raise ValueError(
                     f"{type(self.attack).__name__} needs updates of floats, because it computes their mean, got "
-                    f"update{jax.tree_util.keystr(path)} of {leaf.dtype}, aggregated by {self.inner} (a count, or in HypCluster "
-                    "and IFCA the number of a cluster). Use an attack without collusion: SignFlip, GaussianNoise, LabelFlip or "
-                    "PixelBackdoor."
+                    f"update{jax.tree_util.keystr(path)} of {leaf.dtype}, aggregated by {self.inner} (a count, or in "
+                    "HypCluster and IFCA the number of a cluster). Use an attack without collusion: SignFlip, GaussianNoise, "
+                    "LabelFlip or PixelBackdoor."
                 )
 
     def zero(self, update: Update, slots: int) -> _Accumulator:

@@ -217,7 +217,7 @@ def test_a_component_that_gets_nothing_stays_as_it_is():
     ("wrong", "message"),
     [
         ({"num_features": 0}, "Expected num_features >= 1, got num_features=0"),
-        ({"start": np.zeros((2, 3))}, r"Expected finite starting points \[3, 3\], got \[2, 3\]"),
+        ({"start": np.zeros((2, 3))}, r"Expected start to hold finite numbers \[3, 3\], got \[2, 3\]"),
         ({"covariance": "tied"}, "got covariance='tied'"),
         ({"regularization": -1.0}, "Expected regularization >= 0 and finite, got regularization=-1.0"),
         ({"start_variance": 0.0}, "Expected start_variance > 0"),
@@ -230,7 +230,7 @@ def test_clusters_refuse(wrong, message):
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
-    [({"num_features": 4}, "'x' has 3 numbers per example: got num_features=4"), ({"feature": "z"}, "reads feature 'z'")],
+    [({"num_features": 4}, "Expected num_features=3, .* got 4"), ({"feature": "z"}, "needs feature 'z'")],
 )
 def test_clusters_refuse_data(wrong, message):
     algorithm = algorithms.KMeans(**settings(**wrong))

@@ -376,7 +376,7 @@ def test_fedmgda_without_freedom_is_fedavg_of_directions():
 
 
 def test_fedmgda_refuses_to_guess_which_epsilon():
-    with pytest.raises(ValueError, match="epsilon=0.5 is that of MinNorm"):
+    with pytest.raises(ValueError, match="got epsilon=0.5 and aggregator=.* inside the aggregator"):
         algorithms.FedMGDA(
             epsilon=0.5, aggregator=fedsim.aggregators.Clipped(1.0, inner=fedsim.aggregators.MinNorm()), **settings()
         )
