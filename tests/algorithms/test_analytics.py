@@ -142,7 +142,7 @@ def test_hash_functions_are_strongly_universal():
     hitters = algorithms.HeavyHitters(num_items=1 << 30, sketch="count-sketch", width=width, depth=depth + 1)
     words = hitters.init(jax.random.key(3)).words
     for pair in ([0, 1], [5, 5 + (1 << 16)], [12345, 1 << 29]):
-        counter, sign = map(np.asarray, hitters._sketch().places(words, np.array(pair, np.int32)))
+        counter, sign = map(np.asarray, hitters._sketch().counters(words, np.array(pair, np.int32)))
         both = np.histogram2d(*counter.T, bins=width)[0] / len(counter)
         assert np.abs(both - 1 / width**2).max() < 5 * np.sqrt(1 / width**2 / depth)
         same = counter[:, 0] == counter[:, 1]
