@@ -23,8 +23,8 @@ class RandomK(VectorCompressor):
     """Sends k random coordinates, drawn without replacement. The receiver derives their indices from the key.
 
     Attributes:
-      fraction: k as a fraction of the d coordinates, in (0, 1], rounded up. With c clients in a round, the noise in their mean is
-        (d / k - 1) / c times the squared norm of an update. Far above 1, as with 0.01 and 20 clients, training diverges at
+      fraction: k as a fraction of the d coordinates, in (0, 1], rounded up. With c clients in a round, the noise in their mean
+        is (d / k - 1) / c times the squared norm of an update. Far above 1, as with 0.01 and 20 clients, training diverges at
         learning rates that work without compression.
       unbiased: whether values are multiplied by d / k, which makes the result unbiased, with NMSE d / k - 1. Use False inside
         `ErrorFeedback`.
