@@ -75,7 +75,8 @@ def _check_form(name: str, what: str, like: str, result: Any, expected: Any) -> 
     def form(a: Any) -> Any:
         return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", a)
 
-    if jax.tree.structure(result) != jax.tree.structure(expected) or form(result) != form(expected):
+    structures: list[Any] = [jax.tree.structure(result), jax.tree.structure(expected)]
+    if structures[0] != structures[1] or form(result) != form(expected):
         raise ValueError(
             f"Expected the update of {name} to return {what} with the structure, shapes and dtypes of {like}, "
             f"{form(expected)}, got {form(result)}. Check the optimizer's update function."

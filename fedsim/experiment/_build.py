@@ -107,7 +107,7 @@ def _sending(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunCon
 
 def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
     """Raises ``ValueError`` if the server would take a full step along the sum of weighted updates, which diverges."""
-    rate = config.hyperparameters.get("server_learning_rate", 1.0)
+    rate: Any = config.hyperparameters.get("server_learning_rate", 1.0)
     if type(aggregator.innermost) is aggregators.Sum and rate >= 1 and config.clients > 1:
         raise ValueError(
             f"The aggregator 'sum' needs a server learning rate below 1, got server_learning_rate={rate}: the sum of "
