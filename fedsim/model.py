@@ -51,7 +51,7 @@ class Model:
     apply_for_train: Callable[[Params, Examples, jax.Array], Any]
     apply_for_eval: Callable[[Params, Examples], Any]
     loss: Callable[[Examples, Any], jax.Array]
-    metrics: Mapping[str, Callable[[Examples, Any], metrics_lib.Mean]]
+    metrics: Mapping[str, metrics_lib.Metric]
     features: Mapping[str, Feature]
     num_classes: int | None = None
 
@@ -62,7 +62,7 @@ class Model:
         *,
         features: Mapping[str, Feature],
         loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
-        metrics: Mapping[str, Callable[[Examples, Any], metrics_lib.Mean]] | None = None,
+        metrics: Mapping[str, metrics_lib.Metric] | None = None,
         num_classes: int | None = None,
         train_kwargs: Mapping[str, Any] | None = None,
         eval_kwargs: Mapping[str, Any] | None = None,

@@ -13,7 +13,6 @@ from fedsim.algorithms._seeding import Seeding
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate
 from fedsim.execution import Jit, server_state
-from fedsim.metrics import per_example
 from fedsim.model import Model
 
 
@@ -55,7 +54,7 @@ class Clusters(Seeding):
 
         like = jnp.zeros((1, self.num_features), jnp.float32)
         names = jax.eval_shape(self.scores, self.broadcast(self.init(jax.random.key(0))), like)
-        metrics = {name: lambda examples, scores, name=name: per_example(scores[name]) for name in names}
+        metrics = {name: lambda examples, scores, name=name: scores[name] for name in names}
         cost = next(iter(names))
         return Model(
             init=self.init,

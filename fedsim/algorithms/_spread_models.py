@@ -11,7 +11,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from fedsim import metrics, rng
+from fedsim import rng
 from fedsim.algorithm import map_clients
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Cohort, FederatedData
@@ -35,8 +35,7 @@ def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.A
             "Use fewer clusters, or initialize them with init."
         )
     draw = np.random.default_rng(np.asarray(rng.words(key)))
-    loss = {"loss": lambda examples, outputs: metrics.per_example(algorithm.model.losses(examples, outputs))}
-    loss_model = dataclasses.replace(algorithm.model, metrics=loss)
+    loss_model = dataclasses.replace(algorithm.model, metrics={"loss": algorithm.model.losses})
     start = algorithm.broadcast(algorithm.init(key))._replace(params=algorithm.model.init(key))
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     models: list[Params] = []

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
 from fedsim.data import FederatedData
+from fedsim.evaluation._statistics import Statistics, add_by_client, flat_zeros, in_shape, statistics, sum_forms, wide
 from fedsim.execution import Auto, Execution, Jit, _devices, _placement
 from fedsim.execution._placement import AXIS
 from fedsim.execution._structure import kept_with
@@ -29,23 +30,38 @@ class Evaluation(NamedTuple):
     """Metrics of a population.
 
     Attributes:
-      overall: metric name to its mean over all examples, a float.
-      clients: metric name to ``Mean`` with leaves ``float32 [clients]``, in the population's order; ``.result()`` is the
-        quotient. A client without examples has weight 0.
+      overall: the value of each metric over all examples, by name: a float, or an array for metrics such as confusion matrices.
+      clients: the statistic of each metric, by name, with leaves ``[clients, ...]`` in the population's order. For most metrics
+        it is a `fedsim.metrics.Mean`, with leaves ``[clients]``. ``clients[name].result()`` are the clients' values, and
+        ``clients[name].weight`` is 0 for clients without examples. Counts are ``int64``, and sums of floats are ``float32``.
     """
 
-    overall: dict[str, float]
-    clients: dict[str, Mean]
+    overall: dict[str, Any]
+    clients: dict[str, Any]
 
     def over_clients(self, metric: str, *, lower_is_better: bool = False) -> dict[str, float]:
-        """Mean, standard deviation and worst 10 % (the mean of the worst tenth, at least one) over non-empty clients.
+        """Returns the mean, the standard deviation and the worst 10 % of a metric over clients whose weight is not 0.
+
+        "worst 10%" is the mean over the worst tenth of the clients, but at least one client.
+
+        Args:
+          metric: the name of a metric with one number per client.
+          lower_is_better: whether the highest values are the worst.
+
+        Raises:
+          ValueError: the metric has an array per client.
 
         >>> means = Mean(np.array([1.0, 0.0, 2.0, 0.0]), np.array([2.0, 2.0, 2.0, 0.0]))
         >>> Evaluation({}, {"accuracy": means}).over_clients("accuracy")["worst 10%"]
         0.0
         """
-        weight = np.asarray(self.clients[metric].weight)
-        values = np.sort(np.asarray(self.clients[metric].total)[weight > 0] / weight[weight > 0])
+        values = np.asarray(self.clients[metric].result())
+        if values.ndim != 1:
+            raise ValueError(
+                f"Expected a metric with one number per client, and {metric!r} has an array of shape {list(values.shape[1:])} per "
+                f"client. Use clients[{metric!r}].result(), of shape {list(values.shape)}."
+            )
+        values = np.sort(values[np.asarray(self.clients[metric].weight) > 0])
         if not len(values):
             return {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
         worst = (values[::-1] if lower_is_better else values)[: max(1, len(values) // 10)]
@@ -57,18 +73,23 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates one set of parameters on every example of every client.
 
-    Examples are read one after another in full batches, whatever clients they belong to, and the metrics of each are added to
-    the sums of its client. So many small clients take no longer than a large one.
+    Examples are read one after another in full batches, whatever clients they belong to, and the statistics of each example are
+    added to the sums of its client. So many small clients take no longer than one large client.
 
     Args:
       model: has ``apply_for_eval`` and ``metrics``.
       params: the model's parameters.
       data: the population.
-      execution: which devices, and whether examples are resident or streamed; default `Auto`. `Debug` means one device here.
+      execution: the devices, and whether examples are on them or are streamed; default `Auto`. `Debug` evaluates compiled, on one
+        device.
       batch_size: examples per step and device. It affects speed and memory only.
 
+    Returns:
+      An `Evaluation`, for each client and for all examples together.
+
     Raises:
-      ValueError: the data is not what the model reads, or ``batch_size`` is not positive.
+      ValueError: the data is not what the model reads, ``batch_size`` is not positive, or a metric does not return one entry
+        per example; see `fedsim.metrics`.
 
     >>> import haiku as hk
     >>> model = Model.from_haiku(hk.transform(lambda examples: hk.Linear(2)(examples["x"])), features={
@@ -76,7 +97,7 @@ def evaluate(
     >>> data = FederatedData.from_arrays({"x": np.ones([5, 3], np.float32), "y": np.zeros(5, np.int32)}, sizes=[4, 1])
     >>> evaluation = evaluate(model, model.init(jax.random.key(0)), data)
     >>> evaluation.clients["accuracy"].weight.tolist()
-    [4.0, 1.0]
+    [4, 1]
     """
     checks.whole(1, batch_size=batch_size)
     batch_size = min(batch_size, max(1, data.num_examples))
@@ -93,22 +114,26 @@ def evaluate(
         chunks: Iterable[_Chunk] = [everything]
     else:
         chunks = _streamed_chunks(data, mesh, batch_size)
-    # Devices' sums are added up here: without an all-reduce, an evaluation can run beside anything else. The sums of a chunk
-    # are fetched when the next chunk is on its way.
-    clients: dict[str, Mean] = {}
+    # The host adds the devices' sums: without an all-reduce, an evaluation can run at the same time as any other program. The
+    # sums of a chunk are fetched after the next chunk has been dispatched.
+    clients: Statistics = {}
     results = (compiled(columns, owner, params, np.int32(rows)) for columns, owner, rows in chunks)
-    for parts in _one_ahead(results):
-        sums = jax.tree.map(lambda x: x.sum(0, dtype=np.float32), jax.device_get(parts))
+    for of_devices in _one_ahead(results):
+        sums = jax.tree.map(lambda x: x.sum(0, dtype=wide(x.dtype)), jax.device_get(of_devices))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
     return evaluation_of(clients)
 
 
-def evaluation_of(clients: dict[str, Mean]) -> Evaluation:
-    """An `Evaluation` from the clients' sums."""
+def evaluation_of(clients: Statistics) -> Evaluation:
+    """Returns an `Evaluation` from the clients' sums, leaves ``[clients, ...]``."""
+
+    def over_all(sums: np.ndarray) -> np.ndarray:
+        return np.asarray(np.sum(sums, axis=0, dtype=np.int64 if wide(sums.dtype) == np.int64 else np.float64))
+
     overall = {}
-    for name, mean in clients.items():
-        weight = float(np.sum(mean.weight, dtype=np.float64))
-        overall[name] = float(np.sum(mean.total, dtype=np.float64)) / weight if weight else 0.0
+    for name, statistic in clients.items():
+        value = np.asarray(jax.tree.map(over_all, statistic).result())
+        overall[name] = value if value.ndim else value.item()
     return Evaluation(overall, clients)
 
 
@@ -123,7 +148,7 @@ def _one_ahead(results: Iterable[T]) -> Iterator[T]:
         yield before
 
 
-def _compiled(model: Model, *setting: Any) -> Callable[..., dict[str, Mean]]:
+def _compiled(model: Model, *setting: Any) -> Callable[..., Statistics]:
     kept = kept_with(model).setdefault("evaluation", {})
     if setting not in kept:
         kept[setting] = _compile(model, *setting)
@@ -132,32 +157,25 @@ def _compiled(model: Model, *setting: Any) -> Callable[..., dict[str, Mean]]:
 
 def _compile(
     model: Model, mesh: Any, resident: bool, batch_size: int, clients: int, deterministic: bool
-) -> Callable[..., dict[str, Mean]]:
-    """Compiles ``(columns, owner int32 [rows], params, rows) -> sums [devices, clients]``; rows are divided over devices."""
+) -> Callable[..., Statistics]:
+    """Compiles ``(columns, owner int32 [rows], params, rows) -> sums [devices, clients, ...]``; devices divide the rows."""
 
     def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, rows: jax.Array) -> Any:
+        forms = sum_forms(model, params, columns)
         device = jax.lax.axis_index(AXIS) if mesh.size > 1 else jnp.int32(0)
         share = -(-rows // mesh.size)
         start = device * share if resident else jnp.int32(0)
         stop = start + jnp.clip(rows - device * share, 0, share)
 
-        def step(i: jax.Array, totals: dict[str, Mean]) -> dict[str, Mean]:
+        def step(i: jax.Array, totals: Statistics) -> Statistics:
             row = start + i * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
             mask = row < stop
             row = jnp.minimum(row, owner.shape[0] - 1)
             examples = {name: column.at[row].get(mode="promise_in_bounds") for name, column in columns.items()}
-            outputs = model.apply_for_eval(params, examples)
-            who = owner[row]
+            return add_by_client(totals, statistics(model, params, examples), mask, owner[row])
 
-            def add(total: jax.Array | float, values: jax.Array | float) -> jax.Array:
-                return jnp.asarray(total).at[who].add(jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0))
-
-            return {name: Mean(*map(add, totals[name], metric(examples, outputs))) for name, metric in model.metrics.items()}
-
-        zeros = jnp.zeros(clients, jnp.float32)
-        totals = {name: Mean(zeros, zeros) for name in model.metrics}
-        totals = jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, totals)
-        return jax.tree.map(lambda x: x[None], totals)
+        totals = jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, flat_zeros(forms, clients))
+        return jax.tree.map(lambda x: x[None], in_shape(forms, totals))
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())

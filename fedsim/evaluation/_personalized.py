@@ -14,12 +14,12 @@ from fedsim import checks, rng, tree
 from fedsim.algorithm import map_clients
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
+from fedsim.evaluation._statistics import Statistics, add_batch, statistics, sum_forms, wide
 from fedsim.execution import Client, Execution, FederatedState
 from fedsim.execution._memory import check_alike, num_remembered, row_shapes
 from fedsim.execution._state import Shared, parts_of, with_params
 from fedsim.execution._structure import kept_with
-from fedsim.metrics import Mean
-from fedsim.model import Params
+from fedsim.model import Model, Params
 
 _CHUNK_BYTES_ON_CPU = 2**27
 _CHUNK_BYTES = 2**30
@@ -107,7 +107,9 @@ def evaluate_personalized(
     if np.any(in_train < 0):
         anyone = Cohort(train, np.zeros(1, np.int32), 0, root)
         absent = jax.tree.map(lambda x: x[0], run(work.absent_params, (shared, first), anyone))
-    sums = {name: np.zeros([2, test.num_clients], np.float32) for name in algorithm.model.metrics}
+    forms = _sum_forms(algorithm.model, test)
+    zeros = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), forms)
+    sums = jax.tree.map(lambda form: np.zeros((test.num_clients, *form.shape), wide(form.dtype)), forms)
     for start in range(0, len(clients), slots):
         # All chunks have the same number of slots, so that they share programs.
         chunk, at = clients[start : start + slots], in_train[start : start + slots]
@@ -116,10 +118,19 @@ def evaluate_personalized(
         params = run(work.params, (shared, first, *memories), Cohort(train, at[present], 0, root, slots))
         index = np.full(slots, -1, np.int32)
         index[present] = np.arange(len(present))
-        found = run(work.metrics, (params, index, absent), Cohort(test, chunk, 0, rng.root(0), slots))
-        for name, of_clients in sums.items():
-            of_clients[:, chunk] = np.stack([np.asarray(part)[: len(chunk)] for part in found[name]])
-    return evaluation_of({name: Mean(total, weight) for name, (total, weight) in sums.items()})
+        found = run(work.statistics, (params, index, absent, zeros), Cohort(test, chunk, 0, rng.root(0), slots))
+        for of_clients, of_chunk in zip(jax.tree.leaves(sums), jax.tree.leaves(found), strict=True):
+            of_clients[chunk] = np.asarray(of_chunk)[: len(chunk)]
+    return evaluation_of(sums)
+
+
+def _sum_forms(model: Model, data: FederatedData) -> Statistics:
+    """`sum_forms`, traced once for data of the same shapes and dtypes."""
+    kept = kept_with(model).setdefault("sum forms", {})
+    form = tuple((name, tuple(column.shape[1:]), str(column.dtype)) for name, column in data.columns.items())
+    if form not in kept:
+        kept[form] = sum_forms(model, jax.eval_shape(model.init, jax.random.key(0)), data.columns)
+    return kept[form]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -173,28 +184,21 @@ class _Work:
         sent = first._replace(params=params)
         return self.fine_tune.local_params(sent, dataclasses.replace(client, memory=self.fine_tune.client_memory(sent)))
 
-    def metrics(self, arguments: tuple[Params, jax.Array, Params], client: Client) -> dict[str, Mean]:
-        """A client's metrics, summed over its test examples.
+    def statistics(self, arguments: tuple[Params, jax.Array, Params, Statistics], client: Client) -> Statistics:
+        """Returns the statistics of a client's metrics, summed over its test examples.
 
         Args:
-          arguments: parameters ``[slots, ...]``, the index of each client's parameters, ``int32 [slots]``, and the parameters
-            of clients whose index is -1.
-          client: of the test data.
+          arguments: parameters ``[slots, ...]``, the index of each client's parameters, ``int32 [slots]``, the parameters of
+            clients whose index is -1, and zero sums.
+          client: the client of the test data.
         """
-        params, index, absent = arguments
+        params, index, absent, zeros = arguments
         model, at = self.algorithm.model, index[client.slot]
         own = tree.select(at >= 0, jax.tree.map(lambda x: x[jnp.maximum(at, 0)], params), absent)
 
-        def add(sums: dict[str, Mean], batch: Batch) -> dict[str, Mean]:
-            outputs = model.apply_for_eval(own, batch.examples)
+        def add(sums: Statistics, batch: Batch) -> Statistics:
+            return add_batch(sums, statistics(model, own, batch.examples), batch.mask)
 
-            def total(values: Any) -> jax.Array:
-                return jnp.sum(jnp.where(batch.mask, jnp.asarray(values, jnp.float32), 0.0))
-
-            found = {name: Mean(*map(total, metric(batch.examples, outputs))) for name, metric in model.metrics.items()}
-            return {name: sums[name].merge(found[name]) for name in sums}
-
-        zeros = {name: Mean(jnp.float32(0), jnp.float32(0)) for name in model.metrics}
         return client.for_each_batch(Batches(size=self.batch_size, shuffle=False), add, zeros)
 
 

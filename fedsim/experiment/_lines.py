@@ -15,7 +15,7 @@ from fedsim.execution import RoundInfo
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
-_COSTS = ("loss", "error", "cost", "perplexity", "distortion", "deviance", "regret", "nll", "mse", "mae")
+_COSTS = ("loss", "error", "cost", "perplexity", "distortion", "deviance", "regret", "nll", "mse", "mae", "oov_rate", "truncation_rate")
 _BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 
@@ -65,11 +65,17 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
 
 
 def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> Line:
-    """The line of an evaluation after ``round`` rounds: ``test_<metric>``, and over clients its mean, std and worst tenth."""
+    """Returns the line of an evaluation after ``round`` rounds.
+
+    A metric with one number is ``test_<metric>``, and ``test_<metric>_clients_<mean, std or worst10>`` over clients. A metric
+    with an array, such as a confusion matrix, is a nested list ``test_<metric>``, of the overall value alone.
+    """
     if not isinstance(evaluation, Evaluation):
         return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
     line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
     for name in evaluation.clients:
+        if np.ndim(evaluation.overall.get(name)):
+            continue
         over = evaluation.over_clients(name, lower_is_better=lower_is_better(name))
         names = {"mean": "mean", "std": "std", "worst10": "worst 10%"}
         line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
@@ -78,12 +84,22 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
 
 def score(line: Line) -> float | None:
     """How good an evaluation is, the larger the better: by the clients' own models' accuracy, the server's, its loss."""
-    named = {name.removeprefix("test_"): v for name, v in line.items() if name.startswith("test_") and "_clients_" not in name}
+    named = {name.removeprefix("test_"): line[name] for name in scalar_metrics(line)}
     if not named:
         return None
     name = next((candidate for candidate in ("personal_accuracy", "accuracy", "loss") if candidate in named), next(iter(named)))
     value = named[name]
     return None if value is None else -value if lower_is_better(name) else value
+
+
+def scalar_metrics(line: Line) -> list[str]:
+    """Returns the keys of the metrics over all test examples that are numbers, so without those that are arrays.
+
+    >>> scalar_metrics({"round": 1, "test_loss": 0.5, "test_loss_clients_std": 0.1, "test_confusion": [[1, 0], [0, 1]]})
+    ['test_loss']
+    """
+    names = [name for name in line if name.startswith("test_") and "_clients_" not in name]
+    return [name for name in names if not isinstance(line[name], list)]
 
 
 def lower_is_better(metric: str) -> bool:
@@ -95,9 +111,16 @@ def lower_is_better(metric: str) -> bool:
     return any(cost in metric.lower() for cost in _COSTS)
 
 
-def plain(value: Any) -> float | int | None:
-    """A scalar as JSON knows it; None for NaN and infinities, which JSON does not."""
-    value = np.asarray(jax.device_get(value)).item()
+def plain(value: Any) -> Any:
+    """Returns a scalar or an array as JSON has it: arrays are nested lists, and NaN and infinities are None.
+
+    >>> plain(np.array([[1, 2], [3, 4]])), plain(float("nan"))
+    ([[1, 2], [3, 4]], None)
+    """
+    value = np.asarray(jax.device_get(value))
+    if value.ndim:
+        return [plain(entry) for entry in value]
+    value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedsim.execution import Execution, Jit
 from fedsim.execution._devices import is_gpu
-from fedsim.experiment._lines import Line
+from fedsim.experiment._lines import Line, scalar_metrics
 
 
 def devices_of(execution: Execution) -> str:
@@ -53,7 +53,7 @@ def closing_table(
     if test is not None:
         if test["round"] != round:
             rows[0] += f"; tested after round {test['round']}"
-        names = [name for name in test if name.startswith("test_") and "_clients_" not in name]
+        names = scalar_metrics(test)
         width = max([16, *(len(name) - 3 for name in names)])
         rows += [
             f"{'test':<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
@@ -87,7 +87,7 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
     from matplotlib.figure import Figure
 
     loss = _series(history, "loss")
-    tests = [name for line in history for name in line if name.startswith("test_") and "_clients_" not in name]
+    tests = [name for line in history for name in scalar_metrics(line)]
     metric = next((name for name in ("test_accuracy", "test_personal_accuracy") if name in tests), tests[0] if tests else None)
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)

@@ -34,8 +34,15 @@ class MetricsFile:
             file.write("".join(map(_encode, lines)))
 
 
+_MOST_ENTRIES = 32
+
+
 class TensorBoard:
-    """Scalars under ``FOLDER/tensorboard``; opening it hides what an earlier process wrote beyond ``keep_rounds``."""
+    """Scalars under ``FOLDER/tensorboard``; opening it hides what an earlier process wrote beyond ``keep_rounds``.
+
+    A vector of at most 32 entries is one scalar per entry: ``test/f1_per_class/0`` and so on. Longer vectors and matrices are
+    left out; the metrics file has them.
+    """
 
     def __init__(self, folder: Path, keep_rounds: int) -> None:
         from tensorboardX import SummaryWriter
@@ -44,7 +51,7 @@ class TensorBoard:
 
     def write(self, lines: list[Line]) -> None:
         for line in lines:
-            for name, value in line.items():
+            for name, value in _scalars(line).items():
                 if name != "round" and value is not None:
                     kind, metric = ("test", name.removeprefix("test_")) if name.startswith("test_") else ("train", name)
                     self._writer.add_scalar(f"{kind}/{metric}", value, line["round"])
@@ -66,6 +73,21 @@ def read_metrics(path: str | Path) -> list[Line]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def _scalars(line: Line) -> Line:
+    """Returns the line with a key for each entry of a short vector, and without other arrays.
+
+    >>> _scalars({"test_f1": [0.5, 1.0], "test_confusion": [[1, 0], [0, 1]]})
+    {'test_f1/0': 0.5, 'test_f1/1': 1.0}
+    """
+    scalars: Line = {}
+    for name, value in line.items():
+        if not isinstance(value, list):
+            scalars[name] = value
+        elif len(value) <= _MOST_ENTRIES and not any(isinstance(entry, list) for entry in value):
+            scalars |= {f"{name}/{i}": entry for i, entry in enumerate(value)}
+    return scalars
 
 
 def _encode(line: Line) -> str:

@@ -52,4 +52,4 @@ def shakespeare_lstm(
             x = jax.numpy.tanh(x) if tanh else x
         return hk.Linear(num_ids)(x)
 
-    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=1, divisor=length)
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=1, divisor=length, truncates=False)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks
-from fedsim.metrics import Examples, Mean, per_example
+from fedsim.metrics import Examples, RecallAtK
 from fedsim.model import Feature, Model
 from fedsim.models._recurrent import LSTM
 from fedsim.models._tokens import language_model
@@ -68,7 +68,9 @@ def stackoverflow_lstm(
         return hk.Linear(num_ids)(x)
 
     divisor = _divisor(expected_length)
-    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor)
+    return language_model(
+        logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True
+    )
 
 
 def stackoverflow_transformer(
@@ -118,7 +120,9 @@ def stackoverflow_transformer(
         return x @ embed.embeddings.T
 
     divisor = _divisor(expected_length)
-    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor)
+    return language_model(
+        logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True
+    )
 
 
 def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None) -> Model:
@@ -158,16 +162,11 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
         y = examples["y"].astype(jnp.float32)
         return jnp.sum(jax.nn.softplus(outputs) - y * outputs, axis=1)
 
-    def recall_at_5(examples: Examples, outputs: jax.Array) -> Mean:
-        y = examples["y"].astype(jnp.float32)
-        best = jax.lax.top_k(outputs, min(5, tags))[1]
-        return Mean(jnp.sum(jnp.take_along_axis(y, best, axis=1), axis=1), jnp.sum(y, axis=1))
-
     return Model.from_haiku(
         hk.transform(logits),
         features={"x": x, "y": jax.ShapeDtypeStruct((tags,), jnp.uint8)},
         loss=loss,
-        metrics={"loss": lambda examples, outputs: per_example(loss(examples, outputs)), "recall_at_5": recall_at_5},
+        metrics={"loss": loss, "recall_at_5": RecallAtK(5)},
     )
 
 

@@ -1,0 +1,120 @@
+"""Area under the receiver operating characteristic curve, from histograms of scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import checks
+from fedsim.metrics._statistics import Examples, Sparse, array_module, divide
+
+
+class ScoreHistogram(NamedTuple):
+    """Histograms of the scores of positive and negative examples, for each class.
+
+    Attributes:
+      positives: ``int [..., classes, bins]``.
+      negatives: of the same shape.
+
+    >>> histogram = ScoreHistogram(jnp.array([[0, 1, 1]]), jnp.array([[1, 1, 0]]))
+    >>> float(histogram.result()), float(histogram.error_bound())
+    (0.875, 0.125)
+    """
+
+    positives: Any
+    negatives: Any
+
+    @property
+    def weight(self) -> Any:
+        """The number of pairs of a positive and a negative example, summed over classes, ``float [...]``."""
+        # As floats: the product of two counts can exceed the range of integers.
+        return (self._total(self.positives) * self._total(self.negatives)).sum(-1)
+
+    def result(self) -> Any:
+        """Returns the mean AUC over classes with positive and negative examples, ``[...]``; NaN if there is no such class."""
+        positives, negatives = self._densities()
+        below = negatives.cumsum(-1) - negatives
+        return self._mean_over_classes((positives * (below + 0.5 * negatives)).sum(-1))
+
+    def error_bound(self) -> Any:
+        """Returns a bound of the error that scores are rounded to the grid: half the share of pairs within one bin.
+
+        If all scores are on the grid, the result is exact up to the rounding of floats.
+        """
+        positives, negatives = self._densities()
+        return self._mean_over_classes(0.5 * (positives * negatives).sum(-1))
+
+    def _total(self, counts: Any) -> Any:
+        return self._as_float(counts.sum(-1))
+
+    def _densities(self) -> tuple[Any, Any]:
+        """Returns the share of each bin in the positive and in the negative examples."""
+        positives, negatives = (
+            divide(counts, counts.sum(-1, keepdims=True)) for counts in (self.positives, self.negatives)
+        )
+        return positives, negatives
+
+    def _as_float(self, counts: Any) -> Any:
+        return counts.astype(jnp.float32 if array_module(self) is jnp else np.float64)
+
+    def _mean_over_classes(self, values: Any) -> Any:
+        xp = array_module(self)
+        defined = (self.positives.sum(-1) > 0) & (self.negatives.sum(-1) > 0)
+        number = defined.sum(-1)
+        return xp.where(number > 0, divide(xp.where(defined, values, 0.0).sum(-1), number), xp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class AUC:
+    """The probability that a positive example has a higher score than a negative one, where equal scores count half.
+
+    With labels ``examples["y"] int [n]`` of 0 and 1 and outputs ``[n]`` or ``[n, 2]``, it is the area under the ROC curve of
+    class 1. With outputs ``[n, classes]`` of more classes, it is the unweighted mean of one-versus-rest areas, over classes
+    with positive and negative examples. It is NaN if there is no such class; `Evaluation.over_clients` leaves such clients out.
+
+    Scores are rounded to the nearest point of the grid ``0, 1 / (bins - 1), ..., 1``, and their histograms are what is summed.
+    The error is at most half the share of pairs of a positive and a negative example in the same bin, which
+    `ScoreHistogram.error_bound` computes; for scores on the grid the result is exact. NaN scores count as 0. The histograms take
+    ``8 * clients * classes * bins`` bytes on every device (for two classes, those of one class).
+
+    Attributes:
+      bins: the number of points of the grid.
+      score: maps the outputs to scores in [0, 1], ``[n]`` or ``[n, classes]``. None is the sigmoid of outputs ``[n]`` and the
+        softmax of outputs ``[n, classes]``. A model that is very certain has many scores close to 0 and 1; a score such as
+        ``lambda outputs: jax.nn.softmax(outputs / 10)`` separates them better.
+
+    >>> histogram = AUC(bins=3)({"y": jnp.array([1, 0])}, jnp.array([2.0, -2.0]))
+    >>> histogram.positives.dense().tolist(), histogram.negatives.dense().tolist()
+    ([[[0, 0, 1]], [[0, 0, 0]]], [[[0, 0, 0]], [[1, 0, 0]]])
+    """
+
+    bins: int = 201
+    score: Callable[[Any], jax.Array] | None = None
+
+    def __post_init__(self) -> None:
+        checks.whole(2, bins=self.bins)
+
+    def __call__(self, examples: Examples, outputs: Any) -> ScoreHistogram:
+        scores = self.score(outputs) if self.score else jax.nn.sigmoid(outputs) if outputs.ndim == 1 else jax.nn.softmax(outputs)
+        labels = examples["y"].astype(jnp.int32)
+        if labels.ndim != 1 or scores.ndim not in (1, 2):
+            raise ValueError(
+                f"Expected scores [n] or [n, classes] and labels [n], got scores of shape {list(scores.shape)} and labels of "
+                f"shape {list(labels.shape)}. Wrap the metric in a function that passes arrays of these shapes."
+            )
+        if scores.ndim == 2 and scores.shape[1] == 2:
+            scores = scores[:, 1]
+        if scores.ndim == 1:
+            scores, positive = scores[:, None], (labels == 1)[:, None]
+        else:
+            positive = labels[:, None] == jnp.arange(scores.shape[1])[None]
+        classes = scores.shape[1]
+        point = jnp.round(jnp.clip(jnp.nan_to_num(scores), 0, 1) * (self.bins - 1)).astype(jnp.int32)
+        index, shape = point + self.bins * jnp.arange(classes, dtype=jnp.int32)[None], (classes, self.bins)
+        counts = (Sparse.of(index, shape, each.astype(jnp.int32)) for each in (positive, ~positive))
+        return ScoreHistogram(*counts)
