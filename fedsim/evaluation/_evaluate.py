@@ -121,7 +121,7 @@ def evaluate(
     for of_devices in _one_ahead(results):
         sums = jax.tree.map(lambda x: x.sum(0, dtype=wide(x.dtype)), jax.device_get(of_devices))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
-    return evaluation_of(clients)
+    return evaluation_of({name: clients[name] for name in model.metrics})  # JAX sorts the keys of dicts.
 
 
 def evaluation_of(clients: Statistics) -> Evaluation:

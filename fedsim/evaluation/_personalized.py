@@ -121,7 +121,7 @@ def evaluate_personalized(
         found = run(work.statistics, (params, index, absent, zeros), Cohort(test, chunk, 0, rng.root(0), slots))
         for of_clients, of_chunk in zip(jax.tree.leaves(sums), jax.tree.leaves(found), strict=True):
             of_clients[chunk] = np.asarray(of_chunk)[: len(chunk)]
-    return evaluation_of(sums)
+    return evaluation_of({name: sums[name] for name in algorithm.model.metrics})
 
 
 def _sum_forms(model: Model, data: FederatedData) -> Statistics:

@@ -22,7 +22,7 @@ import fedsim
 from fedsim import rng
 from fedsim.execution import RoundInfo
 from fedsim.experiment import read_metrics, run
-from fedsim.experiment._lines import round_lines
+from fedsim.experiment._lines import round_lines, scalar_metrics
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
@@ -308,3 +308,26 @@ def test_nothing_warns(algorithm, sampler, data, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(algorithm, sampler, rounds=2, folder=tmp_path / "r", test_data=data, progress=False)
+
+
+def test_metrics_that_are_arrays(make_algorithm, model, data, tmp_path):
+    metrics = {
+        **model.metrics,
+        "confusion": fedsim.metrics.ConfusionMatrix(),
+        "f1_per_class": fedsim.metrics.F1(average=None),
+        "auc": fedsim.metrics.AUC(),
+    }
+    algorithm = make_algorithm(model=dataclasses.replace(model, metrics=metrics))
+    sampler = fedsim.UniformSampler(data, clients=4, seed=0)
+    folder = tmp_path / "r"
+    result = run(algorithm, sampler, rounds=2, folder=folder, test_data=data, evaluate_every=1, progress=False)
+    line = read_metrics(folder / "metrics.jsonl")[-1]
+    assert line["test_confusion"] == result.evaluation.overall["confusion"].tolist()
+    assert np.sum(line["test_confusion"]) == data.num_examples
+    assert line["test_f1_per_class"] == pytest.approx(result.evaluation.overall["f1_per_class"])
+    over = {name for name in line if "_clients_" in name}
+    assert over == {f"test_{name}_clients_{key}" for name in ("loss", "accuracy", "auc") for key in ("mean", "std", "worst10")}
+    assert (folder / "learning_curve.png").exists() and "test_confusion" not in scalar_metrics(line)
+    written = b"".join(path.read_bytes() for path in (folder / "tensorboard").iterdir())
+    assert all(tag in written for tag in (b"test/auc", b"test/f1_per_class/0", b"test/f1_per_class/2"))
+    assert b"confusion" not in written
