@@ -1,4 +1,4 @@
-"""`Model`: what an algorithm needs to know of a neural network, made from any Haiku transform."""
+"""`Model`: the functions of a neural network that algorithms call. It can be made from any Haiku transform."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ Feature = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """Pure functions of parameters and examples; identity decides equality.
+    """A neural network as pure functions of parameters and examples. Models are compared by identity.
 
-    ``examples`` is a dict of arrays whose first axis is the example, e.g. ``{"x": uint8 [n, 28, 28, 1], "y": int32 [n]}``.
+    ``examples`` is a dict of arrays whose first axis is the example, for instance
+    ``{"x": uint8 [n, 28, 28, 1], "y": int32 [n]}``.
 
     Attributes:
       init: ``key -> params``.
-      apply_for_train: ``(params, examples, key) -> outputs``; the key feeds dropout and the like.
+      apply_for_train: ``(params, examples, key) -> outputs``; the key is for dropout and other random draws.
       apply_for_eval: ``(params, examples) -> outputs``; deterministic.
       loss: ``(examples, outputs) -> float32 [n]``, one loss per example.
-      metrics: name to ``(examples, outputs) -> Mean`` with per-example leaves ``float32 [n]``.
-      features: the contract: name to ``jax.ShapeDtypeStruct`` of ONE example of each feature that the model reads; a tuple
-        of them where it accepts several dtypes.
-      num_classes: labels ``examples["y"]`` must lie in ``[0, num_classes)``; None: not checked.
+      metrics: the metrics of an evaluation by name: functions ``(examples, outputs)`` that return one number per example,
+        ``[n]``, or another statistic of `fedsim.metrics`.
+      features: the features that the model reads, by name: the ``jax.ShapeDtypeStruct`` of one example, or a tuple of them if
+        the model accepts several dtypes.
+      num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None does not check them.
 
     >>> model = Model.from_haiku(
     ...     hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
@@ -67,26 +69,34 @@ class Model:
         train_kwargs: Mapping[str, Any] | None = None,
         eval_kwargs: Mapping[str, Any] | None = None,
     ) -> Model:
-        """A model from an ``hk.transform``ed function of ``examples`` (and keyword arguments that differ in training).
+        """Returns a model from a Haiku transform.
 
-        ``metrics`` defaults to the loss, and with the default loss also to the accuracy of a classifier whose outputs are
-        logits ``[n, num_classes]``.
+        Parameters are drawn by one compiled program, so initializers must draw with JAX. An initializer that draws with NumPy
+        draws once, and gives the same parameters for every key.
 
-        Parameters are drawn by one compiled program, so ``transformed``'s initializers draw with JAX: what one draws with NumPy
-        is drawn once, and is then the same for every key.
+        Args:
+          transformed: the result of ``hk.transform`` for a function of ``examples`` and of keyword arguments.
+          features: see the attributes.
+          loss: see the attributes. The default is the cross-entropy of logits ``[n, num_classes]``.
+          metrics: see the attributes. The default is "loss", and with the default loss also "accuracy".
+          num_classes: see the attributes.
+          train_kwargs: keyword arguments of the function in training, and when parameters are drawn.
+          eval_kwargs: keyword arguments of the function in evaluation.
 
         Raises:
-          ValueError: ``transformed`` has state (``hk.transform_with_state``), which no client could keep.
+          ValueError: ``transformed`` has state (``hk.transform_with_state``), which algorithms do not support.
         """
         if not isinstance(transformed, hk.Transformed):
-            raise ValueError(f"Expected what hk.transform returns, got a {type(transformed).__name__}: a model keeps no state.")
+            raise ValueError(
+                f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
+            )
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
         if metrics is None:
             metrics = {"loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))}
             if loss is metrics_lib.cross_entropy:
                 metrics["accuracy"] = metrics_lib.accuracy
 
-        @jit  # as one program: one by one, its operations take twice as long to compile, and the forward pass's are for naught
+        @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
         def init(key: jax.Array) -> Params:
             return transformed.init(key, jax.tree.map(jnp.asarray, _zeros(features, 1)), **train_kwargs)
 
@@ -101,7 +111,7 @@ class Model:
         )
 
     def train_loss(self, params: Params, batch: Batch) -> jax.Array:
-        """Mean training loss over the real examples of ``batch``: a scalar ``float32``, 0 for an all-padding batch."""
+        """Returns the mean training loss over the examples of ``batch``, a scalar ``float32``; 0 for a batch of padding only."""
         outputs = self.apply_for_train(params, batch.examples, batch.key)
         return metrics_lib.masked_mean(self.losses(batch.examples, outputs), batch.mask)
 
@@ -133,23 +143,28 @@ class Model:
                 )
 
     def dummy_examples(self, count: int) -> dict[str, np.ndarray]:
-        """Zeros in the shapes and dtypes that the model reads, ``[count, ...]``."""
+        """Returns ``count`` examples of zeros, in the shapes and dtypes that the model reads."""
         return _zeros(self.features, count)
 
     def check(self, data: FederatedData) -> None:
-        """Raises ``ValueError`` unless ``data`` has what the model reads: features, shapes, dtypes, labels, finite values."""
+        """Checks that ``data`` fits the model.
+
+        Raises:
+          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite; or a label is not in
+            ``[0, num_classes)``.
+        """
         for name, feature in self.features.items():
             accepted = _accepted(feature)
             if name not in data.columns:
                 raise ValueError(
-                    f"The model reads feature {name!r}, which the data lacks; it has {sorted(data.columns)}. "
-                    "Rename a column, or pick the model of this dataset."
+                    f"The model reads feature {name!r}, which the data does not have; it has {sorted(data.columns)}. "
+                    "Rename a column, or choose a model for this dataset."
                 )
             column = data.columns[name]
             if tuple(column.shape[1:]) not in {tuple(spec.shape) for spec in accepted}:
                 raise ValueError(
                     f"Feature {name!r} has shape {list(column.shape[1:])} per example, and the model expects "
-                    f"{list(accepted[0].shape)}. Reshape the column, or pick the model of this dataset."
+                    f"{list(accepted[0].shape)}. Reshape the column, or choose a model for this dataset."
                 )
             if _kind(column.dtype) not in {_kind(spec.dtype) for spec in accepted}:
                 raise ValueError(
@@ -171,5 +186,5 @@ def _zeros(features: Mapping[str, Feature], count: int) -> dict[str, np.ndarray]
 
 
 def _kind(dtype: Any) -> str:
-    """Signed and unsigned integers are read alike; floats and integers are not."""
+    """Returns the kind of a dtype: "f" for floats, "i" for signed and unsigned integers."""
     return np.dtype(dtype).kind.replace("u", "i")

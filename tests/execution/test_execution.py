@@ -257,7 +257,7 @@ def test_bad_arguments_are_named(make, message):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"y": np.zeros(2, np.int32)}, "reads feature 'x', which the data lacks"),
+        ({"y": np.zeros(2, np.int32)}, "reads feature 'x', which the data does not have"),
         (
             {"x": np.zeros([2, 5], np.float32), "y": np.zeros(2, np.int32)},
             r"has shape \[5\] per example, and the model expects \[3\]",
