@@ -111,7 +111,7 @@ class Model:
         )
 
     def train_loss(self, params: Params, batch: Batch) -> jax.Array:
-        """Returns the mean training loss over the examples of ``batch``, a scalar ``float32``; 0 for a batch of padding only."""
+        """Returns the mean training loss over the examples of ``batch``, a scalar ``float32``; 0 if all rows are padding."""
         outputs = self.apply_for_train(params, batch.examples, batch.key)
         return metrics_lib.masked_mean(self.losses(batch.examples, outputs), batch.mask)
 

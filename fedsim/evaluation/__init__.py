@@ -1,4 +1,4 @@
-"""Evaluation of a population: with one model for all clients, or with each client's own."""
+"""Evaluation of a population, with one model for all clients or with each client's own model."""
 
 from fedsim.evaluation._evaluate import Evaluation as Evaluation
 from fedsim.evaluation._evaluate import evaluate as evaluate

@@ -17,11 +17,10 @@ from fedsim.evaluation._statistics import Statistics, add_by_client, flat_zeros,
 from fedsim.execution import Auto, Execution, Jit, _devices, _placement
 from fedsim.execution._placement import AXIS
 from fedsim.execution._structure import kept_with
-from fedsim.metrics import Mean
 from fedsim.model import Model, Params
 
 T = TypeVar("T")
-_Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, each row's client, the number of rows that count
+_Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the client of each row, the number of rows that count
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -51,6 +50,7 @@ class Evaluation(NamedTuple):
         Raises:
           ValueError: the metric has an array per client.
 
+        >>> from fedsim.metrics import Mean
         >>> means = Mean(np.array([1.0, 0.0, 2.0, 0.0]), np.array([2.0, 2.0, 2.0, 0.0]))
         >>> Evaluation({}, {"accuracy": means}).over_clients("accuracy")["worst 10%"]
         0.0
@@ -58,8 +58,8 @@ class Evaluation(NamedTuple):
         values = np.asarray(self.clients[metric].result())
         if values.ndim != 1:
             raise ValueError(
-                f"Expected a metric with one number per client, and {metric!r} has an array of shape {list(values.shape[1:])} per "
-                f"client. Use clients[{metric!r}].result(), of shape {list(values.shape)}."
+                f"Expected a metric with one number per client, got {metric!r}, which has an array of shape "
+                f"{list(values.shape[1:])} per client. Use clients[{metric!r}].result(), of shape {list(values.shape)}."
             )
         values = np.sort(values[np.asarray(self.clients[metric].weight) > 0])
         if not len(values):
@@ -80,8 +80,8 @@ def evaluate(
       model: has ``apply_for_eval`` and ``metrics``.
       params: the model's parameters.
       data: the population.
-      execution: the devices, and whether examples are on them or are streamed; default `Auto`. `Debug` evaluates compiled, on one
-        device.
+      execution: the devices, and whether examples are on them or are streamed; default `Auto`. `Debug` evaluates compiled, on
+        one device.
       batch_size: examples per step and device. It affects speed and memory only.
 
     Returns:
@@ -138,7 +138,7 @@ def evaluation_of(clients: Statistics) -> Evaluation:
 
 
 def _one_ahead(results: Iterable[T]) -> Iterator[T]:
-    """Yields the same results, each after the next one has been made."""
+    """Yields the same results, each after the next one has been computed."""
     before = None
     for result in results:
         if before is not None:
@@ -183,7 +183,7 @@ def _compile(
 
 
 def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
-    """Each row's client, ``int32 [rows]``, on every device, kept like the columns."""
+    """Returns the client of each row, ``int32 [rows]``, on every device; it is cached like the columns."""
 
     def owner() -> jax.Array:
         clients = np.repeat(np.arange(data.num_clients, dtype=np.int32), data.sizes)
@@ -193,9 +193,9 @@ def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
 
 
 def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterator[_Chunk]:
-    """All examples in stored order, in chunks of one shape: columns, each row's client, and the number of rows that count.
+    """Yields all examples in stored order, in chunks of one shape: columns, the client of each row, and the number of rows.
 
-    A chunk is divided over the devices. Each gets equally many of its rows, and then padding.
+    A chunk is divided over the devices, each of which gets equally many of its rows, followed by padding.
     """
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
     per_device = batch_size * max(1, _CHUNK_BYTES // (mesh.size * row_bytes * batch_size))

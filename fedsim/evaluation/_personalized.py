@@ -1,4 +1,4 @@
-"""Evaluation of every client's own parameters on its own examples."""
+"""Evaluation of each client's own parameters on its own examples."""
 
 from __future__ import annotations
 
@@ -37,39 +37,39 @@ def evaluate_personalized(
     execution: Execution | None = None,
     batch_size: int | None = None,
 ) -> Evaluation:
-    """Evaluates every client of ``test`` with parameters of its own.
+    """Evaluates each client of ``test`` with its own parameters.
 
     A client's own parameters are:
 
-    - ``algorithm.personal_params(shared, client)`` if the algorithm has this method; it may use what the client keeps and its
-      training examples, those of the client of the same name in ``train``;
-    - else what the server sends, ``shared.params``;
-    - if ``fine_tune`` is given, what that algorithm's local steps on the training examples make of these
+    - ``algorithm.personal_params(shared, client)`` if the algorithm has this method. It may use the client's memory and its
+      training examples, which are those of the client with the same name in ``train``.
+    - Without this method, the parameters that the server sends, ``shared.params``.
+    - If ``fine_tune`` is given, the result of its local steps on the training examples, which start from the parameters above
       (``fine_tune.local_params(shared, client)``).
 
-    The server's parameters are ``state.params``, so for an algorithm with ``averaging`` their average. A client that is not in
-    ``train`` gets what a client gets that was never seen and has no examples: as a rule the server's model. Clients run in
-    chunks, by `fedsim.map_clients`.
+    The server's parameters are ``state.params``, which are averaged over rounds if the algorithm has ``averaging``. A client
+    that is not in ``train`` gets the parameters of a client without memory and training examples, in most algorithms the
+    server's model. Clients run in chunks, by `fedsim.map_clients`.
 
     Args:
       algorithm: the algorithm that trained ``state``; it has a ``model``.
-      state: from `Algorithm.apply` on ``train`` or from ``init``. It is not changed.
+      state: a result of `Algorithm.apply` on ``train``, or of ``init``. It is not changed.
       train: the population that ``state`` was trained on.
       test: the examples to evaluate on.
-      fine_tune: `FedAvg` or an algorithm based on it, with its batches and client optimizer. If it is of the algorithm's own
-        class, its local steps are those of the client's next round. If it is of another class, they are those of a first round
-        that starts at the parameters above.
-      seed: of shuffling and dropout.
+      fine_tune: `FedAvg` or a subclass, with its batches and client optimizer. If it has the same class as the algorithm, its
+        local steps are those of the client's next round. If it has another class, they are those of a first round that starts
+        from the parameters above.
+      seed: the seed of shuffling and dropout.
       execution: how clients are run; default: the algorithm's execution.
-      batch_size: test examples per step. It affects speed and memory only; by default it is chosen by the clients' sizes.
+      batch_size: test examples per step. It affects speed and memory only. The default depends on the clients' sizes.
 
     Returns:
       An `Evaluation`, whose ``overall`` weights all examples equally. See `Evaluation.over_clients` for the distribution over
       clients.
 
     Raises:
-      ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the model
-        cannot read the data, or an argument is of the wrong kind.
+      ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the data
+        does not fit the model, an argument has the wrong type, or a metric does not return one entry per example.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -89,8 +89,8 @@ def evaluate_personalized(
     parts = parts_of(state)
     if parts.clients != () and (known := num_remembered(parts.clients)) != train.num_clients:
         raise ValueError(
-            f"The state remembers a population of {known} clients, and train has {train.num_clients}: give the population that "
-            "it was trained on."
+            f"The state was trained on a population of {known} clients, and train has {train.num_clients}. Pass the population "
+            "that the state was trained on."
         )
     _check_state(algorithm, parts)
     for data in (train, test):
@@ -135,7 +135,7 @@ def _sum_forms(model: Model, data: FederatedData) -> Statistics:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Work:
-    """What each client does: compute its own parameters, and evaluate them."""
+    """The computations of a client: its own parameters, and their evaluation."""
 
     algorithm: Any
     fine_tune: Any
@@ -147,22 +147,22 @@ class _Work:
 
     @property
     def _continues(self) -> bool:
-        """Whether fine-tuning is a client's next round in the same algorithm."""
+        """Whether fine-tuning is the client's next round of the same algorithm."""
         return type(self.fine_tune) is type(self.algorithm)
 
     def first_round(self, shared: Shared) -> Any:
-        """What the server sends in a first round of ``fine_tune``, if that is of another class than the algorithm."""
+        """Returns what the server sends in a first round of ``fine_tune``, if its class is not that of the algorithm."""
         if self.fine_tune is None or self._continues:
             return ()
         sent = _first_sent(self.fine_tune, jax.random.key(0))
         return sent._replace(round=getattr(shared, "round", sent.round))
 
     def params(self, arguments: tuple[Shared, Any, Any, jax.Array], client: Client) -> Params:
-        """A client's own parameters.
+        """Returns a client's own parameters.
 
         Args:
           arguments: what the server sends, `first_round`, memories ``[slots, ...]``, and whether each exists, ``bool [slots]``.
-          client: of the training data.
+          client: the client of the training data.
         """
         shared, first, memories, seen = arguments
         start = self.algorithm.client_memory(shared)
@@ -170,7 +170,7 @@ class _Work:
         return self._params(shared, first, dataclasses.replace(client, memory=memory))
 
     def absent_params(self, arguments: tuple[Shared, Any], client: Client) -> Params:
-        """The parameters of a client that was never seen and has no training examples."""
+        """Returns the parameters of a client without memory and training examples."""
         none, memory = jnp.zeros_like(client.num_examples), self.algorithm.client_memory(arguments[0])
         return self._params(*arguments, dataclasses.replace(client, num_examples=none, num_steps=none, memory=memory))
 
@@ -203,7 +203,7 @@ class _Work:
 
 
 def _work(algorithm: Any, fine_tune: Any, batch_size: int) -> _Work:
-    """The same object for the same arguments, because `map_clients` compiles every new function."""
+    """Returns the same object for the same arguments, because `map_clients` compiles every new function."""
     kept = kept_with(algorithm).setdefault("personal", {})
     if (fine_tune, batch_size) not in kept:
         kept[fine_tune, batch_size] = _Work(algorithm, fine_tune, batch_size)
@@ -211,7 +211,7 @@ def _work(algorithm: Any, fine_tune: Any, batch_size: int) -> _Work:
 
 
 def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
-    """Raises ``ValueError`` if these do not give clients parameters of their own."""
+    """Raises ``ValueError`` unless the algorithms define each client's own parameters."""
     for name, value in {"algorithm": algorithm, "fine_tune": fine_tune}.items():
         trains = all(hasattr(value, part) for part in ("model", "client_update", "broadcast")) and not isinstance(value, type)
         if not trains and not (name == "fine_tune" and value is None):
@@ -220,14 +220,14 @@ def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
             )
     if fine_tune is None and not hasattr(algorithm, "personal_params"):
         raise ValueError(
-            f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's: use fedsim.evaluate, "
-            "or give fine_tune, an algorithm such as FedAvg whose local steps make it personal."
+            f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's. Use fedsim.evaluate, "
+            "or set fine_tune to an algorithm such as FedAvg, whose local steps train a model for each client."
         )
     if fine_tune is None:
         return
     if not callable(getattr(fine_tune, "local_params", None)):
         raise ValueError(
-            "Expected fine_tune to be an algorithm whose clients train one model (local_params), such as FedAvg, got "
+            "Expected fine_tune to be an algorithm with local_params, whose clients train one model, such as FedAvg, got "
             f"{type(fine_tune).__name__}."
         )
     key = jax.random.key(0)
@@ -235,18 +235,18 @@ def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
     whole = jax.tree.map(jnp.shape, start) == jax.tree.map(jnp.shape, jax.eval_shape(algorithm.model.init, key))
     if not whole and type(fine_tune) is not type(algorithm):
         raise ValueError(
-            f"Expected fine_tune to be an algorithm whose clients start from one whole model, such as FedAvg, or of the class "
-            f"of the algorithm itself, {type(algorithm).__name__}, got {type(fine_tune).__name__}."
+            "Expected fine_tune to be an algorithm whose clients start from one whole model, such as FedAvg, or of the same "
+            f"class as the algorithm, {type(algorithm).__name__}, got {type(fine_tune).__name__}."
         )
 
 
 def _check_state(algorithm: Any, parts: FederatedState) -> None:
-    """Raises ``ValueError`` unless the parts of the state that are used here have the algorithm's names and shapes."""
+    """Raises ``ValueError`` unless the fields of the state that are used here have the algorithm's names and shapes."""
     kept = kept_with(algorithm)
-    if "first forms" not in kept:  # This takes longer than to evaluate a few clients.
+    if "first forms" not in kept:  # Cached, because this takes longer than the evaluation of a few clients.
         try:
             first = jax.eval_shape(algorithm.init, jax.random.key(0))
-        except jax.errors.ConcretizationTypeError:  # An init that cannot be traced.
+        except jax.errors.ConcretizationTypeError:  # The algorithm's init cannot be traced.
             return
         expected = jax.eval_shape(algorithm.broadcast, first)
         kept["first forms"] = type(first), expected, jax.eval_shape(algorithm.client_memory, expected)
@@ -254,28 +254,28 @@ def _check_state(algorithm: Any, parts: FederatedState) -> None:
     sent, row = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, kind) else (), own
     if parts.clients != () and jax.tree.leaves(own):
         row = row_shapes(parts.clients)[0]
-    for there, here in ((sent, expected), (row, own)):
-        check_alike(algorithm, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), (there, here)))
+    for given, wanted in ((sent, expected), (row, own)):
+        check_alike(algorithm, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.float32), (given, wanted)))
 
 
 def _first_sent(algorithm: Any, key: jax.Array) -> Any:
-    """What the server sends in an algorithm's first round."""
+    """Returns what the server sends in an algorithm's first round."""
     return algorithm.broadcast(algorithm.init(key))
 
 
 def _evaluated(parts: FederatedState) -> Any:
-    """The server's state, with the average of its parameters in their place if there is one."""
+    """Returns the server's state, in which an average over rounds, if there is one, replaces the parameters."""
     return parts.server if parts.average == () else with_params(parts.server, parts.params)
 
 
 def _suitable_batch_size(sizes: np.ndarray) -> int:
-    """A power of two up to 256 that needs little padding; to start a batch is taken to cost as much as eight examples."""
+    """Returns the power of two up to 256 with the lowest cost, where a batch costs as much as its rows and eight more."""
     candidates = [2**i for i in range(9)]
     return min(candidates, key=lambda size: int((-(-sizes // size)).sum()) * (size + 8))
 
 
 def _positions(test: FederatedData, train: FederatedData, clients: np.ndarray) -> np.ndarray:
-    """The positions in ``train`` of these clients of ``test``, -1 for those that are not in it."""
+    """Returns the positions in ``train`` of these clients of ``test``, and -1 for clients that are not in ``train``."""
     if test.client_ids is train.client_ids:
         return clients
     names = [test.client_ids[i] for i in clients.tolist()]
@@ -283,14 +283,14 @@ def _positions(test: FederatedData, train: FederatedData, clients: np.ndarray) -
 
 
 def _clients_at_once(algorithm: Any, shared: Any) -> int:
-    """How many clients' memories and parameters fit a chunk."""
+    """Returns the number of clients whose memories and parameters fit in a chunk."""
     row = jax.eval_shape(algorithm.client_memory, shared), jax.eval_shape(algorithm.model.init, jax.random.key(0))
     chunk_bytes = _CHUNK_BYTES_ON_CPU if jax.default_backend() == "cpu" else _CHUNK_BYTES
     return max(1, min(_LARGEST_CHUNK, 8 * chunk_bytes // tree.num_bits(row)))
 
 
 def _memories(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int) -> tuple[Any, Any]:
-    """The memories of the clients at these positions, leaves ``[slots, ...]``, and which of them exist, ``bool [slots]``."""
+    """Returns the memories of the clients at these positions, ``[slots, ...]``, and which of them exist, ``bool [slots]``."""
     own = jax.eval_shape(algorithm.client_memory, shared)
     if clients == () or not jax.tree.leaves(own):
         return jax.tree.map(lambda x: np.zeros((slots, *x.shape), x.dtype), own), np.zeros(slots, bool)

@@ -121,13 +121,15 @@ def _check(name: str, value: Any) -> None:
     if _is_array(value):
         if value.shape != (_NUM_EXAMPLES,):
             raise ValueError(
-                f"Metric {name!r} returned an array of shape {_text(value.shape)}, where n is the number of examples, and "
-                f"expected is [n], one number per example. {_remedy(value.shape)}"
+                f"Metric {name!r} returned an array of shape {_text(value.shape)}, where n is the number of examples. "
+                f"Expected is shape [n], one number per example. {_remedy(value.shape)}"
             )
         return
-    if is_sparse(value) or not callable(getattr(value, "result", None)) or not hasattr(type(value), "weight"):
+    # Not hasattr(value, "weight"): a property cannot be computed from shapes.
+    has_weight = hasattr(type(value), "weight") or "weight" in getattr(value, "__dict__", ())
+    if not has_weight or not callable(getattr(value, "result", None)):
         raise ValueError(
-            f"Metric {name!r} returned a {type(value).__name__}, and expected is an array [n] with one number per example, or a "
+            f"Metric {name!r} returned a {type(value).__name__}. Expected is an array [n] with one number per example, or a "
             "statistic such as fedsim.metrics.Mean(total, weight)."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_sparse):
@@ -136,17 +138,17 @@ def _check(name: str, value: Any) -> None:
             if not leaf.index.shape == leaf.values.shape == (_NUM_EXAMPLES, *leaf.index.shape[1:2]):
                 raise ValueError(
                     f"Metric {name!r} returned {field} with index {_text(leaf.index.shape)} and values "
-                    f"{_text(leaf.values.shape)}, and expected is [n, m] for both. Make it by fedsim.metrics.Sparse.of."
+                    f"{_text(leaf.values.shape)}. Expected is shape [n, m] for both. Construct it by fedsim.metrics.Sparse.of."
                 )
         elif leaf.shape[:1] != (_NUM_EXAMPLES,) or leaf.shape[1:] == (1,):
             raise ValueError(
-                f"Metric {name!r} returned {field} of shape {_text(leaf.shape)}, where n is the number of examples, and expected "
-                f"is [n], one number per example. {_remedy(leaf.shape)}"
+                f"Metric {name!r} returned {field} of shape {_text(leaf.shape)}, where n is the number of examples. "
+                f"Expected is shape [n], one number per example. {_remedy(leaf.shape)}"
             )
     if isinstance(value, Mean) and _form(value.total) != _form(value.weight):
         raise ValueError(
-            f"Metric {name!r} returned a Mean with total {_text(_form(value.total))} and weight {_text(_form(value.weight))}, and "
-            "expected are equal shapes. Use fedsim.metrics.per_example(values) for equal weights."
+            f"Metric {name!r} returned a Mean with total {_text(_form(value.total))} and weight {_text(_form(value.weight))}. "
+            "Expected are equal shapes. Use fedsim.metrics.per_example(values) for equal weights."
         )
 
 

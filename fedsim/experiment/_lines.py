@@ -15,7 +15,20 @@ from fedsim.execution import RoundInfo
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
-_COSTS = ("loss", "error", "cost", "perplexity", "distortion", "deviance", "regret", "nll", "mse", "mae", "oov_rate", "truncation_rate")
+_COSTS = (
+    "loss",
+    "error",
+    "cost",
+    "perplexity",
+    "distortion",
+    "deviance",
+    "regret",
+    "nll",
+    "mse",
+    "mae",
+    "oov_rate",
+    "truncation_rate",
+)
 _BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 

@@ -1,7 +1,7 @@
 """Metrics: statistics of examples that are summed over clients and devices.
 
-A metric is a function ``(examples, outputs) -> statistic``. ``examples`` is a batch, ``outputs`` are the model's outputs for it,
-and the statistic has one entry per example. The metrics of this module without options are functions, the others are frozen
+A metric is a function ``(examples, outputs) -> statistic``. ``examples`` is a batch, ``outputs`` are the model's outputs for
+it, and the statistic has one entry per example. The metrics of this module without options are functions, the others are frozen
 dataclasses that are called like functions. A metric of your own may return
 
 - an array ``[n]`` with one number per example, whose mean is reported;

@@ -54,9 +54,7 @@ class ScoreHistogram(NamedTuple):
 
     def _densities(self) -> tuple[Any, Any]:
         """Returns the share of each bin in the positive and in the negative examples."""
-        positives, negatives = (
-            divide(counts, counts.sum(-1, keepdims=True)) for counts in (self.positives, self.negatives)
-        )
+        positives, negatives = (divide(counts, counts.sum(-1, keepdims=True)) for counts in (self.positives, self.negatives))
         return positives, negatives
 
     def _as_float(self, counts: Any) -> Any:
@@ -79,8 +77,8 @@ class AUC:
 
     Scores are rounded to the nearest point of the grid ``0, 1 / (bins - 1), ..., 1``, and their histograms are what is summed.
     The error is at most half the share of pairs of a positive and a negative example in the same bin, which
-    `ScoreHistogram.error_bound` computes; for scores on the grid the result is exact. NaN scores count as 0. The histograms take
-    ``8 * clients * classes * bins`` bytes on every device (for two classes, those of one class).
+    `ScoreHistogram.error_bound` computes; for scores on the grid the result is exact. NaN scores count as 0. The histograms
+    take ``8 * clients * classes * bins`` bytes on every device (for two classes, those of one class).
 
     Attributes:
       bins: the number of points of the grid.
@@ -100,7 +98,9 @@ class AUC:
         checks.whole(2, bins=self.bins)
 
     def __call__(self, examples: Examples, outputs: Any) -> ScoreHistogram:
-        scores = self.score(outputs) if self.score else jax.nn.sigmoid(outputs) if outputs.ndim == 1 else jax.nn.softmax(outputs)
+        scores = (
+            self.score(outputs) if self.score else jax.nn.sigmoid(outputs) if outputs.ndim == 1 else jax.nn.softmax(outputs)
+        )
         labels = examples["y"].astype(jnp.int32)
         if labels.ndim != 1 or scores.ndim not in (1, 2):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Ready models, and the layers that make them fast inside compiled loops."""
+"""Ready models for the datasets, and layers that are fast inside compiled loops."""
 
 from fedsim.models._augmentation import center_crop as center_crop
 from fedsim.models._augmentation import random_crop_and_flip as random_crop_and_flip

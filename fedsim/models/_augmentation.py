@@ -1,7 +1,7 @@
-"""Random crops and flips inside the training step, keyed, and their counterpart in evaluation.
+"""Random crops and flips inside the training step, and the center crop for evaluation.
 
-Crops are dynamic slices of whole windows, one an image: in a compiled loop on a CPU twice as fast as gathering pixels, and
-six times as fast as products with one-hot matrices (measured, also under ``vmap`` over clients).
+Crops are one dynamic slice per image. In a compiled loop on a CPU this was measured to be twice as fast as gathering pixels and
+six times as fast as products with one-hot matrices, also under ``vmap`` over clients.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from fedsim import tree
 
 
 def random_crop_and_flip(key: jax.Array, images: jax.Array, size: int) -> jax.Array:
-    """A window of ``size`` by ``size`` out of each image, anywhere in it, mirrored left to right half of the time.
+    """Crops a random window of each image, and flips it left to right with probability 1/2.
 
-    Every image of the batch draws its own window and side. The same key gives the same crops.
+    The window and the flip are drawn for each image of the batch. The same key gives the same crops.
 
     Args:
-      key: of this batch and step.
-      images: ``float [n, h, w, c]``.
-      size: at most ``h`` and ``w``.
+      key: the random key of this step.
+      images: the images, ``float [n, h, w, c]``.
+      size: the height and width of the window, at most ``h`` and ``w``.
 
     Returns:
       ``float [n, size, size, c]``.
 
     Raises:
-      ValueError: the window does not fit into the images, or they are not floats ``[n, h, w, c]``.
+      ValueError: the window is larger than the images, or these are not floats ``[n, h, w, c]``.
 
     >>> image = jnp.arange(9.0).reshape(1, 3, 3, 1)
     >>> random_crop_and_flip(jax.random.key(0), image, 2)[0, :, :, 0].tolist()
@@ -44,10 +44,12 @@ def random_crop_and_flip(key: jax.Array, images: jax.Array, size: int) -> jax.Ar
 
 
 def center_crop(images: jax.Array, size: int) -> jax.Array:
-    """The middle ``size`` by ``size`` of images ``float [n, h, w, c]``; of two middles the upper left one.
+    """Returns the central window of ``size`` by ``size`` pixels of images ``float [n, h, w, c]``.
+
+    If it cannot be exactly central, it is half a pixel further up and to the left.
 
     Raises:
-      ValueError: the window does not fit into the images, or they are not floats ``[n, h, w, c]``.
+      ValueError: the window is larger than the images, or these are not floats ``[n, h, w, c]``.
 
     >>> center_crop(jnp.arange(16.0).reshape(1, 4, 4, 1), 2)[0, :, :, 0].tolist()
     [[5.0, 6.0], [9.0, 10.0]]
@@ -58,9 +60,9 @@ def center_crop(images: jax.Array, size: int) -> jax.Array:
 
 
 def standardize(images: jax.Array) -> jax.Array:
-    """Each image ``float [n, h, w, c]`` less its mean, divided by its standard deviation over all pixels and channels.
+    """Subtracts the mean of each image ``float [n, h, w, c]`` and divides by its standard deviation over pixels and channels.
 
-    The deviation counts as ``1 / sqrt(h * w * c)`` at least, so that an even image becomes zeros: the definition of
+    The standard deviation is replaced by ``1 / sqrt(h * w * c)`` if it is less, so that a uniform image becomes zeros. This is
     TensorFlow's ``per_image_standardization``.
 
     >>> standardize(jnp.array([[[[1.0], [3.0]]], [[[7.0], [7.0]]]]))[:, 0, :, 0].tolist()
@@ -74,6 +76,8 @@ def standardize(images: jax.Array) -> jax.Array:
 
 def _check(images: jax.Array, size: int) -> None:
     if images.ndim != 4 or not tree.is_float(images):
-        raise ValueError(f"Expected float images [n, h, w, c], got {images.dtype} {list(images.shape)}: convert them first.")
+        raise ValueError(f"Expected float images [n, h, w, c], got {images.dtype} {list(images.shape)}. Convert them first.")
     if not 0 < size <= min(images.shape[1:3]):
-        raise ValueError(f"Expected a window within images of {list(images.shape[1:3])}, got size={size}.")
+        raise ValueError(
+            f"Expected 0 < size <= {min(images.shape[1:3])} for images of {list(images.shape[1:3])}, got size={size}."
+        )

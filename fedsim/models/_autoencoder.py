@@ -1,9 +1,10 @@
 """The bottleneck autoencoder of EMNIST characters.
 
-S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C (EMNIST AE); the
-sizes are those of G. Hinton and R. Salakhutdinov, "Reducing the Dimensionality of Data with Neural Networks", Science 2006.
+S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C (EMNIST AE). The
+layer sizes are those of G. Hinton and R. Salakhutdinov, "Reducing the Dimensionality of Data with Neural Networks", Science
+2006.
 
-Features: ``x: uint8 [28, 28, 1]``, 0 = paper, 255 = ink (or floats in [0, 1]); no label.
+Features: ``x: uint8 [28, 28, 1]``, 0 for paper, 255 for ink (or floats in [0, 1]); no label.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ _ENCODER, _CODE, _DECODER = (1000, 500, 250), 30, (250, 500, 1000)
 
 
 def emnist_autoencoder() -> Model:
-    """Encodes the 784 pixels in 30 numbers by layers of 1000, 500 and 250, and decodes them: 2,837,314 parameters.
+    """An autoencoder of the 784 pixels with a code of 30 numbers: 2,837,314 parameters.
 
-    Sigmoids after every layer except the code, which is linear; outputs are pixels ``float32 [n, 784]`` in (0, 1). The
-    loss of an example is the mean squared error of its pixels. Weights start as in the paper's code: Glorot's normal.
+    The encoder has layers of 1000, 500 and 250 units, and the decoder the same in reverse. Every layer except the code is
+    followed by a sigmoid, so outputs are pixels ``float32 [n, 784]`` in (0, 1). The loss of an example is the mean squared
+    error of its pixels. Initial weights are drawn from Glorot's normal distribution, as in the paper's code.
 
     >>> model = emnist_autoencoder()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))

@@ -1,9 +1,9 @@
 """Models for small photographs: CIFAR-100 and CIFAR-10.
 
-Features: ``x: uint8 [32, 32, 3]`` (or floats); ``y: int32 []``, the class. In training, each image is cropped to a random
-24 by 24 and mirrored half of the time, keyed by the step; in evaluation, its middle 24 by 24 is read. Either is then
-standardized on its own. So do S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
-https://arxiv.org/abs/2003.00295, appendix C, and their code (google-research/federated, utils/datasets/cifar100_dataset.py).
+Features: ``x: uint8 [32, 32, 3]`` (or floats); ``y: int32 []``, the class. In training, a random window of 24 by 24
+pixels is cropped of each image and flipped with probability 1/2; in evaluation, the central window is cropped. Each crop is
+then standardized. This is the preprocessing of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
+https://arxiv.org/abs/2003.00295, appendix C, and of their code (google-research/federated, utils/datasets/cifar100_dataset.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SHAPE, _CROP = (32, 32, 3), 24
 
 
 def cifar100_logistic(num_classes: int = 100) -> Model:
-    """Multinomial logistic regression on the 24 by 24 crop: 172,900 parameters at 100 classes.
+    """Multinomial logistic regression on the 24 by 24 crop: 172,900 parameters with 100 classes.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive.
+      ValueError: ``num_classes`` is not positive.
 
     >>> cifar100_logistic().features["x"][0].shape
     (32, 32, 3)
@@ -38,15 +38,18 @@ def cifar100_logistic(num_classes: int = 100) -> Model:
 
 
 def cifar10_cnn(num_classes: int = 10) -> Model:
-    """Two convolutions of 5 by 5 and 64 channels, each pooled, and hidden layers of 384 and 192: 1,068,298 parameters.
+    """A network of two convolutions and two hidden layers for CIFAR-10: 1,068,298 parameters.
+
+    The convolutions have 5 by 5 pixels and 64 channels, and each is followed by max pooling; the hidden layers have 384 and 192
+    units.
 
     The network for CIFAR-10 of B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
     Data", AISTATS 2017, https://arxiv.org/abs/1602.05629, section 3, which took it from TensorFlow's tutorial. It differs:
-    pools lie side by side (2 by 2 instead of 3 by 3, two apart), there is no local response normalization, brightness and
-    contrast are left as they are, and weights start as Haiku draws them.
+    pooling windows do not overlap (2 by 2 instead of 3 by 3 with stride 2), there is no local response normalization,
+    brightness and contrast are not changed, and initial weights are Haiku's.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive.
+      ValueError: ``num_classes`` is not positive.
 
     >>> model = cifar10_cnn()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -64,23 +67,24 @@ def cifar10_cnn(num_classes: int = 10) -> Model:
 
 
 def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bool = False) -> Model:
-    """ResNet-18 with group normalization: 11,227,812 parameters at 100 classes.
+    """ResNet-18 with group normalization: 11,227,812 parameters with 100 classes.
 
     Residual blocks with normalization before each convolution: K. He, X. Zhang, S. Ren and J. Sun, "Identity Mappings in
-    Deep Residual Networks", ECCV 2016, https://arxiv.org/abs/1603.05027. Groups instead of batches, as K. Hsieh et al.,
-    "The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020, https://arxiv.org/abs/1910.00189, advise. It is
-    the network of Reddi et al. (2021) as their code (google-research/federated, utils/models/resnet_models.py) builds it:
-    a convolution of 7 by 7 and a pool of 3 by 3, both two apart, then stages of 64, 128, 256 and 512 channels. Their
-    stages do not shrink the images, which stay 6 by 6; a textbook ResNet halves them at each stage, as ``downsample`` does
-    (the same number of parameters, a tenth of the work). There is no weight decay here: it is an optimizer's business.
+    Deep Residual Networks", ECCV 2016, https://arxiv.org/abs/1603.05027. Group instead of batch normalization is the
+    recommendation of K. Hsieh et al., "The Non-IID Data Quagmire of Decentralized Machine Learning", ICML 2020,
+    https://arxiv.org/abs/1910.00189. It is the network of Reddi et al. (2021) as in their code (google-research/federated,
+    utils/models/resnet_models.py): a convolution of 7 by 7 and max pooling of 3 by 3, both with stride 2, then stages of 64,
+    128, 256 and 512 channels. In their code the stages do not reduce the size of the images, which stays 6 by 6. A standard
+    ResNet halves it at each stage, as ``downsample`` does, with the same number of parameters and a tenth of the operations.
+    There is no weight decay; it is an option of the optimizer.
 
     Args:
-      num_classes: labels lie in ``[0, num_classes)``.
-      groups: of each normalization: 2 in the paper.
-      downsample: whether stages 2 to 4 halve the images.
+      num_classes: labels are in ``[0, num_classes)``.
+      groups: the number of groups of each normalization, 2 in the paper.
+      downsample: whether stages 2 to 4 halve the height and width of the images.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive and ``groups`` divides 64.
+      ValueError: ``num_classes`` is not positive, or ``groups`` does not divide 64.
 
     >>> model = cifar100_resnet18()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -117,7 +121,7 @@ def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bo
 def _classifier(
     body: Callable[[jax.Array], jax.Array], num_classes: int, *, w_init: hk.initializers.Initializer | None = None
 ) -> Model:
-    """Logits from what ``body`` makes of standardized crops ``float32 [n, 24, 24, 3]``: ``float32 [n, features]``."""
+    """Returns a classifier with a linear layer on ``body``, which maps crops ``float32 [n, 24, 24, 3]`` to features."""
     checks.whole(1, num_classes=num_classes)
 
     def logits(examples: Examples, training: bool) -> jax.Array:
@@ -136,9 +140,10 @@ def _classifier(
 
 
 def _overlapping_max_pool(x: jax.Array) -> jax.Array:
-    """Maximum over windows of 3 by 3, two apart, of images of even size; the last window of a row or column is cut short.
+    """Max pooling of 3 by 3 with stride 2, for images of even size. The last window of a row or column has only two pixels.
 
-    `max_pool` of pairs and the next pair's first: reshapes, since the transpose of a strided slice is slow.
+    It is the maximum of pairs and of the first pixel of the next pair, by reshapes, because the transpose of a strided slice is
+    slow.
     """
     for axis in (1, 2):
         x = jnp.moveaxis(x, axis, 1)

@@ -1,17 +1,16 @@
-"""2-D convolution out of slices and matrix products, for training loops and for many clients' weights at once.
+"""2-D convolution by slices and matrix products, for training loops and for many clients' weights at once.
 
-XLA's own convolution is made for one large call. Inside ``fori_loop`` or ``scan`` on a CPU it runs about 16 times slower, and
-``vmap`` over weights turns it into a grouped convolution, which on an H100 takes 2.5 times as long as this one. Here a
+XLA's own convolution is designed for one large call. Inside ``fori_loop`` or ``scan`` on a CPU it runs about 16 times slower,
+and ``vmap`` over weights turns it into a grouped convolution, which on an H100 takes 2.5 times as long as this one. Here a
 convolution is a product of matrices, and ``vmap`` makes it a batched product:
 
-* *patches*: every window becomes a row (im2col), which is multiplied by the kernel as a matrix. Any kernel and stride.
+* *patches*: every window becomes a row (im2col), which is multiplied by the kernel as a matrix, for any kernel and stride.
 * *Winograd* F(2x2, 3x3), on a CPU, for 3x3 kernels of stride 1: 16 products of transformed 4x4 tiles and kernels give 2x2
-outputs
-  each, with 2.25 times fewer multiplications. A round of the EMNIST CNN takes 1.6 times as long without it (two cores, jax
-  0.10.2). On a GPU it is limited by memory bandwidth and slower than patches. A. Lavin and S. Gray, "Fast Algorithms for
+  outputs each, with 2.25 times fewer multiplications. A round of the EMNIST CNN takes 1.6 times as long without it (two cores,
+  jax 0.10.2). On a GPU it is limited by memory bandwidth and slower than patches. A. Lavin and S. Gray, "Fast Algorithms for
   Convolutional Neural Networks", CVPR 2016, https://arxiv.org/abs/1509.09308, section 4.1.
 
-There is no hand-written derivative. The code is laid out so that its transpose is fast, too, and derivatives of every order
+There is no hand-written derivative. The code is written so that its transpose is fast as well, and derivatives of every order
 work.
 """
 
@@ -27,22 +26,22 @@ from jax import lax
 
 from fedsim import tree
 
-# With fewer channels on either side, to transform Winograd's tiles takes longer than its products save (measured).
+# With fewer input or output channels, the transforms of Winograd's tiles take longer than the products save (measured).
 _WINOGRAD_MIN_CHANNELS = 16
-# With fewer tiles, to transform the kernel does. These programs also take several times as long to compile.
+# With fewer tiles, the transform of the kernel does. These programs also take several times as long to compile.
 _WINOGRAD_MIN_TILES = 512
 
 
 class Conv2D(hk.Module):
-    """`hk.Conv2D` with the same parameters, defaults and results, and `conv2d` for its arithmetic.
+    """`hk.Conv2D` with the same parameters, defaults and results, computed by `conv2d`.
 
-    Parameters: ``w float [*kernel_shape, in_channels, output_channels]``, drawn from a truncated normal of standard
-    deviation ``1 / sqrt(fan_in)`` unless ``w_init`` is given, and ``b float [output_channels]``, zeros unless ``b_init`` is
-    given, both of the input's dtype. Arguments come in `hk.Conv2D`'s order; ``rate``, ``data_format``, ``mask`` and
-    ``feature_group_count`` are there only to be refused by name when they ask for something else.
+    The parameters are ``w float [*kernel_shape, in_channels, output_channels]``, drawn from a truncated normal distribution of
+    standard deviation ``1 / sqrt(fan_in)`` unless ``w_init`` is given, and ``b float [output_channels]``, zeros unless
+    ``b_init`` is given, both of the input's dtype. Arguments are in the order of `hk.Conv2D`. Other values of ``rate``,
+    ``data_format``, ``mask`` and ``feature_group_count`` than the defaults are not supported.
 
     Raises:
-      ValueError: for dilation, masks, groups, layouts other than NHWC, and whatever `conv2d` refuses.
+      ValueError: dilation, a mask, groups or a layout other than NHWC is requested; or see `conv2d`.
 
     >>> net = hk.without_apply_rng(hk.transform(lambda x: Conv2D(32, 3, padding="VALID")(x)))
     >>> params = net.init(jax.random.key(0), jnp.ones([20, 28, 28, 1]))
@@ -69,13 +68,15 @@ class Conv2D(hk.Module):
     ):
         super().__init__(name=name)
         if _pair("rate", rate) != (1, 1):
-            raise ValueError(f"Conv2D got rate={rate}; it does not dilate kernels. Use hk.Conv2D for that.")
+            raise ValueError(f"Expected rate=1, got rate={rate}. Use hk.Conv2D for dilated kernels.")
         if data_format not in ("NHWC", "channels_last"):
-            raise ValueError(f"Conv2D got data_format={data_format!r}; it reads NHWC only. Transpose the images first.")
+            raise ValueError(f"Expected data_format='NHWC', got data_format={data_format!r}. Transpose the images first.")
         if mask is not None:
-            raise ValueError("Conv2D got a mask; it does not mask weights. Use hk.Conv2D for that.")
+            raise ValueError("Expected mask=None, got a mask. Use hk.Conv2D for masked weights.")
         if feature_group_count != 1:
-            raise ValueError(f"Conv2D got feature_group_count={feature_group_count}; use hk.Conv2D for groups.")
+            raise ValueError(
+                f"Expected feature_group_count=1, got feature_group_count={feature_group_count}. Use hk.Conv2D for groups."
+            )
         self.output_channels = output_channels
         self.kernel_shape = _pair("kernel_shape", kernel_shape)
         self.stride = _pair("stride", stride)
@@ -85,10 +86,10 @@ class Conv2D(hk.Module):
         self.b_init = b_init or jnp.zeros
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """``inputs float [n, h, w, c]`` (or one image ``[h, w, c]``) to ``float [n, ho, wo, output_channels]``."""
+        """Maps ``inputs float [n, h, w, c]``, or one image ``[h, w, c]``, to ``float [n, ho, wo, output_channels]``."""
         inputs = jnp.asarray(inputs)
         if inputs.ndim not in (3, 4):
-            raise ValueError(f"Conv2D expects images [n, h, w, c] or [h, w, c], and got shape {list(inputs.shape)}.")
+            raise ValueError(f"Expected images [n, h, w, c] or [h, w, c], got shape {list(inputs.shape)}.")
         images = inputs if inputs.ndim == 4 else inputs[None]
         w_shape = (*self.kernel_shape, images.shape[-1], self.output_channels)
         w_init = self.w_init or hk.initializers.TruncatedNormal(stddev=1 / np.sqrt(np.prod(w_shape[:-1])))
@@ -105,31 +106,38 @@ class Conv2D(hk.Module):
 
 
 def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, padding: str = "SAME") -> jax.Array:
-    """Convolves images ``x float [n, h, w, c]`` with a kernel ``w float [kh, kw, c, o]``: ``float [n, ho, wo, o]``.
+    """Convolves images ``x float [n, h, w, c]`` with a kernel ``w float [kh, kw, c, o]``.
 
-    The same as ``lax.conv_general_dilated`` in NHWC/HWIO up to float summation order. A value that is not finite may spread one
-    pixel further than there, to the outputs of its Winograd tile.
+    The result equals that of ``lax.conv_general_dilated`` with NHWC and HWIO layouts up to the order of float sums. A value
+    that is not finite may affect outputs one pixel further away, which belong to the same Winograd tile.
+
+    Returns:
+      The outputs, ``float [n, ho, wo, o]``.
 
     Raises:
-      ValueError: for inputs that are not floats, channels that do not match, padding other than SAME and VALID, and a kernel
-        larger than the (padded) image.
+      ValueError: the inputs are not floats, the numbers of channels differ, padding is not SAME or VALID, or the kernel is
+        larger than the padded image.
 
     >>> conv2d(jnp.ones([1, 3, 3, 1]), jnp.ones([3, 3, 1, 1]))[0, :, :, 0].tolist()
     [[4.0, 6.0, 4.0], [6.0, 9.0, 6.0], [4.0, 6.0, 4.0]]
     """
     stride, kernel = _pair("stride", stride), w.shape[:2]
     if not tree.is_float(x):
-        raise ValueError(f"A convolution expects floats, and got {x.dtype}. Convert (and scale) the images first.")
+        raise ValueError(f"Expected images of floats, got {x.dtype}. Convert and scale the images first.")
     if x.shape[-1] != w.shape[2]:
-        raise ValueError(f"The images have {x.shape[-1]} channels, and the kernel {list(w.shape)} reads {w.shape[2]}.")
+        raise ValueError(
+            f"Expected images with the {w.shape[2]} channels of the kernel {list(w.shape)}, got {x.shape[-1]} channels."
+        )
     pads = lax.padtype_to_pads(x.shape[1:3], kernel, stride, _known_padding(padding))
     size = [n + low + high for n, (low, high) in zip(x.shape[1:3], pads, strict=True)]
     if size[0] < kernel[0] or size[1] < kernel[1]:
-        raise ValueError(f"A kernel of {list(kernel)} does not fit into images of {size} (padding={padding!r}).")
+        raise ValueError(
+            f"Expected images of at least the size of the kernel, {list(kernel)}, got {size} with padding={padding!r}."
+        )
     if kernel == (3, 3) and stride == (1, 1) and jax.default_backend() == "cpu":
         tiles = x.shape[0] * ((size[0] - 1) // 2) * ((size[1] - 1) // 2)
         many = tiles >= _WINOGRAD_MIN_TILES and min(w.shape[2:]) >= _WINOGRAD_MIN_CHANNELS
-        # Winograd's sums and differences cost a few bits, which half precision does not have.
+        # Winograd's sums and differences lose a few bits of precision, which half precision cannot spare.
         if many and jnp.finfo(x.dtype).bits >= 32:
             return _winograd(x, w, pads)
     return _patches(_pad(x, pads), w, stride)
@@ -191,11 +199,13 @@ def _pad(x: jax.Array, pads: Sequence[tuple[int, int]]) -> jax.Array:
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or min(pair) < 1:
-        raise ValueError(f"Expected {name} to be a positive integer or two of them, and got {value}.")
+        raise ValueError(f"Expected {name} to be one or two positive integers, got {name}={value}.")
     return pair
 
 
 def _known_padding(padding: str) -> str:
     if not isinstance(padding, str) or padding.upper() not in ("SAME", "VALID"):
-        raise ValueError(f"Expected padding 'SAME' or 'VALID', and got {padding!r}. Pad the images first, then VALID.")
+        raise ValueError(
+            f"Expected padding to be 'SAME' or 'VALID', got padding={padding!r}. Pad the images first and use VALID."
+        )
     return padding.upper()

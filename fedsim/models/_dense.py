@@ -1,4 +1,4 @@
-"""Networks of fully connected layers for inputs of any shape: multinomial logistic regression and perceptrons."""
+"""Multinomial logistic regression and multilayer perceptrons for inputs of any shape."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from fedsim.model import Examples, Feature, Model
 
 
 def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (200, 200), scale: float = 255) -> Model:
-    """A perceptron with relu between its layers, whose outputs are logits ``float32 [n, num_classes]``.
+    """A multilayer perceptron with ReLU between its layers, whose outputs are logits ``float32 [n, num_classes]``.
 
-    Features: ``x: uint8 [*shape]``, from 0 to ``scale`` (or floats, read as they are); ``y: int32 []``, the label.
-    With two hidden layers of 200 it is the "2NN" of B. McMahan et al., "Communication-Efficient Learning of Deep
-    Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629, section 3. Initialised as Haiku
-    does: truncated normal of standard deviation ``1 / sqrt(fan_in)``, biases 0.
+    Features: ``x: uint8 [*shape]``, from 0 to ``scale``, or ``x: float32 [*shape]``, which is not scaled; ``y: int32 []``, the
+    label. With two hidden layers of 200 units it is the "2NN" of B. McMahan et al., "Communication-Efficient Learning of Deep
+    Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602.05629, section 3. Initial weights are drawn from
+    a truncated normal distribution of standard deviation ``1 / sqrt(fan_in)``, Haiku's default, and biases are 0.
+
+    Args:
+      shape: the shape of one input.
+      num_classes: labels are in ``[0, num_classes)``.
+      hidden: the widths of the hidden layers.
+      scale: the number by which integer inputs are divided.
 
     Raises:
-      ValueError: for sizes or a scale that are not positive.
+      ValueError: a size or the scale is not positive.
 
     >>> model = dense([28, 28, 1], 10)
     >>> sum(leaf.size for leaf in jax.tree.leaves(model.init(jax.random.key(0))))  # as the paper counts
@@ -29,7 +35,7 @@ def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (20
     sizes = {"shape": shape, "num_classes": (num_classes,), "hidden": hidden, "scale": (scale,)}
     for name, values in sizes.items():
         if any(value <= 0 for value in values):
-            raise ValueError(f"Expected {name} to be positive, and got {list(values)}.")
+            raise ValueError(f"Expected {name} to be positive, got {name}={list(values)}.")
 
     def logits(examples: Examples) -> jax.Array:
         x = unit_scale(examples["x"], scale)
@@ -52,7 +58,7 @@ def logistic(shape: Sequence[int], num_classes: int, *, scale: float = 255) -> M
 
 
 def unit_scale(x: jax.Array, scale: float) -> jax.Array:
-    """Integers divided by ``scale``, floats as they are: ``float32``, the same shape.
+    """Returns integers divided by ``scale`` and floats unchanged, as ``float32`` of the same shape.
 
     >>> unit_scale(jnp.array([0, 255], jnp.uint8), 255).tolist(), unit_scale(jnp.array([0.5]), 255).tolist()
     ([0.0, 1.0], [0.5])
@@ -62,7 +68,7 @@ def unit_scale(x: jax.Array, scale: float) -> jax.Array:
 
 
 def image_features(shape: Sequence[int]) -> dict[str, Feature]:
-    """The contract of a classifier of byte images: ``x: uint8 [*shape]`` or ``float32 [*shape]``, ``y: int32 []``.
+    """Returns the features of an image classifier: ``x: uint8 [*shape]`` or ``float32 [*shape]``, and ``y: int32 []``.
 
     >>> image_features([8, 8, 1])["x"][0]
     ShapeDtypeStruct(shape=(8, 8, 1), dtype=uint8)

@@ -1,6 +1,6 @@
-"""Models for scikit-learn's embedded digits: 1,797 images of 8 by 8 pixels, ten classes.
+"""Models for the digits that come with scikit-learn: 1,797 images of 8 by 8 pixels in ten classes.
 
-Features: ``x: uint8 [8, 8, 1]``, 0 = paper, 16 = ink (or floats in [0, 1]); ``y: int32 []``, the digit.
+Features: ``x: uint8 [8, 8, 1]``, 0 for paper, 16 for ink (or floats in [0, 1]); ``y: int32 []``, the digit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def digits_logistic() -> Model:
 
 
 def digits_dense(*, hidden: Sequence[int] = (128, 64)) -> Model:
-    """A perceptron on the 64 pixels: 17,226 parameters with its hidden layers of 128 and 64.
+    """A multilayer perceptron on the 64 pixels: 17,226 parameters with hidden layers of 128 and 64 units.
 
     >>> digits_dense().features["x"][0].shape
     (8, 8, 1)

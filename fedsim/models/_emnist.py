@@ -1,6 +1,6 @@
 """Models for handwritten characters: EMNIST, FEMNIST and, with ``num_classes=10``, MNIST.
 
-Features: ``x: uint8 [28, 28, 1]``, 0 = paper, 255 = ink (or floats in [0, 1]); ``y: int32 []``, the character's class.
+Features: ``x: uint8 [28, 28, 1]``, 0 for paper, 255 for ink (or floats in [0, 1]); ``y: int32 []``, the character's class.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHAPE = (28, 28, 1)
 
 
 def emnist_logistic(num_classes: int = 62) -> Model:
-    """Multinomial logistic regression on the 784 pixels: 48,670 parameters at 62 classes.
+    """Multinomial logistic regression on the 784 pixels: 48,670 parameters with 62 classes.
 
     >>> emnist_logistic().num_classes
     62
@@ -30,7 +30,7 @@ def emnist_logistic(num_classes: int = 62) -> Model:
 
 
 def emnist_dense(num_classes: int = 62, *, hidden: Sequence[int] = (200, 200)) -> Model:
-    """A perceptron on the 784 pixels: 209,662 parameters at 62 classes and two hidden layers of 200.
+    """A multilayer perceptron on the 784 pixels: 209,662 parameters with 62 classes and two hidden layers of 200 units.
 
     >>> emnist_dense(num_classes=10).num_classes
     10
@@ -39,14 +39,14 @@ def emnist_dense(num_classes: int = 62, *, hidden: Sequence[int] = (200, 200)) -
 
 
 def emnist_cnn(num_classes: int = 62) -> Model:
-    """Two convolutions, dropout and a hidden layer of 128: 1,206,590 parameters at 62 classes.
+    """Two convolutions, dropout and a hidden layer of 128 units: 1,206,590 parameters with 62 classes.
 
-    The EMNIST character recognition network of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
-    https://arxiv.org/abs/2003.00295, appendix C. It differs in its initial weights: Haiku's truncated normal of
-    standard deviation ``1 / sqrt(fan_in)``, where the paper's code takes Keras's uniform ones.
+    The network for EMNIST character recognition of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
+    https://arxiv.org/abs/2003.00295, appendix C. It differs in its initial weights, which are drawn from Haiku's truncated
+    normal distribution of standard deviation ``1 / sqrt(fan_in)``; the paper's code uses Keras's uniform distribution.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive.
+      ValueError: ``num_classes`` is not positive.
 
     >>> model = emnist_cnn()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))

@@ -1,4 +1,4 @@
-"""Models for the generated datasets `synthetic`, `synthetic_iid` and `toy_regression`: each has the form of its data."""
+"""Models for the generated datasets `synthetic`, `synthetic_iid` and `toy_regression`: those that the data are drawn from."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def synthetic_logistic() -> Model:
 
 
 def toy_regression(dimension: int = 2) -> Model:
-    """A linear function of ``dimension`` numbers, without a constant, under squared error.
+    """Linear regression on ``dimension`` features, without a bias, with the squared error as loss.
 
     Features: ``x: float32 [dimension]``; ``y: float32 []``. Outputs: ``float32 [n]``.
 
     Raises:
-      ValueError: unless ``dimension`` is positive.
+      ValueError: ``dimension`` is not positive.
 
     >>> model = toy_regression()
     >>> outputs = model.apply_for_eval({"linear": {"w": jnp.array([[1.0], [2.0]])}}, {"x": jnp.array([[3.0, 4.0]])})

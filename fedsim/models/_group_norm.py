@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 
 class GroupNorm(hk.Module):
-    """Channels in ``groups`` of neighbours, each group of each example shifted and scaled to mean 0 and variance 1.
+    """Normalizes groups of neighbouring channels of each example to mean 0 and variance 1.
 
-    Then every channel is multiplied by its ``scale`` (initially 1) and moved by its ``offset`` (initially 0), both
-    ``[channels]`` and of the input's dtype: the parameters of `hk.GroupNorm`, and its results.
+    Every channel is then multiplied by its ``scale`` (initially 1), and its ``offset`` (initially 0) is added. Both have shape
+    ``[channels]`` and the input's dtype. Parameters and results are those of `hk.GroupNorm`.
 
     Args:
-      groups: at least 1; divides the number of channels.
-      eps: added to the variance.
+      groups: the number of groups, which must divide the number of channels.
+      eps: a number that is added to the variance.
 
     Raises:
       ValueError: ``groups`` does not divide the number of channels.
@@ -35,7 +35,7 @@ class GroupNorm(hk.Module):
         self.eps = eps
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """``inputs float [n, ..., channels]`` to the same shape."""
+        """Returns the normalized ``inputs float [n, ..., channels]``."""
         channels = inputs.shape[-1]
         if self.groups < 1 or channels % self.groups:
             raise ValueError(f"Expected groups to divide the {channels} channels, got groups={self.groups}.")

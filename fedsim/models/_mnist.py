@@ -1,10 +1,10 @@
-"""The two networks for MNIST of the paper that named federated averaging.
+"""The two networks for MNIST of the paper that introduced federated averaging.
 
 B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
-https://arxiv.org/abs/1602.05629, section 3. Weights start as Haiku draws them: truncated normal of standard deviation
-``1 / sqrt(fan_in)``, biases 0; the paper does not say how its own did.
+https://arxiv.org/abs/1602.05629, section 3. Initial weights are drawn from a truncated normal distribution of standard
+deviation ``1 / sqrt(fan_in)``, Haiku's default, and biases are 0. The paper does not state its initial weights.
 
-Features: ``x: uint8 [28, 28, 1]``, 0 = paper, 255 = ink (or floats in [0, 1]); ``y: int32 []``, the class.
+Features: ``x: uint8 [28, 28, 1]``, 0 for paper, 255 for ink (or floats in [0, 1]); ``y: int32 []``, the class.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _SHAPE = (28, 28, 1)
 
 
 def mnist_2nn(num_classes: int = 10) -> Model:
-    """The paper's "2NN", two hidden layers of 200: 199,210 parameters at 10 classes.
+    """The paper's "2NN" with two hidden layers of 200 units: 199,210 parameters with 10 classes.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive.
+      ValueError: ``num_classes`` is not positive.
 
     >>> model = mnist_2nn()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -35,10 +35,13 @@ def mnist_2nn(num_classes: int = 10) -> Model:
 
 
 def mnist_cnn(num_classes: int = 10) -> Model:
-    """Convolutions of 5 by 5, 32 and 64 channels, each pooled 2 by 2, and a hidden layer of 512: 1,663,370 parameters.
+    """The paper's CNN: 1,663,370 parameters with 10 classes.
+
+    Two convolutions of 5 by 5 pixels with 32 and 64 channels, each followed by max pooling of 2 by 2, and a hidden layer of 512
+    units.
 
     Raises:
-      ValueError: unless ``num_classes`` is positive.
+      ValueError: ``num_classes`` is not positive.
 
     >>> model = mnist_cnn()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))

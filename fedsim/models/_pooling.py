@@ -1,4 +1,4 @@
-"""Max pooling by reshape: inside a compiled loop a good deal cheaper than `lax.reduce_window`, above all backwards."""
+"""Max pooling by reshape, which is faster than `lax.reduce_window` inside a compiled loop, mainly in the backward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import jax
 def max_pool(
     x: jax.Array, window_shape: int | Sequence[int], strides: int | Sequence[int] | None = None, padding: str = "VALID"
 ) -> jax.Array:
-    """Maximum over windows that do not overlap: ``[..., h, w, c]`` to ``[..., h // wh, w // ww, c]``.
+    """Returns the maximum over windows that do not overlap: ``[..., h, w, c]`` becomes ``[..., h // wh, w // ww, c]``.
 
-    `hk.max_pool` over the two axes before the last, with ``strides`` equal to ``window_shape``; rows and columns beyond
-    the last whole window are dropped, as VALID does. Where several values of a window are the largest, its gradient
-    is shared evenly among them (``reduce_window`` gives it to the first); elsewhere the gradients are equal.
+    It is `hk.max_pool` over the height and the width, with ``strides`` equal to ``window_shape`` and VALID padding, which drops
+    the rows and columns after the last whole window. If several values of a window are equal to the maximum, the gradient is
+    divided equally among them, where ``reduce_window`` gives it to the first one. Other gradients are equal.
+
+    Args:
+      x: the images.
+      window_shape: the height and width of a window, or one number for both.
+      strides: None, or equal to ``window_shape``.
+      padding: "VALID".
 
     Raises:
-      ValueError: for overlapping or spaced windows and for other paddings (use `hk.max_pool` there), for windows that
-        do not fit, and for fewer than three axes.
+      ValueError: windows overlap or have gaps, or padding is not VALID (use `hk.max_pool` for these); windows are larger than
+        the images; or ``x`` has fewer than three axes.
 
     >>> import jax.numpy as jnp
     >>> max_pool(jnp.arange(16.0).reshape(4, 4, 1), 2)[:, :, 0].tolist()
@@ -26,15 +32,17 @@ def max_pool(
     """
     window = (window_shape,) * 2 if isinstance(window_shape, int) else tuple(window_shape)
     if len(window) != 2 or min(window) < 1:
-        raise ValueError(f"Expected window_shape to be a positive integer or two of them, and got {window_shape}.")
+        raise ValueError(f"Expected window_shape to be one or two positive integers, got window_shape={window_shape}.")
     steps = window if strides is None else (strides,) * 2 if isinstance(strides, int) else tuple(strides)
     if steps != window or padding != "VALID":
         raise ValueError(
-            f"max_pool got window_shape={window}, strides={steps}, padding={padding!r}; it pools windows side by side "
-            "(strides equal to window_shape, padding 'VALID'). Use hk.max_pool for the rest."
+            f"Expected strides equal to window_shape and padding 'VALID', got window_shape={window}, strides={steps}, "
+            f"padding={padding!r}. Use hk.max_pool for other windows."
         )
     if x.ndim < 3 or x.shape[-3] < window[0] or x.shape[-2] < window[1]:
-        raise ValueError(f"Windows of {list(window)} do not fit into images [..., h, w, c] of shape {list(x.shape)}.")
+        raise ValueError(
+            f"Expected images [..., h, w, c] of at least the size of a window, {list(window)}, got shape {list(x.shape)}."
+        )
     *lead, h, w, c = x.shape
     ho, wo = h // window[0], w // window[1]
     whole = x[..., : ho * window[0], : wo * window[1], :]

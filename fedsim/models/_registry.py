@@ -41,14 +41,14 @@ MODELS: dict[str, Callable[..., Model]] = {
         toy_regression,
     )
 }
-"""Every model of `fedsim.models` by its function's name."""
+"""The models of `fedsim.models` by the names of their functions."""
 
 
 def get(name: str, **kwargs: Any) -> Model:
-    """The model that ``fedsim.models.<name>(**kwargs)`` makes; ``name`` may carry options itself: ``"name(option=literal)"``.
+    """Returns the model ``fedsim.models.<name>(**kwargs)``. The name may contain options: ``"name(option=literal)"``.
 
     Raises:
-      ValueError: for a name that is not in `MODELS`, or an option that it has not; the message has the nearest ones.
+      ValueError: the name is not in `MODELS`, or the model does not have an option; the message lists the nearest names.
 
     >>> get("emnist_dense", hidden=(100,)).num_classes
     62

@@ -17,23 +17,28 @@ from fedsim.models._tokens import language_model
 def shakespeare_lstm(
     num_characters: int = 86, *, length: int = 80, embedding: int = 8, hidden: int = 256, layers: int = 2, tanh: bool = False
 ) -> Model:
-    """Two LSTM layers over characters: 820,522 parameters with TFF's 86 characters, and pad, bos, eos, oov: 90 ids.
+    """Two LSTM layers over characters: 820,522 parameters with TFF's 86 characters.
+
+    With pad, bos, eos and oov these are 90 ids.
 
     The network of B. McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS
-    2017, https://arxiv.org/abs/1602.05629, section 3; that paper's own 866,578 parameters belong to another vocabulary.
+    2017, https://arxiv.org/abs/1602.05629, section 3. That paper counts 866,578 parameters, with another vocabulary.
     S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C, give 820,522,
     and so do FedJAX and TFF.
 
-    The loss of a sequence is the mean over its ``length`` positions, those of pad as 0: FedJAX's. The metrics are means over
-    tokens: ``loss`` over all but pad, ``accuracy`` over all but pad, bos, eos and oov, as published. ``accuracy_in_vocab``
-    is FedJAX's: oov labels count, as misses, and special ids are never answered. FedJAX's own takes bos and eos for 87 and
-    88, where its data have 1 and 2, and so forbids the characters ``9`` and ``\\r`` instead; this one does not.
+    The loss of a sequence is the mean over its ``length`` positions, where the loss of pad is 0, as in FedJAX. The metrics are
+    means over tokens: ``loss`` over all tokens except pad; ``accuracy`` over all except pad, bos, eos and oov, as published;
+    ``accuracy_in_vocab`` over all except pad and eos, where special ids are never predicted, so oov labels are always misses,
+    as in FedJAX; and ``oov_rate``, the share of oov among all tokens except pad. FedJAX's own model takes bos and eos to be 87
+    and 88, where its data have 1 and 2, so it never predicts the characters ``9`` and ``\\r``; this model does.
 
     Args:
-      num_characters: of the vocabulary, without special ids.
-      length: of the sequences.
-      embedding, hidden, layers: sizes.
-      tanh: squash each layer's output once more, as FedJAX does and neither TFF nor the paper.
+      num_characters: the size of the vocabulary without special ids.
+      length: the length of the sequences.
+      embedding: the width of the embedding.
+      hidden: the width of the LSTM layers.
+      layers: the number of LSTM layers.
+      tanh: whether to apply tanh to the output of each layer, as FedJAX does, and TFF and the paper do not.
 
     Raises:
       ValueError: a size is not positive.

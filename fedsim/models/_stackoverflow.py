@@ -3,11 +3,14 @@
 Features of the next word: ``x: int32 [length]``, ``y: int32 [length]``, ids of `fedsim.text.WordTokenizer`. Of tags: see
 `stackoverflow_logistic`.
 
-Losses are FedJAX's: that of a sentence is the sum over its tokens, pad counting for nothing, or that divided by an
-``expected_length``; TFF takes the mean over all tokens of a batch instead, so learning rates published for TFF want an
-``expected_length`` of about the mean number of tokens (13.3 for Stack Overflow). The metrics are means over tokens: ``loss``
-over all but pad, ``accuracy`` over all but pad, bos, eos and oov (S. Reddi et al. 2021 and TFF), ``accuracy_in_vocab``
-over all but pad and eos, where oov is a miss and special ids are never answered (FedJAX).
+The loss of a sentence is the sum over its tokens except pad, divided by ``expected_length`` if this is given, as in FedJAX. TFF
+takes the mean over all tokens of a batch instead, so learning rates published for TFF need an ``expected_length`` of about the
+mean number of tokens, which is 13.3 for Stack Overflow.
+
+The metrics are means over tokens: ``loss`` over all tokens except pad; ``accuracy`` over all except pad, bos, eos and oov (S.
+Reddi et al. 2021 and TFF); ``accuracy_in_vocab`` over all except pad and eos, where special ids are never predicted, so oov
+labels are always misses (FedJAX); and ``oov_rate`` over all except pad. ``truncation_rate`` is the share of sentences that were
+cut before eos.
 """
 
 from __future__ import annotations
@@ -35,19 +38,21 @@ def stackoverflow_lstm(
     expected_length: float | None = None,
     tanh: bool = False,
 ) -> Model:
-    """One LSTM layer over words, projected to the width of the embedding: 4,050,748 parameters.
+    """An LSTM layer over words with a projection to the width of the embedding: 4,050,748 parameters.
 
-    S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C; the
-    count is the same there, in TFF and in FedJAX. It differs from TFF's in its initial weights, which are Haiku's; parameters
-    have the names and shapes of FedJAX's model.
+    S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C. The number of
+    parameters is the same there, in TFF and in FedJAX. It differs from TFF's model in its initial weights, which are Haiku's.
+    Parameters have the names and shapes of FedJAX's model.
 
     Args:
-      vocabulary: number of words, without pad, bos, eos and the ``oov_buckets``.
-      length: of the sequences.
-      oov_buckets: ids of unknown words.
-      embedding, hidden, layers: sizes.
-      expected_length: divides the loss of a sentence; None leaves it a sum.
-      tanh: squash each LSTM's output once more, as FedJAX does and neither TFF nor the paper.
+      vocabulary: the number of words, without pad, bos, eos and the ``oov_buckets``.
+      length: the length of the sequences.
+      oov_buckets: the number of ids of unknown words.
+      embedding: the width of the embedding.
+      hidden: the width of the LSTM layers.
+      layers: the number of LSTM layers.
+      expected_length: a divisor of the loss of a sentence. None means 1.
+      tanh: whether to apply tanh to the output of each LSTM layer, as FedJAX does, and TFF and the paper do not.
 
     Raises:
       ValueError: a size is not positive.
@@ -68,9 +73,7 @@ def stackoverflow_lstm(
         return hk.Linear(num_ids)(x)
 
     divisor = _divisor(expected_length)
-    return language_model(
-        logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True
-    )
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True)
 
 
 def stackoverflow_transformer(
@@ -85,24 +88,28 @@ def stackoverflow_transformer(
     dropout: float = 0.1,
     expected_length: float | None = None,
 ) -> Model:
-    """A causal transformer whose output weights are its embedding: 1,962,912 parameters.
+    """A causal transformer whose output layer shares the weights of the embedding: 1,962,912 parameters.
 
     The architecture of J. Wang et al., "A Field Guide to Federated Optimization", 2021, https://arxiv.org/abs/2107.06917,
     in the size that pfl-research (F. Granqvist et al., 2024, https://arxiv.org/abs/2404.06430) gives it: A. Vaswani et al.,
-    "Attention is all you need", NeurIPS 2017, https://arxiv.org/abs/1706.03762, with layer norm after each sum, relu, and
-    fixed sinusoids for positions. A word sees those up to itself; pad, which follows them, is not seen. Initial weights are
-    Haiku's but for the embedding's, and dropout is TFF's: not on attention weights.
+    "Attention is all you need", NeurIPS 2017, https://arxiv.org/abs/1706.03762, with layer normalization after each residual
+    sum, ReLU, and fixed sinusoidal positions. A word attends to itself and to the words before it, so never to pad, which
+    follows the words. Initial weights are Haiku's, except those of the embedding. As in TFF, there is no dropout of attention
+    weights.
 
     Args:
-      vocabulary: number of words, without pad, bos, eos and the ``oov_buckets``.
-      length: of the sequences.
-      oov_buckets: ids of unknown words.
-      embedding, heads, feedforward, layers: sizes; ``heads`` divides ``embedding``.
-      dropout: rate, in training, after the embedding and before each sum.
-      expected_length: divides the loss of a sentence; None leaves it a sum.
+      vocabulary: the number of words, without pad, bos, eos and the ``oov_buckets``.
+      length: the length of the sequences.
+      oov_buckets: the number of ids of unknown words.
+      embedding: the width of the embedding and of the blocks.
+      heads: the number of attention heads, which must divide ``embedding``.
+      feedforward: the width of the hidden layer of a block.
+      layers: the number of blocks.
+      dropout: the dropout rate in training, after the embedding and before each residual sum.
+      expected_length: a divisor of the loss of a sentence. None means 1.
 
     Raises:
-      ValueError: a size is not positive, or does not divide.
+      ValueError: a size is not positive, ``embedding`` is odd, or ``heads`` does not divide it.
 
     >>> model = stackoverflow_transformer()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -111,7 +118,9 @@ def stackoverflow_transformer(
     checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
     checks.whole(1, feedforward=feedforward, layers=layers)
     if embedding % heads or embedding % 2:
-        raise ValueError(f"Expected an even embedding={embedding} that heads={heads} divides. Take 96 and 8.")
+        raise ValueError(
+            f"Expected an even embedding that heads divides, got embedding={embedding}, heads={heads}. Use 96 and 8."
+        )
     num_ids = vocabulary + 3 + oov_buckets
 
     def logits(tokens: jax.Array, training: bool) -> jax.Array:
@@ -120,19 +129,23 @@ def stackoverflow_transformer(
         return x @ embed.embeddings.T
 
     divisor = _divisor(expected_length)
-    return language_model(
-        logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True
-    )
+    return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True)
 
 
 def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length: int | None = None) -> Model:
-    """One logistic regression a tag on the shares of words: 5,000,500 parameters; outputs are logits ``[n, tags]``.
+    """A logistic regression for each tag on the frequencies of words: 5,000,500 parameters.
 
-    Tag prediction of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295,
-    appendix C. Features, of `fedsim.text.TagTokenizer`: ``x: float32 [vocabulary]``, each word's share of the post, or, with
-    ``length``, ``x: int32 [length]``, the ids of its words, of which the model takes the shares itself, and faster;
-    ``y: uint8 [tags]``. The loss is the sum of the tags' cross-entropies, as published; ``recall_at_5`` is the share of a
-    post's tags among its 5 largest logits, and a post without tags counts for nothing.
+    Outputs are logits ``[n, tags]``. Tag prediction of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
+    https://arxiv.org/abs/2003.00295, appendix C. The features are those of `fedsim.text.TagTokenizer`: ``x: float32
+    [vocabulary]``, the frequency of each word in the post, and ``y: uint8 [tags]``. With ``length``, they are ``x: int32
+    [length]``, the ids of the words, from which the model computes the frequencies; this is faster. The loss is the sum of the
+    tags' cross-entropies, as published. ``recall_at_5`` is the share of all tags that are among the 5 largest logits of their
+    post.
+
+    Args:
+      vocabulary: the number of words.
+      tags: the number of tags.
+      length: the number of word ids of a post; None reads frequencies.
 
     Raises:
       ValueError: a size is not positive.

@@ -1,4 +1,4 @@
-"""A stack of causal transformer blocks, normalised after each sum."""
+"""Causal transformer blocks with layer normalization after each residual sum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.models._dropout import dropout
 
 
 def encode(x: jax.Array, heads: int, feedforward: int, layers: int, rate: float) -> jax.Array:
-    """``x float32 [n, length, width]`` with positions added, through ``layers`` blocks: the same shape."""
+    """Adds positions to ``x float32 [n, length, width]`` and applies ``layers`` blocks, which do not change the shape."""
     x = x * np.sqrt(x.shape[-1]).astype(np.float32) + sinusoids(*x.shape[1:])[None]
     x = _drop(x, rate)
     for _ in range(layers):
@@ -22,7 +22,7 @@ def encode(x: jax.Array, heads: int, feedforward: int, layers: int, rate: float)
 
 
 def sinusoids(length: int, width: int) -> np.ndarray:
-    """Positions ``float32 [length, width]``: sines and cosines, in turn, of wavelengths from 2 pi to 20,000 pi."""
+    """Returns positions ``float32 [length, width]``: alternating sines and cosines of wavelengths from 2 pi to 20,000 pi."""
     angles = np.arange(length)[:, None] / 10_000 ** (np.arange(0, width, 2) / width)
     return np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(length, width).astype(np.float32)
 
@@ -31,8 +31,8 @@ def _attention(x: jax.Array, heads: int) -> jax.Array:
     n, length, width = x.shape
     query, key, value = (hk.Linear(width)(x).reshape(n, length, heads, width // heads) for _ in range(3))
     scores = jnp.einsum("nqhd,nkhd->nhqk", query, key) / np.sqrt(width // heads).astype(np.float32)
-    seen = np.tril(np.ones((length, length), bool))[None, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    visible = np.tril(np.ones((length, length), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return hk.Linear(width)(jnp.einsum("nhqk,nkhd->nqhd", weights, value).reshape(n, length, width))
 
 

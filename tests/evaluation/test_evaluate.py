@@ -1,4 +1,4 @@
-"""Evaluation of a population against a NumPy loop over its clients."""
+"""Evaluation of a population, compared with a NumPy loop over its clients."""
 
 import federation
 import jax
@@ -53,7 +53,7 @@ def test_streams_in_several_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 30, 40, 43])
-def test_streamed_chunks_load_every_device_alike(monkeypatch, rows):
+def test_streamed_chunks_are_divided_equally_over_devices(monkeypatch, rows):
     monkeypatch.setattr("fedsim.evaluation._evaluate._CHUNK_BYTES", 40 * 4)
     data = fedsim.FederatedData.from_arrays({"x": np.arange(1, rows + 1, dtype=np.int32)}, sizes=[rows // 2, rows - rows // 2])
     seen, per_device = [], min(10, -(-rows // 4))
@@ -75,14 +75,14 @@ def test_a_population_of_empty_clients():
     assert evaluation.over_clients("accuracy") == {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
 
 
-def test_bad_batch_size_is_named():
+def test_error_for_a_bad_batch_size():
     model, data = federation.model(), federation.data()
     with pytest.raises(ValueError, match="Expected batch_size >= 1, got batch_size=0"):
         fedsim.evaluate(model, model.init(jax.random.key(0)), data, batch_size=0)
 
 
-def test_an_evaluation_holds_no_collective_so_it_may_run_beside_rounds():
-    """Two programs with collectives at once can lock XLA's CPU threads for good; the rounds' one must stay alone."""
+def test_an_evaluation_has_no_collective_so_it_can_run_at_the_same_time_as_rounds():
+    """Two programs with collectives at the same time can deadlock XLA's CPU threads, so only rounds may have one."""
     model, data = federation.model(), federation.data()
     fedsim.evaluate(model, model.init(jax.random.key(0)), data, execution=fedsim.Pmap(devices=2))
     (compiled,) = vars(model)["_execution"]["evaluation"].values()

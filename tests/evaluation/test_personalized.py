@@ -39,7 +39,7 @@ def make(cls=algorithms.Ditto, **more):
 
 
 def trained(algorithm, rounds=2):
-    """Trained on some of the clients only."""
+    """Returns a state after training on some of the clients."""
     population = federation.data()
     state = algorithm.init(jax.random.key(1))
     for r in range(rounds):
@@ -49,13 +49,13 @@ def trained(algorithm, rounds=2):
 
 @functools.cache
 def ready(cls):
-    """An algorithm with its usual settings and a state of it, for several tests."""
+    """Returns an algorithm with its usual settings and a trained state, for several tests."""
     algorithm = make(cls)
     return algorithm, trained(algorithm)
 
 
 def by_hand(model, params_of, test):
-    """Sums of metrics ``[2, clients]``, one client after another, as a metric is defined."""
+    """Returns sums of metrics ``[2, clients]``, computed for one client after another by the definition of the metric."""
     sums = {name: np.zeros([2, test.num_clients]) for name in model.metrics}
     for i, client in enumerate(test.clients()):
         if len(client):
@@ -73,7 +73,7 @@ def assert_same(evaluation, expected):
 
 
 def fine_tuned(params, client_id, seed=0, batches=TUNING, correction=None):
-    """SGD of rate 0.2 from ``params`` on the client's training examples; ``correction`` joins all gradients."""
+    """Returns the result of SGD from ``params`` on the client's training examples, with ``correction`` added to gradients."""
     population = federation.data()
     if client_id not in population:
         return params
@@ -87,7 +87,7 @@ def fine_tuned(params, client_id, seed=0, batches=TUNING, correction=None):
 
 
 def personal(state, client_id):
-    """What Ditto's client of this name keeps, or the server's parameters."""
+    """Returns the model in the memory of Ditto's client of this name, or else the server's parameters."""
     population = federation.data()
     rows, seen = federation.plain(state).clients
     at = population.index(client_id) if client_id in population else -1
@@ -96,14 +96,14 @@ def personal(state, client_id):
 
 @pytest.fixture
 def few_at_once(how, monkeypatch):
-    """Several chunks, but for one of the executions."""
+    """Evaluates in several chunks, except with one of the executions."""
     if how != "jit":
         monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
-def test_what_clients_keep(how, few_at_once):
+def test_models_in_clients_memories(how, few_at_once):
     (algorithm, state), test = ready(algorithms.Ditto), test_data()
     expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
     evaluation = fedsim.evaluate_personalized(
@@ -118,7 +118,7 @@ def test_what_clients_keep(how, few_at_once):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["resident", "stream"])
-def test_rows_on_the_device_and_rows_on_the_host(memory):
+def test_memories_on_the_device_and_on_the_host(memory):
     algorithm = make(execution=fedsim.Jit(memory=memory))
     state, test = trained(algorithm), test_data()
     expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
@@ -129,7 +129,7 @@ def test_rows_on_the_device_and_rows_on_the_host(memory):
 @pytest.mark.slow
 @pytest.mark.parametrize(("cls", "how"), [*((algorithms.Ditto, how) for how in EXECUTIONS), (algorithms.FedAvg, "jit")])
 def test_fine_tuning(how, cls, few_at_once):
-    """From the server's parameters, and from the clients' own."""
+    """Fine-tuning starts from the server's parameters, or from the clients' own."""
     (algorithm, state), test = ready(cls), test_data()
     tuner = make(algorithms.FedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2))
     start = (lambda _: state.params) if cls is algorithms.FedAvg else (lambda client_id: personal(state, client_id))
@@ -140,33 +140,33 @@ def test_fine_tuning(how, cls, few_at_once):
     assert_same(evaluation, expected)
 
 
-LOOK = fedsim.Batches(size=2, shuffle=False)
+FIRST_PASS = fedsim.Batches(size=2, shuffle=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Leaping(algorithms.FedAvg):
-    """Before its steps a client takes one along the sum of gradients of a first pass, and one along its number of steps."""
+class TwoPhases(algorithms.FedAvg):
+    """Before its local steps, a client moves along the sum of gradients of a first pass, and by its number of steps."""
 
     def client_params(self, shared, client):
         def add(total, batch):
             return fedsim.tree.add(total, jax.grad(self.model.train_loss)(shared.params, batch))
 
-        slope = client.for_each_batch(LOOK, add, jax.tree.map(jnp.zeros_like, shared.params), "look")
+        slope = client.for_each_batch(FIRST_PASS, add, jax.tree.map(jnp.zeros_like, shared.params), "first pass")
         by = jax.tree.map(lambda slope: 0.1 * slope + 0.01 * client.num_steps.astype(jnp.float32), slope)
         return fedsim.tree.subtract(shared.params, by)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["pmap, 2 devices, 2 lanes", "debug"])
-def test_fine_tuning_has_its_first_pass(how, few_at_once):
+def test_fine_tuning_with_a_first_pass_over_the_examples(how, few_at_once):
     (algorithm, state), test, train = ready(algorithms.FedAvg), test_data(), federation.data()
-    tuner = make(Leaping, batches=TUNING, client_optimizer=optax.sgd(0.2))
+    tuner = make(TwoPhases, batches=TUNING, client_optimizer=optax.sgd(0.2))
 
-    def leapt(client_id):
+    def expected_params(client_id):
         params = state.params
         if client_id in train:
             client = train[client_id]
-            for batch in client.batches(LOOK, jax.random.key(0)):
+            for batch in client.batches(FIRST_PASS, jax.random.key(0)):
                 slope = SLOPE(state.params, jax.tree.map(jnp.asarray, batch))
                 params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
             params = jax.tree.map(lambda p: p - 0.01 * TUNING.num_steps(len(client)), params)
@@ -175,14 +175,14 @@ def test_fine_tuning_has_its_first_pass(how, few_at_once):
     evaluation = fedsim.evaluate_personalized(
         algorithm, state, train, test, fine_tune=tuner, execution=EXECUTIONS[how], batch_size=4
     )
-    assert_same(evaluation, by_hand(algorithm.model, leapt, test))
+    assert_same(evaluation, by_hand(algorithm.model, expected_params, test))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("by", "how"), [(algorithms.IFCA, "pmap, 2 devices, 2 lanes"), (algorithms.IFCA, "jit"), (algorithms.FedAvg, "jit")]
 )
-def test_a_client_of_ifca_fine_tunes_the_model_of_its_choice(by, how, few_at_once):
+def test_a_client_of_ifca_fine_tunes_the_model_that_it_chooses(by, how, few_at_once):
     algorithm, test, train = make(algorithms.IFCA, num_clusters=3), test_data(), federation.data()
     state = trained(algorithm)
     models = [jax.tree.map(lambda leaf, i=i: leaf[i], state.params) for i in range(3)]
@@ -208,7 +208,7 @@ def test_a_client_of_ifca_fine_tunes_the_model_of_its_choice(by, how, few_at_onc
 
 @pytest.mark.slow
 def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
-    """What it finds out about its loss makes a client weigh more, and not train otherwise."""
+    """A client's loss changes its weight in the aggregate, and not its local steps."""
     algorithm, test = make(algorithms.QFedAvg, batches=TUNING, client_optimizer=optax.sgd(0.2)), test_data()
     state = algorithm.init(jax.random.key(1))
     expected = by_hand(algorithm.model, lambda client_id: fine_tuned(state.params, client_id), test)
@@ -218,7 +218,7 @@ def test_fine_tuning_by_q_fedavg_is_that_by_fedavg():
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.SCAFFOLD, algorithms.FedAvg])
 def test_fine_tuning_by_scaffold(cls):
-    """Of the algorithm's own class it has what the server sends and the client keeps, else it is in its first round."""
+    """With the algorithm's own class it uses the control variates of server and client; otherwise it is in its first round."""
     algorithm, test, train = make(cls), test_data(), federation.data()
     state = trained(algorithm, rounds=3)
     tuner = make(algorithms.SCAFFOLD, batches=TUNING, client_optimizer=optax.sgd(0.2))
@@ -238,7 +238,7 @@ def test_fine_tuning_by_scaffold(cls):
 
 
 def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
-    """From the server's body and the client's own head, as in its next round."""
+    """It starts from the server's body and the client's own head, as in the client's next round."""
     train, test = federation.data(), test_data()
     algorithm = make(algorithms.FedRep, head=lambda module, name: name == "b", head_fraction=0.4)
     state = trained(algorithm)
@@ -264,8 +264,8 @@ def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
 
 
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto, algorithms.FedPer])
-def test_of_an_algorithm_that_averages_the_average_is_evaluated(cls):
-    """Where a client fine-tunes from it, has nothing of its own yet, or joins its own part to it."""
+def test_an_average_over_rounds_is_evaluated(cls):
+    """As the start of fine-tuning, for clients without memory, and as the body to which a client adds its own head."""
     head = {"head": lambda module, name: name == "b"} if cls is algorithms.FedPer else {}
     algorithm, test, train = make(cls, averaging=0.9, **head), test_data(), federation.data()
     state = trained(algorithm)
@@ -289,7 +289,7 @@ def test_of_an_algorithm_that_averages_the_average_is_evaluated(cls):
     assert abs(last["loss"][0].sum() - expected["loss"][0].sum()) > 1e-3
 
 
-def test_a_state_before_the_first_round_is_the_server_s():
+def test_before_the_first_round_every_client_has_the_server_s_model():
     algorithm, test = make(), test_data()
     state = algorithm.init(jax.random.key(1))
     evaluation = fedsim.evaluate_personalized(algorithm, state, federation.data(), test)
@@ -297,23 +297,22 @@ def test_a_state_before_the_first_round_is_the_server_s():
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Looking(algorithms.FedAvg):
+class ScaledByMean(algorithms.FedAvg):
     """A client uses the server's parameters times the mean of its examples' first feature."""
 
     def personal_params(self, shared, client):
         def add(total, batch):
             return total + jnp.sum(batch.examples["x"][:, 0], where=batch.mask)
 
-        total = client.for_each_batch(LOOK, add, jnp.float32(0), "look")
+        total = client.for_each_batch(FIRST_PASS, add, jnp.float32(0), "first pass")
         mean = jnp.where(client.num_examples > 0, total / jnp.maximum(client.num_examples, 1).astype(jnp.float32), 1.0)
         return jax.tree.map(lambda p: mean * p, shared.params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tune", "how"), [*((True, how) for how in EXECUTIONS), (False, "jit")])
-def test_a_look_at_the_training_examples(how, tune, few_at_once):
-    """Clients' parameters may depend on their training examples."""
-    algorithm, test, train = make(Looking), test_data(), federation.data()
+def test_personal_params_may_read_the_training_examples(how, tune, few_at_once):
+    algorithm, test, train = make(ScaledByMean), test_data(), federation.data()
     state = algorithm.init(jax.random.key(1))
 
     def start(client_id):
@@ -330,14 +329,14 @@ def test_a_look_at_the_training_examples(how, tune, few_at_once):
     assert_same(evaluation, by_hand(algorithm.model, params_of, test))
 
 
-def test_nobody_has_examples():
+def test_a_population_of_empty_clients():
     algorithm = make()
-    nobody = federation.data(sizes=(0, 0))
-    evaluation = fedsim.evaluate_personalized(algorithm, trained(algorithm), federation.data(), nobody)
+    empty = federation.data(sizes=(0, 0))
+    evaluation = fedsim.evaluate_personalized(algorithm, trained(algorithm), federation.data(), empty)
     assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
 
 
-def test_it_is_compiled_once(monkeypatch, caplog):
+def test_a_second_evaluation_compiles_nothing(monkeypatch, caplog):
     monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)
     algorithm, test = make(), test_data()
     for rounds in (1, 2):
@@ -349,21 +348,21 @@ def test_it_is_compiled_once(monkeypatch, caplog):
         assert bool(compiled) == (rounds == 1), compiled
 
 
-def test_what_cannot_be_evaluated_says_so():
+def test_errors_for_what_cannot_be_evaluated():
     data, fedavg = federation.data(), make(algorithms.FedAvg)
     state = fedavg.init(jax.random.key(0))
     with pytest.raises(ValueError, match="FedAvg has no personal_params.*fine_tune"):
         fedsim.evaluate_personalized(fedavg, state, data, data)
     sgd = algorithms.FedSGD(model=fedavg.model)
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients train one model.*FedSGD"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with local_params, .*FedSGD"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=sgd)
     with pytest.raises(ValueError, match="Expected fine_tune .* whole model, such as FedAvg, or .* FedAvg, got IFCA"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm whose clients train one model.*Ditto"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with local_params, .*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
     with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)
-    with pytest.raises(ValueError, match="remembers a population of 8 clients, and train has 2"):
+    with pytest.raises(ValueError, match="trained on a population of 8 clients, and train has 2"):
         fedsim.evaluate_personalized(make(), trained(make()), federation.data(sizes=(1, 1)), data)
     other = fedsim.FederatedData.from_arrays({"z": np.zeros(3)}, sizes=[3])
     with pytest.raises(ValueError, match="The model reads feature 'x'"):
@@ -386,7 +385,7 @@ def test_what_cannot_be_evaluated_says_so():
         ({"state": None}, "The state is not one of this Ditto, but of another algorithm or model: it has nothing for .params"),
     ],
 )
-def test_wrong_arguments_are_named(wrong, message):
+def test_errors_name_the_wrong_argument(wrong, message):
     arguments = {
         "algorithm": make(),
         "state": make().init(jax.random.key(0)),
@@ -397,14 +396,14 @@ def test_wrong_arguments_are_named(wrong, message):
         fedsim.evaluate_personalized(**arguments | wrong)
 
 
-def test_a_state_of_what_keeps_something_else_is_refused():
+def test_a_state_of_another_algorithm_is_refused():
     apfl, ifca = trained(make(algorithms.APFL)), make(algorithms.IFCA).init(jax.random.key(0))
     for state, message in ((apfl, "but of another algorithm or model"), (ifca, "for .params")):
         with pytest.raises(ValueError, match=f"not one of this Ditto.*{message}"):
             fedsim.evaluate_personalized(make(), state, federation.data(), federation.data())
 
 
-def test_what_beside_the_algorithm_is_remembered_does_not_matter():
+def test_averages_and_error_feedback_in_the_state_do_not_matter():
     data = federation.data()
     feedback = fedsim.aggregators.Compressed(fedsim.compressors.ErrorFeedback(fedsim.compressors.TopK(fraction=0.5)))
     for changes in ({"averaging": 0.5}, {"aggregator": feedback}):
@@ -416,8 +415,8 @@ def test_what_beside_the_algorithm_is_remembered_does_not_matter():
     federation.assert_trees_close(found, expected)
 
 
-def test_what_fine_tunes_on_the_side_starts_from_what_the_client_keeps():
-    """Clients of this one keep parameters that nobody else has: a step of length 0 from there leads nowhere."""
+def test_personal_params_come_from_the_client_s_memory():
+    """The clients keep parameters that differ from the server's, and a step of length 0 does not change them."""
     data = federation.data()
 
     class Kept(algorithms.PerFedAvg):

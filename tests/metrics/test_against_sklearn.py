@@ -89,7 +89,9 @@ def expected(examples, of_params):
 @functools.cache
 def everything():
     population = data()
-    return expected(population.columns, params()), [expected(c.examples, params()) if len(c) else None for c in population.clients()]
+    return expected(population.columns, params()), [
+        expected(c.examples, params()) if len(c) else None for c in population.clients()
+    ]
 
 
 def assert_agrees(evaluation, overall, clients):
@@ -114,7 +116,9 @@ def test_evaluate(how, batch_size):
 
 def test_several_chunks(monkeypatch):
     monkeypatch.setattr("fedsim.evaluation._evaluate._CHUNK_BYTES", 400)
-    assert_agrees(fedsim.evaluate(model(), params(), data(), execution=fedsim.Jit(memory="stream"), batch_size=4), *everything())
+    assert_agrees(
+        fedsim.evaluate(model(), params(), data(), execution=fedsim.Jit(memory="stream"), batch_size=4), *everything()
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

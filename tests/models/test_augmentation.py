@@ -1,4 +1,4 @@
-"""Crops, flips and standardization: against NumPy's windows, and their frequencies against what they should be."""
+"""Crops, flips and standardization, compared with NumPy, and the frequencies of crops with the expected ones."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ def images(n, size=6, channels=3, seed=0):
 
 
 def window_of(crop, image):
-    """Where in the image the crop, or its mirror image, lies: (top, left, mirrored). Pixels are all different."""
+    """Returns the position of the crop in the image, (top, left, mirrored). All pixels are different."""
     size = crop.shape[0]
     windows = np.moveaxis(sliding_window_view(image, (size, size), axis=(0, 1)), 2, -1)
     found = []
@@ -24,7 +24,7 @@ def window_of(crop, image):
     return place
 
 
-def test_each_image_gets_its_own_window_and_side_and_all_are_equally_likely():
+def test_windows_and_flips_are_drawn_for_each_image_and_equally_likely():
     x = images(900)
     crops = jax.jit(models.random_crop_and_flip, static_argnums=2)(jax.random.key(0), jnp.asarray(x), 4)
     places = [tuple(window_of(crop, image)) for crop, image in zip(np.asarray(crops), x, strict=True)]
@@ -41,7 +41,7 @@ def test_the_same_key_gives_the_same_crops_and_another_key_others():
     assert not np.array_equal(one, other)
 
 
-def test_clients_side_by_side_are_cropped_as_one_by_one():
+def test_vmap_over_clients_gives_the_same_crops():
     x = jnp.asarray(images(12)).reshape(3, 4, 6, 6, 3)
     keys = jax.random.split(jax.random.key(0), 3)
     together = jax.vmap(models.random_crop_and_flip, (0, 0, None))(keys, x, 4)
@@ -82,7 +82,7 @@ def test_standardized_images_have_mean_zero_and_deviation_one():
         (jnp.zeros([4, 4, 1]), 2, r"\[4, 4, 1\]"),
     ],
 )
-def test_what_is_no_window_of_float_images_is_refused(x, size, message):
+def test_errors_for_bad_windows_and_images(x, size, message):
     with pytest.raises(ValueError, match=message):
         models.center_crop(x, size)
     with pytest.raises(ValueError, match=message):

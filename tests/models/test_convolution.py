@@ -1,4 +1,4 @@
-"""`fedsim.models.Conv2D` against `hk.Conv2D`: the same parameters must give the same outputs and derivatives."""
+"""`fedsim.models.Conv2D` compared with `hk.Conv2D`: the same parameters give the same outputs and derivatives."""
 
 import haiku as hk
 import jax
@@ -50,7 +50,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 def outputs_and_gradients(net, params, x):
-    """Outputs, and gradients by parameters and input of a loss whose gradients are of the order of one."""
+    """Returns outputs, and the gradients with respect to parameters and input of a loss whose gradients are of order one."""
 
     def loss(params, x):
         outputs = net.apply(params, x)
@@ -135,7 +135,7 @@ def test_vmap_over_weights_equals_haiku_one_by_one(channels):
 
 
 @pytest.mark.parametrize("channels", [3, 16])
-def test_is_compiled_to_matrix_products_only(channels):
+def test_it_compiles_to_matrix_products_only(channels):
     x, w = normal(0, 3, 2, 6, 6, channels), normal(1, 3, 3, 3, channels, 16)
     gradient = jax.vmap(jax.grad(lambda w, x: jnp.sum(conv2d(x, w) ** 2)))
     text = jax.jit(gradient).lower(w, x).as_text()
@@ -145,7 +145,7 @@ def test_is_compiled_to_matrix_products_only(channels):
     assert "convolution" in jax.jit(control).lower(normal(0, 3, 4, 2, 3, 3), normal(1, 3, 1, 2, 6, 6)).as_text()
 
 
-def test_gradient_of_a_first_layer_leaves_out_the_images():
+def test_gradient_of_a_first_layer_does_not_compute_that_of_the_images():
     x, w = normal(0, 2, 6, 6, 1), normal(1, 3, 3, 1, 8)
     count = lambda argnums: str(  # noqa: E731
         jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(conv2d(x, w) ** 2), argnums))(w, x)
@@ -188,23 +188,23 @@ def test_one_image_and_half_precision():
     ("kwargs", "message"),
     [
         ({"rate": 2}, "rate=2"),
-        ({"data_format": "NCHW"}, "NHWC only"),
+        ({"data_format": "NCHW"}, "Expected data_format='NHWC'"),
         ({"mask": np.ones([3, 3, 1, 4])}, "mask"),
         ({"feature_group_count": 2}, "feature_group_count=2"),
         ({"padding": "CIRCULAR"}, "CIRCULAR"),
         ({"padding": ((1, 1), (1, 1))}, "Pad the images first"),
         ({"stride": 0}, "stride"),
         ({"kernel_shape": (3, 3, 3)}, "kernel_shape"),
-        ({"kernel_shape": 9, "padding": "VALID"}, "does not fit"),
+        ({"kernel_shape": 9, "padding": "VALID"}, "at least the size of the kernel"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(kwargs, message):
+def test_errors_name_what_is_not_supported(kwargs, message):
     net = network(Conv2D, **{"output_channels": 4, "kernel_shape": 3, **kwargs})
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         net.init(jax.random.key(0), jnp.ones([1, 8, 8, 1]))
 
 
-def test_inputs_that_are_no_float_images_are_refused():
+def test_errors_for_inputs_that_are_not_float_images():
     net = network(Conv2D, 4, 3)
     with pytest.raises(ValueError, match="uint8"):
         net.init(jax.random.key(0), jnp.ones([1, 8, 8, 1], jnp.uint8))
@@ -215,7 +215,7 @@ def test_inputs_that_are_no_float_images_are_refused():
 
 
 @pytest.mark.parametrize(("images", "products"), [(8, 1), (32, 16)])
-def test_few_tiles_take_the_way_of_patches(monkeypatch, images, products):
+def test_patches_are_used_for_few_tiles(monkeypatch, images, products):
     monkeypatch.undo()
     text = str(jax.make_jaxpr(conv2d)(jnp.ones([images, 8, 8, 16]), jnp.ones([3, 3, 16, 16])))
     assert text.count("dot_general[") == products

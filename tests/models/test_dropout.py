@@ -7,12 +7,12 @@ import pytest
 
 from fedsim.models import dropout
 
-N = 99_999  # no multiple of four: the last random word is used in part
+N = 99_999  # not a multiple of four, so a part of the last random word is unused
 RATES = [0.25, 0.5, 3 / 65536, 0.1, 0.9]  # 8, 8, 16, 32 and 32 bits
 
 
 def deviations(dropped, rate):
-    """How many standard deviations the count of dropped elements is from its expectation."""
+    """Returns the distance of the number of dropped elements from its expectation, in standard deviations."""
     return abs(np.sum(np.asarray(dropped) == 0) - N * rate) / np.sqrt(N * rate * (1 - rate))
 
 
@@ -23,12 +23,12 @@ def test_drops_at_its_rate_and_scales_the_rest(rate):
     np.testing.assert_allclose(np.unique(dropped), [0, 1 / (1 - rate)], rtol=1e-6)
 
 
-def test_the_statistic_can_tell_rates_apart():
+def test_the_statistic_distinguishes_rates():
     assert deviations(dropout(jax.random.key(0), 0.25, jnp.ones([N])), 0.25 + 1 / 128) > 5
 
 
 @pytest.mark.parametrize("rate", RATES)
-def test_same_key_same_elements_and_other_key_others(rate):
+def test_the_key_determines_the_dropped_elements(rate):
     masks = [np.asarray(dropout(jax.random.key(seed), rate, jnp.ones([N]))) == 0 for seed in (0, 0, 1)]
     np.testing.assert_array_equal(masks[0], masks[1])
     both = np.sum(masks[0] & masks[2])  # independent: a fraction of rate squared
@@ -63,6 +63,6 @@ def test_rate_zero_is_the_identity_and_dtypes_stay():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1, 1.5, float("nan")])
-def test_other_rates_are_refused(rate):
+def test_errors_for_other_rates(rate):
     with pytest.raises(ValueError, match="rate"):
         dropout(jax.random.key(0), rate, jnp.ones([3]))

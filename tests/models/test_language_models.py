@@ -133,7 +133,7 @@ def test_transformer_equals_numpy():
     np.testing.assert_allclose(jax.jit(model.apply_for_eval)(params, examples), x @ embeddings.T, atol=1e-5, rtol=1e-5)
 
 
-def test_transformer_drops_in_training_only():
+def test_transformer_has_dropout_in_training_only():
     model = models.stackoverflow_transformer(**SMALL, embedding=8, heads=2, feedforward=20, layers=1, dropout=0.5)
     params, examples = initial(model), sequences(34)
     one, again, other = (model.apply_for_train(params, examples, jax.random.key(seed)) for seed in (0, 0, 1))
@@ -142,7 +142,7 @@ def test_transformer_drops_in_training_only():
 
 
 @pytest.mark.parametrize("name", ["stackoverflow_lstm", "stackoverflow_transformer"])
-def test_no_word_sees_a_later_one(name):
+def test_outputs_do_not_depend_on_later_words(name):
     sizes = {"hidden": 12} if name == "stackoverflow_lstm" else {"heads": 2}
     model = models.get(name, **SMALL, embedding=8, **sizes)
     params, examples = initial(model), sequences(34)
@@ -159,7 +159,7 @@ def logits_for(answers):
     return jnp.asarray(np.eye(34, dtype=np.float32)[np.asarray(answers)] * 3)
 
 
-def test_loss_of_a_sentence_is_the_sum_over_its_tokens_and_pad_is_none():
+def test_loss_of_a_sentence_is_the_sum_over_its_tokens_except_pad():
     model, divided = models.stackoverflow_lstm(**SMALL), models.stackoverflow_lstm(**SMALL, expected_length=13.3)
     outputs = jax.random.normal(jax.random.key(0), (2, 6, 34))
     nll = -np.log(np.take_along_axis(np.asarray(jax.nn.softmax(outputs)), LABELS[..., None].astype(int), 2)[..., 0])
@@ -174,15 +174,15 @@ def test_loss_of_a_sentence_is_the_sum_over_its_tokens_and_pad_is_none():
     assert weight.tolist() == [3, 6]
 
 
-def test_accuracies_count_the_tokens_they_say():
-    """Published: pad, bos, eos, oov labels are left out. FedJAX's: oov counts as a miss, special ids are never answered."""
+def test_accuracies_leave_out_special_tokens():
+    """Published: pad, bos, eos, oov labels are left out. FedJAX's: oov counts as a miss, special ids are never predicted."""
     model = models.stackoverflow_lstm(**SMALL)
     outputs = logits_for([[5, 33, 2, 0, 0, 0], [7, 8, 3, 3, 2, 33]])
     published = model.metrics["accuracy"]({"y": LABELS}, outputs)
     assert published.total.tolist() == [1, 3] and published.weight.tolist() == [1, 6]
     fedjax = model.metrics["accuracy_in_vocab"]({"y": LABELS}, outputs)
     assert fedjax.total.tolist() == [1, 3] and fedjax.weight.tolist() == [2, 6]
-    runner_up = outputs + jnp.asarray(np.eye(34, dtype=np.float32)[LABELS])  # right, but for a special id above it
+    runner_up = outputs + jnp.asarray(np.eye(34, dtype=np.float32)[LABELS])  # the label comes second, after a special id
     assert model.metrics["accuracy"]({"y": LABELS}, runner_up).total.tolist() == [1, 3]
     assert model.metrics["accuracy_in_vocab"]({"y": LABELS}, runner_up).total.tolist() == [1, 5]
 
@@ -213,7 +213,7 @@ def test_tags_from_shares_from_ids_and_by_numpy_are_the_same():
         assert recall.weight.tolist() == [2, 0, 2, 0]
 
 
-def test_all_zero_logits_lose_log_two_a_tag():
+def test_loss_of_zero_logits_is_log_two_per_tag():
     model = models.stackoverflow_logistic(20, 7)
     losses = model.loss({"y": np.zeros([2, 7], np.uint8)}, jnp.zeros([2, 7]))
     np.testing.assert_allclose(losses, [7 * np.log(2)] * 2, rtol=1e-6)
@@ -236,7 +236,7 @@ def test_a_federated_round_learns_to_predict_the_next_word():
     assert fedsim.evaluate(model, state.params, data).overall["accuracy"] > 0.95
 
 
-def test_ids_beyond_the_vocabulary_are_refused_by_client():
+def test_error_for_ids_beyond_the_vocabulary_names_the_client():
     model = models.stackoverflow_lstm(vocabulary=12, length=3, hidden=4)
     y = np.array([[3, 4, 5], [3, 4, 16]], np.int16)
     data = fedsim.FederatedData.from_arrays({"x": y, "y": y}, sizes=[1, 1])
@@ -255,13 +255,13 @@ def test_ids_beyond_the_vocabulary_are_refused_by_client():
         (lambda: models.shakespeare_lstm(hidden=2.5), "hidden=2.5"),
     ],
 )
-def test_sizes_that_are_none_are_refused(make, message):
+def test_errors_for_sizes_that_are_not_positive(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_parameters_have_the_names_of_fedjaxs_models():
-    """Of fedjax.models.stackoverflow and .shakespeare, 0.0.17, so that weights can be carried over."""
+    """Those of fedjax.models.stackoverflow and .shakespeare of FedJAX 0.0.17, so that weights can be copied."""
     shapes = jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(models.stackoverflow_lstm().init, jax.random.key(0)))
     assert shapes == {
         "embed": {"embeddings": (10_004, 96)},

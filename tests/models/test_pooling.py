@@ -32,7 +32,7 @@ def test_equals_haiku():
     np.testing.assert_array_equal(max_pool(x, 2, 2, "VALID"), hk.max_pool(x, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"))
 
 
-def test_ties_share_the_gradient_evenly():
+def test_equal_maxima_share_the_gradient_equally():
     gradient = jax.grad(lambda x: jnp.sum(max_pool(x, 2)))(jnp.ones([2, 2, 1]))
     np.testing.assert_array_equal(gradient, np.full([2, 2, 1], 0.25))
 
@@ -40,13 +40,13 @@ def test_ties_share_the_gradient_evenly():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((2, 1), "side by side"),
+        ((2, 1), "Expected strides equal to window_shape"),
         ((2, 2, "SAME"), "SAME"),
         ((0,), "positive"),
         (((2, 2, 2),), "window_shape"),
-        ((9,), "do not fit"),
+        ((9,), "at least the size of a window"),
     ],
 )
-def test_what_is_not_supported_is_refused(args, message):
+def test_errors_for_what_is_not_supported(args, message):
     with pytest.raises(ValueError, match=message):
         max_pool(jnp.ones([1, 8, 8, 1]), *args)

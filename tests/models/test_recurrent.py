@@ -1,4 +1,4 @@
-"""`fedsim.models.LSTM` against `hk.LSTM`, unrolled: outputs, and derivatives of every kind, with the same parameters."""
+"""`fedsim.models.LSTM` compared with the unrolled `hk.LSTM`: outputs and derivatives with the same parameters."""
 
 import haiku as hk
 import jax
@@ -12,7 +12,7 @@ CASES = [(1, 1, 1, 1), (3, 7, 5, 6), (2, 40, 3, 8)]  # batch, time, in, hidden
 
 
 def both(hidden):
-    """Our layer and Haiku's, each followed by a layer, as Haiku would name them."""
+    """Returns networks of fedsim's and of Haiku's layer, each followed by a linear layer, with equal parameter names."""
 
     def theirs(x):
         core = hk.LSTM(hidden)
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_equal_haikus(case):
 
 @pytest.mark.parametrize("case", [*CASES, (2, 21, 3, 4)])
 def test_the_form_for_gpus_equals_that_for_cpus(case, monkeypatch):
-    """The layer asks `jax.default_backend` which one to take; 21 and 40 steps are more than are unrolled at once."""
+    """The layer chooses by `jax.default_backend`; 21 and 40 steps are more than are unrolled at once."""
     ours, _, params, x, weights = drawn(case)
 
     def loss(params, x):
@@ -69,7 +69,7 @@ def test_the_form_for_gpus_equals_that_for_cpus(case, monkeypatch):
     def on(backend):
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
         form = str(jax.make_jaxpr(lambda x: ours.apply(params, x))(x))
-        assert ("custom_jvp_call" in form) == (backend == "cpu")  # so they are two forms
+        assert ("custom_jvp_call" in form) == (backend == "cpu")  # so there are two implementations
         return jax.jit(lambda: jax.grad(loss, argnums=(0, 1), has_aux=True)(params, x))()
 
     close(on("gpu"), on("cpu"))
@@ -83,7 +83,7 @@ def test_forward_mode_equals_haikus():
 
 
 def test_hessian_vector_products_equal_haikus_in_both_orders():
-    """What Per-FedAvg and its kin need."""
+    """Per-FedAvg needs these products."""
     ours, theirs, params, x, weights = drawn((3, 4, 5, 6))
     direction = drawn((3, 4, 5, 6), seed=1)[2]
 
@@ -96,7 +96,7 @@ def test_hessian_vector_products_equal_haikus_in_both_orders():
     close(products(ours), products(theirs), 3e-5)
 
 
-def test_lanes_of_clients_with_parameters_of_their_own_equal_each_alone():
+def test_vmap_over_clients_parameters_equals_each_client_alone():
     ours, _, params, x, weights = drawn(CASES[1])
     lanes = jax.tree.map(lambda p: jnp.stack([p, -p, 0.5 * p]), params)
     gradient = jax.grad(lambda p: jnp.sum(ours.apply(p, x) * weights))
@@ -105,15 +105,15 @@ def test_lanes_of_clients_with_parameters_of_their_own_equal_each_alone():
         close(jax.tree.map(lambda p: p[lane], together), gradient(jax.tree.map(lambda p: p[lane], lanes)))  # noqa: B023
 
 
-def test_weights_gradient_is_accumulated_in_no_loop():
-    """The reason for the hand-written tangent: no loop of the gradient carries anything as large as the weights."""
+def test_the_gradient_of_the_weights_is_not_accumulated_in_a_loop():
+    """With the hand-written tangent, no loop of the gradient carries an array as large as the weights."""
     ours, theirs, params, x, weights = drawn((4, 9, 12, 10))
 
     def largest_carry(net):
         jaxpr = jax.make_jaxpr(jax.grad(lambda p: jnp.sum(net.apply(p, x) * weights)))(params)
         scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
         results = [pair for s in scans for pair in zip(s.outvars, s.params["jaxpr"].jaxpr.outvars, strict=True)]
-        # What a step hands on has the same shape outside; what it leaves behind is stacked there.
+        # Carried arrays have the same shape outside the loop; the stacked outputs of the steps do not.
         return max(outer.aval.size for outer, inner in results if outer.aval.shape == inner.aval.shape)
 
     assert largest_carry(ours) == 4 * 10

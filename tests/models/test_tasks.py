@@ -1,4 +1,4 @@
-"""The models of each task: parameter counts in closed form, forward passes against NumPy, contracts."""
+"""Models of the digits and EMNIST: parameter counts, forward passes compared with NumPy, and features."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def examples():
 
 
 def initial(model):
-    """Parameters of the size of initial ones, biases not zero, so that a forgotten one is noticed."""
+    """Returns parameters of the scale of initial ones, with biases that are not zero, so that a missing bias is noticed."""
     generator = np.random.default_rng(0)
 
     def draw(leaf):
@@ -86,7 +86,7 @@ def test_cnn_equals_numpy(examples):
 
 
 @pytest.mark.parametrize("name", ["emnist_logistic", "emnist_dense", "emnist_cnn"])
-def test_bytes_and_unit_floats_are_read_alike(name, examples):
+def test_bytes_and_floats_give_the_same_outputs(name, examples):
     model = models.get(name)
     params = initial(model)
     floats = {**examples, "x": examples["x"].astype(np.float32) / 255}
@@ -106,7 +106,7 @@ def test_digits_are_scaled_by_sixteen():
     np.testing.assert_allclose(model.apply_for_eval(params, {"x": x}), linear(params, "linear_2", hidden), atol=1e-5, rtol=1e-5)
 
 
-def test_cnn_drops_units_in_training_only(examples):
+def test_cnn_has_dropout_in_training_only(examples):
     model = models.emnist_cnn()
     params = initial(model)
     train = jax.jit(model.apply_for_train)
@@ -116,14 +116,14 @@ def test_cnn_drops_units_in_training_only(examples):
 
 
 @pytest.mark.parametrize("name", ["emnist_logistic", "emnist_dense", "emnist_cnn"])
-def test_uniform_logits_lose_log_of_the_classes(name, examples):
+def test_loss_of_uniform_logits_is_the_log_of_the_number_of_classes(name, examples):
     model = models.get(name)
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), jax.eval_shape(model.init, jax.random.key(0)))
     losses = model.loss({"y": jnp.asarray(examples["y"])}, jax.jit(model.apply_for_eval)(params, examples))
     np.testing.assert_allclose(losses, np.full(5, np.log(62)), rtol=1e-6)
 
 
-def test_layers_of_the_cnn_have_a_gradient_of_their_gradient():
+def test_second_derivatives_of_the_cnn():
     def logits(x):
         x = jax.nn.softplus(models.max_pool(models.Conv2D(4, 3, padding="VALID")(x), 2))
         return hk.Linear(3)(models.dropout(hk.next_rng_key(), 0.25, x).reshape(2, -1))
@@ -165,7 +165,7 @@ def test_every_registered_model_is_public_and_every_model_registered():
     assert public - no_models == set(models.MODELS)
 
 
-def test_unknown_model_is_refused_with_the_nearest_names():
+def test_error_for_an_unknown_model_lists_the_nearest_names():
     with pytest.raises(ValueError, match="emnist_dense"):
         models.get("emnist_dens")
     with pytest.raises(ValueError, match="emnist_cnn, emnist_dense"):

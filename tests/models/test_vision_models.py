@@ -1,4 +1,4 @@
-"""The models of images and of generated data: parameter counts as published, forward passes against NumPy."""
+"""Models of images and of generated data: published parameter counts, and forward passes compared with NumPy."""
 
 import haiku as hk
 import jax
@@ -16,7 +16,7 @@ def count(model):
 
 
 def drawn(model):
-    """Parameters of the size of initial ones, offsets and biases not zero, so that a forgotten one is noticed."""
+    """Returns parameters of the scale of initial ones, without zeros, so that a missing offset or bias is noticed."""
     generator = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -150,7 +150,7 @@ def test_resnet18_equals_numpy(downsample):
     assert_evaluates_to(model, params, examples, expected)
 
 
-def test_photographs_are_cropped_anew_in_training_and_never_in_evaluation():
+def test_crops_are_random_in_training_and_central_in_evaluation():
     model, examples = models.cifar100_logistic(), photographs(4)
     params = drawn(model)
     train = jax.jit(model.apply_for_train)
@@ -158,7 +158,7 @@ def test_photographs_are_cropped_anew_in_training_and_never_in_evaluation():
     np.testing.assert_array_equal(one, again)
     assert not np.allclose(one, other)
     shifted = {"x": examples["x"].copy()}
-    shifted["x"][:, 0] = 0  # A row that the middle leaves out.
+    shifted["x"][:, 0] = 0  # A row outside the central window.
     np.testing.assert_array_equal(*(jax.jit(model.apply_for_eval)(params, e) for e in ({"x": examples["x"]}, shifted)))
 
 
@@ -199,7 +199,7 @@ def test_overlapping_pool_equals_reduce_window():
 
 
 @pytest.mark.parametrize("make", [models.mnist_cnn, models.cifar10_cnn, models.cifar100_logistic, models.cifar100_resnet18])
-def test_no_classes_are_refused(make):
+def test_error_for_zero_classes(make):
     with pytest.raises(ValueError, match="Expected num_classes >= 1, got num_classes=0"):
         make(0)
 
