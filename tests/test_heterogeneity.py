@@ -24,7 +24,7 @@ def test_counts():
     assert same.tolist() == counts.tolist() and codes.tolist() == [0, 1, 2]
 
 
-def test_a_label_that_nobody_holds_keeps_its_column():
+def test_a_label_that_no_client_holds_keeps_its_column():
     counts, labels = heterogeneity.label_counts(LABELS, [np.array([0, 8]), np.array([3])])
     assert labels.tolist() == ["a", "b", "c"]
     assert counts.tolist() == [[2, 0, 0], [0, 1, 0]]
@@ -46,7 +46,7 @@ def test_label_distance_at_its_ends():
 
 
 def test_effective_classes():
-    """exp of -(3/4 ln 3/4 + 1/4 ln 1/4); one label; nothing; two labels alike."""
+    """exp of -(3/4 ln 3/4 + 1/4 ln 1/4); one label; none; two equally frequent labels."""
     expected = [math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))), 1, 0, 2]
     np.testing.assert_allclose(heterogeneity.effective_classes(LABELS, PARTITION), expected)
     np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), expected)

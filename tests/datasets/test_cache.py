@@ -1,4 +1,4 @@
-"""Tests of conversion into the cache: once per source, never half, whatever happens in the middle."""
+"""Tests of conversion into the cache: once per source, and never an incomplete file, whatever interrupts it."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def atomic_writes(cache):
     return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.name != ".lock")
 
 
-def test_a_source_is_converted_once_and_mapped_from_then_on(tmp_path, source):
+def test_a_source_is_converted_once_and_then_memory_mapped(tmp_path, source):
     reads = []
     for _ in range(3):
         splits = convert(tmp_path / "cache", source, reads)
@@ -47,7 +47,7 @@ def test_a_source_is_converted_once_and_mapped_from_then_on(tmp_path, source):
     assert len(reads) == 2
 
 
-def test_other_options_another_version_or_another_file_are_converted_anew(tmp_path, source):
+def test_other_options_another_version_or_another_file_are_converted_again(tmp_path, source):
     reads = []
 
     def again(**options):
@@ -82,7 +82,7 @@ def test_a_folder_stands_for_the_files_in_it(tmp_path):
     assert len(reads) == 4
 
 
-def test_what_fails_in_the_middle_leaves_nothing_and_the_next_call_converts(tmp_path, source):
+def test_a_failed_conversion_leaves_no_file_and_the_next_call_converts(tmp_path, source):
     def broken():
         yield CLIENTS[0]
         raise FormatError("the file is cut")
@@ -126,7 +126,7 @@ WRITTEN_BUT_NOT_NAMED = "import os, time\nos.fsync = lambda file: (print('writte
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "pause", "said"), [("", 60, "half"), (WRITTEN_BUT_NOT_NAMED, 0, "written")])
-def test_a_process_killed_in_the_middle_leaves_nothing_that_is_taken_for_whole(before, pause, said, tmp_path, source):
+def test_a_killed_process_leaves_no_file_that_looks_complete(before, pause, said, tmp_path, source):
     cache = tmp_path / "cache"
     process = child(cache, source, pause=pause, rows=300_000, before=before)
     while (line := process.stdout.readline().strip()) != said:
@@ -151,8 +151,8 @@ def test_of_two_processes_one_converts_and_the_other_waits(tmp_path, source):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no such limits there")
-def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, source):
-    """A limit on the size of files stands in for the disk."""
+def test_a_full_disk_is_reported_and_leaves_no_file(tmp_path, source):
+    """A limit on file sizes simulates a full disk."""
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
     output, _ = child(tmp_path / "cache", source, rows=300_000, before=limit).communicate(timeout=60)
     number, _, message = output.splitlines()[-1].partition(" ")
@@ -164,13 +164,13 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path, source):
 
 
 @pytest.mark.skipif(os.name == "nt" or os.getuid() == 0, reason="root may write anywhere")
-def test_a_cache_that_cannot_be_written_is_said(tmp_path, source):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, source):
     (tmp_path / "closed").mkdir(mode=0o500)
     with pytest.raises(OSError, match="cannot be written .*set FEDSIM_CACHE or cache= to another folder"):
         convert(tmp_path / "closed" / "cache", source)
 
 
-def test_cached_is_what_was_fetched_whole(tmp_path, source):
+def test_only_complete_downloads_count_as_cached(tmp_path, source):
     assert not _cache.is_cached("mine", tmp_path)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / ".lock").touch()
@@ -182,7 +182,7 @@ def test_cached_is_what_was_fetched_whole(tmp_path, source):
     assert _cache.is_cached("mine", tmp_path)
 
 
-def test_a_cached_file_that_is_damaged_says_what_to_delete(tmp_path, source):
+def test_the_error_for_a_damaged_cached_file_says_what_to_delete(tmp_path, source):
     convert(tmp_path / "cache", source)
     (train,) = (tmp_path / "cache").rglob("train.h5")
     train.write_bytes(train.read_bytes()[:-1])
@@ -190,7 +190,7 @@ def test_a_cached_file_that_is_damaged_says_what_to_delete(tmp_path, source):
         convert(tmp_path / "cache", source)
 
 
-def test_a_cache_that_is_a_file_says_what_to_set(tmp_path, source):
+def test_the_error_for_a_cache_that_is_a_file_says_what_to_set(tmp_path, source):
     (tmp_path / "cache").write_text("")
     with pytest.raises(OSError, match="cannot be written .*FEDSIM_CACHE"):
         convert(tmp_path / "cache", source)

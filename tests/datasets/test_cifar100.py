@@ -1,4 +1,4 @@
-"""Tests of `cifar100`, on files of both forms that the tests write themselves."""
+"""Tests of `cifar100`, on files of both formats, written by the tests."""
 
 import h5py
 import numpy as np
@@ -40,7 +40,7 @@ def write_hdf5(folder, splits):
 
 
 @pytest.mark.parametrize("write", [write_sqlite, write_hdf5])
-def test_every_form_gives_the_same_images(write, tmp_path):
+def test_every_format_gives_the_same_images(write, tmp_path):
     write(tmp_path, SPLITS)
     loaded = datasets.load("cifar100", data=tmp_path)
     for split, content in ((loaded.train, SPLITS["train"]), (loaded.test, SPLITS["test"])):

@@ -24,7 +24,7 @@ def two_clients(data, cache):
     return {"train": both, "test": both}
 
 
-def test_unknown_names_are_refused_with_the_nearest():
+def test_the_error_for_an_unknown_name_suggests_similar_names():
     for ask in (datasets.load, datasets.describe):
         with pytest.raises(ValueError, match=r"no dataset 'emnist_62'. Did you mean 'emnist62'"):
             ask("emnist_62")
@@ -83,7 +83,7 @@ def test_a_taken_name_is_refused_and_the_same_function_again_is_not():
         datasets.register("digits")(two_clients)
 
 
-def test_every_dataset_says_all_of_itself_and_its_model_fits():
+def test_every_dataset_is_described_completely_and_its_model_fits():
     assert {"digits", "emnist62"} <= set(datasets.names())
     for name in datasets.names():
         about = datasets.describe(name)
@@ -143,7 +143,7 @@ def test_options_come_by_keyword_or_in_the_name():
         ("", "There is no dataset ''"),
     ],
 )
-def test_options_that_cannot_be_are_refused(name, message):
+def test_impossible_options_are_refused(name, message):
     datasets.register("sized")(sized)
     datasets.register("plain")(two_clients)
     for ask in (datasets.load, datasets.describe):
@@ -175,7 +175,7 @@ def test_a_family_gets_what_follows_its_prefix():
             datasets.register(name)
 
 
-def test_a_loader_in_a_file_of_ones_own(tmp_path):
+def test_a_loader_in_a_user_s_file(tmp_path):
     folder = tmp_path / "my data (2)"
     folder.mkdir()
     file = folder / "mine.py"
@@ -217,7 +217,7 @@ def test_a_loader_in_a_file_of_ones_own(tmp_path):
         ({"train": 1, "test": 2}, "returned int as train: expected FederatedData"),
     ],
 )
-def test_what_a_loader_returns_is_checked(returned, message):
+def test_the_result_of_a_loader_is_checked(returned, message):
     datasets.register("mine")(lambda data, cache: returned)
     with pytest.raises(ValueError, match=message):
         datasets.load("mine")
@@ -229,7 +229,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
         datasets.load("emnist62", data=tmp_path / "train.sqlite")
 
 
-def test_a_loader_of_other_arguments_is_refused():
+def test_a_loader_with_other_parameters_is_refused():
     datasets.register("nothing")(lambda: two_clients(None, None))
     with pytest.raises(ValueError, match=r"loader of 'nothing' must take \(data, cache, ...options\), and it takes \(\)"):
         datasets.load("nothing")
@@ -240,7 +240,7 @@ def test_a_loader_of_other_arguments_is_refused():
 
 
 def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
-    """Its functions are the same under two modules' names; one of the same name in another file is another's."""
+    """Its functions are the same under two module names; a function with the same name in another file is a different one."""
     source = (
         "from fedsim import datasets\n@datasets.register('both')\ndef load(data, cache):\n    return datasets.load('digits')\n"
     )
@@ -261,7 +261,7 @@ def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
         ("def load(data, cache)", "Cannot import .*expected ':'"),
     ],
 )
-def test_what_is_wrong_with_a_loader_of_ones_own_is_said(tmp_path, body, message):
+def test_errors_in_a_user_s_loader_are_reported(tmp_path, body, message):
     (tmp_path / "mine.py").write_text(body)
     with pytest.raises(ValueError, match=message):
         datasets.load(f"{tmp_path}/mine.py:load")

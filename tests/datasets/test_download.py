@@ -1,4 +1,4 @@
-"""Tests of fetching, against a server on this machine that misbehaves on purpose."""
+"""Tests of downloads from a local server that fails on purpose."""
 
 import bz2
 import contextlib
@@ -25,7 +25,7 @@ HASH = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Serves ``server.content``; each request first takes the next fault off ``server.faults``."""
+    """Serves ``server.content``; each request first removes the next fault from ``server.faults``."""
 
     def do_GET(self):
         fault = self.server.faults.pop(0) if self.server.faults else {}
@@ -96,7 +96,7 @@ def test_a_file_is_fetched_once(server, tmp_path):
     assert os.listdir(path.parent) == ["file.bin"]
 
 
-def test_a_cut_transfer_is_resumed_where_it_ended(server, tmp_path):
+def test_an_interrupted_transfer_is_resumed(server, tmp_path):
     server.faults = [{"cut": 100_000}, {"cut": 50_000}]
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-", "bytes=150000-"]
@@ -111,26 +111,26 @@ def test_a_transfer_is_resumed_by_the_next_call(server, tmp_path):
     assert server.ranges[-1] == "bytes=100000-"
 
 
-def test_a_server_that_cannot_resume_sends_all_again(server, tmp_path):
+def test_a_server_that_cannot_resume_sends_the_whole_file_again(server, tmp_path):
     server.resumes = False
     server.faults = [{"cut": 100_000}, {"cut": 20_000}]
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
     assert len(server.ranges) == 3
 
 
-def test_a_server_that_resumes_elsewhere_is_not_believed(server, tmp_path):
+def test_a_server_that_resumes_at_another_byte_is_not_trusted(server, tmp_path):
     server.faults = [{"cut": 100_000}, {"resume_at": 90_000}]
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-", None]
 
 
-def test_a_stalled_transfer_is_taken_up_again(server, tmp_path):
+def test_a_stalled_transfer_is_resumed(server, tmp_path):
     server.faults = [{"cut": 100_000, "stall": 5}]
     assert fetch(server, tmp_path / "file.bin", sha256=HASH, timeout=0.3).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-"]
 
 
-def test_a_server_that_always_stalls_is_given_up(server, tmp_path):
+def test_a_download_fails_if_the_server_always_stalls(server, tmp_path):
     server.faults = [{"cut": 0, "stall": 5}] * 9
     with pytest.raises(DownloadError, match=r"was interrupted 3 times at byte 0 \(no byte for 0.2 seconds\)"):
         fetch(server, tmp_path / "file.bin", timeout=0.2, retries=2)
@@ -163,14 +163,14 @@ def test_another_hash_is_refused_and_nothing_kept(server, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_beginning_of_another_file_is_thrown_away(server, tmp_path):
+def test_the_partial_file_of_another_file_is_discarded(server, tmp_path):
     (tmp_path / "file.bin.part").write_bytes(b"x" * 1000)
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
     assert server.ranges == ["bytes=1000-", None]
 
 
 @pytest.mark.parametrize("left", [CONTENT, CONTENT + b"more"], ids=["whole", "too_long"])
-def test_a_part_as_long_as_the_file_or_longer_ends_well(server, tmp_path, left):
+def test_a_partial_file_may_be_as_long_as_the_file_or_longer(server, tmp_path, left):
     (tmp_path / "file.bin.part").write_bytes(left)
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
 
@@ -218,7 +218,7 @@ def test_nothing_is_extracted_outside_the_folder(tmp_path):
     assert list(tmp_path.iterdir()) == [inside]
 
 
-def test_a_link_is_no_member(tmp_path):
+def test_a_link_does_not_count_as_a_member(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         link = tarfile.TarInfo("a.h5")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
@@ -228,7 +228,7 @@ def test_a_link_is_no_member(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.9])
-def test_a_cut_archive_is_named_and_no_member_takes_its_name(tmp_path, share):
+def test_a_truncated_archive_is_named_and_no_member_gets_its_final_name(tmp_path, share):
     content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # Several blocks of bzip2.
     (tmp_path / "a.tar.bz2").write_bytes(content[: int(len(content) * share)])
     with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to download it again"):
@@ -258,7 +258,7 @@ def test_a_compressed_file_is_fetched_decompressed_and_removed(server, tmp_path,
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
-def test_a_cut_compressed_file_is_named_and_nothing_half_is_left(tmp_path, suffix, share):
+def test_a_truncated_compressed_file_is_named_and_no_incomplete_file_is_left(tmp_path, suffix, share):
     content = COMPRESSED[suffix](CONTENT)
     path = tmp_path / f"a.sqlite{suffix}"
     path.write_bytes(content[: int(len(content) * share)])
@@ -276,7 +276,7 @@ def test_another_size_is_refused_and_nothing_kept(server, tmp_path):
         fetch(server, tmp_path / "file.bin", num_bytes=300_000)
 
 
-def test_a_file_that_needs_no_unpacking_stays_as_it_is(server, tmp_path):
+def test_a_file_that_needs_no_extraction_is_not_changed(server, tmp_path):
     _download.Download(server.url, ("file.bin",), HASH, len(CONTENT)).into(tmp_path)
     assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
@@ -284,8 +284,8 @@ def test_a_file_that_needs_no_unpacking_stays_as_it_is(server, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="no such limits there")
 @pytest.mark.parametrize("form", ["plain", "tar", "bz2"])
-def test_a_full_disk_is_said_and_nothing_half_written_takes_a_name(server, tmp_path, form):
-    """A limit on the size of files stands in for the disk."""
+def test_a_full_disk_is_reported_and_no_incomplete_file_gets_its_final_name(server, tmp_path, form):
+    """A limit on file sizes simulates a full disk."""
     server.content = {"plain": CONTENT, "tar": pack([("a.h5", b"A" * 300_000)]), "bz2": bz2.compress(b"A" * 300_000)}[form]
     name = {"plain": "a.h5", "tar": "a.tar", "bz2": "a.h5.bz2"}[form]
     script = f"""
@@ -304,7 +304,7 @@ except OSError as error:
     assert sorted(os.listdir(tmp_path)) == [".lock", *left]
 
 
-def test_of_several_processes_one_fetches(server, tmp_path):
+def test_one_of_several_processes_downloads(server, tmp_path):
     server.content = pack([("a.h5", CONTENT)])
     script = f"""
 from pathlib import Path

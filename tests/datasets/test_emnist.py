@@ -1,4 +1,4 @@
-"""Tests of `emnist62` and `emnist10`, on files of every form that the tests write themselves, and on real ones if any."""
+"""Tests of `emnist62` and `emnist10`, on files of every format, written by the tests, and on real files if there are any."""
 
 import gzip
 import hashlib
@@ -52,7 +52,7 @@ def folder(tmp_path):
     return folder
 
 
-def test_pixels_become_ink_and_labels_stay(folder):
+def test_pixels_are_inverted_and_labels_are_not_changed(folder):
     splits = datasets.load("emnist62", data=folder)
     for split, source in ((splits.train, clients()), (splits.test, clients(sizes=(1, 0)))):
         assert list(split.client_ids) == list(source)
@@ -66,7 +66,7 @@ def test_pixels_become_ink_and_labels_stay(folder):
 
 
 def write_form(form, folder, content, split, *, digits=False):
-    """What FedJAX, TFF and LEAF would write of ``content``."""
+    """Writes ``content`` as FedJAX, TFF or LEAF would."""
     infix = "digitsonly_" if digits else ""
     if form == "FedJAX's SQLite":
         named = {f"{hashlib.md5(name.encode()).hexdigest()[:16]}:{name}": features for name, features in content.items()}
@@ -88,7 +88,7 @@ FORMS = ["FedJAX's SQLite", "TFF's SQLite", "TFF's HDF5", "LEAF's JSON"]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_images(form, tmp_path):
+def test_every_format_gives_the_same_images(form, tmp_path):
     splits = {"train": clients(np.float32), "test": clients(np.float32, sizes=(1, 2))}
     if form == "TFF's SQLite":
         files = {f"all_{split}": FederatedData.from_clients(content) for split, content in splits.items()}
@@ -136,7 +136,7 @@ def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_floats_are_rounded_back_to_what_they_were(folder, dtype):
+def test_floats_are_rounded_to_the_original_bytes(folder, dtype):
     write(folder / "fed_emnist_train.h5", clients(dtype))
     expected = np.concatenate([255 - features["pixels"][..., None] for features in clients().values()])
     np.testing.assert_array_equal(datasets.load("emnist62", data=folder).train.columns["x"], expected)
@@ -176,7 +176,7 @@ def test_a_folder_without_exactly_one_file_of_each_kind_is_refused(folder):
         datasets.load("emnist62", data=folder)
 
 
-def test_a_cut_file_is_named(folder):
+def test_a_truncated_file_is_named(folder):
     path = folder / "fed_emnist_test.h5"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"fed_emnist_test.h5 is truncated or damaged"):
@@ -185,7 +185,7 @@ def test_a_cut_file_is_named(folder):
 
 @pytest.fixture
 def archive(folder, tmp_path, monkeypatch):
-    """The archive, as fetched by hand into the cache."""
+    """An archive that the user has downloaded into the cache."""
     path = tmp_path / "cache" / "emnist62" / "fed_emnist.tar.bz2"
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:bz2") as tar:
@@ -215,7 +215,7 @@ def test_an_archive_with_another_hash_is_refused(archive, tmp_path):
         datasets.load("emnist62", cache=tmp_path / "cache")
 
 
-def test_the_next_best_form_is_fetched_when_the_best_is_refused(folder, tmp_path, monkeypatch):
+def test_the_next_format_is_downloaded_if_the_first_is_refused(folder, tmp_path, monkeypatch):
     asked = []
 
     def fetch(url, path, **how):
@@ -236,7 +236,7 @@ def test_the_next_best_form_is_fetched_when_the_best_is_refused(folder, tmp_path
     ]
 
 
-def test_without_a_network_one_line_names_the_two_ways_out(tmp_path, monkeypatch):
+def test_without_a_network_the_error_is_one_line_with_two_remedies(tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
         raise _download.UnreachableError("ADDRESS cannot be reached (Name or service not known).")
 
@@ -277,7 +277,7 @@ def test_real_files_of_fedjax_give_the_same_images_as_those_of_tff(tmp_path):
 
 @needs_real
 def test_real_files_of_leaf_show_the_images_of_those_of_tff():
-    """LEAF split the same images in another way: each of a writer's is looked for among all of hers at TFF."""
+    """LEAF splits the same images differently, so each image of a writer is searched among all of the writer's in TFF's files."""
     leaf, tff = datasets.load("emnist62", data=REAL / "leaf_sample"), datasets.load("emnist62", data=REAL)
     assert leaf.train.num_clients == 6
     for split in (leaf.train, leaf.test):
@@ -291,7 +291,7 @@ def test_real_files_of_leaf_show_the_images_of_those_of_tff():
 
 
 @needs_real
-def test_real_digits_are_those_of_the_whole():
+def test_real_digits_are_those_of_the_files_with_all_classes():
     digits, everything = datasets.load("emnist10", data=REAL).train, datasets.load("emnist62", data=REAL).train
     assert digits.num_examples == (everything.columns["y"] < 10).sum() == 29_296
     assert sorted(set(np.unique(digits.columns["y"]))) == list(range(10))

@@ -1,4 +1,4 @@
-"""Tests of `mnist`, `fashion_mnist` and `cifar10`: files that the tests write themselves, every partition, and real MNIST."""
+"""Tests of `mnist`, `fashion_mnist` and `cifar10`: files written by the tests, every partition, and real MNIST."""
 
 import gzip
 import hashlib
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def rows(population):
-    """Every example as bytes of image and label, sorted: what a partition must neither lose nor repeat."""
+    """Returns every example as bytes of image and label, sorted. A partition must not lose or repeat any."""
     return sorted(x.tobytes() + bytes([y]) for x, y in zip(population.columns["x"], population.columns["y"], strict=True))
 
 
@@ -92,7 +92,7 @@ def test_evaluation_sees_every_test_image_once(folder):
     assert evaluation.overall["accuracy"] == expected.overall["accuracy"]
 
 
-def test_arrays_of_ones_own_are_partitioned_with_one_call():
+def test_a_user_s_arrays_are_partitioned_with_one_call():
     columns = {"x": np.arange(1000), "y": np.arange(1000) % 10}
     fractions = {"train": 0.7, "validation": 0.1, "test": 0.2}
     splits = datasets.partition_and_split(columns, "dirichlet", clients=10, alpha=0.3, seed=0, fractions=fractions)
@@ -136,7 +136,7 @@ def test_options_reach_the_partitioner(folder):
         ("partition='writers', test_fraction=0.3", "takes no test_fraction"),
     ],
 )
-def test_partitions_that_cannot_be_are_refused(options, message, folder):
+def test_impossible_partitions_are_refused(options, message, folder):
     with pytest.raises(ValueError, match=message):
         datasets.load(f"mnist({options})", data=folder)
 
@@ -217,7 +217,7 @@ def test_real_mnist_by_its_writers_and_by_shards():
 
 
 def cifar_record(image, label):
-    """As its page says: the label, then 1024 reds, 1024 greens, 1024 blues, row by row."""
+    """The format that its web page states: the label, then 1024 reds, 1024 greens, 1024 blues, row by row."""
     return bytes([label]) + b"".join(image[:, :, channel].tobytes() for channel in range(3))
 
 

@@ -1,4 +1,4 @@
-"""The stand-ins: true sizes, skew, the same clients in any number, generated once, and something to learn."""
+"""The stand-ins: real sizes, skew, clients that do not depend on their number, generation once, and learnable labels."""
 
 import csv
 import functools
@@ -45,7 +45,7 @@ def test_contract(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_client_is_the_same_however_many_there_are(name):
+def test_a_client_does_not_depend_on_the_number_of_clients(name):
     few, more = load(name, clients=3, max_examples=50), load(name, clients=20)
     for split in ("train", "test"):
         few_split, more_split = getattr(few, split), getattr(more, split)
@@ -106,7 +106,7 @@ def test_arguments_out_of_range_are_named(name, options, message):
 
 
 def test_more_examples_than_fit_are_refused_before_any_is_generated():
-    with pytest.raises(ValueError, match=r"examples of train are too many, .*: give fewer clients or max_examples"):
+    with pytest.raises(ValueError, match=r"'train' would have .* examples, more than .*: lower clients or max_examples"):
         datasets.load("stackoverflow_like(clients=10_000_000)")
 
 
@@ -139,7 +139,7 @@ def test_exponent_of_the_sizes_gives_the_mean_in_closed_form():
     assert abs(mean - 0.5 - 135_818_730 / 342_477) < 1
 
 
-def test_mixes_have_mean_and_variance_of_a_dirichlet_distribution():
+def test_mixtures_have_mean_and_variance_of_a_dirichlet_distribution():
     base = np.array([0.5, 0.3, 0.15, 0.05])
     cumulative = _stand_in.dirichlet_mixes(0, "test", base, 4.0)
     shares = np.diff(cumulative, axis=1, prepend=0)
@@ -150,7 +150,7 @@ def test_mixes_have_mean_and_variance_of_a_dirichlet_distribution():
     assert not np.allclose(shares.var(0), base * (1 - base) / (8 + 1), rtol=0.1)
 
 
-def test_kinds_are_picked_as_often_as_a_mix_says():
+def test_kinds_are_drawn_with_the_frequencies_of_a_mixture():
     mixes = np.cumsum([[0.1, 0.6, 0.3], [0.0, 0.0, 1.0], [1.0, 0.0, 0.0]], axis=1)
     u = (np.arange(10_000) + 0.5) / 10_000
     for mix, expected in enumerate(([1_000, 6_000, 3_000], [0, 0, 10_000], [10_000, 0, 0])):
@@ -178,7 +178,7 @@ def test_classes_have_their_frequencies_and_concentration_says_how_much_writers_
     assert abs(alike.var(0).sum() / multinomial - 1) < 0.1
 
 
-def test_images_have_strokes_on_paper_and_writers_a_hand():
+def test_images_have_strokes_and_writers_have_a_style():
     x = load("emnist62_like", clients=20).train.columns["x"]
     assert 0.1 < (x > 127).mean() < 0.25  # EMNIST: 0.16
     assert ((x > 0) & (x < 255)).mean() < 0.15
@@ -211,7 +211,7 @@ def test_words_follow_zipfs_law():
 
 def test_users_of_few_topics_use_words_of_their_own():
     def own(concentration):
-        """How much better a user's words of every second sentence foretell those of the others than anybody's do."""
+        """How much better a user's even sentences predict the odd ones than other users' sentences do."""
         rows = _stackoverflow_like.rows(
             np.repeat(np.arange(20), 200), np.tile(np.arange(200), 20), split=0, seed=0, concentration=concentration
         )
@@ -247,7 +247,7 @@ def test_a_model_learns_the_characters():
 
 
 def test_a_model_of_word_pairs_learns_and_scrambled_sentences_teach_it_nothing():
-    """Counts of pairs, backed off to single words, tell the next word better than single words do."""
+    """Counts of word pairs, with single words as a fallback, predict the next word better than single words do."""
 
     def gain(scrambled):
         splits = load("stackoverflow_like", clients=100)

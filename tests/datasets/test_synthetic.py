@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta) and toy regression: against the closed forms of their recipes, with negative controls."""
+"""Synthetic(alpha, beta) and toy regression: against the closed forms of their definitions, with negative controls."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fedsim.datasets._synthetic import synthetic
 
 @pytest.fixture(scope="module")
 def many():
-    """Of 300 clients, without their largest: means of means need no more rows."""
+    """300 clients without the largest ones, because means over clients do not need more rows."""
     return synthetic(1, 2, clients=300)["train"]
 
 
@@ -73,7 +73,7 @@ def test_a_client_is_learnt_by_a_linear_model_and_scrambled_labels_are_not():
     assert accuracy(jnp.asarray(np.random.default_rng(0).permutation(client["y"]))) < 0.9
 
 
-def test_alpha_moves_all_logits_alike_and_so_no_label():
+def test_alpha_shifts_all_logits_equally_and_changes_no_label():
     near, far = (synthetic(alpha, 1)["train"] for alpha in (0, 3))
     np.testing.assert_array_equal(near.columns["x"], far.columns["x"])
     assert np.mean(near.columns["y"] == far.columns["y"]) > 0.999  # all but ties of rounding
@@ -101,7 +101,7 @@ def test_iid_clients_share_one_model_and_their_features_have_mean_zero():
     assert np.mean(predicted == y[half:]) > 0.6
 
 
-def test_a_client_is_the_same_however_many_there_are():
+def test_a_client_does_not_depend_on_the_number_of_clients():
     few, more = synthetic(1, 1, clients=3)["train"], synthetic(1, 1, clients=5)["train"]
     for name in few.client_ids:
         np.testing.assert_array_equal(few[name]["x"], more[name]["x"])

@@ -1,4 +1,4 @@
-"""Tests of the text datasets on small files of every form, and on real ones where there are."""
+"""Tests of the text datasets on small files of every format, and on real files if there are any."""
 
 import gzip
 import hashlib
@@ -55,7 +55,7 @@ PLAYS = {
 
 
 @pytest.mark.parametrize("write", FORMS)
-def test_shakespeare_is_the_same_from_every_form(write, tmp_path):
+def test_shakespeare_is_the_same_from_every_format(write, tmp_path):
     write(tmp_path, "shakespeare", PLAYS)
     loaded = datasets.load("shakespeare(length=4)", data=tmp_path)
     assert sorted(loaded.train.client_ids) == ["HAMLET_GHOST", "HAMLET_QUEEN"]
@@ -112,7 +112,7 @@ def counts(folder, words="sort 9\nto 7\nlist 3\n", tags='{"java": 1, "python": 2
 
 
 @pytest.mark.parametrize("write", FORMS)
-def test_stackoverflow_words_are_the_same_from_every_form(write, tmp_path):
+def test_stackoverflow_words_are_the_same_from_every_format(write, tmp_path):
     write(tmp_path, "stackoverflow", POSTS)
     counts(tmp_path)
     loaded = datasets.load("stackoverflow_word(vocabulary=3, length=4)", data=tmp_path)
@@ -125,7 +125,7 @@ def test_stackoverflow_words_are_the_same_from_every_form(write, tmp_path):
 
 
 @pytest.mark.parametrize("write", FORMS)
-def test_stackoverflow_tags_are_the_same_from_every_form(write, tmp_path):
+def test_stackoverflow_tags_are_the_same_from_every_format(write, tmp_path):
     write(tmp_path, "stackoverflow", POSTS)
     counts(tmp_path)
     loaded = datasets.load("stackoverflow_tag(vocabulary=3, tags=2, length=5)", data=tmp_path)
@@ -183,8 +183,8 @@ def test_a_split_that_is_not_there_and_a_missing_feature_are_named(tmp_path):
         datasets.load("stackoverflow_tag(vocabulary=3, tags=2)", data=tmp_path)
 
 
-def test_what_is_fetched_of_stackoverflow(tmp_path, monkeypatch):
-    """FedJAX's three files, and TFF's archives of counts; again, nothing is."""
+def test_the_downloads_of_stackoverflow(tmp_path, monkeypatch):
+    """FedJAX's three files and TFF's archives of counts; the second call downloads nothing."""
     source, asked = tmp_path / "source", []
     source.mkdir()
     write_fedjax(source, "stackoverflow", POSTS)
@@ -219,7 +219,7 @@ def test_what_is_fetched_of_stackoverflow(tmp_path, monkeypatch):
     ]
 
 
-def test_without_a_network_one_line_names_the_ways_out(tmp_path, monkeypatch):
+def test_without_a_network_the_error_is_one_line_with_two_remedies(tmp_path, monkeypatch):
     def no_network(url, path, **how):
         raise _download.UnreachableError(f"{url} cannot be reached (Name or service not known).")
 
@@ -259,7 +259,7 @@ def test_stackexchange_is_read_from_json_lines(tmp_path):
     assert loaded.train["beer:1"]["x"].tolist() == [[1, 5, 5], [1, 3, 4]]
 
 
-def test_stackexchange_is_not_for_download(tmp_path):
+def test_stackexchange_cannot_be_downloaded(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"'stackexchange' cannot be downloaded: give a folder that holds JSON lines"):
         datasets.load("stackexchange", cache=tmp_path)
     with pytest.raises(FileNotFoundError, match=r"No 'stackexchange' in .*, which holds nothing: expected JSON lines"):

@@ -1,4 +1,4 @@
-"""Tests of `tfds:NAME`, on a tiny dataset that TensorFlow Datasets' own writer makes here."""
+"""Tests of `tfds:NAME`, on a tiny dataset written by TensorFlow Datasets."""
 
 import io
 import itertools
@@ -20,7 +20,7 @@ def png(shade):
 
 
 class Shades(tfds.core.GeneratorBasedBuilder):
-    """Twelve squares, each of its own shade, by two people."""
+    """Twelve squares of different shades by two users."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -89,6 +89,6 @@ def test_clients_by_a_feature_of_the_dataset(folder):
         ("tfds:shades(clients=0)", "clients"),
     ],
 )
-def test_what_is_not_there_is_said(name, message, folder):
+def test_missing_names_are_reported(name, message, folder):
     with pytest.raises(ValueError, match=message):
         datasets.load(name, data=folder)

@@ -1,4 +1,4 @@
-"""What every partitioner of examples promises: nothing lost, nothing twice, a pure function of its arguments."""
+"""Guarantees of every partitioner of examples: no example is lost or assigned twice, and the result is a pure function."""
 
 import hashlib
 import inspect
@@ -90,7 +90,7 @@ def test_neither_arguments_nor_global_randomness_are_touched(name):
 
 
 def test_labels_may_be_names():
-    """Names in the order of the numbers they stand for: the same partition."""
+    """Names in the same order as the numbers they replace give the same partition."""
     names = np.array([f"label {label}" for label in LABELS])
     for make in (
         lambda labels: partitioners.dirichlet(labels, clients=5, alpha=0.3, seed=0),

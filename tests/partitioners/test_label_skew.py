@@ -23,7 +23,7 @@ def test_balanced_sizes_differ_by_at_most_one(clients, alpha):
 
 @pytest.mark.parametrize(("alpha", "off"), [(0.1, 0.15), (1.0, 1.5), (10.0, 100.0)])
 def test_balanced_mixtures_are_dirichlet(alpha, off):
-    """E sum p² = (a + 1) / (10 a + 1), and 1/60 for drawing 60 examples by it; another alpha is told apart."""
+    """E sum p² = (a + 1) / (10 a + 1), and 1/60 for drawing 60 examples by it; another alpha would fail."""
     labels = np.tile(np.arange(10), 6000)
     parts = partitioners.dirichlet_balanced(labels, clients=1000, alpha=alpha, seed=0)
     counts, _ = heterogeneity.label_counts(labels, parts)
@@ -61,7 +61,7 @@ def test_uneven_shards_have_at_most_two_labels_each(shards_per_client):
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(100, 2), (13, 3), (7, 10), (10, 1)])
-def test_every_client_has_exactly_so_many_classes(clients, classes):
+def test_every_client_has_exactly_the_given_number_of_classes(clients, classes):
     parts = partitioners.classes_per_client(LABELS, clients=clients, classes=classes, seed=0)
     assert set(labels_of(parts)) == {classes}
     counts, _ = heterogeneity.label_counts(LABELS, parts)
@@ -71,7 +71,7 @@ def test_every_client_has_exactly_so_many_classes(clients, classes):
         assert column[column > 0].max() - column[column > 0].min() <= 1
 
 
-def test_which_classes_come_together_is_drawn():
+def test_combinations_of_classes_are_random():
     parts = partitioners.classes_per_client(LABELS, clients=100, classes=2, seed=0)
     pairs = {tuple(np.unique(LABELS[rows])) for rows in parts}
     assert len(pairs) > 20

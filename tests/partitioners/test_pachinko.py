@@ -27,18 +27,18 @@ def law(mixture):
 
 
 def tree(left):
-    """Coarse labels alike, fine ones below alike: fine 1 inherits the half of its parent when fine 0 is used up."""
+    """Coarse labels are equally likely, and so are the fine labels below each: fine 1 gets the half of fine 0 when it runs out."""
     return [0.25, 0.25, 0.5] if left[0] else [0, 0.5, 0.5]
 
 
 def flat(left):
-    """The wrong law: what is left is scaled up regardless of the tree."""
+    """A wrong distribution for comparison: the remaining labels are rescaled without regard to the tree."""
     return [0.25, 0.25, 0.5] if left[0] else [0, 1 / 3, 2 / 3]
 
 
 @pytest.mark.parametrize(("mixture", "right"), [(tree, True), (flat, False)])
-def test_a_used_up_label_leaves_its_share_to_its_siblings(mixture, right):
-    """Large alpha and beta make the client's mixtures equal; the flat law is the negative control."""
+def test_the_share_of_an_exhausted_label_goes_to_its_siblings(mixture, right):
+    """Large alpha and beta make the client's mixtures equal; the distribution without a tree is the negative control."""
     found = Counter()
     for seed in range(1500):
         (rows,) = pachinko(FINE, COARSE, clients=1, examples=3, alpha=1e8, beta=1e8, seed=seed)
@@ -69,7 +69,7 @@ def by_the_paper(fine, coarse, clients, examples, alpha, beta, draw):
     return parts
 
 
-def test_clients_are_as_skewed_as_by_the_paper_s_loop():
+def test_clients_are_as_skewed_as_those_of_the_paper_s_loop():
     """Mean numbers of coarse and fine labels a client, over three seeds of 60 clients of 40 examples."""
     fine = np.tile(np.arange(40), 60)
     coarse = fine // 5
@@ -86,7 +86,7 @@ def test_clients_are_as_skewed_as_by_the_paper_s_loop():
         assert stats.ttest_ind(other[:, column], theirs[:, column]).pvalue < 1e-6
 
 
-def test_mixtures_whose_last_labels_are_next_to_impossible_lose_no_example():
+def test_mixtures_with_tiny_probabilities_lose_no_example():
     fine = np.random.default_rng(77).integers(0, 10, 500)
     with np.errstate(all="raise", under="ignore"):
         parts = pachinko(fine, fine // 2, clients=7, alpha=1e-3, beta=1e-3, seed=5)
@@ -106,14 +106,14 @@ def test_the_shape_of_tff_s_cifar_100():
     assert np.mean(coarse) == pytest.approx(expected, rel=0.05)
 
 
-def test_with_examples_the_others_are_left_out():
+def test_with_a_number_of_examples_the_rest_is_not_used():
     parts = pachinko(FINE.repeat(20), COARSE.repeat(20), clients=4, examples=20, seed=0)
     given = np.concatenate(parts)
     assert {len(rows) for rows in parts} == {20}
     assert len(np.unique(given)) == 80
 
 
-def test_with_replacement_an_example_may_come_twice_and_no_label_is_used_up():
+def test_with_replacement_an_example_can_occur_twice_and_no_label_runs_out():
     parts = pachinko(FINE, COARSE, clients=40, examples=50, alpha=1e8, beta=1e8, seed=0, replace=True)
     assert {len(rows) for rows in parts} == {50}
     assert any(len(np.unique(rows)) < 50 for rows in parts)

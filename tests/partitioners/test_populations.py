@@ -18,7 +18,7 @@ def population(clients=10, shape=(4, 4, 3), dtype=np.uint8):
     return FederatedData.from_arrays({"x": x, "y": np.arange(len(x))}, sizes=sizes, client_ids=ids)
 
 
-def test_every_client_is_seen_or_held_out_with_all_it_has():
+def test_every_client_is_in_training_or_held_out_with_all_its_examples():
     data = population()
     seen, out = partitioners.held_out_clients(data, clients=3, seed=0)
     assert out.num_clients == 3 and set(seen.client_ids) | set(out.client_ids) == set(data.client_ids)
@@ -30,7 +30,7 @@ def test_every_client_is_seen_or_held_out_with_all_it_has():
                 np.testing.assert_array_equal(client[feature], data[client.client_id][feature])
 
 
-def test_more_held_out_clients_include_the_fewer():
+def test_a_larger_number_of_held_out_clients_includes_a_smaller_one():
     data = population()
     held_out = [set(partitioners.held_out_clients(data, clients=k, seed=4)[1].client_ids) for k in range(1, 10)]
     assert all(few < more for few, more in itertools.pairwise(held_out))
@@ -46,7 +46,7 @@ def test_impossible_numbers_of_held_out_clients_are_refused(clients):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((4, 4, 3), np.uint8), ((5, 5), np.float32)])
-def test_rotation_turns_every_fourth_client_alike(shape, dtype):
+def test_every_fourth_client_has_the_same_angle(shape, dtype):
     data = population(shape=shape, dtype=dtype)
     turned = partitioners.rotation(data)
     assert turned.columns["x"].dtype == dtype
@@ -56,7 +56,7 @@ def test_rotation_turns_every_fourth_client_alike(shape, dtype):
             np.testing.assert_array_equal(rotated, np.rot90(image, i % 4))
 
 
-def test_rotation_leaves_its_argument_alone_and_half_turns_fit_any_shape():
+def test_rotation_does_not_change_its_argument_and_180_degrees_fit_any_shape():
     data = population(shape=(2, 5))
     before = data.columns["x"].copy()
     turned = partitioners.rotation(data, angles=[180])
@@ -98,7 +98,7 @@ def test_noise_on_bytes_is_rounded_and_cut_off():
     assert np.mean(noisy[8000:] == 255) == pytest.approx(0.51, abs=0.03)
 
 
-def test_a_client_s_noise_does_not_depend_on_what_others_hold():
+def test_a_client_s_noise_does_not_depend_on_other_clients():
     few = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 5])
     many = FederatedData.from_arrays({"x": np.zeros(16)}, sizes=[11, 5])
     noise = [partitioners.noise(data, sigma=1.0, seed=2)["1"]["x"] for data in (few, many)]
@@ -136,7 +136,7 @@ def test_every_feature_goes_to_exactly_one_party(order, sizes):
     assert neighbours is (order == "contiguous")
 
 
-def test_features_by_number_by_name_and_by_example_are_one():
+def test_features_may_be_given_by_number_by_name_or_by_example():
     by_number, by_name = partitioners.vertical(4, parties=2), partitioners.vertical(list("abcd"), parties=2)
     np.testing.assert_array_equal(by_number, by_name)
     np.testing.assert_array_equal(by_number, partitioners.vertical(np.zeros([9, 4]), parties=2))

@@ -19,7 +19,7 @@ def test_iid_sizes_differ_by_at_most_one():
         assert parts.sum() == examples and parts.max() - parts.min() <= 1
 
 
-def test_iid_does_not_look_at_the_examples():
+def test_iid_does_not_depend_on_the_examples():
     labels = np.repeat(np.arange(10), 100)
     by_labels, by_number = partitioners.iid(labels, clients=5, seed=3), partitioners.iid(1000, clients=5, seed=3)
     np.testing.assert_array_equal(by_labels, by_number)
@@ -98,13 +98,13 @@ def test_no_client_is_later_than_the_next(equal, dtype):
     assert all(earlier.max() <= later.min() for earlier, later in itertools.pairwise(blocks))
 
 
-def test_blocks_of_equal_time_are_equally_long_and_blocks_of_examples_equally_full():
+def test_blocks_have_equal_durations_or_equal_numbers_of_examples():
     times = np.concatenate([np.arange(100), [250, 399]])
     assert sizes(partitioners.temporal(times, clients=4, equal="time")).tolist() == [100, 0, 1, 1]
     assert sizes(partitioners.temporal(times, clients=4)).tolist() == [26, 26, 25, 25]
 
 
-def test_one_moment_has_one_client_by_time_and_keeps_its_order_by_examples():
+def test_equal_timestamps_have_one_client_by_time_and_keep_their_order_by_examples():
     assert sizes(partitioners.temporal(np.full(6, 7), clients=3, equal="time")).tolist() == [6, 0, 0]
     assert [rows.tolist() for rows in partitioners.temporal(np.full(6, 7), clients=3)] == [[0, 1], [2, 3], [4, 5]]
     assert sizes(partitioners.temporal([], clients=2, equal="time")).tolist() == [0, 0]
