@@ -277,7 +277,7 @@ def test_real_files_of_fedjax_give_the_same_images_as_those_of_tff(tmp_path):
 
 @needs_real
 def test_real_files_of_leaf_show_the_images_of_those_of_tff():
-    """LEAF splits the same images differently, so each image of a writer is searched among all of the writer's in TFF's files."""
+    """LEAF splits the images differently, so each image of a writer is searched among all of the writer's at TFF."""
     leaf, tff = datasets.load("emnist62", data=REAL / "leaf_sample"), datasets.load("emnist62", data=REAL)
     assert leaf.train.num_clients == 6
     for split in (leaf.train, leaf.test):

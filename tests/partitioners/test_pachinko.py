@@ -27,7 +27,7 @@ def law(mixture):
 
 
 def tree(left):
-    """Coarse labels are equally likely, and so are the fine labels below each: fine 1 gets the half of fine 0 when it runs out."""
+    """Coarse labels are equally likely, and so are the fine labels below each; fine 1 inherits the share of fine 0."""
     return [0.25, 0.25, 0.5] if left[0] else [0, 0.5, 0.5]
 
 
