@@ -188,7 +188,7 @@ def test_commands_are_listed(capsys):
         (["--dataset", "nowhere.py:load"], "nowhere.py:load': there is no file"),
         (["--model", "digits_dense(hiden=(3,))"], "The model 'digits_dense' has no option 'hiden'. Did you mean 'hidden'?"),
         (["--model", "digits_dens"], "There is no model 'digits_dens'. Did you mean 'digits_dense'"),
-        (["--model", "dense"], "The model 'dense' needs arguments"),
+        (["--model", "dense"], "The model 'dense' needs the option num_classes"),
         (["--algorithm", "fedporx"], "There is no algorithm 'fedporx'. Did you mean 'fedprox' or 'fedper'?"),
         (["--algorithm", "nowhere.py:Mine"], "nowhere.py:Mine': there is no file"),
         (["--algorithm", "no.such.module:Mine"], "Cannot import 'no.such.module:Mine'"),

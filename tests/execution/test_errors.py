@@ -269,5 +269,7 @@ def test_what_callbacks_return_is_checked_before_anything_is_compiled(execution,
 @pytest.mark.parametrize("call", ["apply", "apply_rounds"])
 def test_names_instead_of_a_cohort_are_refused(call):
     algorithm = FedAvg(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match=r"Expected a fedsim.Cohort, got (list|str).*fedsim.Cohort.of\(data, client_ids"):
+    with pytest.raises(
+        ValueError, match=r"got the (list|str) .*: expected a fedsim.Cohort, as from fedsim.Cohort.of\(data, client_ids"
+    ):
         getattr(algorithm, call)(algorithm.init(jax.random.key(0)), ["0", "1"])
