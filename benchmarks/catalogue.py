@@ -97,7 +97,7 @@ def fedjax(args: argparse.Namespace) -> Iterator[Part]:
             rows.append(row)
         about = {library: worker.about for library, worker in workers.items()}
         if about["fedsim"]["digest"] != about["fedjax"]["digest"]:
-            raise ContenderError("the contenders were given different data")
+            raise ContenderError("the contenders report different digests of the data: check workload.population")
         yield {"rows": rows, "turns": turns, "about": about}
 
 

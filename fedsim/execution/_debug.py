@@ -24,6 +24,8 @@ from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, 
 
 T = TypeVar("T")
 
+_EMPTY_CLIENT = "a client without examples, in an empty cohort"
+
 
 class StageError(RuntimeError):
     """An error inside an algorithm's method. It names the method, the client and the shapes of the arguments."""
@@ -95,19 +97,19 @@ class _PythonClients(Clients):
 
     def _staged(self, call: Call, work: Callable[..., T]) -> Callable[..., T]:
         def staged(shared: Any, client: Client) -> T:
-            return _stage(call.work_name, f"client {self._client_id(client)!r}", work, shared, client)
+            return _stage(call.work_name, self._name_of(client), work, shared, client)
 
         return staged
 
-    def _client_id(self, client: Client) -> str:
-        return self.cohort.data.client_ids[int(client.position)] if len(self.cohort) else "nobody"
+    def _name_of(self, client: Client) -> str:
+        return f"client {self.cohort.data.client_ids[int(client.position)]!r}" if len(self.cohort) else _EMPTY_CLIENT
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         slots, accumulator, entries = self.cohort.slots, None, None
         clients: list[Any] = list(enumerate(self.cohort.client_ids))
         # In an empty cohort, a client without examples determines the shapes of updates and infos. It does not count.
         for at, client_id in clients or [(0, None)]:
-            name, slot = f"client {client_id!r}" if client_id else "client 'nobody'", jnp.int32(at)
+            name, slot = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}", jnp.int32(at)
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
             rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
             self.columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
