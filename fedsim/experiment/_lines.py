@@ -87,7 +87,7 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
         return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
     line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
     for name in evaluation.clients:
-        if np.ndim(evaluation.overall.get(name)):
+        if np.ndim(evaluation.overall.get(name, 0)):
             continue
         over = evaluation.over_clients(name, lower_is_better=lower_is_better(name))
         names = {"mean": "mean", "std": "std", "worst10": "worst 10%"}

@@ -21,6 +21,15 @@ class Statistic(Protocol):
     For a batch of ``n`` examples, every leaf is an array ``[n, ...]`` or a `Sparse` value, with an entry for each example.
     Summed over examples, a leaf is ``[...]``. The sums of several clients have the leading axis ``[clients]``, so ``result``
     and ``weight`` must accept leading axes, in NumPy and in JAX arrays.
+
+    >>> class RootMeanSquare(NamedTuple):
+    ...     squares: Any
+    ...     weight: Any
+    ...     def result(self): return Mean(self.squares, self.weight).result() ** 0.5
+    >>> def rms(examples, outputs): return RootMeanSquare(outputs**2, jnp.ones(len(outputs), jnp.int32))
+    >>> statistic = rms({}, jnp.array([1.0, 7.0]))
+    >>> float(jax.tree.map(lambda leaf: np.sum(leaf, axis=0), statistic).result())
+    5.0
     """
 
     @property

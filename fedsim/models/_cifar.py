@@ -1,7 +1,7 @@
 """Models for small photographs: CIFAR-100 and CIFAR-10.
 
 Features: ``x: uint8 [32, 32, 3]`` (or floats); ``y: int32 []``, the class. In training, a random window of 24 by 24
-pixels is cropped of each image and flipped with probability 1/2; in evaluation, the central window is cropped. Each crop is
+pixels is cropped from each image and flipped with probability 1/2; in evaluation, the central window is cropped. Each crop is
 then standardized. This is the preprocessing of S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021,
 https://arxiv.org/abs/2003.00295, appendix C, and of their code (google-research/federated, utils/datasets/cifar100_dataset.py).
 """

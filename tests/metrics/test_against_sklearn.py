@@ -146,7 +146,9 @@ def test_over_clients_leaves_out_clients_for_which_a_metric_is_undefined():
     assert len(areas) < len(clients)
     over = evaluation.over_clients("auc")
     np.testing.assert_allclose([over["mean"], over["std"], over["worst 10%"]], [np.mean(areas), np.std(areas), min(areas)])
-    with pytest.raises(ValueError, match=r"'confusion' has an array of shape \[4, 4\] per client. Use clients\['confusion'\]"):
+    with pytest.raises(
+        ValueError, match=r"got 'confusion', which has an array of shape \[4, 4\] per client. Use clients\['confusion'\]"
+    ):
         evaluation.over_clients("confusion")
 
 

@@ -37,7 +37,7 @@ def values(examples, outputs):
         (lambda e, o: metrics.Mean(o[:, 0], 1.0), r"'wrong' returned Mean.weight of shape \[\]"),
         (lambda e, o: metrics.Mean(o[:, 0], o), r"total \[n\] and weight \[n, 4\].*per_example"),
         (lambda e, o: metrics.Sum(o.sum()), r"'wrong' returned Sum.total of shape \[\]"),
-        (lambda e, o: (o[:, 0], o[:, 0]), r"'wrong' returned a tuple, .*fedsim.metrics.Mean\(total, weight\)"),
+        (lambda e, o: (o[:, 0], o[:, 0]), r"'wrong' returned a tuple\. .*fedsim.metrics.Mean\(total, weight\)"),
         (lambda e, o: None, r"'wrong' returned a NoneType"),
         (lambda e, o: metrics.Sum(metrics.Sparse(o.astype(int)[0], o[0], (9,))), r"index \[4\] .*fedsim.metrics.Sparse.of"),
         (metrics.PerDomain(metrics.accuracy, 2), r"PerDomain reads the domain from feature 'domain_id', .*\['x', 'y'\]"),
