@@ -74,7 +74,7 @@ def attacked(attack, **columns):
         (lambda: attacked(attacks.PixelBackdoor(9, size=2), **IMAGES), "Expected target <= 1, the largest label of 'y'"),
         (
             lambda: attacked(attacks.PixelBackdoor(0, size=2, value=256), **IMAGES),
-            "range of .x., uint8, got value=256",
+            "range of uint8, the dtype of .x., got value=256",
         ),
         (lambda: train(attack=attacks.LabelFlip(3)), "Expected labels 'y' from 0 to 2"),
         (lambda: fedsim.experiment.RunConfig(clients=2.5), "Expected clients >= 1, got clients=2.5"),

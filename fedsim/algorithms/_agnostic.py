@@ -16,8 +16,8 @@ Deviations:
   instead.
 - A domain without examples in a round keeps its weight, and the other domains share the remaining weight. In both papers such a
   domain has a loss of 0.
-- A domain without examples in the window keeps the counts of the last window in which it had examples. A domain that was never
-  seen gets the mean count of the domains that were seen. So neither dominates the round in which it appears.
+- A domain without examples in the window keeps the counts of the last window in which it had examples. A domain that never
+  had examples gets the mean count of the other domains. So neither dominates the round in which it appears.
 - λ is updated with the losses at the parameters before training, and clients train with λ before its update, as in the first
   paper.
 """
@@ -47,7 +47,7 @@ class AgnosticState(NamedTuple):
       params, opt_state, round: see `ServerState`.
       weights: λ, ``float32 [domains]``.
       counts: the number of examples in each of the last rounds, ``float32 [window, domains]``. They are all 0 for a domain that
-        was never seen. If a domain has no examples in the window, they are its counts in the last window in which it had some.
+        never had examples. Without examples in the window, they are its counts in the last window in which it had examples.
     """
 
     params: Params
@@ -123,10 +123,10 @@ class AgnosticFedAvg(FedAvg):
 
     def broadcast(self, state: AgnosticState) -> AgnosticShared:
         counts = jnp.mean(state.counts, axis=0)
-        seen = counts > 0
-        of_others = metrics.Mean(jnp.sum(counts), jnp.sum(seen)).result()
-        # Before the first round no domain has been seen. Any positive count works, because the scale of alpha has no effect.
-        counts = jnp.where(seen, counts, jnp.maximum(of_others, 1 / self.window))
+        present = counts > 0
+        of_others = metrics.Mean(jnp.sum(counts), jnp.sum(present)).result()
+        # Before the first round no domain has examples. Any positive count works, because the scale of alpha has no effect.
+        counts = jnp.where(present, counts, jnp.maximum(of_others, 1 / self.window))
         return AgnosticShared(state.params, state.round, state.weights / counts)
 
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:

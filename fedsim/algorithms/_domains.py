@@ -1,6 +1,6 @@
 """Domains of examples: a check of the data, losses by domain, and two ascent updates of the domains' weights in the simplex.
 
-Both updates preserve the sum of the weights of the domains that are ``seen``, and do not change the other weights.
+Both updates preserve the sum of the weights of the domains that are ``present``, and do not change the other weights.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ def by_domain(values: jax.Array, mask: jax.Array, domains: jax.Array, num_domain
     >>> by_domain(jnp.array([1.0, 3.0, 5.0]), jnp.array([True, True, False]), jnp.array([0, 0, 1]), 2).result().tolist()
     [2.0, 0.0]
     """
-    zeros, seen = jnp.zeros(num_domains, jnp.float32), mask.astype(jnp.float32)
-    return metrics.Mean(*(zeros.at[domains].add(x) for x in (jnp.where(mask, values, 0.0), seen)))
+    zeros, ones = jnp.zeros(num_domains, jnp.float32), mask.astype(jnp.float32)
+    return metrics.Mean(*(zeros.at[domains].add(x) for x in (jnp.where(mask, values, 0.0), ones)))
 
 
-def exponentiated(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array:
+def exponentiated(weights: jax.Array, step: jax.Array, present: jax.Array) -> jax.Array:
     """Returns weights * exp(step), normalized to the previous sum. A weight of 0 stays 0.
 
-    >>> seen, weights = jnp.array([True, True, False]), jnp.array([0.25, 0.25, 0.5])
-    >>> (1000 * exponentiated(weights, jnp.log(jnp.array([3.0, 1.0, 9.0])), seen)).round().tolist()
+    >>> present, weights = jnp.array([True, True, False]), jnp.array([0.25, 0.25, 0.5])
+    >>> (1000 * exponentiated(weights, jnp.log(jnp.array([3.0, 1.0, 9.0])), present)).round().tolist()
     [375.0, 125.0, 500.0]
     """
     # The largest step is subtracted, so that no exponential overflows.
-    stepped = jnp.where(seen, weights * jnp.exp(step - jnp.max(step, where=seen, initial=0)), 0.0)
-    stepped *= jnp.sum(weights, where=seen) / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
-    return jnp.where(seen, stepped, weights)
+    stepped = jnp.where(present, weights * jnp.exp(step - jnp.max(step, where=present, initial=0)), 0.0)
+    stepped *= jnp.sum(weights, where=present) / jnp.maximum(jnp.sum(stepped), jnp.finfo(jnp.float32).tiny)
+    return jnp.where(present, stepped, weights)
 
 
-def projected(weights: jax.Array, step: jax.Array, seen: jax.Array) -> jax.Array:
+def projected(weights: jax.Array, step: jax.Array, present: jax.Array) -> jax.Array:
     """Returns the nearest point to weights + step that has no negative element and has the previous sum.
 
     >>> projected(jnp.array([0.25, 0.25, 0.5]), jnp.array([0.75, 0.0, 9.0]), jnp.array([True, True, False])).tolist()
     [0.5, 0.0, 0.5]
     """
-    values = jnp.where(seen, weights + step, -jnp.inf)
+    values = jnp.where(present, weights + step, -jnp.inf)
     descending = -jnp.sort(-values)
-    surplus = (jnp.cumsum(descending) - jnp.sum(weights, where=seen)) / jnp.arange(1.0, len(values) + 1)
+    surplus = (jnp.cumsum(descending) - jnp.sum(weights, where=present)) / jnp.arange(1.0, len(values) + 1)
     threshold = surplus[jnp.maximum(jnp.sum(descending > surplus) - 1, 0)]
-    return jnp.where(seen, jnp.maximum(values - threshold, 0.0), weights)
+    return jnp.where(present, jnp.maximum(values - threshold, 0.0), weights)
 
 
 STEPS = {"exponentiated": exponentiated, "projected": projected}

@@ -29,7 +29,7 @@ Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]
 
 
 class Local(NamedTuple):
-    """A client's local parameters, the state of its optimizer, and its training loss over the examples seen so far."""
+    """A client's local parameters, the state of its optimizer, and its training loss over the examples so far."""
 
     params: Params
     opt_state: optax.OptState
@@ -143,8 +143,8 @@ class FedAvg(GradientServer):
             )
             extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
         updates, opt_state = optimizer.update(gradient, local.opt_state, local.params, **extra)
-        seen = jnp.sum(batch.mask, dtype=jnp.float32)
-        losses = local.loss.merge(metrics.Mean(loss * seen, seen))
+        count = jnp.sum(batch.mask, dtype=jnp.float32)
+        losses = local.loss.merge(metrics.Mean(loss * count, count))
         return Local(optax.apply_updates(local.params, updates), opt_state, losses)
 
     def optimizer_of(self, round_number: jax.Array) -> optax.GradientTransformation:

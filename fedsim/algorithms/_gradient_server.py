@@ -116,8 +116,8 @@ class GradientServer(Algorithm):
         """
 
         def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
-            seen = jnp.sum(batch.mask, dtype=jnp.float32)
-            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * seen, seen))
+            count = jnp.sum(batch.mask, dtype=jnp.float32)
+            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * count, count))
 
         zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
         return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
@@ -130,9 +130,9 @@ class GradientServer(Algorithm):
         def add(sums: tuple[metrics.Mean, Params], batch: Batch) -> tuple[metrics.Mean, Params]:
             losses, total = sums
             loss, gradient = self.loss_and_gradient(shared, shared.params, batch)
-            seen = jnp.sum(batch.mask, dtype=jnp.float32)
-            total = jax.tree.map(lambda sum, g: sum + seen.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
-            return losses.merge(metrics.Mean(loss * seen, seen)), total
+            count = jnp.sum(batch.mask, dtype=jnp.float32)
+            total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
+            return losses.merge(metrics.Mean(loss * count, count)), total
 
         # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), shared.params)

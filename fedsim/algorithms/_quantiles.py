@@ -53,7 +53,7 @@ class Quantiles(Statistics):
         bins**r, until low and high are neighbouring ``float32`` numbers. Then ``high`` is the quantile, as defined by
         ``numpy.quantile(method="inverted_cdf")``.
       - A quantile at or below the initial ``low`` is found as ``low``, and a quantile above the initial ``high`` as ``high``.
-      - With sampled clients, a bracket is correct for the values seen in its rounds.
+      - With sampled clients, a bracket is correct for the values of the clients of its rounds.
       - Ranks are exact up to 4 million values per round, and accurate to 1 in 4 million beyond.
 
     `evaluate` returns the largest error of the fraction of values up to each ``high``.
@@ -97,12 +97,12 @@ class Quantiles(Statistics):
 
     def statistics(self, shared: QuantilesState, batch: Batch) -> tuple[jax.Array, jax.Array]:
         values, mask = self.values(batch)
-        values, seen = values.astype(jnp.float32), mask.astype(jnp.float32)
+        values, ones = values.astype(jnp.float32), mask.astype(jnp.float32)
         # The number of edges below a value, which is also the index of the first edge for which the value counts.
         above = jax.vmap(lambda edges: jnp.searchsorted(edges, values))(shared.edges)
         here = jnp.arange(len(self.fractions), dtype=jnp.int32)[:, None]
         counts, none = self.zero_statistics(shared)
-        return counts.at[here, above].add(jnp.broadcast_to(seen, above.shape), mode="drop"), none + jnp.sum(seen)
+        return counts.at[here, above].add(jnp.broadcast_to(ones, above.shape), mode="drop"), none + jnp.sum(ones)
 
     def server_update(self, state: QuantilesState, update: tuple[jax.Array, jax.Array], info: RoundInfo) -> QuantilesState:
         counts, total = update

@@ -80,8 +80,8 @@ class Statistics(Algorithm):
         def add(sums: tuple[Any, jax.Array], batch: Batch) -> tuple[Any, jax.Array]:
             return self.merge(sums[0], self.statistics(shared, batch)), sums[1] + jnp.sum(batch.mask, dtype=jnp.float32)
 
-        statistics, seen = client.for_each_batch(self.batches, add, (self.zero_statistics(shared), jnp.float32(0)))
-        return statistics, client.num_examples.astype(jnp.float32) / jnp.maximum(seen, 1)
+        statistics, count = client.for_each_batch(self.batches, add, (self.zero_statistics(shared), jnp.float32(0)))
+        return statistics, client.num_examples.astype(jnp.float32) / jnp.maximum(count, 1)
 
 
 def _check_width(data: FederatedData, feature: str) -> None:

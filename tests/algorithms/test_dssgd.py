@@ -303,9 +303,9 @@ def test_thresholds_are_drawn_anew_after_every_upload():
         ({"selection": "smallest"}, "got selection='smallest'"),
         ({"threshold": -1.0}, "Expected threshold >= 0 and finite, got threshold=-1.0"),
         ({"clip": 0.0}, "Expected clip > 0 and finite, or None, got clip=0.0"),
-        ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs a clip"),
+        ({"epsilon": 1.0, "selection": "random"}, "epsilon=1.0 needs clip"),
         ({"epsilon": 1.0, "clip": 1.0}, "and selection='random'"),
-        ({"aggregator": Clipped(1.0, inner=Sum())}, "participants send itself, got aggregator=Clipped.*: leave it out"),
+        ({"aggregator": Clipped(1.0, inner=Sum())}, "participants send, got aggregator=Clipped.*: leave it out"),
         ({"aggregator": Mean()}, r"got aggregator=Mean\(\): leave it out"),
     ],
 )

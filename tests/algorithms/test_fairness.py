@@ -262,7 +262,7 @@ def test_a_domain_keeps_its_last_window_that_had_examples():
         ({"window": 0}, "Expected window >= 1, got window=0"),
         ({"domain_learning_rate": -1.0}, "Expected domain_learning_rate >= 0 and finite, got domain_learning_rate=-1.0"),
         ({"domain_update": "none"}, "got domain_update='none'"),
-        ({"weighting": "uniform"}, "leave out weighting='uniform'"),
+        ({"weighting": "uniform"}, "got weighting='uniform': leave it out"),
     ],
 )
 def test_agnostic_fedavg_refuses(wrong, message):

@@ -267,7 +267,7 @@ def test_a_personal_loss_without_its_gradient_is_refused():
         def personal_loss(self, shared, copy, own, batch):
             return 1000 * fedsim.tree.squared_norm(own)
 
-    with pytest.raises(TypeError, match="Shrunk overrides personal_loss, .* which is that of Ditto: override it, too"):
+    with pytest.raises(TypeError, match="Shrunk overrides personal_loss, .* from Ditto: override personal_gradient, too"):
         make(Shrunk)
 
 
