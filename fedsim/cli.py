@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 import time
 import traceback
 import warnings
@@ -23,13 +24,14 @@ from fedsim.algorithms import ALGORITHMS
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import own_hyperparameters, ready_models
+from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
 
   run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
-  resume FOLDER      go on with a run that was stopped
+  resume FOLDER      continue a run that was stopped
   datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
@@ -53,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_traceback = "--traceback" in arguments or bool(os.environ.get("FEDSIM_TRACEBACK"))
     arguments = [argument for argument in arguments if argument != "--traceback"]
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    show_warning, warnings.showwarning = warnings.showwarning, _warning_printer()
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "resume": _resume,
@@ -89,6 +92,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"fedsim: error: {_where(error)}{error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | FileNotFoundError) else 1
+    finally:
+        warnings.showwarning = show_warning
+
+
+def _warning_printer() -> Callable[..., None]:
+    """Prints each warning once, in one line and without the place in the source code."""
+    printed: set[str] = set()
+
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        text = f"{'' if issubclass(category, UserWarning) else f'{category.__name__}: '}{message}"
+        if text not in printed:
+            printed.add(text)
+            print(f"fedsim: warning: {text}", file=sys.stderr)
+
+    return show
 
 
 def _where(error: BaseException) -> str:
@@ -107,8 +125,12 @@ def _run(arguments: list[str]) -> int:
     first.add_argument("--model")
     first.add_argument("--epochs", nargs="?")
     first.add_argument("--steps", nargs="?")
+    first.add_argument("--trust", action="store_true")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
+    if chosen.origin and not chosen.trust:
+        replaced = [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)]
+        check_trusted(chosen.origin, stored, [field for field in CODE_FIELDS if field not in replaced])
     base, previous = stored["config"], {**stored["settings"], "folder": None}
     dataset = absolute(chosen.dataset or base.get("dataset", "digits"))
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
@@ -139,15 +161,15 @@ def _run(arguments: list[str]) -> int:
 
 def _resume(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        print(
-            "usage: fedsim resume FOLDER [OPTIONS]\n\nFOLDER is a run folder. `fedsim resume FOLDER --help` lists the options."
-        )
+        print(_RESUME)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
     stored = experiment.read_config(folder)
     config = RunConfig.from_json(stored["config"])
-    options = _options(Settings, stored["settings"], leave_out=["folder"])
-    chosen = _tyro(options, rest, "fedsim resume FOLDER", "Go on with a run. What would change its answer stays as it was.")
+    options = _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
+    chosen = _tyro(options, rest, "fedsim resume FOLDER", f"Continue a run with the configuration in its folder. {_RUNS_CODE}")
+    if not chosen.pop("trust"):
+        check_trusted(folder, stored)
     return _train(config, Settings(**chosen, folder=folder))
 
 
@@ -196,10 +218,11 @@ def _parse(
         for name, (kind, default) in own_hyperparameters(cls).items()
     }
     origin = _Option(
-        "", str | None, None, "Run folder whose configuration gives the defaults: to run it again, or a variation."
+        "", str | None, None, "Run folder whose configuration gives the defaults, to repeat that run or to vary it."
     )
-    options = {"from": origin} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
-    chosen = _tyro(options, arguments, "fedsim run", f"Train, evaluate, and write all of it to a run folder. {source}")
+    options = {"from": origin, "trust": _TRUST} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
+    about = f"Train, evaluate, and write metrics, checkpoints and a picture to a run folder. {source}"
+    chosen = _tyro(options, arguments, "fedsim run", about)
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
     for name in ("dataset", "algorithm", "model"):
         if general.get(name):
@@ -215,6 +238,19 @@ class _Option(NamedTuple):
     type: Any
     default: Any
     help: str
+
+
+_RUNS_CODE = (
+    "A configuration that names FILE.py:CLASS or MODULE:CLASS runs that code: if you did not write the folder on this "
+    "machine, the code is named, and you are asked for --trust."
+)
+_TRUST = _Option("", bool, False, "Run the Python code that the configuration of the folder names, whoever wrote it.")
+_RESUME = f"""\
+usage: fedsim resume FOLDER [OPTIONS]
+
+Continue the run in FOLDER with the configuration that is stored there.
+{textwrap.fill(_RUNS_CODE, 100)}
+`fedsim resume FOLDER --help` lists the options."""
 
 
 def _options(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, _Option]:

@@ -19,6 +19,7 @@ import pytest
 import fedsim
 from fedsim.cli import main
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
+from fedsim.experiment._trust import signature
 from fedsim.names import make
 
 SMALL = [
@@ -359,3 +360,66 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
     rounds = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["round"]
     assert f"stopped after round {rounds} of 200000" in error
     assert int(max(path.name for path in (folder / "checkpoints").iterdir())) == rounds
+
+
+@pytest.fixture
+def custom_run(custom, tmp_path):
+    """A run folder whose configuration names a file with code, which says that it was run."""
+    custom.write_text(_CUSTOM + f"\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
+    arguments = ["run", *SMALL, "--rounds", "1", "--algorithm", f"{custom}:Shrinking", "--no-progress"]
+    assert main([*arguments, "--folder", str(tmp_path / "r")]) == 0
+    (tmp_path / "ran").unlink()
+    return tmp_path / "r"
+
+
+def test_the_user_s_own_folder_needs_no_trust_wherever_it_is(custom_run, tmp_path):
+    moved = custom_run.rename(tmp_path / "moved")
+    assert main(["resume", str(moved), "--no-progress"]) == 0
+    assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
+
+
+@pytest.mark.parametrize("arguments", [["resume"], ["run", "--from"]])
+def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, custom_run, custom, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
+    assert main([*arguments, str(custom_run), "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert f"{custom}:Shrinking" in error and "with --trust" in error and error.count("\n") == 1
+    assert not (tmp_path / "ran").exists()
+    where = [] if arguments == ["resume"] else ["--folder", str(tmp_path / "r2")]
+    assert main([*arguments, str(custom_run), *where, "--no-progress", "--trust"]) == 0
+    assert (tmp_path / "ran").exists()
+    folder = custom_run if arguments == ["resume"] else tmp_path / "r2"
+    assert main(["resume", str(folder), "--no-progress"]) == 0  # now it is this user's
+
+
+def test_a_changed_configuration_is_not_trusted(custom_run, tmp_path, capsys):
+    stored = read_config(custom_run)
+    stored["config"]["attack"] = "os:system(command='false')"
+    (custom_run / "config.json").write_text(json.dumps(stored))
+    assert main(["resume", str(custom_run), "--no-progress"]) == 2
+    assert "os:system" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_a_configuration_that_names_no_code_needs_no_trust(finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
+    assert main(["resume", str(finished), "--no-progress"]) == 0
+    assert "signature" not in read_config(finished)
+
+
+def test_a_key_that_others_can_read_signs_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
+    config = {"algorithm": "mine.py:Mine"}
+    signed = signature(config)
+    assert signed and signed == signature(config) != signature({"algorithm": "yours.py:Mine"})
+    (key,) = tmp_path.glob("run-key-*")
+    key.chmod(0o644)
+    assert signature(config) is None
+
+
+def test_the_help_says_whose_code_is_run(finished, capsys):
+    assert main(["resume", "--help"]) == 0
+    for arguments in (["resume", str(finished), "--help"], ["run", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        text = " ".join(capsys.readouterr().out.replace("│", "").split())
+        assert "--trust" in text and "Python code that the configuration of the folder names" in text

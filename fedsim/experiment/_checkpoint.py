@@ -18,6 +18,7 @@ from fedsim.data import ClientRows, FormatError
 from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.execution import ClientTable
+from fedsim.experiment._disk import writing
 
 State = Any
 Leaves = dict[str, np.ndarray]
@@ -92,14 +93,17 @@ class Checkpoints:
         rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
         if _is_whole(path) and _same(rows, self._pinned.get(round, [])):
             return
-        (path / _FILES).unlink(missing_ok=True)  # while it is overwritten it is no checkpoint
-        self._pinned[round] = rows
-        if self._file and rows:
-            self._file.sync()
-        _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
-        beside = path / f"{_FILES}.tmp"
-        beside.write_text(json.dumps(_checksums(path)))
-        beside.replace(path / _FILES)
+        with writing(path):
+            (path / _FILES).unlink(missing_ok=True)  # while it is overwritten it is no checkpoint
+            self._pinned[round] = rows
+            # What a process left that was killed here, or met a full disk: orbax would log that it removes it.
+            shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
+            if self._file and rows:
+                self._file.sync()
+            _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
+            beside = path / f"{_FILES}.tmp"
+            beside.write_text(json.dumps(_checksums(path)))
+            beside.replace(path / _FILES)
 
     def load(self, round: int, like: State, *, apart: bool = False) -> State:
         """The state after ``round`` rounds, in the structure of ``like`` (arrays or ``jax.ShapeDtypeStruct``).
@@ -167,8 +171,9 @@ class Checkpoints:
     def _rows(self, like: ClientRows) -> RowFile:
         """The file of rows, made if it is not there."""
         if self._file is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = RowFile(like.store.like, self.folder / _ROWS, self._about)
+            with writing(self.folder / _ROWS):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._file = RowFile(like.store.like, self.folder / _ROWS, self._about)
         return self._file
 
     def _open_rows(self, like: State) -> None:

@@ -15,6 +15,8 @@ import jax
 
 from fedsim._version import __version__
 from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._disk import is_full, writing
+from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
 
 
@@ -62,17 +64,24 @@ class RunFolder:
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
+            if is_full(error):
+                with writing(self.path):
+                    raise
             raise OSError(
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}. Choose another folder."
             ) from error
         versions = {"fedsim": __version__, "jax": jax.__version__, "python": platform.python_version()}
-        text = json.dumps({**run, "settings": dict(settings), "devices": devices, "versions": versions}, indent=2, default=str)
+        stored = {**run, "settings": dict(settings), "devices": devices, "versions": versions}
+        if signed := signature(run["config"]):
+            stored["signature"] = signed
+        text = json.dumps(stored, indent=2, default=str)
         with lock(self.path):  # Who is in the first round has finished none, and yet the folder is not free.
             if self.config.exists():
                 self._compare(run)
-            beside = self.config.with_suffix(".tmp")
-            beside.write_text(text + "\n")
-            beside.replace(self.config)
+            with writing(self.config):
+                beside = self.config.with_suffix(".tmp")
+                beside.write_text(text + "\n")
+                beside.replace(self.config)
 
     def _compare(self, run: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` if the folder holds another run; if that never began, clears what it left."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock
 from fedsim.experiment._lines import Line, score
 from fedsim.experiment._report import draw_learning_curve
@@ -35,24 +36,32 @@ class Journal:
         self.history: list[Line] = []
         self.written: list[str] = []
         self._callbacks, self.checkpoints = callbacks, checkpoints
-        self._file = self._tensorboard = None
+        self._file: MetricsFile | None = None
+        self._tensorboard: TensorBoard | None = None
         self._lock = lock(paths.path) if paths else None
         if paths:
-            self._file = MetricsFile(paths.metrics, keep_rounds=start)
-            self.history = list(self._file.history)
-            self.written = [f"{paths.path}/", "  config.json, metrics.jsonl"]
             try:
-                self._tensorboard = TensorBoard(paths.path, keep_rounds=start)
-                self.written.append("  tensorboard/")
-            except ModuleNotFoundError:
-                pass
-            if checkpoints:
-                self.written.append("  checkpoints/ (the last two and the best)")
+                self._open(paths, start)
+            except BaseException:
+                self.close()
+                raise
         self._best_score: float | None = None
         self._best: tuple[int, State | None] | None = None
         for line in self.history:
             self._judge(line, None)
         self._saved, self._saved_at = start, time.monotonic()
+
+    def _open(self, paths: RunFolder, start: int) -> None:
+        self._file = MetricsFile(paths.metrics, keep_rounds=start)
+        self.history = list(self._file.history)
+        self.written = [f"{paths.path}/", "  config.json, metrics.jsonl"]
+        try:
+            self._tensorboard = TensorBoard(paths.path, keep_rounds=start)
+            self.written.append("  tensorboard/")
+        except ModuleNotFoundError:
+            pass
+        if self.checkpoints:
+            self.written.append("  checkpoints/ (the last two and the best)")
 
     def write(self, lines: list[Line], state: State) -> None:
         self.history += lines
@@ -91,14 +100,13 @@ class Journal:
 
     def draw(self, path: Path, title: str) -> None:
         try:
-            draw_learning_curve(self.history, path, title)
+            with writing(path):
+                draw_learning_curve(self.history, path, title)
             self.written.append(f"  {path.name}")
         except ModuleNotFoundError:
             pass
 
     def close(self) -> None:
-        if self._tensorboard:
-            self._tensorboard.close()
         if self._lock:
             self._lock.close()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,8 @@ from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit, RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
+from fedsim.experiment._disk import WriteError, explained, is_full
+from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._identity import about, describe, population, title
 from fedsim.experiment._journal import Callback, Journal
@@ -134,7 +137,9 @@ def run(
     paths = None if folder is None else RunFolder(Path(folder))
     devices = devices_of(algorithm.execution)
     if paths:
-        paths.claim(described, population(first.data), dataclasses.asdict(settings) if settings is not None else {}, devices)
+        with _write_errors(paths, config):
+            recorded = dataclasses.asdict(settings) if settings is not None else {}
+            paths.claim(described, population(first.data), recorded, devices)
 
     full = algorithm.with_memory(like, first.data)
     keeps = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
@@ -146,7 +151,12 @@ def run(
         checkpoints = None
     restored = checkpoints.newest(full) if checkpoints else None
     state, start = restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
-    journal = Journal(paths, start, checkpoints, callbacks)
+    with _write_errors(paths, config):
+        journal = Journal(paths, start, checkpoints, callbacks)
+    monitor = LossMonitor(getattr(getattr(algorithm, "model", None), "num_classes", None))
+    for line in journal.history:
+        monitor.add(line)
+    diverged = False
 
     boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
     pace = Pace(most, boundaries)
@@ -157,8 +167,8 @@ def run(
 
     def settle(dispatch: _Dispatch) -> None:
         """Waits for a dispatch, and does all that follows from it while the next one runs."""
-        nonlocal evaluation, compiled, mark
-        infos = jax.device_get(dispatch.infos)
+        nonlocal evaluation, compiled, mark, diverged
+        infos, lines = jax.device_get(dispatch.infos), len(journal.history)
         now = time.perf_counter()
         seconds, mark = now - mark, now
         compiled = compiled or (dispatch.stop, now)
@@ -173,10 +183,15 @@ def run(
             evaluation = test(dispatch.state)
             journal.write([evaluation_line(evaluation, dispatch.stop)], dispatch.state)
         journal.save(dispatch.stop, dispatch.state, checkpoint_every, final=dispatch.stop == rounds)
+        for line in journal.history[lines:]:
+            monitor.add(line)
+        if not diverged and (text := monitor.warning()):
+            diverged = True
+            warnings.warn(text, stacklevel=3)
         bar.set_postfix(journal.latest(), refresh=False)
         bar.update(length)
 
-    with Interruption() as interruption:
+    with Interruption() as interruption, _write_errors(paths, config), _warnings_above(bar):
         position = start
         try:
             state = checkpoints.adopt(state) if checkpoints else state
@@ -205,7 +220,8 @@ def run(
     # The first dispatch compiles, and what follows the last round is not training.
     rate = (position - compiled[0]) / (mark - compiled[1]) if compiled and position > compiled[0] else None
     if paths:
-        journal.draw(paths.picture, title(described))
+        with _write_errors(paths, config):
+            journal.draw(paths.picture, title(described))
     stopped_by = interruption.signal if position < rounds else None
     if stopped_by:
         print(f"\n{stopped_by.name}: stopped after round {position} of {rounds}.", file=sys.stderr)
@@ -220,6 +236,7 @@ def run(
                 rate=rate,
                 devices=devices,
                 written=journal.written,
+                warning=monitor.warning(),
             )
         )
     return Result(
@@ -279,13 +296,42 @@ def _default_test(
 
 def _how_to_resume(paths: RunFolder | None, checkpoints: Checkpoints | None, config: Any) -> str:
     if not paths or not checkpoints:
-        return "Nothing was saved: there is no run folder, or no orbax-checkpoint."
-    again = (
-        f"{RESUME_COMMAND} {shlex.quote(str(paths.path))}"
-        if isinstance(config, RunConfig)
-        else f"the same call with folder='{paths.path}'"
-    )
-    return f"Saved in {paths.path}. To go on: {again}"
+        return "Nothing was saved, because there is no run folder or orbax-checkpoint is not installed."
+    return f"Saved in {paths.path}. To continue: {_resume_command(paths, config)}"
+
+
+def _resume_command(paths: RunFolder, config: Any) -> str:
+    if isinstance(config, RunConfig):
+        return f"{RESUME_COMMAND} {shlex.quote(str(paths.path))}" if paths.config.exists() else "the same command again"
+    return f"the same call with folder='{paths.path}'"
+
+
+@contextlib.contextmanager
+def _write_errors(paths: RunFolder | None, config: Any) -> Iterator[None]:
+    """Adds to an error about a file of the run how to continue the run."""
+    try:
+        yield
+    except OSError as error:
+        if paths and (isinstance(error, WriteError) or is_full(error)):
+            saved = Checkpoints(paths.checkpoints).rounds()
+            raise explained(error, saved[-1] if saved else 0, _resume_command(paths, config)) from error
+        raise
+
+
+@contextlib.contextmanager
+def _warnings_above(bar: tqdm[Any]) -> Iterator[None]:
+    """Shows warnings above the progress bar instead of in the middle of it."""
+    show = warnings.showwarning
+
+    def show_above(*arguments: Any, **keywords: Any) -> None:
+        with bar.external_write_mode(file=sys.stderr):
+            show(*arguments, **keywords)
+
+    warnings.showwarning = show_above
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 def restore(

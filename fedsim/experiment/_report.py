@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def closing_table(
     rate: float | None,
     devices: str,
     written: Sequence[str],
+    warning: str | None = None,
 ) -> str:
     """The last evaluation, over all examples and over clients; how long the run took, on what; and where everything is.
 
@@ -70,6 +72,8 @@ def closing_table(
     )
     rows.append(f"devices    {devices}")
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
+    if warning:
+        rows += ["", textwrap.fill(f"warning    {warning}", 100, subsequent_indent=" " * 11)]
     return "\n".join(rows)
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
+from fedsim.experiment._disk import writing
 from fedsim.experiment._lines import Line
 
 
@@ -23,14 +28,15 @@ class MetricsFile:
     def __init__(self, path: Path, keep_rounds: int) -> None:
         self.history = [line for line in read_metrics(path) if line["round"] <= keep_rounds]
         # Written beside and renamed: a kill in between must not lose the lines that were there.
-        beside = path.with_suffix(".tmp")
-        beside.write_text("".join(map(_encode, self.history)))
-        beside.replace(path)
+        with writing(path):
+            beside = path.with_suffix(".tmp")
+            beside.write_text("".join(map(_encode, self.history)))
+            beside.replace(path)
         self._path = path
 
     def write(self, lines: list[Line]) -> None:
         """Appends lines; a killed process loses none that was written before."""
-        with self._path.open("a") as file:
+        with writing(self._path), self._path.open("a") as file:
             file.write("".join(map(_encode, lines)))
 
 
@@ -38,26 +44,45 @@ _MOST_ENTRIES = 32
 
 
 class TensorBoard:
-    """Scalars under ``FOLDER/tensorboard``; opening it hides what an earlier process wrote beyond ``keep_rounds``.
+    """Writes scalars under ``FOLDER/tensorboard``. Opening it hides the rounds after ``keep_rounds`` of an earlier process.
+
+    tensorboardX encodes the events. They are not written by its `SummaryWriter`, because its thread ends when the disk is full,
+    and the run would then wait for it forever.
 
     A vector of at most 32 entries is one scalar per entry: ``test/f1_per_class/0`` and so on. Longer vectors and matrices are
     left out; the metrics file has them.
     """
 
     def __init__(self, folder: Path, keep_rounds: int) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=keep_rounds + 1, flush_secs=30)
+        self._event, self._scalar = Event, scalar
+        self._path = folder / "tensorboard" / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        start = keep_rounds + 1
+        with writing(self._path):
+            self._path.parent.mkdir(exist_ok=True)
+        self._append(
+            [
+                Event(wall_time=time.time(), file_version="brain.Event:2"),
+                Event(wall_time=time.time(), step=start, session_log=SessionLog(status=SessionLog.START)),
+            ]
+        )
 
     def write(self, lines: list[Line]) -> None:
+        events, now = [], time.time()
         for line in lines:
             for name, value in _scalars(line).items():
                 if name != "round" and value is not None:
                     kind, metric = ("test", name.removeprefix("test_")) if name.startswith("test_") else ("train", name)
-                    self._writer.add_scalar(f"{kind}/{metric}", value, line["round"])
+                    summary = self._scalar(f"{kind}/{metric}", value)
+                    events.append(self._event(wall_time=now, step=line["round"], summary=summary))
+        self._append(events)
 
-    def close(self) -> None:
-        self._writer.close()
+    def _append(self, events: list[Any]) -> None:
+        records = b"".join(_record(event.SerializeToString()) for event in events)
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(records)
 
 
 def read_metrics(path: str | Path) -> list[Line]:
@@ -88,6 +113,19 @@ def _scalars(line: Line) -> Line:
         elif len(value) <= _MOST_ENTRIES and not any(isinstance(entry, list) for entry in value):
             scalars |= {f"{name}/{i}": entry for i, entry in enumerate(value)}
     return scalars
+
+
+def _record(data: bytes) -> bytes:
+    """A record of a TFRecord file: length, its checksum, data, their checksum."""
+    length = struct.pack("<Q", len(data))
+    return length + _masked_checksum(length) + data + _masked_checksum(data)
+
+
+def _masked_checksum(data: bytes) -> bytes:
+    from tensorboardX.crc32c import crc32c
+
+    checksum = crc32c(data)
+    return struct.pack("<I", (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _encode(line: Line) -> str:
