@@ -68,31 +68,33 @@ class _Series:
         self._patience, self._repeats = patience, repeats
         self._first: list[tuple[int, float]] = []
         self._recent: deque[float] = deque(maxlen=window)
-        self._last = (0, 0.0)
+        self._last = self._largest = (0, -math.inf)
         self._count = 0
-        self._since: int | None = None
+        self._diverged = False
 
     def add(self, round: int, value: float | None) -> None:
         value = math.inf if value is None else float(value)
         self._last = round, value
+        self._largest = max(self._largest, self._last, key=lambda point: point[1])
         self._count += 1
         self._recent.append(value)
         if len(self._first) < 5:
             self._first.append(self._last)
-        if self._diverged() and self._since is None:
-            self._since = round
+        self._diverged = self._diverged or self._diverges()
 
     def sentence(self) -> str | None:
-        if self._since is None:
+        if not self._diverged:
             return None
-        (first_round, first), (round, last) = self._first[0], self._last
-        if math.isinf(last):
-            return f"The {self._name} is not finite in round {round}; it was {_shown(first)} in round {first_round}."
-        if self._diverged() and last > first:
-            return f"The {self._name} rose from {_shown(first)} in round {first_round} to {_shown(last)} in round {round}."
-        return f"The {self._name} diverged in round {self._since}; in round {round} it is {_shown(last)}."
+        (first_round, first), (last_round, last), (largest_round, largest) = self._first[0], self._last, self._largest
+        now = f"; in round {last_round} it is {_shown(last)}" if last_round != largest_round else ""
+        if math.isinf(largest):
+            return f"The {self._name} was {_shown(first)} in round {first_round} and not finite in round {largest_round}{now}."
+        if largest > first:
+            rise = f"rose from {_shown(first)} in round {first_round} to {_shown(largest)} in round {largest_round}"
+            return f"The {self._name} {rise}{now}."
+        return f"The {self._name} is {_shown(last)} in round {last_round}, and {_shown(self._uniform)} for a uniform guess."
 
-    def _diverged(self) -> bool:
+    def _diverges(self) -> bool:
         latest = list(self._recent)[-self._repeats :]
         enormous = _ENORMOUS * self._uniform or sys.float_info.max
         if len(latest) == self._repeats and min(latest) > enormous:

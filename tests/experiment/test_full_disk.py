@@ -17,7 +17,21 @@ from fedsim.experiment._config import RunConfig
 from fedsim.experiment._disk import WriteError, explained, writing
 from fedsim.experiment._writers import _record
 
-SMALL = "--model digits_logistic --rounds 6 --clients 3 --epochs 1 --evaluate-every 2 --execution jit --no-progress".split()
+SMALL = [
+    "--model",
+    "digits_logistic",
+    "--rounds",
+    "6",
+    "--clients",
+    "3",
+    "--epochs",
+    "1",
+    "--evaluate-every",
+    "2",
+    "--execution",
+    "jit",
+    "--no-progress",
+]
 
 
 @contextlib.contextmanager
