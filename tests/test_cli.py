@@ -207,7 +207,7 @@ def test_commands_are_listed(capsys):
         (["--clip", "nan"], "Expected clip > 0 and finite, or None, got clip=nan: None does not clip."),
         (["--aggregator", "krum(attackers=1.5)"], "Expected attackers >= 0, got attackers=1.5: give a whole number."),
         (["--compressor", "top_k(fraction=2.0)"], "Expected 0 < fraction <= 1, got fraction=2.0."),
-        (["--attack", "label_flip(num_classes=5)"], "Expected labels 'y' from 0 to 4, got 0 to 9: set num_classes, which is 5"),
+        (["--attack", "label_flip(num_classes=5)"], "Expected labels 'y' from 0 to 4, got 0 to 9. Set num_classes=5 to the number of classes"),
         (["--algorithm", "fedprox", "--mu", "-1"], "Expected mu >= 0 and finite, got mu=-1.0"),
         (["--data", "/nowhere"], "No folder /nowhere to read 'digits' from"),
         (["--model", "emnist_dense"], "Feature 'x' has shape [8, 8, 1] per example, and the model expects [28, 28, 1]"),
