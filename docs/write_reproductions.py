@@ -8,31 +8,33 @@ from fedsim.experiment import reproductions
 
 HERE = Path(__file__).parent
 HEAD = """\
-# Published experiments, run again
+# Reproductions of published experiments
 
-Made by `fedsim reproduce NAME --data DIR --out docs/reproductions/NAME.json` and `python docs/write_reproductions.py`.
-`fedsim reproduce` lists the experiments, `--only CASE` runs a part of one, `--quick` shows that it runs. Settings, values of
-every seed, machine, date, commit and versions of each row are in `docs/reproductions/NAME.json`. *paper* is what the paper
-states, *ours* the mean and the standard deviation over seeds; *time* is that of all its runs on the machine below it, shared
-with other work, and no measure of speed. What is smaller than the paper's experiment says REDUCED.
+This page is written by `fedsim reproduce NAME --data DIR --out docs/reproductions/NAME.json` and
+`python docs/write_reproductions.py`.
+`fedsim reproduce` lists the experiments, `--only CASE` runs some cases of one, and `--quick` is a short test. The settings, the
+values of every seed, the machine, the date, the commit and the versions of each row are in `docs/reproductions/NAME.json`.
+*paper* is the result in the paper, *ours* the mean and the standard deviation over seeds. *time* is the time of all runs of a
+row on the machine below the table, which did other work at the same time, so it does not measure speed. Experiments that are
+smaller than the paper's are marked REDUCED.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join([HEAD, *map(_section, reproductions.REPRODUCTIONS.values())])
 
 
 def _section(reproduction: reproductions.Reproduction) -> str:
     rows = reproductions.read(HERE / "reproductions" / f"{reproduction.name}.json", reproduction.name)
-    lines = [f"## {reproduction.name}", "", f"{reproduction.title}.", "", reproduction.paper, "", reproduction.about, ""]
+    lines = [f"## {reproduction.name}", "", f"{reproduction.title}.", "", reproduction.paper, "", reproduction.notes, ""]
     machines = dict.fromkeys(f"{row['cpu']}, {row['cores']} cores, {row['device']}, {row['date'][:10]}" for row in rows)
     done = {row["id"] for row in rows}
     missing = [case for case in reproduction.cases(reproductions.Request()) if case not in done]
     lines += [reproductions.markdown_table(rows), "", f"Machine: {'; '.join(machines)}.", ""] if rows else []
     if missing:
         names = " ".join(missing)
-        lines += [f"Not run yet: `fedsim reproduce {reproduction.name} --only {names}`. Takes {reproduction.takes}.", ""]
+        lines += [f"Not yet run: `fedsim reproduce {reproduction.name} --only {names}`. Takes {reproduction.duration}.", ""]
     return "\n".join(lines)
 
 

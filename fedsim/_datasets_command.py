@@ -1,4 +1,4 @@
-"""``fedsim datasets``: lists all datasets, describes one with a picture, converts files of clients, verifies packed files."""
+"""``fedsim datasets``: lists all datasets, describes one with a picture, converts files, and verifies packed files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PICTURES = (".png", ".pdf", ".svg")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs ``fedsim datasets`` with what follows it; wrong options end in ``SystemExit``."""
+    """Runs ``fedsim datasets`` with these arguments. Wrong options raise ``SystemExit``."""
     options = _parser().parse_args(arguments)
     if options.command == "describe":
         _describe(options.name, options.data, options.picture)
@@ -38,23 +38,23 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "fedsim datasets",
-        description="Without a command: a table of all datasets. Sizes are those of what is downloaded at first use.",
+        description="Without a command, print a table of all datasets. SIZE is that of the download at first use.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     describe = commands.add_parser(
         "describe",
-        help="what a dataset holds, where it is from, whom to cite; and its picture",
-        description="What a dataset holds before and after preprocessing, its options, where it is from and whom to "
-        "cite. If it is at hand (cached, generated, or given by --data), also what was found in it.",
+        help="describe a dataset: its features, source and citation; draw it",
+        description="Print the features of a dataset before and after preprocessing, its options, its source and its citation. "
+        "If the dataset is available (cached, generated, or given by --data), also print statistics of its clients.",
         allow_abbrev=False,
     )
-    describe.add_argument("name", metavar="NAME", help="a name, also with options, 'NAME(option=value)', or FILE.py:FUNCTION")
-    describe.add_argument("--data", metavar="DIR", help="folder with the dataset's files, instead of the cache")
+    describe.add_argument("name", metavar="NAME", help="NAME, 'NAME(option=value)' or FILE.py:FUNCTION")
+    describe.add_argument("--data", metavar="DIR", help="folder with the files of the dataset, instead of the cache")
     describe.add_argument(
         "--picture",
         metavar="FILE.png",
-        help="draw client sizes, labels and examples into this file (also .pdf, .svg); downloads the data if need be",
+        help="draw client sizes, labels and examples into this file (.png, .pdf or .svg); the data are downloaded if necessary",
     )
     convert = commands.add_parser(
         "convert",
@@ -106,7 +106,7 @@ def _list() -> None:
             )
         )
     _table(rows)
-    print("\nMore on one: fedsim datasets describe NAME. To train: fedsim run --dataset NAME.")
+    print("\nTo describe one: fedsim datasets describe NAME\nTo train on one: fedsim run --dataset NAME")
 
 
 def _describe(name: str, data: str | None, picture: str | None) -> None:
@@ -135,14 +135,21 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
     print(about.name)
     _facts(facts)
     if loaded is None:
-        print(f"\n{_remedy(name, about)}")
+        print(f"\n{_how_to_load(name, about)}")
         return
-    print(f"\nFound{f' in {data}' if data else ''}")
+    print(f"\nStatistics{f' of {data}' if data else ''}")
     splits = {"train": loaded.train, "test": loaded.test, "held_out": loaded.held_out}
     _facts((split, _measured(population, about)) for split, population in splits.items() if population is not None)
     if _has_labels(loaded.train, about) and list(loaded.train.client_ids) == list(loaded.test.client_ids):
         distance = heterogeneity.split_distance(loaded.train, loaded.test)
-        _facts([("clients", f"label shares in train and test differ by {distance:.2f} on average (0 equal, 2 disjoint)")])
+        _facts(
+            [
+                (
+                    "clients",
+                    f"mean distance between a client's label shares in train and test {distance:.2f} (0 equal, 2 disjoint)",
+                )
+            ]
+        )
     if picture:
         figure = plots.plot_overview(loaded, title=about.name, names=about.class_names or None, decode=loaded.decode)
         figure.savefig(picture)
@@ -151,19 +158,19 @@ def _describe(name: str, data: str | None, picture: str | None) -> None:
 
 def _check_picture(path: Path) -> None:
     if path.suffix not in _PICTURES:
-        raise ValueError(f"Expected a picture's name to end in {', '.join(_PICTURES)}, got {str(path)!r}.")
+        raise ValueError(f"Expected the name of the picture to end in {', '.join(_PICTURES)}, got {str(path)!r}.")
     if not path.resolve().parent.is_dir():
-        raise FileNotFoundError(f"No folder {path.resolve().parent} for the picture: create it first.")
+        raise FileNotFoundError(f"There is no folder {path.resolve().parent} for the picture. Create it first.")
 
 
-def _remedy(name: str, about: datasets.Description) -> str:
+def _how_to_load(name: str, about: datasets.Description) -> str:
     if name.endswith(":NAME"):
-        return f"{name} stands for many: write a dataset's name for NAME."
+        return f"{name} stands for many datasets: replace NAME by the name of one."
     quoted = name if re.fullmatch(r"[\w./:-]+", name) else shlex.quote(name) if '"' in name else f'"{name}"'
     if about.needs_data:
-        return f"Not at hand. To read it: fedsim datasets describe {quoted} --data DIR"
-    fetch = "load" if about.source == "" else "fetch"
-    return f"Not at hand. To {fetch} and draw it: fedsim datasets describe {quoted} --picture FILE.png"
+        return f"The dataset is not available. To read it: fedsim datasets describe {quoted} --data DIR"
+    verb = "load" if about.source == "" else "download"
+    return f"The dataset is not available. To {verb} and draw it: fedsim datasets describe {quoted} --picture FILE.png"
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -194,13 +201,14 @@ def _measured(population: Any, about: datasets.Description) -> list[str]:
     sizes = population.sizes
     lines = [
         _population(population.num_clients, population.num_examples),
-        f"a client: {sizes.min():,} to {sizes.max():,} examples, half have {int(np.median(sizes)):,} or more; "
+        f"examples per client: {sizes.min():,} to {sizes.max():,}, median {int(np.median(sizes)):,}; "
         f"Gini coefficient {heterogeneity.gini(population):.2f}",
     ]
     if _has_labels(population, about):
         lines.append(
-            f"labels: distance from the population's {heterogeneity.label_emd(population):.2f} on average (0 alike, 2 "
-            f"disjoint); as diverse as {np.mean(heterogeneity.effective_classes(population)):.1f} classes"
+            f"labels: mean distance between the distributions of a client and of the population "
+            f"{heterogeneity.label_emd(population):.2f} (0 equal, 2 disjoint); effective number of classes per client "
+            f"{np.mean(heterogeneity.effective_classes(population)):.1f}"
         )
     return lines
 
@@ -212,13 +220,13 @@ def _has_labels(population: Any, about: datasets.Description) -> bool:
 
 def _download(about: datasets.Description, cached: bool) -> str:
     if about.needs_data:
-        return "none: give a folder that has it, --data DIR"
+        return "not possible: give a folder with the files, --data DIR"
     if about.download_bytes == 0:
-        return "nothing"
+        return "not necessary"
     if not about.source:
         return ""
-    size = "of a size that is not published" if about.download_bytes is None else _size(about.download_bytes)
-    return f"{size}, {'at hand in the cache' if cached else 'once, into the cache'}"
+    size = "size not published" if about.download_bytes is None else _size(about.download_bytes)
+    return f"{size}, {'in the cache' if cached else 'once, into the cache'}"
 
 
 def _option(about: datasets.Description, option: str) -> str:
@@ -233,7 +241,7 @@ def _population(clients: int | None, examples: int | None) -> str:
 
 
 def _short(count: int | None) -> str:
-    """A count in few characters: 715, 3,400, 67.2k, 136M."""
+    """Returns a count in few characters: 715, 3,400, 67.2k, 136M."""
     if count is None:
         return "any"
     if count >= 10**6:
@@ -251,7 +259,7 @@ def _size(count: int | None) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns side by side, the last one, of prose, cut at the edge of a terminal; in a narrow one a few lines a row."""
+    """Prints a table. In a narrow terminal, each row takes a few lines; otherwise the last column is cut at the edge."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     edge = shutil.get_terminal_size((200, 24)).columns
     if edge < sum(widths) + 40:
@@ -267,12 +275,12 @@ def _table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _facts(facts: Iterable[tuple[str, str | Sequence[str]]]) -> None:
-    """Words and what there is to say of each, wrapped beside them; words of which there is nothing to say are left out."""
+    """Prints a name and a wrapped text for each fact; facts without a text are left out."""
     width = min(120, shutil.get_terminal_size((120, 24)).columns)
-    for word, text in facts:
+    for name, text in facts:
         if not text:
             continue
-        start = f"  {word:<9} "
+        start = f"  {name:<9} "
         for paragraph in [text] if isinstance(text, str) else text:
             print(textwrap.fill(paragraph, width, initial_indent=start, subsequent_indent=" " * 14, break_on_hyphens=False))
             start = " " * 12

@@ -1,4 +1,4 @@
-"""The command line, thin over the public API: ``fedsim run``, ``fedsim resume``, ``fedsim datasets``, ..."""
+"""The command line, which calls the public API: ``fedsim run``, ``fedsim resume``, ``fedsim datasets``, ..."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ from fedsim import _datasets_command, _reproduce_command, datasets, experiment, 
 from fedsim.algorithms import ALGORITHMS
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._build import own_hyperparameters, ready_models
+from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
 from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
 
-  run [OPTIONS]      train, evaluate, and write all of it to a run folder; `fedsim run --help` lists the options
+  run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options
   resume FOLDER      continue a run that was stopped
-  datasets           list the datasets; `fedsim datasets describe NAME` says more, `... convert IN OUT` converts files
+  datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
-  reproduce NAME     run a published experiment again; without a name, list them
+  reproduce NAME     repeat a published experiment; without a name, list the experiments
 
-To see it work, in a minute and without network: fedsim run
+A first example, which takes a minute and needs no network: fedsim run
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit status: 0, 2 for wrong input, 1 for other failures, 128 + a signal's number.
+    """Runs a command and returns its exit status.
+
+    The status is 0 after success, 2 for wrong input, 1 for other errors, and 128 plus the number of a signal.
 
     Args:
-      arguments: default ``sys.argv[1:]``.
+      arguments: the command and its options; default: ``sys.argv[1:]``.
 
     >>> main(["--version"]) == 0  # doctest: +ELLIPSIS
     fedsim ...
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run": _run,
         "resume": _resume,
         "datasets": _datasets_command.main,
-        "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in ready_models()),
+        "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in models_without_arguments()),
         "reproduce": _reproduce_command.main,
         "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
     }
@@ -79,13 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fedsim: aborted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `fedsim datasets | head`; Python would complain once more when it flushes at the end
+    except BrokenPipeError:  # `fedsim datasets | head`; Python would report the error again when it flushes at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except jax.errors.JaxRuntimeError as error:
         if show_traceback or "ut of memory" not in str(error):
             raise
-        print("fedsim: error: Out of memory. Lower --batch-size, --lanes or --clients.", file=sys.stderr)
+        print("fedsim: error: Out of memory. Use a smaller --batch-size, --lanes or --clients.", file=sys.stderr)
         return 1
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         if show_traceback:
@@ -110,14 +112,14 @@ def _warning_printer() -> Callable[..., None]:
 
 
 def _where(error: BaseException) -> str:
-    """If a user's own file raised the error: which line of it."""
+    """Returns the file and line of an error in a user's own file; empty for other errors."""
     own = {getattr(module, "__file__", None) for name, module in sys.modules.items() if name.startswith("fedsim_user_")}
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {type(error).__name__}: " if frames else ""
 
 
 def _run(arguments: list[str]) -> int:
-    """Options come in two steps: dataset, model, algorithm and ``--from`` decide which others there are and their defaults."""
+    """Parses the options in two steps: dataset, model, algorithm and ``--from`` determine the other options and defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
     first.add_argument("--dataset")
@@ -134,11 +136,11 @@ def _run(arguments: list[str]) -> int:
     base, previous = stored["config"], {**stored["settings"], "folder": None}
     dataset = absolute(chosen.dataset or base.get("dataset", "digits"))
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
-    datasets.describe(dataset)  # an unknown name is said before anything else
+    datasets.describe(dataset)  # an unknown name is the first error
     cls = experiment.algorithm_class(algorithm)
     model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
     defaults = experiment.published(dataset, algorithm, model)
-    # What the class itself says of, say, its client_learning_rate weighs more than what suits FedAvg on this dataset.
+    # A default in the class, for example of client_learning_rate, has priority over those of the dataset.
     general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite"}
     own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
     own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
@@ -147,10 +149,14 @@ def _run(arguments: list[str]) -> int:
         values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
     else:
         values |= {"data": None, "model": None}
-    # --steps replaces the default number of epochs, and --epochs that of steps; `RunConfig` refuses both.
+    # --steps replaces the default of --epochs and the other way round, because `RunConfig` refuses both.
     given = {name for name in ("epochs", "steps") if getattr(chosen, name) not in (None, "None")}
     values |= {"epochs": 1} if given == {"steps"} else {"steps": None} if given == {"epochs"} else {}
-    source = f"Defaults: those of {chosen.origin}." if base else f"Defaults for {dataset} with {algorithm}: {defaults.source}."
+    source = (
+        f"Defaults: those of {chosen.origin}."
+        if base
+        else f"Source of the defaults for {dataset} with {algorithm}: {defaults.source}."
+    )
     config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
     if settings.folder is None:
         parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
@@ -175,7 +181,7 @@ def _resume(arguments: list[str]) -> int:
 
 def _train(config: RunConfig, settings: Settings) -> int:
     with warnings.catch_warnings():
-        # In a process where JAX is running already, its devices are the caller's business.
+        # If JAX has started already, the caller has chosen its devices.
         warnings.simplefilter("ignore", UserWarning)
         fedsim.use_all_cores(settings.devices)
     algorithm, sampler, test_data = experiment.build(config, settings)
@@ -196,7 +202,7 @@ def _train(config: RunConfig, settings: Settings) -> int:
 
 
 def _keep_compiled_programs() -> None:
-    """Makes JAX keep compiled programs in fedsim's cache folder, unless the user has chosen another folder for them."""
+    """Makes JAX store compiled programs in fedsim's cache folder, unless the user has chosen another folder."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "compiled"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
@@ -215,10 +221,14 @@ def _parse(
         ]
     own = {
         name: _Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
-        for name, (kind, default) in own_hyperparameters(cls).items()
+        for name, (kind, default) in algorithm_hyperparameters(cls).items()
     }
     origin = _Option(
-        "", str | None, None, "Run folder whose configuration gives the defaults, to repeat that run or to vary it."
+        "",
+        str | None,
+        None,
+        "Run folder whose configuration gives the defaults, to repeat that run or to vary it. Code that it names is run, "
+        "see --trust.",
     )
     options = {"from": origin, "trust": _TRUST} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
     about = f"Train, evaluate, and write metrics, checkpoints and a picture to a run folder. {source}"
@@ -241,10 +251,12 @@ class _Option(NamedTuple):
 
 
 _RUNS_CODE = (
-    "A configuration that names FILE.py:CLASS or MODULE:CLASS runs that code: if you did not write the folder on this "
-    "machine, the code is named, and you are asked for --trust."
+    "If the configuration names Python code (FILE.py:CLASS or MODULE:CLASS), this code is run. If you did not write the "
+    "configuration on this machine, fedsim prints the names and stops, unless you add --trust."
 )
-_TRUST = _Option("", bool, False, "Run the Python code that the configuration of the folder names, whoever wrote it.")
+_TRUST = _Option(
+    "", bool, False, "Run the Python code that the configuration of the folder names, also if you did not write it yourself."
+)
 _RESUME = f"""\
 usage: fedsim resume FOLDER [OPTIONS]
 
@@ -254,7 +266,7 @@ Continue the run in FOLDER with the configuration that is stored there.
 
 
 def _options(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, _Option]:
-    """The fields of a configuration, as options."""
+    """Returns the fields of a configuration as options."""
     types = get_type_hints(cls)
     return {
         field.name: _Option(
@@ -266,7 +278,7 @@ def _options(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = 
 
 
 def _tyro(options: Mapping[str, _Option], arguments: list[str], program: str, description: str) -> dict[str, Any]:
-    """Parses by tyro, one dataclass a group; flat names in and out. Wrong input and ``--help`` end in ``SystemExit``."""
+    """Parses options with tyro, which needs one dataclass per group. Wrong input and ``--help`` raise ``SystemExit``."""
     try:
         import tyro
     except ModuleNotFoundError as error:
@@ -280,7 +292,7 @@ def _tyro(options: Mapping[str, _Option], arguments: list[str], program: str, de
             shown = f"{option.default:.4g}" if isinstance(option.default, float) else option.default
             about["help_behavior_hint"] = "" if shown is None else f"(default: {shown})"
         if type(None) in get_args(option.type) and len(get_args(option.type)) == 2:
-            about["metavar"] = get_args(option.type)[0].__name__.upper()  # and not {None}|INT
+            about["metavar"] = get_args(option.type)[0].__name__.upper()  # otherwise tyro shows {None}|INT
         kind: Any = Annotated[option.type, tyro.conf.arg(**about)]
         groups.setdefault(option.group, []).append((f"{name}_", kind, dataclasses.field(**field)))
     fields = []
@@ -302,13 +314,13 @@ def _list(rows: Iterable[tuple[str, str]]) -> int:
 
 
 def _documentation(cls: type, name: str) -> str:
-    """What the ``Attributes`` section of a class, or of the nearest ancestor that has one, says of a field."""
+    """Returns the description of a field in the ``Attributes`` section of a class or of its nearest ancestor with one."""
     for base in cls.__mro__:
         found = re.search(rf"^  {name}: (.*(?:\n {{3,}}.*)*)", inspect.cleandoc(base.__doc__ or ""), re.MULTILINE)
         if found:
             text = " ".join(found[1].split())
             return text[0].upper() + text[1:] if text[0].isascii() else text
-    return "Learning rate of the server." if name == "server_learning_rate" else f"A field of {cls.__name__}."
+    return "Learning rate of the server." if name == "server_learning_rate" else f"The field {name} of {cls.__name__}."
 
 
 def _first_line(thing: Any) -> str:

@@ -1,4 +1,4 @@
-"""The run that test_kill.py kills: small rounds, many checkpoints, seconds long."""
+"""The run that test_kill.py kills: short rounds and many checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.data import _row_store
 
 
 def run(name: str, rounds: int, folder: Path, cache: Path, pause: float) -> None:
-    """Train, and write the state's bits beside ``folder`` at the end."""
+    """Trains, and writes the bits of the last state to ``folder`` with the suffix ``.bits``."""
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     draw = np.random.default_rng(0)
@@ -24,7 +24,7 @@ def run(name: str, rounds: int, folder: Path, cache: Path, pause: float) -> None
     data = fedsim.FederatedData.from_arrays(columns, sizes=[10, 30] * 10)
     common = dict(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=8))
     if name == "drifting":
-        # Rows of clients are used again as soon as nobody refers to them.
+        # The store reuses rows of clients as soon as no state refers to them.
         _row_store._CHUNK_BYTES = 1
         algorithm: fedsim.Algorithm = Drifting(**common, execution=fedsim.Jit(memory="stream"))
     else:
@@ -39,7 +39,7 @@ def run(name: str, rounds: int, folder: Path, cache: Path, pause: float) -> None
         evaluate_every=10,
         checkpoint_every=3,
         progress=False,
-        # A short rest gives the test moments to strike at that are not in the middle of a checkpoint.
+        # The pause makes it possible that the process is killed between checkpoints, too.
         callbacks=[lambda line, state: time.sleep(pause)],
     )
     folder.with_suffix(".bits").write_text("\n".join(leaf.hex() for leaf in bits(result.state)))

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses, and that a run folder can be run again."""
+"""The command line: its output, its errors, and repeating and resuming the run in a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _assert_same(a, b):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run folder with a finished run of FedProx in it."""
+    """A run folder with a finished run of FedProx."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     assert main(["run", *SMALL, "--algorithm", "fedprox", "--mu", "0.5", "--folder", str(folder), "--no-progress"]) == 0
     return folder
@@ -93,8 +93,8 @@ def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finish
 
 
 @pytest.mark.slow
-def test_a_second_run_finds_the_compiled_rounds_of_the_first(tmp_path):
-    """In processes without the cache of compiled programs that these tests share."""
+def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
+    """In processes that do not use the common cache of compiled programs of these tests."""
     hidden = ("JAX_COMPILATION_CACHE_DIR", "FEDSIM_TEST_PROGRAMS")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"FEDSIM_CACHE": str(tmp_path / "cache")}
 
@@ -139,7 +139,7 @@ def test_help_lists_every_option_with_the_published_default(capsys, monkeypatch)
     assert "--mu" not in text
 
 
-_MAKERS = {
+_FACTORIES = {
     "aggregator": fedsim.aggregators.AGGREGATORS,
     "compressor": fedsim.compressors.COMPRESSORS,
     "attack": fedsim.attacks.ATTACKS,
@@ -149,15 +149,15 @@ _MAKERS = {
 def test_every_example_of_the_help_is_accepted():
     for field in dataclasses.fields(RunConfig):
         examples = re.search(r": (.*), \.\.\.", field.metadata.get("help", ""))
-        assert (examples is not None) == (field.name in _MAKERS), field.name
+        assert (examples is not None) == (field.name in _FACTORIES), field.name
         if examples is None:
             continue
         named = [example.strip("'") for example in re.split(r", (?![^(]*\))", examples[1])]
         assert len(named) == 3, named
         for example in named:
-            made = make(field.name, example, _MAKERS[field.name])
+            made = make(field.name, example, _FACTORIES[field.name])
             RunConfig(**{field.name: example})
-            if field.name == "aggregator":  # Which may want a larger cohort than there is by default.
+            if field.name == "aggregator":  # it may need a larger cohort than the default
                 made.check(np.zeros(2, np.float32), RunConfig().clients)
             if field.name == "attack":
                 made.check(fedsim.datasets.load(RunConfig().dataset).train)
@@ -204,15 +204,15 @@ def test_commands_are_listed(capsys):
         (["--client-learning-rate", "0"], "Expected client_learning_rate > 0 and finite, got client_learning_rate=0.0: give"),
         (["--server-learning-rate", "-1"], "Expected server_learning_rate > 0 and finite, got server_learning_rate=-1.0: give"),
         (["--seed", "-1"], "Expected seed >= 0, got seed=-1"),
-        (["--clip", "nan"], "Expected clip > 0 and finite, or None, got clip=nan: None does not clip."),
+        (["--clip", "nan"], "Expected clip > 0 and finite, or None, got clip=nan: None does not clip updates."),
         (["--aggregator", "krum(attackers=1.5)"], "Expected attackers >= 0, got attackers=1.5: give a whole number."),
         (["--compressor", "top_k(fraction=2.0)"], "Expected 0 < fraction <= 1, got fraction=2.0."),
-        (["--attack", "label_flip(num_classes=5)"], "Expected labels 'y' from 0 to 4, got 0 to 9. Set num_classes=5 to the number of classes"),
+        (["--attack", "label_flip(num_classes=5)"], "Expected labels 'y' from 0 to 4, got 0 to 9. Set num_classes=5 to"),
         (["--algorithm", "fedprox", "--mu", "-1"], "Expected mu >= 0 and finite, got mu=-1.0"),
         (["--data", "/nowhere"], "No folder /nowhere to read 'digits' from"),
         (["--model", "emnist_dense"], "Feature 'x' has shape [8, 8, 1] per example, and the model expects [28, 28, 1]"),
-        (["--execution", "jit", "--devices", "2"], "execution='jit' runs on one device, and devices=2"),
-        (["--from", "/nowhere"], "/nowhere holds no run"),
+        (["--execution", "jit", "--devices", "2"], "execution='jit' uses one device, got devices=2"),
+        (["--from", "/nowhere"], "There is no run in /nowhere"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, tmp_path):
@@ -221,7 +221,7 @@ def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, 
     assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error and "Traceback" not in error
 
 
-def test_unwritable_folder_is_one_line(capsys, tmp_path):
+def test_an_unwritable_folder_is_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert main(["run", *SMALL, "--folder", str(tmp_path / "file"), "--no-progress"]) != 0
     error = capsys.readouterr().err
@@ -356,7 +356,7 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == status, error
-    assert "Traceback" not in error and f"To go on: fedsim resume {folder}" in error
+    assert "Traceback" not in error and f"To continue: fedsim resume {folder}" in error
     rounds = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["round"]
     assert f"stopped after round {rounds} of 200000" in error
     assert int(max(path.name for path in (folder / "checkpoints").iterdir())) == rounds
@@ -364,7 +364,7 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
 
 @pytest.fixture
 def custom_run(custom, tmp_path):
-    """A run folder whose configuration names a file with code, which says that it was run."""
+    """A run folder whose configuration names a Python file. The file ``ran`` shows that the code was run."""
     custom.write_text(_CUSTOM + f"\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
     arguments = ["run", *SMALL, "--rounds", "1", "--algorithm", f"{custom}:Shrinking", "--no-progress"]
     assert main([*arguments, "--folder", str(tmp_path / "r")]) == 0

@@ -1,4 +1,4 @@
-"""The command `fedsim datasets`: its table, descriptions and pictures, and conversions between file formats."""
+"""The command `fedsim datasets`: the table, descriptions and pictures, and conversions between file formats."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def test_a_dataset_is_described_and_drawn(capsys, tmp_path, monkeypatch):
         assert line in text
     for features in (about.features, about.source_features):
         assert all(f"{name}: {meaning}" in text for name, meaning in features.items())
-    assert "a client: 2 to 42 examples" in text and "as diverse as 4.2 classes" in text
-    assert "label shares in train and test differ by 0.65 on average" in text
+    assert "examples per client: 2 to 42" in text and "effective number of classes per client 4.2" in text
+    assert "distance between a client's label shares in train and test 0.65" in text
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
 
-def test_what_is_not_at_hand_is_described_without_network(capsys, monkeypatch):
+def test_an_unavailable_dataset_is_described_without_network(capsys, monkeypatch):
     def no_network(*args, **kwargs):
         raise AssertionError("asked the network")
 
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     assert main(["datasets", "describe", "cifar100"]) == 0
     text = capsys.readouterr().out
-    assert "Not at hand." in text and "153 MB, once, into the cache" in text and "Found" not in text
+    assert "The dataset is not available." in text and "153 MB, once, into the cache" in text and "Statistics" not in text
 
 
-def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkeypatch):
+def test_a_user_s_dataset_is_described_with_its_options(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(_registry, "_LOADERS", dict(_registry._LOADERS))
     (tmp_path / "mine.py").write_text(
         "from fedsim import datasets\n"
@@ -70,19 +70,19 @@ def test_ones_own_dataset_is_described_with_its_options(capsys, tmp_path, monkey
     assert main(["datasets", "describe", f"{tmp_path}/mine.py:load(clients=7)"]) == 0
     text = capsys.readouterr().out
     assert "clients=100: how many are kept" in text and "train     7 clients" in text and "x: [8, 8, 1] uint8" in text
-    # Nothing is said where nothing is known.
+    # Facts that are not known are left out.
     assert "licence" not in text and "source" not in text and "\n\n\n" not in text
 
 
-def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shell(capsys, tmp_path):
+def test_the_printed_command_can_be_copied_into_a_shell(capsys, tmp_path):
     (tmp_path / "mine.py").write_text("def load(data, cache):\n    'Mine.'\n")
     for name, expected in (
-        ("mnist(seed=1)", 'To fetch and draw it: fedsim datasets describe "mnist(seed=1)" --picture FILE.png'),
+        ("mnist(seed=1)", 'To download and draw it: fedsim datasets describe "mnist(seed=1)" --picture FILE.png'),
         (
             f"{tmp_path}/mine.py:load",
             f"To load and draw it: fedsim datasets describe {tmp_path}/mine.py:load --picture FILE.png",
         ),
-        ("tfds:NAME", "tfds:NAME stands for many: write a dataset's name for NAME."),
+        ("tfds:NAME", "tfds:NAME stands for many datasets: replace NAME by the name of one."),
     ):
         assert main(["datasets", "describe", name]) == 0
         text = capsys.readouterr().out
@@ -95,7 +95,7 @@ def test_what_is_said_of_a_dataset_that_is_not_at_hand_can_be_copied_into_a_shel
         (["describe", "digit"], "There is no dataset 'digit'. Did you mean 'digits'?"),
         (["describe", "shakespeare(alpha=1)"], "has no option 'alpha'"),
         (["describe", "emnist62", "--data", "/nowhere"], "No folder /nowhere"),
-        (["describe", "digits", "--picture", "/nowhere/a.png"], "No folder /nowhere"),
+        (["describe", "digits", "--picture", "/nowhere/a.png"], "There is no folder /nowhere"),
         (["describe", "digits", "--picture", "digits.bmp"], "end in .png, .pdf, .svg, got 'digits.bmp'"),
         (["describe", "digits.py"], "There is no dataset 'digits.py'. For an object in a file, give digits.py:NAME."),
     ],
@@ -109,8 +109,8 @@ def test_wrong_names_of_datasets_are_one_line_and_exit_status_2(arguments, expec
 def test_files_are_converted_there_and_back(capsys, tmp_path):
     (tmp_path / "a.csv").write_text("user,y\nann,1\nbob,2\nann,3\n")
     steps = [["a.csv", "a.h5", "--client", "user"], ["a.h5", "a.sqlite", "--format", "fedjax_sqlite"], ["a.sqlite", "b.h5"]]
-    for source, target, *more in steps:
-        assert main(["datasets", "convert", str(tmp_path / source), str(tmp_path / target), *more]) == 0
+    for source, target, *options in steps:
+        assert main(["datasets", "convert", str(tmp_path / source), str(tmp_path / target), *options]) == 0
         assert f"Wrote {tmp_path / target}" in capsys.readouterr().out
     population = fedsim.FederatedData.open(tmp_path / "b.h5")
     assert {client.client_id: client["y"].tolist() for client in population} == {"ann": [1, 3], "bob": [2]}
@@ -149,7 +149,7 @@ def test_a_file_without_checksums_is_verified_as_far_as_possible(capsys, tmp_pat
         (["b.h5", "a.h5"], "b.h5"),
     ],
 )
-def test_conversions_that_cannot_be_are_one_line_and_leave_nothing(arguments, expected, capsys, tmp_path, monkeypatch):
+def test_errors_of_conversions_are_one_line_and_leave_no_file(arguments, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").write_text("user,y\nann,1\n")
     (tmp_path / "b.h5").write_bytes(b"\x89HDF\r\n\x1a\n and no more")

@@ -1,4 +1,4 @@
-"""Experiments: the run loop, its folder of metrics, checkpoints and pictures, and configurations by name."""
+"""Experiments: the run loop, run folders with metrics, checkpoints and pictures, and configurations by name."""
 
 from fedsim.experiment._build import Experiment as Experiment
 from fedsim.experiment._build import algorithm_class as algorithm_class

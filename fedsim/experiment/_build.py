@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: names become classes, numbers become optimizers."""
+"""Builds the objects of a run from a configuration: classes from names, optimizers from numbers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ from fedsim.names import did_you_mean, import_reference, make, required
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
-# Fields of algorithms that a RunConfig fills by other means than a number of the same name.
-_BUILT = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink")
+# Fields of algorithms that are built from a RunConfig, and not copied from its field of the same name.
+_BUILT_FIELDS = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink")
 
 
 class Experiment(NamedTuple):
-    """What `fedsim.experiment.run` takes: an algorithm, a sampler over the training data, and test data."""
+    """The arguments of `fedsim.experiment.run`.
+
+    Attributes:
+      algorithm: the algorithm, with its model, optimizers and execution.
+      sampler: a sampler of cohorts of the training data.
+      test_data: the test data.
+    """
 
     algorithm: Algorithm
     sampler: Sampler
@@ -34,9 +40,11 @@ class Experiment(NamedTuple):
 
 
 class Hyperparameter(NamedTuple):
-    """A field of an algorithm that fits a command line: its type (simple, ``Literal`` or optional) and default.
+    """A field of an algorithm that can be given on a command line.
 
-    ``default`` is ``dataclasses.MISSING`` if it has none.
+    Attributes:
+      type: a simple type, a ``Literal`` or an optional type.
+      default: the default; ``dataclasses.MISSING`` if there is none.
     """
 
     type: Any
@@ -44,18 +52,24 @@ class Hyperparameter(NamedTuple):
 
 
 def build(config: RunConfig, settings: Settings) -> Experiment:
-    """Loads the data and makes the algorithm.
+    """Loads the data and builds the algorithm and the sampler.
+
+    Names of the form ``FILE.py:NAME`` and ``MODULE:NAME`` are imported, which runs their code.
+
+    Args:
+      config: the configuration.
+      settings: the settings, of which only the execution is used.
 
     Raises:
-      ValueError: an unknown dataset, model or algorithm; a hyperparameter that the algorithm lacks or refuses; a cohort
-        larger than the population.
+      ValueError: the dataset, model or algorithm is unknown; the algorithm does not have a hyperparameter or refuses its
+        value; or a cohort is larger than the population.
 
     >>> algorithm, sampler, test_data = build(RunConfig(dataset="digits", algorithm="fedprox"), Settings())
     >>> algorithm.mu, sampler.clients
     (0.1, 10)
     """
     cls = algorithm_class(config.algorithm)
-    hyperparameters = own_hyperparameters(cls)
+    hyperparameters = algorithm_hyperparameters(cls)
     unknown = sorted(set(config.hyperparameters) - set(hyperparameters))
     if unknown:
         known = ", ".join(hyperparameters) or "none"
@@ -73,8 +87,8 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     if "server_optimizer" in fields and "server_learning_rate" not in fields:
         given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
-    given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT)}
-    given |= _sending(cls, fields["aggregator"], config)
+    given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
+    given |= _communication(cls, fields["aggregator"], config)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
     algorithm = cls(**given, **own)
@@ -82,13 +96,13 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     return Experiment(algorithm, _sampler(splits.train, config), splits.test)
 
 
-def _sending(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunConfig) -> dict[str, Any]:
-    """What the config says of what is sent, as fields of the algorithm: clipped, then compressed, then aggregated."""
-    asked = [name for name in ("aggregator", "compressor", "clip", "downlink") if getattr(config, name) is not None]
-    if not asked:
+def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunConfig) -> dict[str, Any]:
+    """Returns the fields ``aggregator`` and ``downlink``: updates are clipped, then compressed, then aggregated."""
+    given = [name for name in ("aggregator", "compressor", "clip", "downlink") if getattr(config, name) is not None]
+    if not given:
         return {}
     if not cls.capabilities.aggregators or cls.apply is not Algorithm.apply:
-        raise ValueError(f"{cls.__name__} folds its clients' updates in its own way: leave {' and '.join(asked)} out.")
+        raise ValueError(f"{cls.__name__} aggregates updates in its own way and takes no {' or '.join(given)}. Leave them out.")
     aggregator: Any
     if config.aggregator is not None:
         aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS)
@@ -117,12 +131,11 @@ def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
 
 
 def _sampler(data: FederatedData, config: RunConfig) -> Sampler:
-    """Uniform cohorts, and in them whom the config says to be stragglers and attackers."""
+    """Returns a uniform sampler, with the stragglers and attackers of the config."""
     sampler: Any = UniformSampler(data, clients=config.clients, seed=config.seed)
     if config.stragglers:
-        epochs = (
-            config.epochs if config.steps is None else config.steps
-        )  # Of steps, stragglers take a part as they do of epochs.
+        # The sampler draws a fraction of the epochs. If there is a number of steps instead, it is a fraction of the steps.
+        epochs = config.epochs if config.steps is None else config.steps
         sampler = Stragglers(sampler, fraction=config.stragglers, epochs=epochs, drop=config.drop_stragglers)
     if config.attack is not None:
         attack = make("attack", config.attack, attacks.ATTACKS)
@@ -131,10 +144,10 @@ def _sampler(data: FederatedData, config: RunConfig) -> Sampler:
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class of a registered name, of ``FILE.py:CLASS`` or of ``MODULE:CLASS``.
+    """Returns the algorithm class for a registered name, ``FILE.py:CLASS`` or ``MODULE:CLASS``.
 
     Raises:
-      ValueError: there is none.
+      ValueError: there is no such class.
 
     >>> algorithm_class("fedsim.algorithms:FedProx") is algorithm_class("fedprox")
     True
@@ -147,29 +160,31 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return cls
 
 
-def own_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
-    """The fields of an algorithm that `RunConfig` does not have itself and that fit a command line.
+def algorithm_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
+    """Returns the fields of an algorithm that are not fields of `RunConfig` and can be given on a command line.
 
-    An algorithm with a ``server_optimizer`` and no ``server_learning_rate`` of its own has one here: that of a server SGD.
+    For an algorithm with a field ``server_optimizer`` and no field ``server_learning_rate``, the latter is added: the optimizer
+    is then SGD with this learning rate.
 
     Raises:
-      ValueError: a field without default that a command line cannot give.
+      ValueError: a field without a default cannot be given on a command line.
 
-    >>> own_hyperparameters(algorithms.FedProx)["mu"]
+    >>> algorithm_hyperparameters(algorithms.FedProx)["mu"]
     Hyperparameter(type=<class 'float'>, default=0.1)
     """
     general = {field.name for field in dataclasses.fields(RunConfig)}
     fields = [field for field in dataclasses.fields(cls) if field.init]
     found: dict[str, Hyperparameter] = {}
     for field in fields:
-        if field.name in _BUILT or field.name in general:
+        if field.name in _BUILT_FIELDS or field.name in general:
             continue
         kind = _evaluated_type(cls, field)
         if _is_simple(kind):
             found[field.name] = Hyperparameter(kind, field.default)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ValueError(
-                f"{cls.__name__} needs {field.name}: {field.type}, which a command line cannot give. Give the field a default."
+                f"{cls.__name__} requires {field.name}: {field.type}, which cannot be given on a command line. Give the field "
+                "a default."
             )
     if any(field.name == "server_optimizer" for field in fields):
         found.setdefault("server_learning_rate", Hyperparameter(float, 1.0))
@@ -179,25 +194,25 @@ def own_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]:
 def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
     if name is None:
         raise ValueError(
-            f"The dataset {dataset!r} has no default model: name one with --model, of {', '.join(ready_models())}; or for "
-            "your own shapes 'dense(shape=[...], num_classes=...)'; or FILE.py:FUNCTION."
+            f"The dataset {dataset!r} has no default model. Choose one with --model: {', '.join(models_without_arguments())}; "
+            "for other shapes, 'dense(shape=[...], num_classes=...)'; or your own, FILE.py:FUNCTION."
         )
     if not isinstance(name, str):
         return name()
     return make("model", name, models.MODELS)
 
 
-def ready_models() -> list[str]:
-    """Names of the models that need no arguments.
+def models_without_arguments() -> list[str]:
+    """Returns the names of the models that need no arguments.
 
-    >>> "emnist_cnn" in ready_models(), "dense" in ready_models()
+    >>> "emnist_cnn" in models_without_arguments(), "dense" in models_without_arguments()
     (True, False)
     """
     return [name for name, factory in models.MODELS.items() if not required(factory)]
 
 
 def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:
-    """The config's numbers on top of the algorithm's own preference (FedSGD reads in stored order)."""
+    """Returns the batches of the config, unshuffled if the algorithm's default is (FedSGD reads examples in stored order)."""
     factory = field.default_factory
     own = factory() if callable(factory) else field.default
     own = own if isinstance(own, Batches) else Batches(size=config.batch_size)
@@ -219,7 +234,7 @@ def _evaluated_type(cls: type, field: dataclasses.Field[Any]) -> Any:
     try:
         return eval(field.type, vars(sys.modules[owner.__module__]))
     except (NameError, AttributeError, TypeError):
-        return None  # a name that only a type checker imports: not a simple type
+        return None  # the name is imported only for type checkers, so it is not a simple type
 
 
 def _is_simple(kind: Any) -> bool:

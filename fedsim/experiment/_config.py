@@ -1,4 +1,4 @@
-"""The two halves of a run's configuration: what changes its answer, and what changes only its speed or its output."""
+"""The configuration of a run: `RunConfig` determines its result, `Settings` only its speed and its output."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def _option(default: Any, group: str, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All that a run's answer depends on. Two runs of equal `RunConfig` give the same parameters.
+    """Everything that the result of a run depends on. Two runs with equal `RunConfig` give the same parameters.
 
-    The fields' help texts are those of the command line, see ``fedsim run --help``.
+    The fields are the options of ``fedsim run``, and ``fedsim run --help`` describes them.
 
     Attributes:
-      hyperparameters: the algorithm's own fields by name, e.g. ``{"server_learning_rate": 0.1}``; others keep their defaults.
+      hyperparameters: fields of the algorithm by name, e.g. ``{"server_learning_rate": 0.1}``. Others keep their defaults.
 
     Raises:
-      ValueError: a number out of its range.
+      ValueError: a value is out of its range.
 
     >>> RunConfig(rounds=0)
     Traceback (most recent call last):
@@ -41,73 +41,93 @@ class RunConfig:
     dataset: str = _option(
         "digits",
         "data and model",
-        "Name of a dataset, also 'NAME(option=value)', or FILE.py:FUNCTION; `fedsim datasets` lists them.",
+        "Name of a dataset, 'NAME(option=value)' or FILE.py:FUNCTION; `fedsim datasets` lists the names.",
     )
-    data: str | None = _option(None, "data and model", "Folder with the dataset's files; default: download once.")
+    data: str | None = _option(
+        None, "data and model", "Folder with the files of the dataset; by default they are downloaded once."
+    )
     model: str | None = _option(
-        None, "data and model", "Name of a model, also 'NAME(option=value)', or FILE.py:FUNCTION; default: the dataset's."
+        None, "data and model", "Name of a model, 'NAME(option=value)' or FILE.py:FUNCTION; default: that of the dataset."
     )
     algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
-    weighting: Literal["examples", "uniform"] = _option("examples", "algorithm", "Clients weigh by their examples, or alike.")
-    nonfinite: Literal["drop", "raise"] = _option("drop", "algorithm", "What to do with a client update that is not finite.")
+    weighting: Literal["examples", "uniform"] = _option(
+        "examples", "algorithm", "Weight of a client: its number of examples, or 1."
+    )
+    nonfinite: Literal["drop", "raise"] = _option(
+        "drop", "algorithm", "Leave a client update that is not finite out, or stop the run."
+    )
     aggregator: str | None = _option(
         None,
-        "what is sent",
-        "How updates are folded: mean, 'trimmed_mean(trim=0.1)', 'krum(attackers=2)', ...; default: the algorithm's.",
+        "communication",
+        "How updates are aggregated: mean, 'trimmed_mean(trim=0.1)', 'krum(attackers=2)', ...; default: the algorithm's.",
     )
-    compressor: str | None = _option(None, "what is sent", "What clients' updates go through: 'eden(bits=2)', top_k, qsgd, ...")
-    error_feedback: bool = _option(False, "what is sent", "What compression loses is sent the next time.")
-    clip: float | None = _option(None, "what is sent", "Longest update, as a Euclidean norm; longer ones are scaled down.")
-    downlink: str | None = _option(None, "what is sent", "What the server's parameters go through: a compressor.")
+    compressor: str | None = _option(
+        None, "communication", "How clients compress their updates: 'eden(bits=2)', top_k, qsgd, ...; default: not at all."
+    )
+    error_feedback: bool = _option(False, "communication", "A client adds its compression error to its next update.")
+    clip: float | None = _option(None, "communication", "Largest Euclidean norm of an update; longer ones are scaled down.")
+    downlink: str | None = _option(None, "communication", "How the server compresses the parameters that it sends to clients.")
     attack: str | None = _option(
-        None, "trouble", "What attackers do: sign_flip, 'label_flip(num_classes=10)', a_little_is_enough, ..."
+        None,
+        "attacks and stragglers",
+        "What malicious clients do: sign_flip, 'label_flip(num_classes=10)', a_little_is_enough, ...; default: nothing.",
     )
-    attackers: float = _option(0.2, "trouble", "Fraction of the population that attacks, if there is an attack.")
-    stragglers: float = _option(0.0, "trouble", "Fraction of each cohort that manages fewer epochs.")
-    drop_stragglers: bool = _option(False, "trouble", "Stragglers are left out, instead of sending what they have.")
+    attackers: float = _option(
+        0.2, "attacks and stragglers", "Fraction of the population that is malicious, if there is an attack."
+    )
+    stragglers: float = _option(0.0, "attacks and stragglers", "Fraction of each cohort that trains fewer epochs.")
+    drop_stragglers: bool = _option(
+        False, "attacks and stragglers", "Leave stragglers out instead of using their partial work."
+    )
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     rounds: int = _option(100, "training", "Number of rounds.")
-    clients: int = _option(10, "training", "Clients a round.")
-    batch_size: int = _option(20, "training", "Examples a client step.")
-    epochs: int = _option(1, "training", "A client's passes over its examples a round.")
-    steps: int | None = _option(None, "training", "A client's steps a round, instead of epochs.")
-    max_steps: int | None = _option(None, "training", "A client takes at most this many steps a round.")
+    clients: int = _option(10, "training", "Clients per round.")
+    batch_size: int = _option(20, "training", "Examples per client step.")
+    epochs: int = _option(1, "training", "Passes of a client over its examples per round.")
+    steps: int | None = _option(None, "training", "Steps of a client per round, instead of epochs.")
+    max_steps: int | None = _option(None, "training", "Largest number of steps of a client per round.")
     evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
-    shuffle: bool = _option(True, "training", "Clients shuffle their examples anew every epoch.")
-    drop_remainder: bool = _option(False, "training", "Clients leave a last partial batch out.")
-    seed: int = _option(0, "training", "Seed of all that is random.")
-    client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of clients.")
-    client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of clients.")
+    shuffle: bool = _option(True, "training", "Clients shuffle their examples in every epoch.")
+    drop_remainder: bool = _option(False, "training", "Clients leave out a last batch that is not full.")
+    seed: int = _option(0, "training", "Seed of all random draws.")
+    client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of the clients.")
+    client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of the clients.")
     client_schedule: Literal["constant", "linear", "cosine", "exponential"] = _option(
-        "constant", "client optimizer (SGD)", "How the clients' rate changes over rounds."
+        "constant", "client optimizer (SGD)", "How the clients' learning rate changes over the rounds."
     )
     client_schedule_end: float = _option(
-        0.0, "client optimizer (SGD)", "linear, cosine: what is left of the rate in the end, as a fraction."
+        0.0, "client optimizer (SGD)", "linear, cosine: the last learning rate as a fraction of the first one."
     )
-    client_schedule_decay: float = _option(0.1, "client optimizer (SGD)", "exponential: the rate's factor ...")
+    client_schedule_decay: float = _option(0.1, "client optimizer (SGD)", "exponential: the factor of the learning rate ...")
     client_schedule_every: int = _option(500, "client optimizer (SGD)", "... over this many rounds.")
-    client_schedule_staircase: bool = _option(False, "client optimizer (SGD)", "exponential: in steps, not smoothly.")
+    client_schedule_staircase: bool = _option(
+        False, "client optimizer (SGD)", "exponential: change the learning rate in steps, not in every round."
+    )
 
     def __post_init__(self) -> None:
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
-        Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps)  # It refuses both epochs and steps.
+        Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps)  # raises ValueError for epochs and steps together
         checks.whole(0, seed=self.seed)
         rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         check_choices(self)
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
-        checks.positive(or_none=True, clip=self.clip, remedy="None does not clip")
+        checks.positive(or_none=True, clip=self.clip, remedy="None does not clip updates")
         if self.error_feedback and not self.compressor:
-            raise ValueError("Expected a compressor with error_feedback=True, got none: name one, e.g. compressor='top_k'.")
+            raise ValueError("error_feedback=True requires a compressor, got none: choose one, e.g. compressor='top_k'.")
         checks.number(least=0, below=1, client_momentum=self.client_momentum, remedy="0 is plain SGD")
         checks.number(least=0, most=1, client_schedule_end=self.client_schedule_end)
         checks.positive(client_schedule_decay=self.client_schedule_decay)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:
-        """The config that ``config.json`` holds; raises ``ValueError`` for a field that this version does not know."""
+        """Returns the config in ``config.json``.
+
+        Raises:
+          ValueError: this version of fedsim does not have one of the fields.
+        """
         unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ValueError(f"The configuration has fields that this version of fedsim does not know: {', '.join(unknown)}.")
@@ -116,63 +136,76 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a run is executed and reported; it may differ between a run and its resumption.
+    """How a run is executed and reported. A resumed run may have other settings.
+
+    The fields are the options of ``fedsim run`` and ``fedsim resume``, and their ``--help`` describes them.
+
+    Raises:
+      ValueError: a value is out of its range.
 
     >>> Settings(execution="jit", lanes=2).executor()
     Jit(lanes=2, memory='auto', deterministic=False, differentiable=False)
     """
 
     folder: str | None = _option(None, "output", "Run folder; default: runs/DATASET-ALGORITHM-TIME.")
-    checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: some seconds.")
-    progress: bool = _option(True, "output", "Progress bar and closing table.")
+    checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: about ten seconds.")
+    progress: bool = _option(True, "output", "Show a progress bar and a closing table.")
     execution: Literal["auto", "debug", "jit", "pmap"] = _option(
-        "auto", "execution (speed only)", "debug: not compiled; jit: one device; pmap and auto: all devices."
+        "auto",
+        "execution (speed only)",
+        "debug: plain Python; jit: compiled, on one device; pmap and auto: compiled, on all devices.",
     )
-    devices: int | None = _option(None, "execution (speed only)", "Number of devices; default: all, on a CPU its cores.")
-    lanes: int | None = _option(None, "execution (speed only)", "Clients side by side on a device; default: by the device.")
+    devices: int | None = _option(
+        None, "execution (speed only)", "Number of devices; default: all, which for a CPU are its cores."
+    )
+    lanes: int | None = _option(
+        None, "execution (speed only)", "Clients that train at the same time on a device; default: chosen for the device."
+    )
     memory: Literal["auto", "resident", "stream"] = _option(
-        "auto", "execution (speed only)", "The data live on the device, or are gathered for each cohort."
+        "auto",
+        "execution (speed only)",
+        "Keep the data on the device, or copy the examples of each cohort; auto: by their size.",
     )
     deterministic: bool = _option(
         False,
         "execution (speed only)",
-        "On a GPU, repeat a run bit for bit from the same seed; it takes up to 1.5 times as long.",
+        "On a GPU: equal seeds give equal bits. Rounds take up to 1.5 times as long.",
     )
     rounds_per_dispatch: int | None = _option(
-        None, "execution (speed only)", "Rounds handed to the device at once; default: by time."
+        None, "execution (speed only)", "Largest number of rounds that are sent to the device at once; default: by their time."
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
         if self.folder == "":
-            raise ValueError("Expected a name of a folder, got folder=''.")
+            raise ValueError("Expected the name of a folder, got folder='': give a name, or leave it out.")
         counts = ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch")
         given = {name: getattr(self, name) for name in counts}
         checks.whole(1, or_none=True, **given, remedy="give a positive whole number, or leave it out")
 
     def executor(self) -> Execution:
-        """The execution that these settings name.
+        """Returns the execution that these settings name.
 
         Raises:
-          ValueError: an option that the chosen execution does not have.
+          ValueError: the execution does not have one of the options.
         """
         if self.execution == "debug":
             if (self.devices, self.lanes, self.memory, self.deterministic) != (None, None, "auto", False):
                 raise ValueError(
-                    "execution='debug' has no devices, lanes, memory or deterministic to choose: leave these options out."
+                    "execution='debug' does not take devices, lanes, memory or deterministic: leave these options out."
                 )
             return Debug()
         if self.execution == "jit":
             if self.devices not in (None, 1):
-                raise ValueError(f"execution='jit' runs on one device, and devices={self.devices} are asked for: use 'pmap'.")
+                raise ValueError(f"execution='jit' uses one device, got devices={self.devices}: use execution='pmap'.")
             return Jit(lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
         kind = Auto if self.execution == "auto" else Pmap
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
 
 
 def check_choices(config: RunConfig | Settings) -> None:
-    """Raises ``ValueError`` for a field that is none of the ``Literal`` choices of its type, naming the nearest; or that is no
-    truth value where it has to be one."""
+    """Raises ``ValueError`` for a field that is not one of the choices of its ``Literal`` type, or not a ``bool`` if that is
+    its type."""
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(kind) is Literal and isinstance(value, str):

@@ -49,9 +49,9 @@ class LossMonitor:
     def add(self, line: Line) -> None:
         """Reads a line of the metrics; lines without a loss change nothing."""
         train, test = self._series
-        if "loss" in line and (line["loss"] is not None or line.get("dropped", 1)):  # else no client took a step
+        if _is_scalar(line, "loss") and (line["loss"] is not None or line.get("dropped", 1)):  # else no client took a step
             train.add(line["round"], line["loss"])
-        if "test_loss" in line:
+        if _is_scalar(line, "test_loss"):
             test.add(line["round"], line["test_loss"])
 
     def warning(self) -> str | None:
@@ -87,6 +87,8 @@ class _Series:
             return None
         (first_round, first), (last_round, last), (largest_round, largest) = self._first[0], self._last, self._largest
         now = f"; in round {last_round} it is {_shown(last)}" if last_round != largest_round else ""
+        if math.isinf(last):
+            now = ""
         if math.isinf(largest):
             return f"The {self._name} was {_shown(first)} in round {first_round} and not finite in round {largest_round}{now}."
         if largest > first:
@@ -106,6 +108,10 @@ class _Series:
         if self._uniform or self._repeats == 1:
             return max(self._first[0][1], self._uniform)
         return max(value for _, value in self._first)
+
+
+def _is_scalar(line: Line, name: str) -> bool:
+    return name in line and (line[name] is None or isinstance(line[name], int | float))
 
 
 def _shown(value: float) -> str:

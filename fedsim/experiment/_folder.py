@@ -1,4 +1,4 @@
-"""The run folder: which files it has, and that it belongs to one configuration."""
+"""The run folder: its files, and the check that it belongs to one configuration."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class RunFolder:
     def picture(self) -> Path:
         return self.path / "learning_curve.png"
 
-    def claim(
+    def initialize(
         self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any], devices: str
     ) -> None:
-        """Makes the folder and writes ``config.json``, or finds that it is there and the same.
+        """Creates the folder and writes ``config.json``, or checks that an existing folder holds the same run.
 
-        A folder in which no round was finished is as a new one: a run that was refused before its first round holds nothing.
+        A folder in which no round was finished counts as new: for example, after an error in the first round.
 
         Raises:
           OSError: the folder cannot be written to.
-          ValueError: it holds a run of another configuration or population; the differences are named. A run is going on in it.
+          ValueError: the folder holds a run of another configuration or population (the differences are named), or is in use.
         """
-        # What JSON does to a value (a tuple becomes a list) must not count as a difference.
+        # JSON changes values (a tuple becomes a list), which must not count as a difference.
         run = json.loads(json.dumps({"config": config, "population": population}, default=str))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -75,80 +75,90 @@ class RunFolder:
         if signed := signature(run["config"]):
             stored["signature"] = signed
         text = json.dumps(stored, indent=2, default=str)
-        with lock(self.path):  # Who is in the first round has finished none, and yet the folder is not free.
+        with lock(self.path):  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
                 self._compare(run)
             with writing(self.config):
-                beside = self.config.with_suffix(".tmp")
-                beside.write_text(text + "\n")
-                beside.replace(self.config)
+                temporary = self.config.with_suffix(".tmp")
+                temporary.write_text(text + "\n")
+                temporary.replace(self.config)
 
     def _compare(self, run: Mapping[str, Any]) -> None:
-        """Raises ``ValueError`` if the folder holds another run; if that never began, clears what it left."""
+        """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
         stored = read_config(self.path)
-        here, there = _entries(run), _entries(stored)
+        new, old = _entries(run), _entries(stored)
         differences = [
-            f"  {name}: {_show(here, name)} here, {_show(there, name)} there"
-            for name in sorted(here.keys() | there.keys())
-            if _show(here, name) != _show(there, name)
+            f"  {name}: {_show(new, name)} in this run, {_show(old, name)} in the folder"
+            for name in sorted(new.keys() | old.keys())
+            if _show(new, name) != _show(old, name)
         ]
         if not differences:
             return
-        if self._has_begun():
-            noted = "" if "population" in stored else "\nAn earlier version of fedsim wrote it, and did not note all of this."
+        if self._has_rounds():
+            version = (
+                "" if "population" in stored else "\nAn earlier version of fedsim wrote it and did not record all of this."
+            )
             raise ValueError(
                 f"The run folder {self.path} holds a run of another configuration:\n"
                 + "\n".join(differences)
-                + noted
-                + "\nChoose another folder, or the same configuration and population."
+                + version
+                + "\nChoose another folder, or use the same configuration and population."
             )
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
-    def _has_begun(self) -> bool:
+    def _has_rounds(self) -> bool:
         return bool(read_metrics(self.metrics) or Checkpoints(self.checkpoints).rounds())
 
 
 def lock(path: Path) -> IO[str]:
-    """Holds a run folder until the file that is returned is closed, or the process ends in any way.
+    """Locks a run folder until the returned file is closed or the process ends.
 
     Raises:
-      ValueError: another process, or another run of this one, holds it.
+      ValueError: another process, or another run in this process, has locked it.
     """
-    file = open(path / ".lock", "w")  # noqa: SIM115 (it stays open: that is the lock)
+    file = open(path / ".lock", "w")  # noqa: SIM115 (the lock lasts while it is open)
     try:
         import fcntl
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:  # Windows has no flock; there nothing is held
+    except ModuleNotFoundError:  # Windows has no flock, so nothing is locked there.
         pass
     except OSError:
         file.close()
-        raise ValueError(f"The run folder {path} is in use by another run: wait for it, or choose another folder.") from None
+        raise ValueError(
+            f"The run folder {path} is in use by another run. Wait until it ends, or choose another folder."
+        ) from None
     return file
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The ``config``, ``population``, ``settings``, ``devices`` and ``versions`` of a run folder.
+    """Reads the ``config.json`` of a run folder.
+
+    The configuration may name Python code (``FILE.py:CLASS``), which `build` runs: look at a folder that you did not write.
+
+    Returns:
+      A mapping with ``config``, ``population``, ``settings``, ``devices`` and ``versions``, and, if the configuration names
+      code, ``signature``, by which ``fedsim resume`` knows whether the same user wrote it.
 
     Raises:
-      ValueError: the folder holds no run.
+      ValueError: the folder has no readable ``config.json``.
 
     >>> read_config("no such folder")
     Traceback (most recent call last):
     ...
-    ValueError: no such folder holds no run: no such folder/config.json cannot be read (FileNotFoundError).
+    ValueError: There is no run in no such folder: cannot read no such folder/config.json (FileNotFoundError).
     """
     path = RunFolder(Path(folder)).config
     try:
         return json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder} holds no run: {path} cannot be read ({type(error).__name__}).") from error
+        raise ValueError(f"There is no run in {folder}: cannot read {path} ({type(error).__name__}).") from error
 
 
 def _entries(run: Mapping[str, Any]) -> dict[str, Any]:
-    """All that identifies a run, by names under which differences can be shown."""
+    """Returns the values that identify a run, by the names under which differences are shown."""
     return {**run["config"], **{f"population, {name}": value for name, value in run.get("population", {}).items()}}
 
 
 def _show(config: Mapping[str, Any], name: str) -> str:
-    return json.dumps(config[name]) if name in config else "nothing"
+    return json.dumps(config[name]) if name in config else "not given"

@@ -1,4 +1,4 @@
-"""Which run is this: what a run folder is compared by."""
+"""The identity of a run: the values by which a run folder is compared with a new run."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
 _SIMPLE = float | int | str | bool | None
-# Cohorts, spread over all rounds, by which it is told who takes part: what a sampler keeps does not always say so.
+# The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.
 _COHORTS = 8
-# Larger arrays are told by a hash.
-_FEW = 8
+# Arrays with more elements are represented by a hash.
+_MAX_ELEMENTS = 8
 
 
 def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int, **arguments: Any) -> dict[str, Any]:
-    """What identifies a run: the config if there is one, else what can be told of the arguments.
+    """Returns what identifies a run: the config if there is one, otherwise a description of the arguments.
 
-    Functions cannot be told apart, models and optimizers among them: who changes these gives a config, or another folder.
-    How the algorithm is executed does not count.
+    Functions cannot be compared, and neither can models and optimizers, which consist of functions: to distinguish runs that
+    differ only in these, a config or another folder is necessary. The execution is not part of the identity.
 
     Args:
-      algorithm: all its fields count that can be told, if there is no config.
-      sampler: so do its class, its settings, and some of its cohorts; its root key does with a mapping, too.
+      algorithm: without a config, its fields that have a description.
+      sampler: without a config, its class, its settings and a hash of some cohorts. With a mapping, its root key.
       config: a `RunConfig`, a mapping, or None.
-      rounds: of the run.
-      **arguments: others of `run`: they and ``rounds`` are added to all but a `RunConfig`, which has them.
+      rounds: the number of rounds of the run.
+      **arguments: other arguments of `run`. They and ``rounds`` are added, except to a `RunConfig`, which contains them.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
@@ -45,31 +45,31 @@ def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int
     common = {"rounds": rounds, **arguments, "root_key": np.asarray(jax.random.key_data(first.key)).tolist()}
     if isinstance(config, Mapping):
         return {**config, **common}
-    fields = {name: _entry(value) for name, value in _fields(algorithm).items()}
+    fields = {name: _json_value(value) for name, value in _fields(algorithm).items()}
     described = {"algorithm": type(algorithm).__name__, **{name: value for name, value in fields.items() if value is not ...}}
-    described |= {"clients": first.slots, "sampler": _sampler(sampler), "cohorts (hash)": _cohorts(sampler, rounds)}
+    described |= {"clients": first.slots, "sampler": _sampler_text(sampler), "cohorts (hash)": _cohort_hash(sampler, rounds)}
     if first.attack is not None:
-        described["attack"] = _told(first.attack)
+        described["attack"] = _text(first.attack)
     return described | common
 
 
 def population(data: FederatedData) -> dict[str, Any]:
-    """Whose run it is, with a config or without; the examples themselves may be too many to look at."""
+    """Returns what identifies a population. The examples are not compared, because there may be too many to read."""
     return {
         "clients": data.num_clients,
         "examples": data.num_examples,
         "features": sorted(data.columns),
-        "client ids and sizes (hash)": _hash(_names(data), data.sizes.astype("<i8").tobytes()),
+        "client ids and sizes (hash)": _hash(_id_bytes(data), data.sizes.astype("<i8").tobytes()),
     }
 
 
-def about(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
-    """Whose clients keep what they keep: it is of no use to another algorithm, or to other clients."""
-    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": _hash(_names(data))}
+def rows_identity(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
+    """Returns what identifies the rows of clients: another algorithm, or other clients, cannot use them."""
+    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": _hash(_id_bytes(data))}
 
 
 def title(described: Mapping[str, Any]) -> str:
-    """A picture's title.
+    """Returns the title of the picture.
 
     >>> title({"dataset": "digits", "algorithm": "mine.py:Mine"})
     'digits, Mine'
@@ -78,71 +78,71 @@ def title(described: Mapping[str, Any]) -> str:
     return ", ".join(named) or "learning curve"
 
 
-def _names(data: FederatedData) -> bytes:
+def _id_bytes(data: FederatedData) -> bytes:
     ids = data.client_ids
     if isinstance(ids, ClientIds):
         return b"\0".join(ids.names.tolist())
     return "\0".join(ids).encode("utf-8", "surrogatepass")
 
 
-def _hash(*parts: bytes) -> str:
-    return hashlib.sha256(b"\0\0".join(parts)).hexdigest()[:16]
+def _hash(*values: bytes) -> str:
+    return hashlib.sha256(b"\0\0".join(values)).hexdigest()[:16]
 
 
-def _cohorts(sampler: Sampler, rounds: int) -> str:
-    """A hash of who takes part, how far they get, and who of them attacks, in some rounds from the first to the last."""
+def _cohort_hash(sampler: Sampler, rounds: int) -> str:
+    """Returns a hash of the clients, the stragglers' work and the attackers of some rounds, the first and last included."""
     some = [checked_cohort(sampler, round) for round in sorted({(rounds - 1) * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
     return _hash(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
 
 
-def _sampler(sampler: Sampler) -> str:
-    """Its class, with those arguments that it keeps under their names."""
+def _sampler_text(sampler: Sampler) -> str:
+    """Returns the class of a sampler with those arguments that it has as attributes of the same name."""
     names = inspect.signature(type(sampler).__init__).parameters
-    kept = {name: getattr(sampler, name) for name in names if name not in ("self", "data", "key") and hasattr(sampler, name)}
-    within = {name: _sampler(value) if hasattr(value, "cohort") else _told(value) for name, value in kept.items()}
-    return _call(type(sampler), within)
+    values = {name: getattr(sampler, name) for name in names if name not in ("self", "data", "key") and hasattr(sampler, name)}
+    texts = {name: _sampler_text(value) if hasattr(value, "cohort") else _text(value) for name, value in values.items()}
+    return _call(type(sampler), texts)
 
 
 def _fields(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if hasattr(record, field.name)}
 
 
-def _entry(value: Any) -> Any:
-    """A field as JSON has it, if it is simple, else in words; ``...`` if it cannot be told."""
+def _json_value(value: Any) -> Any:
+    """Returns a simple value as it is, and the text of another one; ``...`` if it has none."""
     if isinstance(value, _SIMPLE):
         return value
-    told = _told(value)
-    return ... if told is None else told
+    text = _text(value)
+    return ... if text is None else text
 
 
-def _told(value: Any) -> str | None:
-    """A value in words that are the same in every process; None for what has none: functions, and what is made of them."""
+def _text(value: Any) -> str | None:
+    """Returns a text that is the same in every process; None for functions, and for objects that consist of functions."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, _SIMPLE):
         return repr(value)
     if isinstance(value, jax.Array | np.ndarray):
-        return _array(value)
+        return _array_text(value)
     if type(value) is dict:
         value = tuple(value.items())
     if type(value) in (list, tuple):
-        parts = [_told(part) for part in value]
-        return None if None in parts else f"({', '.join(map(str, parts))})"
+        texts = [_text(element) for element in value]
+        return None if None in texts else f"({', '.join(map(str, texts))})"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Execution | Model | FederatedData):
         return None
-    return _call(type(value), {name: _told(part) for name, part in _fields(value).items()})
+    return _call(type(value), {name: _text(field) for name, field in _fields(value).items()})
 
 
-def _array(value: Any) -> str | None:
+def _array_text(value: Any) -> str | None:
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.ascontiguousarray(value)
     if array.dtype.hasobject:
         return None
-    values = array.tolist() if array.size <= _FEW else f"{list(array.shape)} (hash {_hash(array.tobytes())})"
+    values = array.tolist() if array.size <= _MAX_ELEMENTS else f"{list(array.shape)} (hash {_hash(array.tobytes())})"
     return f"{array.dtype} {values}"
 
 
-def _call(cls: type, told: Mapping[str, str | None]) -> str:
-    return f"{cls.__name__}({', '.join(f'{name}={text}' for name, text in told.items() if text is not None)})"
+def _call(cls: type, texts: Mapping[str, str | None]) -> str:
+    return f"{cls.__name__}({', '.join(f'{name}={text}' for name, text in texts.items() if text is not None)})"

@@ -1,4 +1,4 @@
-"""Lines: what the metrics file holds, one flat dict per round and one per evaluation, ready for JSON."""
+"""The lines of the metrics file: one flat dict for each round and one for each evaluation, of values that JSON has."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ _COSTS = (
     "oov_rate",
     "truncation_rate",
 )
-_BOOKKEEPING = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
+_NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
 
 
 def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> list[Line]:
-    """The lines of rounds that ran in one dispatch.
+    """Returns the lines of the rounds of one dispatch.
 
     Args:
-      infos: stacked `RoundInfo`, on the host; or, of an algorithm with its own ``apply``, any mapping of name to ``[rounds]``.
-      first_round: rounds before these; a line's ``round`` counts finished rounds, so the first is ``first_round + 1``.
-      rounds: how many.
-      seconds: wall time of all of them.
+      infos: a stacked `RoundInfo` on the host. For an algorithm that overrides ``apply``, a mapping of names to arrays of
+        shape ``[rounds]``.
+      first_round: the number of rounds before these. ``round`` counts finished rounds, so the first line has
+        ``first_round + 1``.
+      rounds: the number of rounds.
+      seconds: the wall time of all of them.
 
     Returns:
-      Each with ``round``, every per-client scalar that the algorithm reports as its example-weighted mean (``loss``),
-      ``num_examples``, what all its clients sent and got (``bits_up``, ``bits_down``, and if it differs the estimate
-      ``entropy_bits_up``), ``dropped`` and ``seconds``.
+      One line per round, with ``round``; the example-weighted mean of every scalar that the algorithm reports for each client
+      (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
+      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; and
+      ``seconds``.
 
     >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
     {'round': 6, 'loss': None, 'seconds': 1.5}
@@ -52,15 +55,15 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     columns: dict[str, Any] = {}
     if isinstance(infos, RoundInfo):
         clients = infos.clients
-        # What a dropped client reports is often NaN, and would hide what the others report; one without a step has no loss.
-        told = (clients["num_steps"] > 0) & ~clients["dropped"]
-        weight = np.where(told, clients["num_examples"], 0).astype(np.float64)
+        # A dropped client often reports NaN, which would hide the other clients' values; one without a step has no loss.
+        counted = (clients["num_steps"] > 0) & ~clients["dropped"]
+        weight = np.where(counted, clients["num_examples"], 0).astype(np.float64)
         total = weight.sum(1)
         for name, values in clients.items():
-            if name not in _BOOKKEEPING and np.shape(values) == weight.shape:
+            if name not in _NOT_METRICS and np.shape(values) == weight.shape:
                 weighted = np.where(weight > 0, np.asarray(values, np.float64) * np.maximum(weight, 1), 0).sum(1)
                 columns[name] = np.where(total > 0, weighted / np.maximum(total, 1), np.nan)
-        # In 64 bits, which no round of these fills: what clients count in float32, too, has whole numbers.
+        # The sum over a cohort may exceed 32 bits. The counts are whole numbers even where clients report float32.
         wide = {name: np.float64 if "entropy" in name else np.int64 for name in _SUMMED}
         sums = {name: np.asarray(clients[name]).astype(dtype).sum(1) for name, dtype in wide.items()}
         if np.array_equal(sums["entropy_bits_up"], sums["bits_up"]):
@@ -96,7 +99,11 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
 
 
 def score(line: Line) -> float | None:
-    """How good an evaluation is, the larger the better: by the clients' own models' accuracy, the server's, its loss."""
+    """Returns a number by which evaluations are ranked, larger is better; None for a line without an evaluation.
+
+    It is the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise
+    the negative loss, otherwise the first metric.
+    """
     named = {name.removeprefix("test_"): line[name] for name in scalar_metrics(line)}
     if not named:
         return None
@@ -116,7 +123,7 @@ def scalar_metrics(line: Line) -> list[str]:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a metric is a cost: by its name, for want of anything better.
+    """Returns whether a metric is a cost, judged by its name.
 
     >>> [name for name in ("accuracy", "personal_loss", "perplexity", "mean_squared_error") if lower_is_better(name)]
     ['personal_loss', 'perplexity', 'mean_squared_error']
@@ -138,7 +145,7 @@ def plain(value: Any) -> Any:
 
 
 def best_round(history: Sequence[Line]) -> int | None:
-    """The round whose evaluation was best, as `score` has it: by accuracy if there is one; None without evaluations.
+    """Returns the round of the best evaluation: by accuracy if there is one, otherwise by loss; None without evaluations.
 
     >>> best_round([{"round": 1, "test_accuracy": 0.5}, {"round": 2, "test_accuracy": 0.9}, {"round": 3, "test_accuracy": 0.8}])
     2

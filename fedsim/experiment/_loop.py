@@ -1,4 +1,4 @@
-"""`run`: rounds, evaluations, metrics and checkpoints, until the last round or a signal."""
+"""`run`, which trains, evaluates, and writes metrics and checkpoints until the last round or a signal."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from fedsim.execution import Jit, RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._disk import WriteError, explained, is_full
+from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._identity import about, describe, population, title
-from fedsim.experiment._journal import Callback, Journal
+from fedsim.experiment._identity import describe, population, rows_identity, title
 from fedsim.experiment._lines import Line, best_round, evaluation_line, round_lines
-from fedsim.experiment._pace import Pace, cohorts
 from fedsim.experiment._report import closing_table, devices_of
+from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
 State = Any
-Tested = Evaluation | Mapping[str, float]
+Scores = Evaluation | Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What `run` returns.
+    """The result of `run`.
 
     Attributes:
       state: the algorithm's state after ``round`` rounds.
-      round: finished rounds; fewer than asked for only if a signal came.
-      evaluation: of the last evaluation; None if there was none.
-      history: the lines of ``metrics.jsonl``, those of earlier processes included.
+      round: the number of finished rounds. It is less than ``rounds`` only after a signal.
+      evaluation: the result of the last evaluation; None if there was none.
+      history: the lines of ``metrics.jsonl``, including those of earlier processes.
       folder: the run folder, if there is one.
-      interrupted: the signal that ended the run early; a program exits with ``128 + interrupted``.
+      interrupted: the signal that ended the run early. By convention a program then exits with ``128 + interrupted``.
     """
 
     state: State
     round: int
-    evaluation: Tested | None
+    evaluation: Scores | None
     history: list[Line]
     folder: Path | None
     interrupted: signal.Signals | None = None
@@ -71,7 +71,7 @@ def run(
     rounds: int,
     folder: str | Path | None = None,
     test_data: FederatedData | None = None,
-    evaluate: Callable[[State], Tested] | None = None,
+    evaluate: Callable[[State], Scores] | None = None,
     evaluate_every: int = 10,
     checkpoint_every: int | None = None,
     callbacks: Sequence[Callback] = (),
@@ -80,36 +80,39 @@ def run(
     settings: Any = None,
     rounds_per_dispatch: int | Literal["auto"] = "auto",
 ) -> Result:
-    """Trains for a number of rounds; with a folder, goes on where an earlier process stopped.
+    """Trains for a number of rounds. With a folder, it continues a run that an earlier process started there.
 
-    Several rounds go to the device at once, and the next ones are on their way before the last ones are read, so the device
-    does not wait for the host. A run resumed on the same devices ends with the same bits as an
-    unbroken one.
+    Several rounds are sent to the device at once, and the next ones are sent before the results of the last ones are read, so
+    the device does not wait for the host. A run that is resumed on the same devices ends with the same bits as an uninterrupted
+    one. A loss that rises above its start, or becomes enormous, is reported by a warning.
 
     Args:
-      algorithm: any `Algorithm`, also one that overrides ``apply``.
-      sampler: anything with ``cohort(round) -> Cohort``. The root key of its cohorts is that of the run: the initial state is
-        drawn from it, too.
-      rounds: how many.
-      folder: the run folder; None writes nothing. If it holds the beginning of this run, the run is resumed; if no round of
-        the run that it is of was finished, it is free for another one.
-      test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if it has that, else by its model on ``state.params``,
-        and if clients have models of their own, by `fedsim.evaluate_personalized`, whose metrics are named ``personal_...``.
-      evaluate: what to do instead: a function from the state to an `Evaluation` or to a mapping of names to numbers.
-      evaluate_every: rounds between evaluations; there is always one after the last round.
-      checkpoint_every: rounds between checkpoints; None: every ten seconds or so. The last two and the best are kept.
-      callbacks: each is called with every line of the metrics as it is written, and with the state after that round where it
-        is at hand (on evaluations, and at the end of a dispatch), else None.
-      progress: whether to show a progress bar and a closing table, on stderr and stdout.
-      config: what identifies the run, together with its clients' names and sizes; a folder with another one is refused.
-        Default: what can be told from the arguments, which is all but functions, and so not models and optimizers.
-      settings: recorded beside the config, a dataclass; not compared.
-      rounds_per_dispatch: at most this many rounds go to the device at once; ``"auto"``: as many as a fraction of a second
-        lasts.
+      algorithm: any `Algorithm`, including one that overrides ``apply``.
+      sampler: an object with a method ``cohort(round) -> Cohort``. The initial state is drawn from the root key of its cohorts.
+      rounds: the number of rounds.
+      folder: the run folder; None writes nothing. If it holds an unfinished run with the same identity (see ``config``), that
+        run is resumed. If it holds another run, it is refused, unless no round of that run was finished.
+      test_data: evaluated by ``algorithm.evaluate(state, test_data)`` if there is such a method, otherwise with the algorithm's
+        model and ``state.params``. If clients have personal models, these are also evaluated, by
+        `fedsim.evaluate_personalized`, and the names of their metrics begin with ``personal_``.
+      evaluate: replaces the evaluation on ``test_data`` by a function from the state to an `Evaluation` or to a mapping of
+        names to numbers.
+      evaluate_every: the number of rounds between evaluations. There is always one after the last round.
+      checkpoint_every: the number of rounds between checkpoints; None saves about every ten seconds. The last two checkpoints
+        and the best one are kept.
+      callbacks: functions that are called with every line of the metrics, and with the state after that round if it is
+        available (at evaluations, and at the end of a dispatch), otherwise with None.
+      progress: whether to show a progress bar on stderr and a closing table on stdout.
+      config: the identity of the run, together with the clients' names and sizes. By default it consists of the arguments,
+        except functions, and therefore without models and optimizers.
+      settings: a dataclass that is recorded with the config and not compared.
+      rounds_per_dispatch: the maximum number of rounds that are sent to the device at once. ``"auto"`` sends as many as take a
+        fraction of a second.
 
     Raises:
-      ValueError: a number is not positive, the data does not fit the model, the folder holds another run.
-      OSError: the folder cannot be written to.
+      ValueError: a number is not positive, the data does not fit the model, or the folder holds another run.
+      OSError: a file cannot be written, for example because the disk is full. The message names the file, the last saved
+        round, and how to continue.
 
     >>> import jax.numpy as jnp, numpy as np, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -123,27 +126,29 @@ def run(
     """
     began = time.perf_counter()
     checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
-    most = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
+    fixed_length = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
     checks.whole(1, or_none=True, checkpoint_every=checkpoint_every)
-    if most is not None:
-        checks.whole(1, rounds_per_dispatch=most, remedy="give a positive whole number, or 'auto'")
+    if fixed_length is not None:
+        checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
     first = checked_cohort(sampler, 0)
-    checked_cohort(sampler, rounds - 1, first)  # A schedule that ends too early says so now, and not after its last round.
+    checked_cohort(
+        sampler, rounds - 1, first
+    )  # A schedule that is too short raises its error now instead of after its last round.
     algorithm.check(first.data)
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)
-    test = evaluate or _default_test(algorithm, first.data, test_data, like)
+    compute_scores = evaluate or _default_evaluation(algorithm, first.data, test_data, like)
     described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
     paths = None if folder is None else RunFolder(Path(folder))
     devices = devices_of(algorithm.execution)
     if paths:
         with _write_errors(paths, config):
             recorded = dataclasses.asdict(settings) if settings is not None else {}
-            paths.claim(described, population(first.data), recorded, devices)
+            paths.initialize(described, population(first.data), recorded, devices)
 
     full = algorithm.with_memory(like, first.data)
-    keeps = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
-    checkpoints = Checkpoints(paths.checkpoints, about(algorithm, first.data) if keeps else None) if paths else None
+    has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
+    checkpoints = Checkpoints(paths.checkpoints, rows_identity(algorithm, first.data) if has_rows else None) if paths else None
     if checkpoints and not Checkpoints.available():
         warnings.warn(
             "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').", stacklevel=2
@@ -152,76 +157,76 @@ def run(
     restored = checkpoints.newest(full) if checkpoints else None
     state, start = restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
     with _write_errors(paths, config):
-        journal = Journal(paths, start, checkpoints, callbacks)
+        log = RunLog(paths, start, checkpoints, callbacks)
     monitor = LossMonitor(getattr(getattr(algorithm, "model", None), "num_classes", None))
-    for line in journal.history:
+    for line in log.history:
         monitor.add(line)
     diverged = False
 
-    boundaries = [rounds, *([evaluate_every] if test else []), *([checkpoint_every] if checkpoint_every else [])]
-    pace = Pace(most, boundaries)
+    boundaries = [rounds, *([evaluate_every] if compute_scores else []), *([checkpoint_every] if checkpoint_every else [])]
+    lengths = DispatchLength(fixed_length, boundaries)
     evaluation = None
     last: _Dispatch | None = None
     compiled, mark = None, time.perf_counter()
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
 
-    def settle(dispatch: _Dispatch) -> None:
-        """Waits for a dispatch, and does all that follows from it while the next one runs."""
+    def finish(dispatch: _Dispatch) -> None:
+        """Waits for a dispatch, then evaluates and writes its results while the next one runs."""
         nonlocal evaluation, compiled, mark, diverged
-        infos, lines = jax.device_get(dispatch.infos), len(journal.history)
+        infos, lines = jax.device_get(dispatch.infos), len(log.history)
         now = time.perf_counter()
         seconds, mark = now - mark, now
         compiled = compiled or (dispatch.stop, now)
         length = len(dispatch.cohorts)
-        pace.measured(length, seconds)
+        lengths.record(length, seconds)
         if isinstance(infos, RoundInfo):
             report_problems(algorithm, infos, dispatch.cohorts)
-        journal.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
-        if test and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
+        log.write(round_lines(infos, dispatch.stop - length, length, seconds), dispatch.state)
+        if compute_scores and (dispatch.stop % evaluate_every == 0 or dispatch.stop == rounds):
             if evaluate or _is_personal(algorithm):
-                jax.block_until_ready(state)  # It may have collectives, and a CPU can run one program with these at a time.
-            evaluation = test(dispatch.state)
-            journal.write([evaluation_line(evaluation, dispatch.stop)], dispatch.state)
-        journal.save(dispatch.stop, dispatch.state, checkpoint_every, final=dispatch.stop == rounds)
-        for line in journal.history[lines:]:
+                jax.block_until_ready(state)  # A CPU cannot run two programs with collectives at a time.
+            evaluation = compute_scores(dispatch.state)
+            log.write([evaluation_line(evaluation, dispatch.stop)], dispatch.state)
+        log.save(dispatch.stop, dispatch.state, checkpoint_every, final=dispatch.stop == rounds)
+        for line in log.history[lines:]:
             monitor.add(line)
         if not diverged and (text := monitor.warning()):
             diverged = True
             warnings.warn(text, stacklevel=3)
-        bar.set_postfix(journal.latest(), refresh=False)
+        bar.set_postfix(log.latest(), refresh=False)
         bar.update(length)
 
     with Interruption() as interruption, _write_errors(paths, config), _warnings_above(bar):
         position = start
         try:
-            state = checkpoints.adopt(state) if checkpoints else state
+            state = checkpoints.with_row_file(state) if checkpoints else state
             while position < rounds and not interruption.signal:
                 try:
-                    together = cohorts(sampler, position, pace.length(position), first)
-                    state, infos = algorithm.apply_rounds(state, together, max_rounds=pace.limit)
+                    together = cohorts(sampler, position, lengths.next(position), first)
+                    state, infos = algorithm.apply_rounds(state, together, max_rounds=lengths.limit)
                 except Exception:
                     if last:
-                        settle(last)
+                        finish(last)
                     raise
                 previous, last = last, _Dispatch(position + len(together), together, state, infos)
                 position = last.stop
                 if previous:
-                    settle(previous)
+                    finish(previous)
             if last:
-                settle(last)
+                finish(last)
             if position < rounds:
-                journal.save(position, state, checkpoint_every, final=True)
+                log.save(position, state, checkpoint_every, final=True)
         finally:
             bar.close()
-            journal.close()
-    if test and start == rounds:
-        evaluation = test(state)
+            log.close()
+    if compute_scores and start == rounds:
+        evaluation = compute_scores(state)
 
-    # The first dispatch compiles, and what follows the last round is not training.
+    # Without the first dispatch, which includes compilation, and without the time after the last round.
     rate = (position - compiled[0]) / (mark - compiled[1]) if compiled and position > compiled[0] else None
     if paths:
         with _write_errors(paths, config):
-            journal.draw(paths.picture, title(described))
+            log.draw(paths.picture, title(described))
     stopped_by = interruption.signal if position < rounds else None
     if stopped_by:
         print(f"\n{stopped_by.name}: stopped after round {position} of {rounds}.", file=sys.stderr)
@@ -229,13 +234,13 @@ def run(
     elif progress:
         print(
             closing_table(
-                journal.history,
+                log.history,
                 round=position,
                 rounds=rounds,
                 seconds=time.perf_counter() - began,
                 rate=rate,
                 devices=devices,
-                written=journal.written,
+                written=log.written,
                 warning=monitor.warning(),
             )
         )
@@ -243,7 +248,7 @@ def run(
         state=state,
         round=position,
         evaluation=evaluation,
-        history=journal.history,
+        history=log.history,
         folder=paths.path if paths else None,
         interrupted=stopped_by,
     )
@@ -260,9 +265,9 @@ def _is_personal(algorithm: Algorithm) -> bool:
     return hasattr(algorithm, "personal_params")
 
 
-def _default_test(
+def _default_evaluation(
     algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State
-) -> Callable[[State], Tested] | None:
+) -> Callable[[State], Scores] | None:
     if data is None:
         return None
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
@@ -270,15 +275,15 @@ def _default_test(
         return lambda state: own(state, data)
     if model is None or not hasattr(like, "params"):
         raise ValueError(
-            f"{type(algorithm).__name__} cannot be evaluated on test_data, for want of a model or of state.params: give it a "
-            "method evaluate(state, data), or give run evaluate=, a function of the state."
+            f"{type(algorithm).__name__} cannot be evaluated on test_data, because it has no model or no state.params. Define "
+            "a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
     model.check(data)
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
     shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init, rng.root(0)))]
 
-    def test(state: State) -> Evaluation:
-        # A server that has only a part of the model, or several, has none to evaluate but the clients'.
+    def evaluation(state: State) -> Evaluation:
+        # A server with only a part of the model, or with several models, has no model of its own to evaluate.
         whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
         if not _is_personal(algorithm):
             return whole
@@ -288,10 +293,10 @@ def _default_test(
 
     if shapes[0] != shapes[1] and not _is_personal(algorithm):
         raise ValueError(
-            f"The parameters of {type(algorithm).__name__}'s state are not those of its model, so they cannot be evaluated on "
-            "test_data: give it a method evaluate(state, data), or give run evaluate=, a function of the state."
+            f"state.params of {type(algorithm).__name__} has other shapes than the parameters of its model, so it cannot be "
+            "evaluated on test_data. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
-    return test
+    return evaluation
 
 
 def _how_to_resume(paths: RunFolder | None, checkpoints: Checkpoints | None, config: Any) -> str:
@@ -340,14 +345,14 @@ def restore(
     which: Literal["last", "best"] = "last",
     data: FederatedData | None = None,
 ) -> tuple[State, int]:
-    """Returns the state that a run folder holds, and its round.
+    """Returns a saved state of a run and its round.
 
     Args:
       folder: the run folder.
       algorithm: the algorithm of the run.
-      which: the last state, or that of the best evaluation.
-      data: the population, which tells the shapes of examples. Only an algorithm without a model needs it, and only if its
-        clients keep something between rounds.
+      which: ``"last"`` for the newest checkpoint, ``"best"`` for that of the best evaluation.
+      data: the population, for the shapes of its examples. It is necessary only for an algorithm without a model whose clients
+        have memory between rounds.
 
     Raises:
       ValueError: there is no such checkpoint, or it belongs to another algorithm or model.
@@ -357,7 +362,7 @@ def restore(
     >>> restore("no such folder", algorithm)
     Traceback (most recent call last):
     ...
-    ValueError: no such folder holds no last checkpoint.
+    ValueError: There is no last checkpoint in no such folder.
     """
     paths = RunFolder(Path(folder))
     model = getattr(algorithm, "model", None)
@@ -367,11 +372,11 @@ def restore(
     like = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), data)
     checkpoints = Checkpoints(paths.checkpoints, {"algorithm": type(algorithm).__name__})
     if which == "last":
-        restored = checkpoints.newest(like, apart=True)
+        restored = checkpoints.newest(like, separate_rows=True)
     else:
-        there = checkpoints.rounds()
-        round = best_round([line for line in read_metrics(paths.metrics) if line["round"] in there])
-        restored = None if round is None else (checkpoints.load(round, like, apart=True), round)
+        saved = checkpoints.rounds()
+        round = best_round([line for line in read_metrics(paths.metrics) if line["round"] in saved])
+        restored = None if round is None else (checkpoints.load(round, like, separate_rows=True), round)
     if restored is None:
-        raise ValueError(f"{folder} holds no {which} checkpoint.")
+        raise ValueError(f"There is no {which} checkpoint in {folder}.")
     return restored

@@ -1,22 +1,22 @@
-"""Published set-ups: what each pair of dataset and algorithm is trained with unless told otherwise, and who says so.
+"""Published hyperparameters: the defaults for each pair of dataset and algorithm, and their source.
 
-The tasks of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, as their code
+They are those of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, as their code
 documents them (google-research/federated, optimization/docs/hyperparameters.md): EMNIST CR (`emnist62`) and EMNIST AE (the same
-with the model `emnist_autoencoder`), CIFAR-100, Shakespeare, Stack Overflow NWP and LR.
+dataset with the model `emnist_autoencoder`), CIFAR-100, Shakespeare, Stack Overflow NWP and LR.
 
-- clients a round, batch size, 1 epoch, rounds: table "Default values";
+- clients per round, batch size, 1 epoch, rounds: table "Default values";
 - client and server learning rates and epsilon: the tables under "Best hyperparameters", powers of ten;
-- at most 1000 examples of a client of Stack Overflow a round: "Task-specific hyperparameters", here as steps (63 batches of 16,
-  or 10 of 100, of the shuffled examples, where they take the first 1000);
+- at most 1000 examples per client and round for Stack Overflow: "Task-specific hyperparameters". Here this is a number of
+  steps, 63 batches of 16 or 10 batches of 100 of the shuffled examples, where they take the first 1000 examples;
 - momentum 0.9 of FedAvgM: table "Configuring optimizers";
 - b1 = 0.9, b2 = 0.99, and b1 = 0 for FedAdagrad: the paper (the code's document says 0.999, the Keras default).
 
-FedJAX's own flags for EMNIST (experiments/fed_avg/fed_avg.EMNIST_CONV.flags) agree on clients, rounds, b1 and b2.
-They differ in batch size (10) and rates, which Reddi et al. tuned and FedJAX did not say how.
+FedJAX's own flags for EMNIST (experiments/fed_avg/fed_avg.EMNIST_CONV.flags) have the same clients, rounds, b1 and b2. Their
+batch size (10) and learning rates differ; Reddi et al. tuned theirs, and FedJAX does not say how theirs were chosen.
 
-FedProx was not part of that study: it gets FedAvg's rates and this package's mu. FedSGD's rate, the interval between
-evaluations, and all numbers for other datasets, are our own choice: with those for the embedded digits a test accuracy of 0.95
-is reached within these rounds (300 for FedSGD, 100 for the others) on seeds 0 and 1.
+FedProx was not part of that study: it has the learning rates of FedAvg and fedsim's default mu. FedSGD's learning rate, the
+interval between evaluations, and all numbers for other datasets were chosen for fedsim. Those for the embedded digits reach a
+test accuracy of 0.95 within these rounds (300 for FedSGD, 100 for the others) with seeds 0 and 1.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from typing import Any, NamedTuple
 
 from fedsim.names import parse_call
 
-_OURS = "our own choice, nobody's published numbers"
+_OURS = "chosen for fedsim, not published"
 _STUDIED = ("fedadagrad", "fedadam", "fedyogi", "fedavgm", "fedavg")
 
 
 class _Task(NamedTuple):
-    """A row of each of the tables; rates and epsilons are powers of ten, in the order of `_STUDIED`."""
+    """One row of each of the tables. Learning rates and epsilons are exponents of ten, in the order of `_STUDIED`."""
 
-    called: str
+    name: str
     setup: dict[str, Any]
     client: tuple[float, ...]
     server: tuple[float, ...]
     epsilon: tuple[float, ...]
 
 
-def _setup(clients: int, batch_size: int, rounds: int, **more: int) -> dict[str, Any]:
-    return {"rounds": rounds, "clients": clients, "batch_size": batch_size, "epochs": 1, "evaluate_every": 50} | more
+def _setup(clients: int, batch_size: int, rounds: int, **others: int) -> dict[str, Any]:
+    return {"rounds": rounds, "clients": clients, "batch_size": batch_size, "epochs": 1, "evaluate_every": 50} | others
 
 
 _CR = _Task("EMNIST CR", _setup(10, 20, 1500), (-1.5, -1.5, -1.5, -1.5, -1), (-1, -2.5, -2.5, -0.5, 0), (-2, -4, -4))
@@ -64,7 +64,7 @@ _LR = _Task(
     (-2, -5, -5),
 )
 
-# By dataset and, where it makes another task of it, model.
+# By dataset, and by model where a model makes another task of the dataset.
 _TASKS: dict[tuple[str, str | None], _Task] = {
     ("emnist62", None): _CR,
     ("emnist62", "emnist_autoencoder"): _AE,
@@ -90,7 +90,7 @@ _OWN_ALGORITHMS: dict[tuple[str, str], dict[str, Any]] = {
     ("digits", "fedsgd"): dict(rounds=300, batch_size=256, epochs=1, server_learning_rate=0.5),
 }
 
-_MORE: dict[str, dict[str, Any]] = {
+_ALGORITHM_CONSTANTS: dict[str, dict[str, Any]] = {
     "fedadagrad": dict(b1=0.0),
     "fedadam": dict(b1=0.9, b2=0.99),
     "fedyogi": dict(b1=0.9, b2=0.99),
@@ -100,11 +100,11 @@ _MORE: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """A set-up and where it comes from.
+    """Hyperparameters and their source.
 
     Attributes:
-      values: names of `RunConfig` fields, or of the algorithm's own hyperparameters, to values.
-      source: whom to cite, or that there is nobody to.
+      values: a mapping of names of `RunConfig` fields, or of the algorithm's own hyperparameters, to values.
+      source: the publication to cite, or a statement that the values were chosen for fedsim.
     """
 
     values: Mapping[str, Any]
@@ -112,9 +112,9 @@ class Published:
 
 
 def published(dataset: str, algorithm: str, model: str | None = None) -> Published:
-    """The set-up of a dataset and an algorithm, by name; what is unknown is left to general defaults.
+    """Returns the hyperparameters for a dataset and an algorithm, by their names. For others, the general defaults remain.
 
-    Options in the names make no difference. A model makes one only where it makes another task of the dataset.
+    Options in the names are ignored. The model matters only where it makes another task of the dataset.
 
     >>> published("emnist62()", "fedadam").source
     'Reddi et al. 2021 (EMNIST CR)'
@@ -134,8 +134,8 @@ def published(dataset: str, algorithm: str, model: str | None = None) -> Publish
             column = _STUDIED.index(like)
             values |= {"client_learning_rate": 10.0 ** task.client[column], "server_learning_rate": 10.0 ** task.server[column]}
             values |= {"tau": 10.0 ** task.epsilon[column]} if column < len(task.epsilon) else {}
-            values |= _MORE.get(like, {})
-    if algorithm == "dssgd":  # It adds the clients' changes up, so this is the step of their mean.
+            values |= _ALGORITHM_CONSTANTS.get(like, {})
+    if algorithm == "dssgd":  # It sums the clients' changes, so this rate gives the step of their mean.
         values["server_learning_rate"] = 1 / values.get("clients", 10)
     values |= _OWN_ALGORITHMS.get((dataset, algorithm), {})
-    return Published(values=values, source=f"Reddi et al. 2021 ({task.called})" if task and algorithm in _STUDIED else _OURS)
+    return Published(values=values, source=f"Reddi et al. 2021 ({task.name})" if task and algorithm in _STUDIED else _OURS)

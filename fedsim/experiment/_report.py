@@ -1,4 +1,4 @@
-"""What a run says when it ends: a table and a picture."""
+"""The report at the end of a run: a table and a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedsim.experiment._lines import Line, scalar_metrics
 
 
 def devices_of(execution: Execution) -> str:
-    """The devices of an execution; on GPUs also whether a seed repeats the run bit for bit.
+    """Returns the devices of an execution, and on GPUs also whether a seed repeats the run bit for bit.
 
     >>> devices_of(Jit())
     '1 x cpu'
@@ -36,7 +36,17 @@ def closing_table(
     written: Sequence[str],
     warning: str | None = None,
 ) -> str:
-    """The last evaluation, over all examples and over clients; how long the run took, on what; and where everything is.
+    """Returns a table of the last evaluation (over all examples and over clients), the time, the devices and the files.
+
+    Args:
+      history: the lines of the metrics.
+      round: the number of finished rounds.
+      rounds: the number of rounds of the whole run.
+      seconds: the wall time of this process's rounds, compilation and evaluations included.
+      rate: rounds per second without compilation; None if it was not measured.
+      devices: the text of `devices_of`.
+      written: the files, one line each.
+      warning: a text below the table, for example about a loss that diverged.
 
     >>> history = [{"round": 1, "test_accuracy": 0.5}]
     >>> print(closing_table(history, round=1, rounds=1, seconds=2.0, rate=None, devices="1 x cpu", written=["m.jsonl"]))
@@ -54,7 +64,7 @@ def closing_table(
     test = next((line for line in reversed(history) if any(name.startswith("test_") for name in line)), None)
     if test is not None:
         if test["round"] != round:
-            rows[0] += f"; tested after round {test['round']}"
+            rows[0] += f"; evaluated after round {test['round']}"
         names = scalar_metrics(test)
         width = max([16, *(len(name) - 3 for name in names)])
         rows += [
@@ -78,7 +88,7 @@ def closing_table(
 
 
 def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None:
-    """Training loss and test accuracy (or the first test metric) over rounds, as a picture file.
+    """Draws the training loss and the test accuracy (or the first test metric) over the rounds into a picture file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "curve.png"
@@ -86,7 +96,7 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
     >>> path.exists()
     True
     """
-    # Figure and not pyplot: pyplot would choose a backend, and open windows, for the whole process.
+    # Not pyplot, which would choose a backend and open windows for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -112,7 +122,7 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
         handles += right.plot(*_series(history, metric), color="tab:blue", marker="o", markersize=3, label=f"test {name}")
         if metric == "test_accuracy" and "test_personal_accuracy" in tests:
             own = _series(history, "test_personal_accuracy")
-            handles += right.plot(*own, color="tab:green", marker="o", markersize=3, label="clients' own models")
+            handles += right.plot(*own, color="tab:green", marker="o", markersize=3, label="personal models")
         worst = _series(history, f"{metric}_clients_worst10")
         if worst[0]:
             handles += right.plot(*worst, color="tab:blue", linestyle=":", label="worst 10 % of clients")

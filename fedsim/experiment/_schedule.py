@@ -1,4 +1,4 @@
-"""The clients' SGD, with a learning rate that may change over rounds."""
+"""SGD for clients, with a learning rate that may change over the rounds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ ClientOptimizer: TypeAlias = optax.GradientTransformation | Callable[[jax.Array]
 
 
 def client_optimizer(config: RunConfig) -> ClientOptimizer:
-    """SGD of a constant rate, or a function from the round's number ``int32 []`` to the SGD of that round.
+    """Returns SGD with a constant learning rate, or a function from the number of the round, ``int32 []``, to its SGD.
 
-    With r0 = ``client_learning_rate``, R = ``rounds``, e = ``client_schedule_end``, round t from 0:
+    With r0 = ``client_learning_rate``, R = ``rounds``, e = ``client_schedule_end``, the rate in round t = 0, 1, ... is
 
     - linear: r0 (1 - (1 - e) t / R);
     - cosine: r0 (e + (1 - e) (1 + cos(pi t / R)) / 2);
-    - exponential: r0 ``client_schedule_decay`` ** (t / ``client_schedule_every``), the exponent rounded down for a staircase.
+    - exponential: r0 ``client_schedule_decay`` ** (t / ``client_schedule_every``). With ``client_schedule_staircase`` the
+      exponent is rounded down.
 
     >>> optimizer = client_optimizer(RunConfig(client_learning_rate=0.5, client_schedule="linear", rounds=10))
     >>> sgd = optimizer(jax.numpy.int32(5))
@@ -32,7 +33,7 @@ def client_optimizer(config: RunConfig) -> ClientOptimizer:
     rate: Callable[[jax.Array], Any] | None = _rate(config)
     if rate is None:
         return optax.sgd(config.client_learning_rate, momentum)
-    # optax divides the integer, which strict dtype promotion does not allow.
+    # As a float, because optax divides it, and strict dtype promotion does not allow that for an integer.
     return lambda round: optax.sgd(rate(jnp.asarray(round, jnp.float32)), momentum)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop soon."""
+"""Ctrl-C and SIGTERM as a request to stop after the rounds that are running."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 
 class Interruption:
-    """While entered, the first SIGINT or SIGTERM is only noted; the second acts as it would have without this.
+    """A context in which the first SIGINT or SIGTERM is only recorded. The second one has its usual effect.
 
-    Python allows signal handlers in the main thread alone: elsewhere this does nothing.
+    Python allows signal handlers only in the main thread. In other threads the context has no effect.
+
+    Attributes:
+      signal: the signal that was received; None before that.
 
     >>> with Interruption() as interruption:
     ...     signal.raise_signal(signal.SIGINT)
@@ -26,18 +29,18 @@ class Interruption:
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                self._previous[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
 
     def _restore(self) -> None:
         while self._previous:
             number, handler = self._previous.popitem()
-            # A handler that was not installed from Python cannot be put back; the default is the nearest to it.
+            # Python cannot reinstall a handler that was not installed from Python; the default is the closest to it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

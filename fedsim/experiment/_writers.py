@@ -1,4 +1,4 @@
-"""Where lines go: a JSONL file, and TensorBoard if it is installed."""
+"""Writers of metrics: a JSONL file, and TensorBoard files if tensorboardX is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from fedsim.experiment._lines import Line
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object a line, appended; opening cuts off what lies beyond ``keep_rounds``.
+    """``metrics.jsonl``, with one JSON object per line. Opening it deletes the lines of rounds after ``keep_rounds``.
+
+    Attributes:
+      history: the lines that were in the file when it was opened.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -27,15 +30,15 @@ class MetricsFile:
 
     def __init__(self, path: Path, keep_rounds: int) -> None:
         self.history = [line for line in read_metrics(path) if line["round"] <= keep_rounds]
-        # Written beside and renamed: a kill in between must not lose the lines that were there.
+        # A new file is written and renamed, so that a process killed here loses none of the old lines.
         with writing(path):
-            beside = path.with_suffix(".tmp")
-            beside.write_text("".join(map(_encode, self.history)))
-            beside.replace(path)
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text("".join(map(_encode, self.history)))
+            temporary.replace(path)
         self._path = path
 
     def write(self, lines: list[Line]) -> None:
-        """Appends lines; a killed process loses none that was written before."""
+        """Appends lines. They are in the file when this returns, whatever happens to the process afterwards."""
         with writing(self._path), self._path.open("a") as file:
             file.write("".join(map(_encode, lines)))
 
@@ -86,7 +89,7 @@ class TensorBoard:
 
 
 def read_metrics(path: str | Path) -> list[Line]:
-    """The lines of a metrics file, oldest first; a last line that a killed process left unfinished is left out.
+    """Reads the lines of a metrics file, oldest first. An incomplete last line of a killed process is left out.
 
     >>> read_metrics("no such file")
     []

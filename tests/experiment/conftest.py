@@ -1,4 +1,4 @@
-"""A problem small enough to train in milliseconds: 12 clients, 5 numbers to tell 3 classes from."""
+"""A problem that trains in milliseconds: 12 clients, 5 features and 3 classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model() -> fedsim.Model:
 
 @pytest.fixture(scope="module")
 def make_algorithm(model: fedsim.Model) -> Callable[..., fedsim.algorithms.FedAvg]:
-    """FedAvg with momentum on the server, so that its state is more than parameters; keywords replace its fields."""
+    """A factory of FedAvg with server momentum, whose state is more than parameters; keywords replace its fields."""
 
     def make(**fields: Any) -> fedsim.algorithms.FedAvg:
         given = dict(
@@ -51,7 +51,7 @@ def make_algorithm(model: fedsim.Model) -> Callable[..., fedsim.algorithms.FedAv
 
 @pytest.fixture(scope="module")
 def algorithm(make_algorithm: Callable[..., fedsim.algorithms.FedAvg]) -> fedsim.algorithms.FedAvg:
-    """One instance for a module, whose way of compiling its programs have: they are kept with it."""
+    """One instance per test module, because compiled programs belong to it and modules compile with different options."""
     return make_algorithm()
 
 
@@ -62,7 +62,7 @@ def sampler(data: fedsim.FederatedData) -> fedsim.UniformSampler:
 
 @pytest.fixture(scope="session")
 def bits() -> Callable[[Any], list[bytes]]:
-    """A state as bytes, leaf by leaf."""
+    """A function that returns the bytes of each leaf of a state."""
     return lambda state: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
 
 
@@ -70,11 +70,11 @@ def bits() -> Callable[[Any], list[bytes]]:
 def arguments(
     algorithm: fedsim.algorithms.FedAvg, sampler: fedsim.UniformSampler, data: fedsim.FederatedData
 ) -> dict[str, Any]:
-    """Of `fedsim.experiment.run`: 12 rounds, of which every fourth is evaluated."""
+    """Arguments of `fedsim.experiment.run`: 12 rounds with an evaluation after every fourth."""
     return dict(algorithm=algorithm, sampler=sampler, rounds=12, test_data=data, evaluate_every=4, progress=False)
 
 
 @pytest.fixture
 def unbroken(arguments: dict[str, Any], bits: Callable[[Any], list[bytes]]) -> list[bytes]:
-    """The bits in which a run ends that nothing came between."""
+    """The bits at the end of an uninterrupted run."""
     return bits(fedsim.experiment.run(**arguments).state)

@@ -1,4 +1,4 @@
-"""What clients keep, in a run: saved, resumed to the bit, never silently another's."""
+"""Client memory in runs: saved, resumed with the same bits, and refused for another algorithm or population."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXECUTIONS = {
 
 
 class KilledError(Exception):
-    """Stands for the death of the process."""
+    """Simulates that the process is killed."""
 
 
 def die_after(round):
@@ -42,7 +42,7 @@ def die_after(round):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    """Rows are used again as soon as nobody refers to them."""
+    """Makes the store reuse rows as soon as no state refers to them."""
     monkeypatch.setattr("fedsim.data._row_store._CHUNK_BYTES", 300)
 
 
@@ -84,7 +84,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(arguments, tmp_path
 @pytest.mark.parametrize(
     ("before", "after"), [("streamed", "on the device"), ("on the device", "streamed"), ("debug", "streamed")]
 )
-def test_how_it_is_executed_may_change_on_the_way(algorithms, streamed, before, after, tmp_path):
+def test_the_execution_may_change_when_a_run_is_resumed(algorithms, streamed, before, after, tmp_path):
     unbroken = run(**streamed).state
     killed(streamed | {"algorithm": algorithms[before]}, tmp_path / "r", 5)
     for death in (7, 9):
@@ -99,7 +99,7 @@ def test_how_it_is_executed_may_change_on_the_way(algorithms, streamed, before, 
 
 @pytest.mark.slow
 def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
-    """The best is of round 2, the rows of which would have been used again many times; and after a death, too."""
+    """The best checkpoint is that of round 2, whose rows would otherwise be reused many times, also after a restart."""
     seen = {}
 
     def evaluate(state):
@@ -117,19 +117,19 @@ def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
     assert checkpoints.rounds() == [2, 38, 40]
     row = last.clients.store.row_bytes
-    # Of 12 clients; of the 6 that round 2 saw; and 3 a round since the last checkpoint but one, up to what is being written.
-    most = 1.25 * (12 + 6 + 7 * 3) + 1 + 300 // row
-    assert (tmp_path / "r/checkpoints/clients.rows").stat().st_size <= 4096 + row * most
+    # Rows of 12 clients, of the 6 clients up to round 2, and 3 per round since the second-last checkpoint.
+    max_rows = 1.25 * (12 + 6 + 7 * 3) + 1 + 300 // row
+    assert (tmp_path / "r/checkpoints/clients.rows").stat().st_size <= 4096 + row * max_rows
 
 
-def test_what_is_done_with_a_restored_state_leaves_the_run_alone(streamed, tmp_path):
+def test_using_a_restored_state_does_not_change_the_run(streamed, tmp_path):
     killed(streamed, tmp_path / "r", 7)
     file = tmp_path / "r/checkpoints/clients.rows"
     before = file.read_bytes()
     state, round = restore(tmp_path / "r", streamed["algorithm"])
     kept = bits(state)
-    for more in range(20):
-        after, _ = streamed["algorithm"].apply(state, streamed["sampler"].cohort(round + more))
+    for offset in range(20):
+        after, _ = streamed["algorithm"].apply(state, streamed["sampler"].cohort(round + offset))
     assert file.read_bytes() == before and bits(state) == kept != bits(after)
     file.write_bytes(b"")
     assert bits(state) == kept
@@ -137,7 +137,7 @@ def test_what_is_done_with_a_restored_state_leaves_the_run_alone(streamed, tmp_p
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_a_restored_row_is_read_once(streamed, which, tmp_path, monkeypatch):
-    """Of the checkpoint that is given back, and of no other; compared with its checksum on the way."""
+    """Only rows of the restored checkpoint are read, and each is compared with its checksum."""
     run(**streamed, folder=tmp_path / "r", evaluate=lambda state: {"accuracy": 0.5}, evaluate_every=2)
     file = tmp_path / "r/checkpoints/clients.rows"
     calls, bytes_of = [], []
@@ -160,7 +160,7 @@ def test_a_restored_row_is_read_once(streamed, which, tmp_path, monkeypatch):
         restore(tmp_path / "r", streamed["algorithm"], which)
 
 
-def test_a_damaged_row_is_said_and_an_older_checkpoint_taken(streamed, tmp_path):
+def test_a_damaged_row_is_reported_and_an_older_checkpoint_is_used(streamed, tmp_path):
     unbroken = bits(run(**streamed).state)
     killed(streamed, tmp_path / "r", 9)
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
@@ -186,7 +186,7 @@ def damage(file, byte):
     file.write_bytes(whole)
 
 
-def test_rows_that_are_all_damaged_or_gone_are_an_error(streamed, tmp_path):
+def test_a_damaged_or_missing_row_file_is_an_error(streamed, tmp_path):
     killed(streamed, tmp_path / "r", 9)
     file = tmp_path / "r/checkpoints/clients.rows"
     whole = file.read_bytes()
@@ -205,16 +205,16 @@ def test_rows_that_are_all_damaged_or_gone_are_an_error(streamed, tmp_path):
 
 @pytest.mark.parametrize("how", ["streamed", "on the device"])
 def test_another_population_s_rows_are_refused_before_the_first_round(streamed, algorithms, how, tmp_path):
-    """Of as many clients with as many examples, so that nothing else could tell; also before there is any checkpoint."""
+    """The other population differs only in its client ids. It is also refused before there is a checkpoint."""
     arguments = streamed | {"algorithm": algorithms[how]}
     data = arguments["sampler"].data
     other = fedsim.FederatedData(data.columns, data.offsets, [f"x{i}" for i in range(data.num_clients)])
     for round, folder in ((5, tmp_path / "a"), (1, tmp_path / "b")):
         killed(arguments, folder, round)
         theirs = arguments | {"sampler": fedsim.UniformSampler(other, clients=3, seed=7), "folder": folder}
-        with pytest.raises(ValueError, match=r"population, client ids and sizes \(hash\): .* here, .* there"):
+        with pytest.raises(ValueError, match=r"population, client ids and sizes \(hash\): .* in this run, .* in the folder"):
             run(**theirs)
-        (folder / "config.json").unlink()  # The file of rows says so itself.
+        (folder / "config.json").unlink()  # the row file also records the client ids
         with pytest.raises(
             ValueError, match=r"(?s)clients.rows holds.*client ids \(hash\): \w+ in the file, \w+ here.*another folder"
         ):
@@ -234,7 +234,7 @@ def test_another_algorithm_s_rows_are_refused_before_the_first_round(streamed, m
         restore(tmp_path / "r", renamed)
 
 
-def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(streamed, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_and_loses_nothing(streamed, tmp_path, monkeypatch):
     unbroken, calls, whole = bits(run(**streamed).state), [], os.pwritev
 
     def full(fd, views, at):
@@ -245,19 +245,19 @@ def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(streamed, tmp_path, 
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwritev", full)
-        with pytest.raises(OSError, match="Client memory cannot be written to .*clients.rows: No space left"):
+        with pytest.raises(OSError, match=r"clients.rows: No space left.*then continue after round 6 with: the same call"):
             run(**streamed, folder=tmp_path / "r", rounds_per_dispatch=1)
     assert Checkpoints(tmp_path / "r/checkpoints").rounds()[-1] == 6
     assert bits(run(**streamed, folder=tmp_path / "r").state) == unbroken
 
 
-def test_a_folder_without_its_checkpoints_starts_anew(streamed, tmp_path):
+def test_a_folder_without_its_checkpoints_starts_again(streamed, tmp_path):
     killed(streamed, tmp_path / "r", 9)
     shutil.rmtree(tmp_path / "r/checkpoints")
     assert bits(run(**streamed, folder=tmp_path / "r").state) == bits(run(**streamed).state)
 
 
-def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, monkeypatch):
+def test_without_orbax_client_memory_is_not_in_a_file(streamed, tmp_path, monkeypatch):
     expected = bits(run(**streamed).state)
     monkeypatch.setattr(Checkpoints, "available", staticmethod(lambda: False))
     with pytest.warns(UserWarning, match="No checkpoints will be written"):
@@ -267,7 +267,7 @@ def test_without_orbax_what_clients_keep_stays_in_memory(streamed, tmp_path, mon
 
 @pytest.mark.slow
 def test_scaffold_over_342_477_clients_stays_within_its_budgets(tmp_path):
-    """A small part of `python -m benchmarks --only memory`: fewer rounds, 64 kB a client, resumed halfway."""
+    """A smaller version of `python -m benchmarks --only memory`: fewer rounds, 64 kB per client, resumed once."""
     arguments = {"clients": 342_477, "floats": 2**14, "cohort": 10, "rounds": 24, "chunk_bytes": 2**20}
     command = [sys.executable, "-m", "benchmarks.populations", "client_memories", json.dumps(arguments)]
     environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}

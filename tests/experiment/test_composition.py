@@ -1,4 +1,4 @@
-"""What combines with any algorithm, by name: aggregators, compressors, attacks, stragglers."""
+"""Aggregators, compressors, attacks and stragglers, which a config combines with any algorithm by name."""
 
 from pathlib import Path
 
@@ -26,13 +26,13 @@ def test_names_and_their_options_become_one_aggregator():
     assert isinstance(algorithm.downlink, compressors.Cast)
 
 
-def test_nothing_named_is_the_algorithm_s_own():
+def test_without_names_the_algorithm_s_defaults_are_used():
     algorithm, sampler, _ = built()
     assert type(algorithm.aggregator) is aggregators.Mean and algorithm.downlink is None
     assert type(sampler) is samplers.UniformSampler
 
 
-def test_attackers_and_stragglers_are_the_cohorts():
+def test_cohorts_have_attackers_and_stragglers():
     _, sampler, _ = built(attack="sign_flip", attackers=0.3, stragglers=0.5, epochs=5, clients=20)
     cohorts = [sampler.cohort(round) for round in range(20)]
     assert {int((cohort.work < 1).sum()) for cohort in cohorts} == {10}
@@ -46,12 +46,15 @@ def test_attackers_and_stragglers_are_the_cohorts():
         (dict(aggregator="trimmed_mean(trim=0.7)"), "trim=0.7"),
         (dict(compressor="eden(bits=0)"), "bits=0"),
         (dict(compressor="eden(bit=1)"), "bit"),
-        (dict(error_feedback=True), "Expected a compressor with error_feedback=True"),
+        (dict(error_feedback=True), "error_feedback=True requires a compressor"),
         (dict(clip=-1.0), "clip=-1.0"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),
         (dict(stragglers=0.5, epochs=1), "epochs"),
-        (dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", clip=1.0), "folds its clients' updates in its own way"),
+        (
+            dict(algorithm=f"{EXAMPLES}/python_loop.py:WeightTransfer", clip=1.0),
+            "aggregates updates in its own way and takes no clip",
+        ),
     ],
 )
 def test_wrong_names_and_numbers_are_refused(changes, message):

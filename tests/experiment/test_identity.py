@@ -1,4 +1,4 @@
-"""Whose run a folder holds: that of another algorithm, sampler or population is refused, and both are named."""
+"""A run folder refuses another configuration, algorithm, sampler or population, and the error names the differences."""
 
 from __future__ import annotations
 
@@ -25,22 +25,29 @@ def test_another_configuration_is_refused_naming_the_differences(arguments, tmp_
     with pytest.raises(ValueError, match="another configuration") as error:
         run(**{**arguments, "rounds": 13}, folder=tmp_path / "r", config={"dataset": "emnist62", "beta": 1})
     text = str(error.value)
-    assert 'dataset: "emnist62" here, "digits" there' in text and "rounds: 13 here, 12 there" in text
-    assert "alpha: nothing here, 0.3 there" in text and "beta: 1 here, nothing there" in text and "seed" not in text
+    assert (
+        'dataset: "emnist62" in this run, "digits" in the folder' in text and "rounds: 13 in this run, 12 in the folder" in text
+    )
+    assert (
+        "alpha: not given in this run, 0.3 in the folder" in text
+        and "beta: 1 in this run, not given in the folder" in text
+        and "seed" not in text
+    )
     assert (tmp_path / "r/config.json").read_text() == before
 
 
-def test_without_a_config_what_can_be_told_from_the_arguments_is_compared(arguments, make_algorithm, tmp_path):
+def test_without_a_config_the_arguments_are_compared(arguments, make_algorithm, tmp_path):
     run(**arguments, folder=tmp_path / "r")
     sampler = fedsim.UniformSampler(arguments["sampler"].data, clients=3, seed=8)
     other = {**arguments, "algorithm": make_algorithm(weighting="uniform"), "sampler": sampler}
     with pytest.raises(
-        ValueError, match=r'(?s)root_key: \[0, 8\] here, \[0, 7\] there.*weighting: "uniform" here, "examples" there'
+        ValueError,
+        match=r'(?s)root_key: \[0, 8\] in this run, \[0, 7\] in the folder.*weighting: "uniform" in this run, "examples" in',
     ):
         run(**other, folder=tmp_path / "r")
 
 
-def _of(data, **changes):
+def _changed(data, **changes):
     """The same population, with other names, columns or sizes."""
     given = dict(columns=dict(data.columns), sizes=data.sizes, client_ids=data.client_ids)
     return fedsim.FederatedData.from_arrays(**{**given, **changes})
@@ -57,26 +64,28 @@ _TOP_K = fedsim.compressors.TopK(fraction=0.25)
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ({}, {"aggregator": TrimmedMean(trim=0.3)}, 'aggregator: "TrimmedMean(trim=0.3)" here, "Mean()" there'),
+        ({}, {"aggregator": TrimmedMean(trim=0.3)}, 'aggregator: "TrimmedMean(trim=0.3)" in this run, "Mean()" in the folder'),
         (
             {"aggregator": Compressed(_TOP_K)},
             {"aggregator": Compressed(_TOP_K, inner=CentredClipping(2.0))},
             "inner=CentredClipping(radius=2.0)",
         ),
-        ({"downlink": _TOP_K}, {}, 'downlink: null here, "TopK('),
+        ({"downlink": _TOP_K}, {}, 'downlink: null in this run, "TopK('),
         ({"downlink": _TOP_K}, {"downlink": fedsim.compressors.TopK(fraction=0.5)}, "fraction=0.25"),
         ({}, {"batches": fedsim.Batches(size=4, shuffle=False)}, "shuffle=False"),
-        ({}, {"averaging": 0.5}, "averaging: 0.5 here, null there"),
+        ({}, {"averaging": 0.5}, "averaging: 0.5 in this run, null in the folder"),
     ],
 )
-def test_another_part_of_the_algorithm_is_refused_naming_both(arguments, make_algorithm, tmp_path, before, after, expected):
+def test_another_field_of_the_algorithm_is_refused_and_both_values_are_named(
+    arguments, make_algorithm, tmp_path, before, after, expected
+):
     arguments |= dict(rounds=1, test_data=None, folder=tmp_path / "r")
     one, other = (make_algorithm(**fields, execution=fedsim.Jit()) for fields in (before, after))
     run(**{**arguments, "algorithm": one})
     with pytest.raises(ValueError, match="another configuration") as error:
         run(**{**arguments, "algorithm": other})
-    assert expected in str(error.value) and str(error.value).count(" here, ") == 1
-    assert "Choose another folder, or the same configuration and population." in str(error.value)
+    assert expected in str(error.value) and str(error.value).count(" in this run, ") == 1
+    assert "Choose another folder, or use the same configuration and population." in str(error.value)
     assert len(run(**{**arguments, "algorithm": one}).history) == 1
 
 
@@ -87,9 +96,9 @@ def test_another_part_of_the_algorithm_is_refused_naming_both(arguments, make_al
         (
             lambda s: s,
             lambda s: fedsim.samplers.ShuffledSampler(s.data, clients=3, seed=7),
-            '"ShuffledSampler(clients=3)" here, "Uniform',
+            '"ShuffledSampler(clients=3)" in this run, "Uniform',
         ),
-        (lambda s: s, lambda s: _attacked(s), "nothing there"),
+        (lambda s: s, lambda s: _attacked(s), "not given in the folder"),
         (lambda s: _attacked(s), lambda s: _attacked(s, scale=2.0), "SignFlip(scale=2.0)"),
         (lambda s: _attacked(s), lambda s: _attacked(s, seed=2), "cohorts (hash)"),
         (
@@ -104,7 +113,7 @@ def test_another_part_of_the_algorithm_is_refused_naming_both(arguments, make_al
         ),
     ],
 )
-def test_another_sampler_is_refused_naming_both(arguments, tmp_path, before, after, expected):
+def test_another_sampler_is_refused_and_both_are_named(arguments, tmp_path, before, after, expected):
     arguments |= dict(rounds=5, test_data=None)
     one, other = before(arguments["sampler"]), after(arguments["sampler"])
     run(**{**arguments, "sampler": one}, folder=tmp_path / "r")
@@ -120,37 +129,37 @@ def test_another_sampler_is_refused_naming_both(arguments, tmp_path, before, aft
     [
         ({"client_ids": list("abcdefghijkl")}, "population, client ids and sizes (hash): "),
         ({"sizes": [16, 4] * 6}, "population, client ids and sizes (hash): "),
-        ({"columns": {"z": np.zeros(120)}}, 'population, features: ["x", "y", "z"] here, ["x", "y"] there'),
+        ({"columns": {"z": np.zeros(120)}}, 'population, features: ["x", "y", "z"] in this run, ["x", "y"] in the folder'),
     ],
 )
-def test_another_population_is_refused_naming_both(arguments, data, tmp_path, config, changes, expected):
+def test_another_population_is_refused_and_both_are_named(arguments, data, tmp_path, config, changes, expected):
     arguments |= dict(rounds=1, test_data=None, folder=tmp_path / "r", config=config)
     run(**arguments)
     if "columns" in changes:
         changes = {"columns": {**data.columns, **changes["columns"]}}
-    other = {**arguments, "sampler": fedsim.UniformSampler(_of(data, **changes), clients=3, seed=7)}
+    other = {**arguments, "sampler": fedsim.UniformSampler(_changed(data, **changes), clients=3, seed=7)}
     with pytest.raises(ValueError, match="another configuration") as error:
         run(**other)
-    assert expected in str(error.value) and str(error.value).count(" here, ") == 1
+    assert expected in str(error.value) and str(error.value).count(" in this run, ") == 1
     data.save(tmp_path / "same.h5")
     same = fedsim.UniformSampler(fedsim.FederatedData.open(tmp_path / "same.h5"), clients=3, seed=7)
     assert run(**{**arguments, "sampler": same}).round == 1
 
 
-def test_a_folder_that_does_not_say_whose_run_it_is_is_refused(arguments, tmp_path):
+def test_a_folder_of_an_earlier_version_without_the_population_is_refused(arguments, tmp_path):
     run(**arguments, folder=tmp_path / "r")
     stored = read_config(tmp_path / "r")
     del stored["population"], stored["config"]["aggregator"]
     (tmp_path / "r/config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="An earlier version of fedsim wrote it") as error:
         run(**arguments, folder=tmp_path / "r")
-    assert 'aggregator: "Mean()" here, nothing there' in str(error.value)
-    assert "population, clients: 12 here, nothing there" in str(error.value)
+    assert 'aggregator: "Mean()" in this run, not given in the folder' in str(error.value)
+    assert "population, clients: 12 in this run, not given in the folder" in str(error.value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mine(Mean):
-    """An aggregator with fields of all kinds."""
+    """An aggregator with fields of many types."""
 
     start: np.ndarray
     big: jax.Array
@@ -158,8 +167,8 @@ class Mine(Mean):
     rule: Callable[[float], float]
 
 
-def test_what_is_told_of_a_run_is_the_same_when_all_is_made_anew(sampler, model):
-    """Objects that differ in their addresses alone are the same run; those that differ in a number are not."""
+def test_equal_objects_have_equal_descriptions(sampler, model):
+    """Objects that differ only in their addresses are the same run; objects that differ in a number are not."""
 
     def made(start):
         return fedsim.algorithms.FedAvg(
@@ -176,9 +185,9 @@ def test_what_is_told_of_a_run_is_the_same_when_all_is_made_anew(sampler, model)
     assert "sizes=(1, 1.0)" in one["aggregator"] and "rule" not in one["aggregator"]
 
 
-def test_a_folder_in_which_no_round_was_run_is_free(arguments, make_algorithm, bits, unbroken, tmp_path):
+def test_a_folder_without_a_finished_round_accepts_another_run(arguments, make_algorithm, bits, unbroken, tmp_path):
     refused = {**arguments, "algorithm": make_algorithm(aggregator=fedsim.aggregators.Krum(attackers=5))}
-    with pytest.raises(ValueError, match="Krum withstands attackers=5 in cohorts of at least .* = 13"):
+    with pytest.raises(ValueError, match=r"Krum\(attackers=5\) needs cohorts of at least .* = 13"):
         run(**refused, folder=tmp_path / "r")
     assert "Krum" in read_config(tmp_path / "r")["config"]["aggregator"]
     assert bits(run(**arguments, folder=tmp_path / "r").state) == unbroken
@@ -187,21 +196,21 @@ def test_a_folder_in_which_no_round_was_run_is_free(arguments, make_algorithm, b
         run(**refused, folder=tmp_path / "r")
 
 
-def test_what_clients_kept_of_a_run_without_rounds_is_in_nobody_s_way(arguments, model, bits, tmp_path):
-    def remembering(cls, **fields):
+def test_client_memory_of_a_run_without_rounds_does_not_disturb_another_run(arguments, model, bits, tmp_path):
+    def with_memory(cls, **fields):
         given = dict(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
         return {**arguments, "test_data": None, "algorithm": cls(**given, execution=fedsim.Jit(memory="stream"), **fields)}
 
     krum = fedsim.aggregators.Krum(attackers=5)
-    with pytest.raises(ValueError, match="Krum withstands"):
-        run(**remembering(fedsim.algorithms.APFL, aggregator=krum), folder=tmp_path / "r")
-    after = run(**remembering(fedsim.algorithms.SCAFFOLD), folder=tmp_path / "r").state
-    expected = run(**remembering(fedsim.algorithms.SCAFFOLD)).state
+    with pytest.raises(ValueError, match="needs cohorts of at least"):
+        run(**with_memory(fedsim.algorithms.APFL, aggregator=krum), folder=tmp_path / "r")
+    after = run(**with_memory(fedsim.algorithms.SCAFFOLD), folder=tmp_path / "r").state
+    expected = run(**with_memory(fedsim.algorithms.SCAFFOLD)).state
     assert bits(after.params) == bits(expected.params)
 
 
 @pytest.mark.parametrize("left", ["metrics", "checkpoint"])
-def test_a_folder_with_a_round_in_it_is_not_free(arguments, make_algorithm, tmp_path, left):
+def test_a_folder_with_a_finished_round_refuses_another_run(arguments, make_algorithm, tmp_path, left):
     run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
     if left == "metrics":
         shutil.rmtree(tmp_path / "r/checkpoints")
@@ -211,7 +220,7 @@ def test_a_folder_with_a_round_in_it_is_not_free(arguments, make_algorithm, tmp_
         run(**{**arguments, "algorithm": make_algorithm(weighting="uniform")}, folder=tmp_path / "r")
 
 
-def test_a_folder_whose_run_is_in_its_first_round_is_not_free(arguments, make_algorithm, tmp_path):
+def test_a_folder_whose_run_is_in_its_first_round_refuses_another_run(arguments, make_algorithm, tmp_path):
     other = {**arguments, "algorithm": make_algorithm(weighting="uniform")}
 
     class Meanwhile(fedsim.UniformSampler):

@@ -1,4 +1,4 @@
-"""kill -9 at random moments, many times over one run: it goes on, and ends with the same bits as an unbroken run."""
+"""kill -9 at random times during one run: it continues, and ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 from fedsim.experiment import Checkpoints
 
-# What a run imports, which is most of a short life: done once, by the process that the others are forked from.
+# Imports take most of the time of a short process, so the process from which the others are forked imports these modules.
 _IMPORTED = ["fedsim", "matplotlib.pyplot", "orbax.checkpoint", "tensorboardX"]
-# Seconds between rounds: so long that the lives, five seconds in all, are over before the run is, however fast its rounds.
+# Seconds between rounds, such that the run does not end before all kills, which take five seconds together.
 _PAUSE = 0.03
 
 
@@ -35,7 +35,7 @@ def _finish(*arguments: object) -> None:
 
 
 def _saved(folder: Path) -> int:
-    """The round of the newest checkpoint."""
+    """Returns the round of the newest checkpoint."""
     return max(Checkpoints(folder / "checkpoints").rounds(), default=0)
 
 
@@ -45,18 +45,18 @@ def test_killed_many_times_ends_with_the_bits_of_an_unbroken_run(algorithm, roun
     unbroken, folder, cache = (tmp_path / name for name in ("unbroken", "killed", "cache"))
     _finish(algorithm, rounds, unbroken, cache, 0.0)
 
-    draw, lives = random.Random(2), []
-    for life in range(kills):
+    draw, saved = random.Random(2), []
+    for attempt in range(kills):
         process, before = _start(algorithm, rounds, folder, cache, _PAUSE), _saved(folder)
-        # Every fifth life may end before it did anything; the others save at least once, and mostly die while saving.
-        while life % 5 and _saved(folder) == before and process.is_alive():
+        # Every fifth process may be killed before it saves; the others save at least once, and most are killed while saving.
+        while attempt % 5 and _saved(folder) == before and process.is_alive():
             time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.2 if life % 5 else 1.0))
-        assert process.is_alive(), f"ended by itself in life {life}: {process}"
+        time.sleep(draw.uniform(0, 0.2 if attempt % 5 else 1.0))
+        assert process.is_alive(), f"process {attempt} ended before it was killed: {process}"
         process.kill()
         process.join()
-        lives.append(_saved(folder))
-    assert lives == sorted(lives) and len(set(lives)) > kills // 2, lives
+        saved.append(_saved(folder))
+    assert saved == sorted(saved) and len(set(saved)) > kills // 2, saved
     _finish(algorithm, rounds, folder, cache, 0.0)
     assert folder.with_suffix(".bits").read_text() == unbroken.with_suffix(".bits").read_text()
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The run loop: the right rounds, in few dispatches, for every sampler and every algorithm."""
+"""The run loop: rounds, dispatches, metrics and output, for every sampler and several algorithms."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorit
 
     counting = Counting(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
     run(counting, sampler, rounds=2, progress=False, rounds_per_dispatch=2)
-    traces.clear()  # the first run also traced the round to find its calls
+    traces.clear()  # the first run traces the round once more, to find its calls
     run(counting, sampler, rounds=23, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
     assert len(traces) == 1
 
 
 def test_dispatches_do_not_cross_evaluations(algorithm, sampler, data):
-    seen = []
+    evaluated = []
     result = run(
         algorithm, sampler, rounds=13, progress=False, evaluate_every=5,
-        evaluate=lambda state: seen.append(int(state.round)) or {"accuracy": 0.5},
+        evaluate=lambda state: evaluated.append(int(state.round)) or {"accuracy": 0.5},
     )  # fmt: skip
-    assert seen == [5, 10, 13] and result.evaluation == {"accuracy": 0.5}
+    assert evaluated == [5, 10, 13] and result.evaluation == {"accuracy": 0.5}
 
 
 def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
@@ -99,7 +99,7 @@ def test_loss_is_the_example_weighted_mean_over_clients(algorithm, sampler):
 
 
 class EveryFourth:
-    """A sampler of a person who never heard of `UniformSampler`: cohorts of changing size, keys made anew."""
+    """A user's sampler, with cohorts of different sizes and their own keys."""
 
     def __init__(self, data):
         self.data = data
@@ -118,7 +118,7 @@ def test_every_sampler_works_with_the_runner(name, algorithm, data):
     assert examples == [int(sampler.cohort(round).sizes.sum()) for round in range(6)]
 
 
-def test_a_schedule_that_is_too_short_is_said_before_training(algorithm, data, tmp_path):
+def test_a_schedule_that_is_too_short_is_refused_before_training(algorithm, data, tmp_path):
     sampler = fedsim.samplers.ScheduleSampler(data, [["0"]] * 7, seed=7)
     with pytest.raises(ValueError, match="has 7 rounds, counted from 0, so there is no round 19"):
         run(algorithm, sampler, rounds=20, folder=tmp_path / "run", progress=False)
@@ -129,11 +129,11 @@ def test_a_sampler_that_fails_leaves_the_rounds_before_it_written(algorithm, dat
     class Broken(fedsim.UniformSampler):
         def cohort(self, round):
             if round == 6:
-                raise RuntimeError("nobody answers")
+                raise RuntimeError("no client is available")
             return super().cohort(round)
 
     sampler = Broken(data, clients=3, seed=7)
-    with pytest.raises(RuntimeError, match="nobody answers"):
+    with pytest.raises(RuntimeError, match="no client is available"):
         run(algorithm, sampler, rounds=20, folder=tmp_path, progress=False, rounds_per_dispatch=2)
     assert [line["round"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
@@ -154,7 +154,7 @@ def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_a
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LargestExample(fedsim.Algorithm):
-    """Overrides apply with a Python loop; no model, no parameters, an info of its own."""
+    """Overrides apply with a Python loop. It has no model and no parameters, and its info is a mapping."""
 
     def init(self, key):
         return {"largest": jnp.zeros(()), "key": key}
@@ -204,26 +204,29 @@ def test_debug_execution_runs(make_algorithm, sampler, algorithm):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
-def test_callbacks_get_every_line_and_the_state_where_it_is_at_hand(algorithm, sampler, data):
-    got = []
+def test_callbacks_get_every_line_and_the_state_if_it_is_available(algorithm, sampler, data):
+    received = []
     result = run(
         algorithm, sampler, rounds=6, test_data=data, evaluate_every=3, progress=False,
-        callbacks=[lambda line, state: got.append((line, state))],
+        callbacks=[lambda line, state: received.append((line, state))],
     )  # fmt: skip
-    assert [line for line, _ in got] == result.history
-    evaluations = [(line["round"], int(state.round)) for line, state in got if "test_accuracy" in line]
+    assert [line for line, _ in received] == result.history
+    evaluations = [(line["round"], int(state.round)) for line, state in received if "test_accuracy" in line]
     assert evaluations == [(3, 3), (6, 6)]
-    assert all(int(state.round) == line["round"] for line, state in got if state is not None)
+    assert all(int(state.round) == line["round"] for line, state in received if state is not None)
 
 
-def _poisoned(make_algorithm, **fields):
-    """Client learning rate of 1e38 from round 2 on, which no float survives."""
+def _with_infinite_rate(make_algorithm, **fields):
+    """An algorithm with an infinite client learning rate from round 2 on."""
     return make_algorithm(client_optimizer=lambda r: optax.sgd(jnp.where(r < 2, 0.1, jnp.inf)), **fields)
 
 
+@pytest.mark.filterwarnings("ignore:Round 2 aggregated no update", "ignore:The training loss")
 def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampler, tmp_path):
     with pytest.warns(UserWarning, match=r"3 client update\(s\) held a NaN .* client '\d+' in round 2") as caught:
-        result = run(_poisoned(make_algorithm), sampler, rounds=5, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1)
+        result = run(
+            _with_infinite_rate(make_algorithm), sampler, rounds=5, folder=tmp_path / "r", progress=False, rounds_per_dispatch=1
+        )
     assert len([w for w in caught if "client update" in str(w.message)]) == 1
     assert [line["dropped"] for line in result.history] == [0, 0, 3, 3, 3]
     assert result.history[-1]["loss"] is None
@@ -233,7 +236,7 @@ def test_dropped_updates_are_counted_and_warned_about_once(make_algorithm, sampl
 
 def test_nonfinite_raise_raises(make_algorithm, sampler):
     with pytest.raises(FloatingPointError, match=r"in round 2"):
-        run(_poisoned(make_algorithm, nonfinite="raise"), sampler, rounds=5, progress=False)
+        run(_with_infinite_rate(make_algorithm, nonfinite="raise"), sampler, rounds=5, progress=False)
 
 
 @pytest.mark.parametrize("name", ["rounds", "evaluate_every", "checkpoint_every", "rounds_per_dispatch"])

@@ -1,4 +1,4 @@
-"""Runs of algorithms whose clients have models of their own: both are evaluated, where there are both."""
+"""Runs of algorithms with personal models: they are evaluated, and so is the server's model if there is one."""
 
 import federation
 import haiku as hk
@@ -18,10 +18,10 @@ def two_layers() -> fedsim.Model:
     return fedsim.Model.from_haiku(hk.transform(logits), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
 
 
-def run(cls, **more):
+def run(cls, **fields):
     data = federation.data()
     settings = {"model": two_layers(), "client_optimizer": optax.sgd(0.3), "batches": fedsim.Batches(size=4)}
-    algorithm = cls(**(settings | {"execution": fedsim.Pmap(devices=2)} | more))
+    algorithm = cls(**(settings | {"execution": fedsim.Pmap(devices=2)} | fields))
     sampler = fedsim.UniformSampler(data, clients=4, seed=0)
     return (
         algorithm,
@@ -34,7 +34,7 @@ def run(cls, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.Ditto, algorithms.PerFedAvg])
-def test_the_server_s_model_and_the_clients_own(cls, capsys):
+def test_the_server_s_model_and_the_personal_models_are_evaluated(cls, capsys):
     algorithm, data, result = run(cls)
     test = federation.data(seed=7)
     names = {"loss", "accuracy", "personal_loss", "personal_accuracy"}
@@ -54,7 +54,7 @@ def test_the_server_s_model_and_the_clients_own(cls, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.IFCA])
-def test_a_server_without_a_model_of_its_own(cls):
+def test_without_a_model_of_the_server_only_personal_models_are_evaluated(cls):
     _, _, result = run(cls)
     assert set(result.evaluation.overall) == {"personal_loss", "personal_accuracy"}
 
@@ -65,10 +65,10 @@ def test_parameters_of_another_model_cannot_be_evaluated():
             state = super().init(key)
             return state._replace(params={"linear": state.params["linear"]})
 
-    with pytest.raises(ValueError, match="The parameters of Half's state are not those of its model"):
+    with pytest.raises(ValueError, match="state.params of Half has other shapes than the parameters of its model"):
         run(Half)
 
 
-def test_the_best_round_is_that_of_the_clients_own_models():
+def test_the_best_round_is_that_of_the_personal_models():
     lines = [{"round": r, "test_accuracy": 0.1 * r, "test_personal_accuracy": 1 - 0.1 * r} for r in (1, 2)]
     assert experiment._lines.best_round(lines) == 1

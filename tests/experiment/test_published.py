@@ -1,4 +1,4 @@
-"""Tests of the published set-ups, against the paper's own table of rates (typed off arXiv 2003.00295's repository)."""
+"""Tests of the published hyperparameters, against the tables in the repository of arXiv 2003.00295."""
 
 import dataclasses
 import math
@@ -7,9 +7,9 @@ import pytest
 
 from fedsim import algorithms, datasets
 from fedsim.experiment import RunConfig, published
-from fedsim.experiment._build import own_hyperparameters
+from fedsim.experiment._build import algorithm_hyperparameters
 
-# optimization/docs/hyperparameters.md of google-research/federated, as it is printed there.
+# Copied from optimization/docs/hyperparameters.md of google-research/federated.
 RATES = """
 cifar100_image        | -1      | -1.5 | -1.5 | -1.5 | -1    | -1      | 0    | 0    | 0    | 0.5  | -2      | -1   | -1
 emnist_autoencoder    | 1.5     | 1    | 1    | 0.5  | 1     | -1.5    | -1.5 | -1.5 | 0    | 0    | -3      | -3   | -3
@@ -47,14 +47,14 @@ def rows(table):
 def test_rates_are_those_of_the_paper(task, powers):
     dataset, model = TASKS[task]
     for column, algorithm in enumerate(COLUMNS):
-        found = published(f"{dataset}()", algorithm, model)
-        assert found.source.startswith("Reddi et al. 2021 (")
-        assert math.log10(found.values["client_learning_rate"]) == pytest.approx(powers[column])
-        assert math.log10(found.values["server_learning_rate"]) == pytest.approx(powers[5 + column])
+        result = published(f"{dataset}()", algorithm, model)
+        assert result.source.startswith("Reddi et al. 2021 (")
+        assert math.log10(result.values["client_learning_rate"]) == pytest.approx(powers[column])
+        assert math.log10(result.values["server_learning_rate"]) == pytest.approx(powers[5 + column])
         if column < 3:
-            assert math.log10(found.values["tau"]) == pytest.approx(powers[10 + column])
+            assert math.log10(result.values["tau"]) == pytest.approx(powers[10 + column])
         else:
-            assert "tau" not in found.values
+            assert "tau" not in result.values
 
 
 @pytest.mark.parametrize(("task", "numbers"), list(rows(SETUPS)), ids=[name for name, _ in rows(SETUPS)])
@@ -63,17 +63,17 @@ def test_set_ups_are_those_of_the_paper(task, numbers):
     assert [values[name] for name in ("clients", "batch_size", "rounds")] == numbers
 
 
-def test_every_value_is_a_setting_that_there_is():
+def test_every_value_belongs_to_an_existing_field():
     general = {field.name for field in dataclasses.fields(RunConfig)}
     for dataset in datasets.names():
         for algorithm, cls in algorithms.ALGORITHMS.items():
             values = published(dataset, algorithm).values
-            own = set(own_hyperparameters(cls))
+            own = set(algorithm_hyperparameters(cls))
             assert set(values) <= general | own, (dataset, algorithm)
             RunConfig(**{name: value for name, value in values.items() if name in general})
 
 
-def test_what_nobody_published_says_so():
+def test_unpublished_values_are_marked():
     assert published("digits", "fedavg").source == published("emnist62", "fedprox").source
-    assert "nobody" in published("emnist62", "fedsgd").source and "nobody" in published("mnist", "fedadam").source
+    assert "not published" in published("emnist62", "fedsgd").source and "not published" in published("mnist", "fedadam").source
     assert published("mine.py:load(size=3)", "fedavg").values == {}

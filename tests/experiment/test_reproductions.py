@@ -1,4 +1,4 @@
-"""`fedsim reproduce`: what it lists and refuses, how it reads curves and keeps rows, and each experiment in a tiny setting."""
+"""`fedsim reproduce`: its lists and errors, curves, files of rows, and each experiment in a tiny setting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def idx(array):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A folder of the datasets' folders, all of them tiny and of noise."""
+    """A folder with a folder for each dataset, which are small and consist of noise."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "mnist").mkdir()
     for split, count in (("train", 400), ("t10k", 200)):
@@ -54,11 +54,11 @@ def data(tmp_path_factory):
     return folder
 
 
-def test_the_list_has_every_name_and_how_long_it_takes(capsys):
+def test_the_list_has_every_name_and_its_duration(capsys):
     assert main(["reproduce"]) == 0
     out = capsys.readouterr().out
     for name, reproduction in reproductions.REPRODUCTIONS.items():
-        assert f"{name} " in out and reproduction.title in out and f"takes {reproduction.takes}" in out
+        assert f"{name} " in out and reproduction.title in out and f"takes {reproduction.duration}" in out
 
 
 @pytest.mark.parametrize("name", reproductions.REPRODUCTIONS)
@@ -76,7 +76,10 @@ def test_cases_are_listed_without_data(name, capsys):
         (["fedavgg"], "There is no reproduction 'fedavgg'. Did you mean 'fedavg'?"),
         (["fedavg", "--seeds", "0"], "Expected seeds >= 1, or None, got seeds=0: give a positive whole number."),
         (["fedavg", "--rounds", "-3"], "Expected rounds >= 1, or None, got rounds=-3: give a positive whole number."),
-        (["fedavg", "--data", "/nowhere"], "No folder /nowhere: give --data the folder that the datasets' folders are in."),
+        (
+            ["fedavg", "--data", "/nowhere"],
+            "There is no folder /nowhere. With --data, give the folder that has a folder for each dataset.",
+        ),
         (["fedavg", "--only", "cnn-idd-b10"], "fedavg has no case 'cnn-idd-b10'. Did you mean 'cnn-iid-b10'"),
     ],
 )
@@ -93,17 +96,17 @@ def test_unknown_option(capsys):
     assert stop.value.code == 2 and "--sedes" in capsys.readouterr().err
 
 
-def test_missing_data_say_which_folder_and_files(tmp_path, capsys):
+def test_the_error_about_missing_data_names_the_folder_and_files(tmp_path, capsys):
     (tmp_path / "something").write_text("")
     assert main(["reproduce", "fedavg", "--only", "2nn-iid-b10", "--data", str(tmp_path), "--out", str(tmp_path / "o")]) == 2
     error = capsys.readouterr().err
     assert f"No 'mnist' in {tmp_path}, which holds something" in error and "train-images-idx3-ubyte.gz" in error
 
 
-def test_a_file_is_looked_for_in_its_folder_or_in_the_one_given(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"letters are not for download: give --data DIR, where DIR/a/b\*.npz is"):
+def test_a_file_may_be_in_its_folder_or_in_the_data_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"Cannot download letters. Give --data DIR with a file DIR/a/b\*.npz"):
         Request().file("a", "b*.npz", "letters")
-    with pytest.raises(FileNotFoundError, match=r"Expected one file b\*.npz with letters in .*, which holds nothing"):
+    with pytest.raises(FileNotFoundError, match=r"Expected one file b\*.npz with letters in .*, which has no files"):
         Request(data=tmp_path).file("a", "b*.npz", "letters")
     (tmp_path / "b1.npz").write_text("")
     assert Request(data=tmp_path).file("a", "b*.npz", "letters") == tmp_path / "b1.npz"
@@ -115,7 +118,7 @@ def test_a_file_is_looked_for_in_its_folder_or_in_the_one_given(tmp_path):
 @pytest.mark.parametrize(
     ("scores", "target", "expected"),
     [
-        # Best so far: 0.2, 0.6, 0.6, 0.9; 0.75 lies half way from 3 to 4 although round 3 itself scored 0.1.
+        # Best so far: 0.2, 0.6, 0.6, 0.9; 0.75 is half way between rounds 3 and 4, although the score of round 3 is 0.1.
         ([0.2, 0.6, 0.1, 0.9], 0.75, 3.5),
         ([0.2, 0.6, 0.1, 0.9], 0.6, 2.0),
         ([0.2, 0.6, 0.1, 0.9], 0.1, 1.0),
@@ -125,7 +128,7 @@ def test_a_file_is_looked_for_in_its_folder_or_in_the_one_given(tmp_path):
         ([], 0.5, None),
     ],
 )
-def test_rounds_to_target_of_a_curve_made_by_hand(scores, target, expected):
+def test_rounds_to_target(scores, target, expected):
     rounds = list(range(1, len(scores) + 1))
     assert rounds_to_target(rounds, scores, target) == (expected if expected is None else pytest.approx(expected))
     longer = rounds_to_target([5 * r for r in rounds], scores, target)
@@ -133,7 +136,7 @@ def test_rounds_to_target_of_a_curve_made_by_hand(scores, target, expected):
 
 
 @pytest.mark.slow
-def test_training_stops_at_the_target_and_evaluates_when_asked(data):
+def test_training_stops_at_the_target_and_evaluates_at_the_interval(data):
     splits = fedsim.datasets.load("mnist", data=data / "mnist", clients=10)
     algorithm = fedsim.algorithms.FedAvg(
         model=fedsim.models.logistic((28, 28, 1), 10), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10)
@@ -142,7 +145,7 @@ def test_training_stops_at_the_target_and_evaluates_when_asked(data):
     curve = reproductions.train(algorithm, sampler, rounds=120, every=60, score=lambda state: float(state.round))
     assert (curve.rounds, curve.scores, int(curve.state.round)) == ([60, 120], [60.0, 120.0], 120)
     stopped = reproductions.train(algorithm, sampler, rounds=120, score=lambda state: float(state.round), until=2.0)
-    assert stopped.rounds == [1, 2] and stopped.to_target(1.5) == 1.5
+    assert stopped.rounds == [1, 2] and stopped.rounds_to_target(1.5) == 1.5
     run = fedsim.experiment.run(algorithm, sampler, rounds=2, progress=False)
     for ours, theirs in zip(jax.tree.leaves(stopped.state), jax.tree.leaves(run.state), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -153,11 +156,11 @@ def row(case, **fields):
 
 
 def made(rows_of, name="made"):
-    about = {"title": "a title", "paper": "a paper", "takes": "no time", "needs": "nothing", "about": "all"}
+    about = {"title": "a title", "paper": "a paper", "duration": "no time", "required_data": "nothing", "notes": "all"}
     return reproductions.Reproduction(name=name, cases=lambda request: rows_of, **about)
 
 
-def test_rows_are_kept_by_case_and_a_reduced_one_takes_no_full_ones_place(tmp_path):
+def test_new_rows_replace_those_of_their_case_unless_they_are_reduced(tmp_path):
     out = tmp_path / "folder" / "made.json"
     both = made({"a": lambda: [row("A")], "b": lambda: [row("B", note="why")]})
     assert [record["id"] for record in reproductions.reproduce(both, Request(), only=["b"], out=out)] == ["b"]
@@ -165,13 +168,13 @@ def test_rows_are_kept_by_case_and_a_reduced_one_takes_no_full_ones_place(tmp_pa
     stored = json.loads(out.read_text())
     assert [record["case"] for record in stored["rows"]] == ["A", "B"]  # in the order of the cases
     assert stored["rows"][0].keys() >= {"date", "cpu", "cores", "commit", "versions", "settings", "values"}
-    quick, said = made({"a": lambda: [row("A", ours="1", reduced="1 of 3 seeds")], "b": lambda: [row("B", ours="70")]}), []
-    reproductions.reproduce(quick, Request(say=said.append), out=out)
+    quick, messages = made({"a": lambda: [row("A", ours="1", reduced="1 of 3 seeds")], "b": lambda: [row("B", ours="70")]}), []
+    reproductions.reproduce(quick, Request(log=messages.append), out=out)
     assert [record["ours"] for record in reproductions.read(out)] == ["90", "70"]
-    assert said == [f"{out} keeps its rows of a, which are of more seeds, or less reduced."]
+    assert messages == [f"The old rows of a remain in {out}, because they have more seeds or are less reduced."]
 
 
-def test_rows_of_a_run_beside_this_one_stay(tmp_path):
+def test_rows_of_another_process_remain(tmp_path):
     out = tmp_path / "made.json"
 
     def meanwhile():
@@ -183,7 +186,7 @@ def test_rows_of_a_run_beside_this_one_stay(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_what_ran_before_a_failure_is_kept(tmp_path):
+def test_rows_before_an_error_are_written(tmp_path):
     def fails():
         raise RuntimeError("out of luck")
 
@@ -192,14 +195,14 @@ def test_what_ran_before_a_failure_is_kept(tmp_path):
     assert [record["case"] for record in reproductions.read(tmp_path / "o.json")] == ["A"]
 
 
-def test_a_file_of_something_else_is_not_written_over(tmp_path):
+def test_another_file_is_not_overwritten(tmp_path):
     out = tmp_path / "o.json"
     reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
-    with pytest.raises(ValueError, match="holds the reproduction 'made', not 'other': give --out another file"):
+    with pytest.raises(ValueError, match="belongs to the reproduction 'made', not 'other'. Choose another file with --out"):
         reproductions.reproduce(made({"a": lambda: [row("A")]}, "other"), Request(), out=out)
     for text in ("[1, 2]", '{"name": "made", "rows": 3}', '{"name": "made", "rows": [3]}', '{"name": "made", "rows": [{}]}'):
         out.write_text(text)
-        with pytest.raises(ValueError, match="holds no reproduction: give --out another file"):
+        with pytest.raises(ValueError, match="is not a file of a reproduction. Choose another file with --out"):
             reproductions.reproduce(made({"a": lambda: [row("A")]}), Request(), out=out)
         assert out.read_text() == text
 
@@ -210,11 +213,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
 
     (tmp_path / "file").touch()
     for out, reason in ((tmp_path, "it is a folder"), (tmp_path / "file/rows.json", "File exists")):
-        with pytest.raises(ValueError, match=rf"{out} cannot be written \({reason}.*give --out another file"):
+        with pytest.raises(ValueError, match=rf"Cannot write {out} \({reason}.*Choose another file with --out"):
             reproductions.reproduce(made({"a": ran}), Request(), out=out)
 
 
-def test_reduced_is_said_in_the_table():
+def test_the_table_says_how_a_run_is_reduced():
     plan = Request(rounds=5, seeds=2).plan(seeds=3, rounds=200)
     assert plan == Plan(range(2), 5, 3, 200) and plan.reduced() == "2 of 3 seeds, 5 of 200 rounds"
     assert Request(quick=True).plan(seeds=3, rounds=200, quick_rounds=4) == Plan(range(1), 4, 3, 200)
@@ -224,7 +227,7 @@ def test_reduced_is_said_in_the_table():
     assert "| REDUCED: 2 of 3 seeds, 5 of 200 rounds. why |" in markdown_table([record])
 
 
-def test_two_digits_a_client_and_sizes_by_a_power_law():
+def test_clients_have_two_digits_and_sizes_follow_a_power_law():
     labels = DRAW.integers(10, size=60_000)
     parts = stragglers.two_digits(labels, clients=1000, seed=0)
     rows = np.concatenate(parts)
@@ -234,34 +237,34 @@ def test_two_digits_a_client_and_sizes_by_a_power_law():
     assert sizes.min() >= 10 and np.median(sizes) < sizes.mean() / 1.5
 
 
-def test_devices_worst_and_best_tenth_and_variance():
-    found = fairness.over_devices(np.array([0.0, 0.1] + [0.5] * 16 + [0.9, 1.0]))
+def test_statistics_over_devices():
+    found = fairness.accuracy_statistics(np.array([0.0, 0.1] + [0.5] * 16 + [0.9, 1.0]))
     expected = [50.0, 5.0, 95.0, np.var([0, 10, *[50] * 16, 90, 100])]
     assert list(found.values()) == pytest.approx(expected)
 
 
-def test_a_linear_svm_learns_what_a_hyperplane_tells_apart(data):
+def test_a_linear_svm_learns_linearly_separable_data(data):
     train_data, test_data = fairness.vehicle(Request(data=data), seed=1)
     assert train_data.num_clients == 12 and set(test_data.sizes) == {5} and set(train_data.sizes) == {15}
     x = train_data.columns["x"]
     labels = np.where(x[:, 0] + x[:, 1] > 0, 1, -1).astype(np.float32)
-    told_apart = fedsim.FederatedData.from_arrays({"x": x, "y": labels}, sizes=train_data.sizes)
+    separable = fedsim.FederatedData.from_arrays({"x": x, "y": labels}, sizes=train_data.sizes)
     model = fairness.svm(100, 1 / 64)
     algorithm = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.5), batches=fedsim.Batches(size=5))
     result = fedsim.experiment.run(
-        algorithm, UniformSampler(told_apart, clients=12, seed=0), rounds=30, test_data=told_apart, progress=False
+        algorithm, UniformSampler(separable, clients=12, seed=0), rounds=30, test_data=separable, progress=False
     )
     assert result.evaluation.overall["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize(("percent", "classes"), [(0, (1, 2)), (50, (20, 62)), (100, (30, 50))])
-def test_similar_clients_share_a_deck(percent, classes):
+def test_the_similarity_determines_the_classes_of_a_client(percent, classes):
     labels = np.repeat(np.arange(62), 100)
-    parts = drift.similar(labels, clients=100, percent=percent, seed=0)
+    parts = drift.partition_by_similarity(labels, clients=100, percent=percent, seed=0)
     rows = np.concatenate(parts)
     assert len(np.unique(rows)) == len(rows) == len(labels) and max(map(len, parts)) - min(map(len, parts)) <= 2
-    held = [len(set(labels[part])) for part in parts]
-    assert classes[0] <= min(held) and max(held) <= classes[1]
+    class_counts = [len(set(labels[part])) for part in parts]
+    assert classes[0] <= min(class_counts) and max(class_counts) <= classes[1]
 
 
 TINY = [
@@ -278,8 +281,8 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in TINY for case in cases])
 def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # each is compiled, and each rate that is tried
-    monkeypatch.setattr(drift, "fastest", functools.partial(drift.fastest, search=False))
+    monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # each number of epochs is compiled, with each learning rate
+    monkeypatch.setattr(drift, "search_rate", functools.partial(drift.search_rate, search=False))
     out = tmp_path / "o.json"
     options = ["--only", case, "--rounds", "2", "--seeds", "1", "--data", str(data), "--out", str(out)]
     assert main(["reproduce", name, *options]) == 0

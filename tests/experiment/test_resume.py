@@ -1,4 +1,4 @@
-"""Checkpoints and resumption: whatever happens to a run, it goes on, and ends with the same bits."""
+"""Checkpoints and resuming: after any interruption, a run continues and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics
 
 
 class KilledError(Exception):
-    """Stands for the death of the process: nothing catches it, nothing is saved because of it."""
+    """Simulates that the process is killed: nothing catches it, and nothing is saved because of it."""
 
 
 def _die_after(round):
@@ -47,11 +47,11 @@ def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path)
 def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
     algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
     whole = run(algorithm, sampler, rounds=6, progress=False)
-    seen = []
+    lines = []
 
     def stop(line, state):
-        seen.append(line)
-        if len(seen) == 3:
+        lines.append(line)
+        if len(lines) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -100,7 +100,7 @@ def test_truncated_newest_checkpoint_is_skipped_with_a_warning(arguments, unbrok
     assert bits(result.state) == unbroken and _rounds(result.history) == list(range(1, 13))
 
 
-def test_every_truncated_changed_or_missing_file_is_noticed(tmp_path):
+def test_every_truncated_changed_or_missing_file_is_detected(tmp_path):
     state = {"w": jnp.arange(300.0).reshape(3, 100), "n": jnp.int32(3)}
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, state)
@@ -109,7 +109,7 @@ def test_every_truncated_changed_or_missing_file_is_noticed(tmp_path):
         whole = file.read_bytes()
         for damage in (whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
             file.write_bytes(damage)
-            with pytest.raises(ValueError):  # noqa: PT011 - in the list of files it is a JSON error
+            with pytest.raises(ValueError):  # noqa: PT011 - damage in the list of files is a JSON error
                 checkpoints.load(1, state)
         if file.name != "files.json":
             file.unlink()
@@ -129,17 +129,17 @@ def test_an_unfinished_checkpoint_is_not_a_checkpoint(tmp_path):
     assert checkpoints.load(2, {"w": jnp.ones(2)})["w"].tolist() == [5.0, 5.0]
 
 
-def test_when_all_checkpoints_are_damaged_it_says_so(algorithm, arguments, tmp_path):
+def test_when_all_checkpoints_are_damaged_there_is_an_error(algorithm, arguments, tmp_path):
     run(**arguments, folder=tmp_path / "r", checkpoint_every=6)
     for folder in (tmp_path / "r/checkpoints").iterdir():
         for file in folder.rglob("*"):
             if file.is_file():
                 file.write_bytes(b"")
-    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="All checkpoints in .* were damaged"):
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="All checkpoints in .* are damaged"):
         run(**arguments, folder=tmp_path / "r")
 
 
-def test_half_a_last_line_of_the_metrics_is_cut_off(arguments, unbroken, bits, tmp_path):
+def test_an_incomplete_last_line_of_the_metrics_is_deleted(arguments, unbroken, bits, tmp_path):
     with pytest.raises(KilledError):
         run(**arguments, folder=tmp_path / "r", checkpoint_every=4, callbacks=[_die_after(6)], rounds_per_dispatch=1)
     with (tmp_path / "r/metrics.jsonl").open("a") as file:
@@ -189,9 +189,9 @@ def test_checkpoint_survives_renaming_a_state_class(tmp_path):
 
 def test_checkpoint_of_another_structure_is_refused_by_name(tmp_path):
     Checkpoints(tmp_path).save(1, {"w": jnp.ones(3), "old": jnp.ones(())})
-    with pytest.raises(ValueError, match=r"lacks \[\"\['new'\]\"\] and also has \[\"\['old'\]\"\]"):
+    with pytest.raises(ValueError, match=r"lacks \[\"\['new'\]\"\] and has the additional \[\"\['old'\]\"\]"):
         Checkpoints(tmp_path).newest({"w": jnp.ones(3), "new": jnp.ones(())})
-    with pytest.raises(ValueError, match=r"\['w'\] is float32\[3\] there and float32\[4\] here"):
+    with pytest.raises(ValueError, match=r"\['w'\] is float32\[3\] in the checkpoint and float32\[4\] in this run"):
         Checkpoints(tmp_path).newest({"w": jnp.ones(4), "old": jnp.ones(())})
 
 
@@ -207,38 +207,38 @@ def test_the_last_two_and_the_best_are_kept(arguments, algorithm, tmp_path):
 
 
 def test_restoring_from_an_empty_folder_is_an_error(algorithm, tmp_path):
-    with pytest.raises(ValueError, match="holds no best checkpoint"):
+    with pytest.raises(ValueError, match="There is no best checkpoint in"):
         restore(tmp_path, algorithm, "best")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_says_how_to_resume(arguments, unbroken, bits, tmp_path, capsys, number):
-    def strike(line, state):
+def test_after_a_signal_the_run_saves_and_prints_how_to_resume(arguments, unbroken, bits, tmp_path, capsys, number):
+    def send_signal(line, state):
         if line["round"] == 3:
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(number)
-    result = run(**arguments, folder=tmp_path / "r", callbacks=[strike], rounds_per_dispatch=1)
+    result = run(**arguments, folder=tmp_path / "r", callbacks=[send_signal], rounds_per_dispatch=1)
     assert result.interrupted == number and 3 <= result.round <= 5
     assert signal.getsignal(number) is before
-    said = capsys.readouterr().err
-    assert f"{number.name}: stopped after round {result.round} of 12" in said and f"folder='{tmp_path / 'r'}'" in said
+    text = capsys.readouterr().err
+    assert f"{number.name}: stopped after round {result.round} of 12" in text and f"folder='{tmp_path / 'r'}'" in text
     resumed = run(**arguments, folder=tmp_path / "r")
     assert resumed.interrupted is None and bits(resumed.state) == unbroken
     assert _rounds(resumed.history) == list(range(1, 13))
 
 
 def test_a_second_ctrl_c_aborts_at_once(arguments, tmp_path):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background jobs of a shell
 
-    def strike(line, state):
+    def send_signal(line, state):
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run(**arguments, folder=tmp_path / "r", callbacks=[strike], rounds_per_dispatch=2)
+        run(**arguments, folder=tmp_path / "r", callbacks=[send_signal], rounds_per_dispatch=2)
 
 
-def test_config_json_notes_versions_and_settings(arguments, tmp_path):
+def test_config_json_records_versions_and_settings(arguments, tmp_path):
     settings = fedsim.experiment.Settings(lanes=2)
     run(**arguments, folder=tmp_path / "r", config={"x": (1, 2)}, settings=settings)
     run(**arguments, folder=tmp_path / "r", config={"x": [1, 2]}, settings=settings)
@@ -248,7 +248,7 @@ def test_config_json_notes_versions_and_settings(arguments, tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorithm, tmp_path, monkeypatch):
-    """A file system that fails for a moment costs nothing; a damaged checkpoint is written anew when its round comes."""
+    """A temporary error of the file system loses nothing."""
     run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
     before = checkpoints.rounds()
@@ -266,5 +266,5 @@ def test_settings_that_do_not_exist_are_refused(field):
         fedsim.experiment.Settings(**field)
     with pytest.raises(ValueError, match="There is no choice of client_schedule 'cosin'. Did you mean 'cosine'"):
         fedsim.experiment.RunConfig(client_schedule="cosin")
-    with pytest.raises(ValueError, match="execution='debug' has no devices"):
+    with pytest.raises(ValueError, match="execution='debug' does not take devices"):
         fedsim.experiment.Settings(execution="debug", lanes=2).executor()

@@ -1,7 +1,8 @@
-"""Published experiments, run again: `fedsim reproduce NAME` prints paper | ours | seeds | time.
+"""Reproductions of published experiments: `fedsim reproduce NAME` prints the paper's results next to those of fedsim.
 
-One paper a file. A `Reproduction` is made of cases, which can be run one at a time; each gives rows, which go to a JSON file
-with the machine, the date, the versions and all settings. Committed results: docs/reproductions.md.
+There is one file per paper. A `Reproduction` consists of cases, which can be run one at a time. Each case returns rows,
+which are written to a JSON file together with the machine, the date, the versions and all settings. The results are in
+docs/reproductions.md.
 """
 
 from fedsim.experiment.reproductions._compression_femnist import COMPRESSION
@@ -12,9 +13,9 @@ from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
-from fedsim.experiment.reproductions._record import chosen as chosen
 from fedsim.experiment.reproductions._record import read as read
 from fedsim.experiment.reproductions._record import reproduce as reproduce
+from fedsim.experiment.reproductions._record import select_cases as select_cases
 from fedsim.experiment.reproductions._reproduction import Plan as Plan
 from fedsim.experiment.reproductions._reproduction import Reproduction as Reproduction
 from fedsim.experiment.reproductions._reproduction import Request as Request
@@ -31,10 +32,10 @@ REPRODUCTIONS: dict[str, Reproduction] = {
 
 
 def get(name: str) -> Reproduction:
-    """The reproduction of a name.
+    """Returns the reproduction with this name.
 
     Raises:
-      ValueError: unknown; the message has the nearest names.
+      ValueError: there is no such reproduction; the message has the most similar names.
 
     >>> get("fedavgg")
     Traceback (most recent call last):

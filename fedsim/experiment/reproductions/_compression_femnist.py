@@ -1,12 +1,12 @@
-"""Accuracy against bits on FEMNIST: what a client sends, in 1, 2, 4 and 8 bits a number, and the largest 1 % of it.
+"""Accuracy against bits on FEMNIST: updates with 1, 2, 4 and 8 bits per parameter, and their largest 1 %.
 
 FedJAX (J. H. Ro, A. T. Suresh, K. Wu, "FedJAX: federated learning simulation with JAX", 2021,
-https://arxiv.org/abs/2108.02117) has uniform stochastic quantization in a notebook: 85.5 % with 8 bits and 59.2 % with 1. DRIVE
-(S. Vargaftik et al., NeurIPS 2021, https://arxiv.org/abs/2105.08339) and EDEN (S. Vargaftik et al., ICML 2022,
-https://arxiv.org/abs/2108.08842) must do far better with 1 bit. Bits are exact message sizes, headers included.
+https://arxiv.org/abs/2108.02117) reports uniform stochastic quantization in a notebook: 85.5 % with 8 bits and 59.2 % with
+1. DRIVE (S. Vargaftik et al., NeurIPS 2021, https://arxiv.org/abs/2105.08339) and EDEN (S. Vargaftik et al., ICML 2022,
+https://arxiv.org/abs/2108.08842) should be far better with 1 bit. Bits are exact message sizes, headers included.
 
-Deviations: a perceptron for the convolutional network, and the writers that are at hand, so the figures of the notebook are
-not to be expected, but their order is.
+Deviations: a perceptron replaces the convolutional network, and only the available writers take part. The order of the
+methods can be compared with the notebook, but not the accuracies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedsim.algorithms import FedAvg
 from fedsim.compressors import Compressor
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, joined, spread
+from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _COHORT, _EVERY, _LAST = 10, 25, 4
 
 
 def _methods() -> dict[str, tuple[str, Compressor | None, str]]:
-    """Case to title, compressor, and what the notebook has."""
+    """Returns the title, the compressor and the notebook's result of each case."""
     uniform, eden = compressors.UniformQuantizer, compressors.Eden
     methods: dict[str, tuple[str, Compressor | None, str]] = {"none": ("not compressed", None, "")}
     for bits, stated in ((8, "85.5 %"), (4, ""), (2, ""), (1, "59.2 %")):
@@ -72,35 +72,37 @@ def _run(request: Request, title: str, compressor: Compressor | None, stated: st
             score=lambda state: femnist.accuracy(model, state.params, test_data),
             every=_EVERY,
         )
-        accuracies.append(100 * curve.settled(_LAST))
+        accuracies.append(100 * curve.mean_of_last(_LAST))
         sizes.append(curve.bits_up / (plan.rounds * cohort * numbers))
         seconds += curve.seconds
-        told = f"{accuracies[-1]:.1f} %, {sizes[-1]:.3f} bits a number up, {curve.seconds:.0f} s"
-        request.say(f"{title}: seed {seed}: {told}")
-    reduced = joined(femnist.which(train_data), plan.reduced())
+        result = f"{accuracies[-1]:.1f} %, {sizes[-1]:.3f} bits up per parameter, {curve.seconds:.0f} s"
+        request.log(f"{title}: seed {seed}: {result}")
+    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
     settings = {"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": plan.rounds}
     shared: dict[str, Any] = {"seeds": len(accuracies), "settings": settings, "reduced": reduced}
     yield Row(
         case=title,
         measure="test accuracy, %",
         paper=stated,
-        ours=spread(accuracies, 1),
+        ours=mean_and_std(accuracies, 1),
         values=accuracies,
         seconds=seconds,
         **shared,
     )
-    yield Row(case=title, measure="bits up a number", paper="", ours=f"{sizes[0]:.3f}", values=sizes, seconds=0.0, **shared)
+    yield Row(
+        case=title, measure="bits up per parameter", paper="", ours=f"{sizes[0]:.3f}", values=sizes, seconds=0.0, **shared
+    )
 
 
 COMPRESSION = Reproduction(
     name="compression",
-    title="Compressed uploads on FEMNIST: accuracy against bits for 1, 2, 4 and 8 bits a number, and for the largest 1 %",
+    title="Compressed uploads on FEMNIST: accuracy against bits for 1, 2, 4 and 8 bits per parameter, and for the largest 1 %",
     paper="J. H. Ro, A. T. Suresh, K. Wu. FedJAX: federated learning simulation with JAX. 2021 (its notebook on "
     "compression). https://arxiv.org/abs/2108.02117",
-    takes="2 to 5 min a case of 3 seeds, 14 cases",
-    needs=femnist.NEEDS,
+    duration="2 to 5 min per case of 3 seeds, 14 cases",
+    required_data=femnist.NEEDS,
     cases=_cases,
-    about="FedAvg with a perceptron of two layers of 200, 10 writers a round, 1,000 rounds; accuracy is the mean of the "
-    "last four evaluations, 25 rounds apart. The notebook has a convolutional network and all writers: its order is to be "
-    "compared.",
+    notes="FedAvg trains a perceptron with two hidden layers of 200 units, with 10 writers per round, for 1,000 rounds. The "
+    "accuracy is the mean of the last four evaluations, which are 25 rounds apart. The notebook uses a convolutional "
+    "network and all writers, so only the order of the methods can be compared.",
 )

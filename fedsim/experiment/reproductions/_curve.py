@@ -1,4 +1,4 @@
-"""A training run as a curve, and what papers read off one."""
+"""Training curves, and the quantities that papers report about them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedsim.algorithm import Algorithm
 from fedsim.execution import RoundInfo
 from fedsim.samplers import Sampler
 
-# Rounds that go to the device at once, at most.
-_TOGETHER = 50
+# The largest number of rounds that are sent to the device at once.
+_MAX_ROUNDS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Scores over rounds.
+    """The scores of a run over its rounds.
 
     Attributes:
-      rounds: finished rounds at each evaluation.
-      scores: what the evaluation gave.
+      rounds: the number of finished rounds at each evaluation.
+      scores: the score at each evaluation.
       state: the algorithm's state after the last round.
-      seconds: wall time, compilation and evaluations included.
-      bits_up: what all clients together sent; 0 where the algorithm does not count it.
+      seconds: the wall time, compilation and evaluations included.
+      bits_up: the number of bits that all clients sent together; 0 if the algorithm does not count them.
     """
 
     rounds: list[int]
@@ -37,16 +37,16 @@ class Curve:
     seconds: float
     bits_up: float = 0.0
 
-    def to_target(self, target: float) -> float | None:
-        """`rounds_to_target` of this curve."""
+    def rounds_to_target(self, target: float) -> float | None:
+        """Returns `rounds_to_target` of this curve."""
         return rounds_to_target(self.rounds, self.scores, target)
 
     def points(self) -> dict[int, float]:
-        """Round to score, with four digits."""
+        """Returns the scores by round, with four digits."""
         return {at: round(score, 4) for at, score in zip(self.rounds, self.scores, strict=True)}
 
-    def settled(self, last: int) -> float:
-        """The mean of the last few scores: less of a lottery than the last one."""
+    def mean_of_last(self, last: int) -> float:
+        """Returns the mean of the last scores, which depends less on chance than the last one."""
         return float(np.mean(self.scores[-last:]))
 
 
@@ -59,15 +59,18 @@ def train(
     every: int = 1,
     until: float | None = None,
 ) -> Curve:
-    """Trains from the start, and scores the state every so many rounds and after the last one.
+    """Trains from the initial state, and evaluates the state at regular intervals and after the last round.
 
     Args:
-      algorithm: any.
-      sampler: its root key is the run's, as in `fedsim.experiment.run`.
-      rounds: at most this many.
-      score: a function of the state, the larger the better.
-      every: rounds between evaluations.
-      until: the run ends as soon as a score is no less than this.
+      algorithm: any algorithm.
+      sampler: the sampler. The root key of its cohorts is that of the run, as in `fedsim.experiment.run`.
+      rounds: the largest number of rounds.
+      score: a function of the state; larger is better.
+      every: the number of rounds between evaluations.
+      until: the run ends as soon as a score is at least this.
+
+    Returns:
+      The curve of the run.
 
     >>> import jax.numpy as jnp, optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -82,9 +85,9 @@ def train(
     state = algorithm.init(rng.stream(sampler.cohort(0).key, "init"))
     at, scores, bits, position = [], [], 0.0, 0
     while position < rounds:
-        stop = min(position - position % every + every, position + _TOGETHER, rounds)
+        stop = min(position - position % every + every, position + _MAX_ROUNDS, rounds)
         cohorts = [sampler.cohort(round) for round in range(position, stop)]
-        state, infos = algorithm.apply_rounds(state, cohorts, max_rounds=min(every, _TOGETHER))
+        state, infos = algorithm.apply_rounds(state, cohorts, max_rounds=min(every, _MAX_ROUNDS))
         position = stop
         if isinstance(infos, RoundInfo) and "bits_up" in infos.clients:
             bits += float(np.sum(jax.device_get(infos.clients["bits_up"]), dtype=np.float64))
@@ -96,8 +99,15 @@ def train(
     return Curve(at, scores, state, time.perf_counter() - began, bits)
 
 
-class Choice(NamedTuple):
-    """What `fastest` found: the rate, its curve, all rates that were tried, and the seconds that they took."""
+class SearchResult(NamedTuple):
+    """The result of `search_rate`.
+
+    Attributes:
+      rate: the best learning rate.
+      curve: its curve.
+      tried: all learning rates that were tried.
+      seconds: the wall time of all runs.
+    """
 
     rate: float
     curve: Curve
@@ -105,39 +115,45 @@ class Choice(NamedTuple):
     seconds: float
 
 
-def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, target: float, search: bool = True) -> Choice:
-    """The learning rate 10^(k/3) that first gets to a target; while none does, the one that gets nearest.
+def search_rate(
+    start: int, run: Callable[[float, int], Curve], *, rounds: int, target: float, search: bool = True
+) -> SearchResult:
+    """Finds the learning rate 10^(k/3) that reaches a target in the fewest rounds, or that comes closest if none reaches it.
 
-    From ``k = start`` it goes up as long as that is better, else down as long as that is: the grid of McMahan et al. 2017,
-    without its far ends.
+    From ``k = start``, k increases while the results improve. If the first increase is no improvement, k decreases while they
+    improve. The grid is that of McMahan et al. 2017, of which only the rates near the best are tried.
 
     Args:
       start: the first k.
-      run: ``(rate, rounds) -> curve``, which ends at the target. Who is slower than the best so far is cut off.
-      rounds: at most this many.
-      target: as in `rounds_to_target`.
-      search: False takes the first rate for the best.
+      run: a function ``(rate, rounds) -> curve``, which ends at the target. A run that is slower than the best one so far is
+        stopped.
+      rounds: the largest number of rounds.
+      target: the target of `rounds_to_target`.
+      search: False tries only the first learning rate.
+
+    Returns:
+      The best learning rate with its curve.
 
     >>> reaches = {-1: 30, 0: 20, 1: 10, 2: 15}
     >>> def run(rate, rounds):
     ...     at = reaches[round(3 * np.log10(rate))]
     ...     return Curve([1, min(at, rounds)], [0.0, 1.0 if at <= rounds else 0.5], None, 1.0)
-    >>> choice = fastest(0, run, rounds=100, target=1.0)
+    >>> choice = search_rate(0, run, rounds=100, target=1.0)
     >>> f"{choice.rate:.3g}", [f"{rate:.3g}" for rate in choice.tried], choice.seconds
     ('2.15', ['1', '2.15', '4.64'], 3.0)
     """
     rate = 10 ** (start / 3)
     best = run(rate, rounds)
-    found = Choice(rate, best, [rate], best.seconds)
+    found = SearchResult(rate, best, [rate], best.seconds)
     for step in (1, -1) if search else ():
         k, before = start, found.rate
         while True:
             k += step
             rate = 10 ** (k / 3)
-            reached = found.curve.to_target(target) is not None
+            reached = found.curve.rounds_to_target(target) is not None
             curve = run(rate, found.curve.rounds[-1] if reached else rounds)
             better = _quality(curve, target) > _quality(found.curve, target)
-            found = Choice(
+            found = SearchResult(
                 rate if better else found.rate,
                 curve if better else found.curve,
                 [*found.tried, rate],
@@ -151,14 +167,14 @@ def fastest(start: int, run: Callable[[float, int], Curve], *, rounds: int, targ
 
 
 def _quality(curve: Curve, target: float) -> tuple[float, float]:
-    reached = curve.to_target(target)
+    reached = curve.rounds_to_target(target)
     return -float("inf") if reached is None else -reached, float(np.max(np.nan_to_num(curve.scores, nan=-np.inf)))
 
 
 def rounds_to_target(rounds: Sequence[int], scores: Sequence[float], target: float) -> float | None:
-    """When a curve first reaches a target, by McMahan et al. 2017, section 3; None if it does not.
+    """Returns the round in which a curve first reaches a target, as in McMahan et al. 2017, section 3; None if it does not.
 
-    The curve is made monotone, each point becoming the best score so far, and is taken for straight between points.
+    Each point of the curve is replaced by the best score so far, and the curve is interpolated linearly between the points.
 
     >>> rounds_to_target([10, 20, 30], [0.5, 0.4, 0.9], 0.7)
     25.0

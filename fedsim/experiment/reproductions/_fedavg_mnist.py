@@ -1,13 +1,14 @@
-"""Rounds of FedAvg to a test accuracy on MNIST, over 100 clients, IID and two shards each.
+"""Rounds of FedAvg to a test accuracy on MNIST, with 100 clients whose data is IID or consists of two shards each.
 
 B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas, "Communication-efficient learning of deep networks from
 decentralized data", AISTATS 2017, Tables 1 and 2, https://arxiv.org/abs/1602.05629. The network, C = 0.1, E and B of each
-case are those of Table 1; B = ∞ is a client's 600 examples in one batch.
+case are those of Table 1; B = ∞ means that the 600 examples of a client are one batch.
 
-Deviations: the learning rate is searched on the paper's coarser grid, a factor of 10^(1/3) apart, up and down as long as it
-gets better (they tried all of 11 to 13), by the first seed's rounds to the target on the test set, as the paper chose; the
-other seeds take that one, each with clients, cohorts and initial weights of its own. The initial weights are Haiku's, the
-paper does not say what its were. Cases of B = ∞ are evaluated every 5 rounds, and interpolated between.
+Deviations: the learning rate is searched on the paper's coarser grid with factors of 10^(1/3), in both directions while the
+result improves (the paper tried all 11 to 13 rates). As in the paper, the criterion is the number of rounds to the target
+on the test set, here of the first seed. The other seeds use the same rate with other clients, cohorts and initial weights.
+The initial weights are Haiku's; the paper does not state its own. Cases with B = ∞ are evaluated every 5 rounds, with
+interpolation.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from fedsim import datasets, models
 from fedsim.algorithms import FedAvg
 from fedsim.data import Batches
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import Curve, fastest, train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, spread
+from fedsim.experiment.reproductions._curve import Curve, search_rate, train
+from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, _COHORT = 100, 10
@@ -37,12 +38,12 @@ class _Case:
     epochs: int
     target: float
     paper: str
-    start: int  # of the search for the learning rate: 10^(start / 3)
+    start: int  # the first learning rate of the search is 10^(start / 3)
     rounds: int
     seeds: int
     note: str = ""
-    search: bool = True  # up and down from ``start``
-    also: int | None = None  # a rate, 10^(also / 3), at which seed 0 runs once more
+    search: bool = True  # whether to try other learning rates
+    also: int | None = None  # seed 0 also runs with the learning rate 10^(also / 3)
 
     def __str__(self) -> str:
         network = {"mnist_2nn": "2NN", "mnist_cnn": "CNN"}[self.model]
@@ -51,10 +52,13 @@ class _Case:
 
 
 _SMALLER = (
-    "at the smaller rate below, ours is near the paper's: its own best rate, which it does not state, must have been small"
+    "with the smaller learning rate in the row below, the result is close to the paper's, which does not state its best rate; "
+    "it must have been small"
 )
-_EDGE = "it is on the edge of what is stable"
-_FACTOR_OF_TWO = "an independent replication of the CNN took 107 rounds: a factor of two is the known spread of non-IID"
+_EDGE = "this learning rate is at the limit of stability"
+_FACTOR_OF_TWO = (
+    "an independent replication of the CNN took 107 rounds: results for non-IID data are known to differ by a factor of two"
+)
 _CASES = {
     "2nn-iid-b10": _Case("mnist_2nn", "iid", 10, 1, 0.97, "87", -2, 300, 3, _SMALLER, also=-4),
     "2nn-noniid-b10": _Case("mnist_2nn", "shards", 10, 1, 0.97, "664", -3, 1500, 3, _SMALLER, also=-4),
@@ -90,26 +94,26 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
             every=5 if case.batch_size is None else 1,
             until=case.target,
         )
-        reached = found.to_target(case.target)
+        reached = found.rounds_to_target(case.target)
         outcome = f"{reached:,.1f} rounds" if reached else f"best {max(found.scores):.4f} in {rounds} rounds"
-        request.say(f"{case}: seed {seed}, rate {rate:.3g}: {outcome}, {found.seconds:.0f} s")
+        request.log(f"{case}: seed {seed}, rate {rate:.3g}: {outcome}, {found.seconds:.0f} s")
         return found
 
     of_first = functools.partial(curve, 0)
-    choice = fastest(case.start, of_first, rounds=plan.rounds, target=case.target, search=case.search)
+    choice = search_rate(case.start, of_first, rounds=plan.rounds, target=case.target, search=case.search)
     curves = [choice.curve, *(curve(seed, choice.rate, plan.rounds) for seed in plan.seeds[1:])]
-    values = [found.to_target(case.target) for found in curves]
+    values = [found.rounds_to_target(case.target) for found in curves]
     missed = [max(found.scores) for found, value in zip(curves, values, strict=True) if value is None]
-    short = f"; at best {max(missed):.2%} in {plan.rounds} rounds" if missed else ""
+    best_of_missed = f"; best {max(missed):.2%} in {plan.rounds} rounds" if missed else ""
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(choice.tried))
-    rate_note = f"learning rate {choice.rate:.3g}, {f'of {rates}' if case.search else 'no other tried'}"
+    rate_note = f"learning rate {choice.rate:.3g}, {f'chosen from {rates}' if case.search else 'not tuned'}"
     settings = dataclasses.asdict(case) | {"clients": _CLIENTS, "cohort": _COHORT, "rounds": plan.rounds}
     measure = f"rounds to {case.target:.0%}"
     yield Row(
         case=str(case),
         measure=measure,
         paper=case.paper,
-        ours=spread(values, 0) + short,
+        ours=mean_and_std(values, 0) + best_of_missed,
         values=values,
         seeds=len(curves),
         seconds=choice.seconds + sum(found.seconds for found in curves[1:]),
@@ -121,12 +125,12 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
     if case.also is not None:
         rate = 10 ** (case.also / 3)
         found = curve(0, rate, plan.rounds)
-        reached = found.to_target(case.target)
+        reached = found.rounds_to_target(case.target)
         yield Row(
             case=str(case),
             measure=f"{measure} at rate {rate:.3g}",
             paper="",
-            ours=spread([reached], 0),
+            ours=mean_and_std([reached], 0),
             values=[reached],
             seeds=1,
             seconds=found.seconds,
@@ -138,15 +142,15 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
 
 FEDAVG = Reproduction(
     name="fedavg",
-    title="FedAvg on MNIST: rounds to 97 % (2NN) and 99 % (CNN), C = 0.1, IID and two shards a client",
+    title="FedAvg on MNIST: rounds to 97 % (2NN) and 99 % (CNN), C = 0.1, IID and two shards per client",
     paper="B. McMahan et al. Communication-efficient learning of deep networks from decentralized data. AISTATS, 2017, "
     "Tables 1 and 2. https://arxiv.org/abs/1602.05629",
-    takes="2NN: 1 min IID, 10 min all; CNN: half an hour IID, 2 h non-IID; CNN with B = ∞: many hours; on a GPU (H200) a case "
-    "of the CNN takes 1 to 5 min",
-    needs="MNIST: DIR/mnist with the four idx files, or a download of 12 MB",
+    duration="2NN: 1 min IID, 10 min all cases; CNN: half an hour IID, 2 h non-IID; CNN with B = ∞: many hours; "
+    "on a GPU (H200), 1 to 5 min per case of the CNN",
+    required_data="MNIST: DIR/mnist with the four idx files, or a download of 12 MB",
     cases=_cases,
-    about="The learning rate is searched on a grid, a factor of 10^(1/3) apart, by the first seed's rounds on the test "
-    "set, as the paper chose its own (for the CNN one rate is taken); other seeds draw clients, cohorts and weights anew. "
-    "Rounds are read off the best-so-far curve, with linear interpolation, as in the paper. B = ∞ is evaluated every 5 "
-    "rounds. Initial weights are Haiku's.",
+    notes="The learning rate is chosen from a grid with factors of 10^(1/3), by the number of rounds of the first seed on the "
+    "test set, as in the paper; for the CNN it is fixed. Other seeds have other clients, cohorts and initial weights. The"
+    " number of rounds is that of the best-so-far curve with linear interpolation, as in the paper. With B = ∞ there is "
+    "an evaluation every 5 rounds. The initial weights are Haiku's.",
 )

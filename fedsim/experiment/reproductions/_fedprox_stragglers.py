@@ -1,15 +1,16 @@
-"""FedProx with stragglers: who drops them, who takes their partial work, and who pulls them back besides.
+"""FedProx with stragglers: dropping them, using their partial work, and using it with a proximal term.
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith, "Federated optimization in heterogeneous networks", MLSys
-2020, Figures 1, 2 and 7, https://arxiv.org/abs/1812.06127, with what its code (litian96/FedProx) fixes: 30 synthetic devices,
-10 a round, E = 20, B = 10, rate 0.01, 200 rounds; of the ten, 0, 5 or 9 are stragglers, who do 1 to 19 epochs, as likely
-each. FedAvg leaves them out of the round; FedProx takes what they did. mu = 0 is FedProx without its proximal term.
+2020, Figures 1, 2 and 7, https://arxiv.org/abs/1812.06127. The settings are those of its code (litian96/FedProx): 30
+synthetic devices, 10 per round, E = 20, B = 10, learning rate 0.01, 200 rounds. Of the ten, 0, 5 or 9 are stragglers, which
+train 1 to 19 epochs with equal probability. FedAvg leaves them out of the round; FedProx uses their partial work. mu = 0 is
+FedProx without its proximal term.
 
-MNIST as in Flower's replication (adap/flower, baselines/fedprox): 1,000 devices of two digits, sizes by a power law, rate
-0.03, E = 10, 100 rounds, mu = 2, pixels less their mean and divided by their deviation, MNIST's own test set.
+MNIST is set up as in Flower's replication (adap/flower, baselines/fedprox): 1,000 devices with two digits each, sizes by a
+power law, learning rate 0.03, E = 10, 100 rounds, mu = 2, standardized pixels, and MNIST's own test set.
 
-Deviations: every seed draws other data, devices, stragglers and initial weights (the paper shows one draw); accuracy and loss
-are means over the last 20 rounds, for with one device a round the last round is a lottery.
+Deviations: every seed has other data, devices, stragglers and initial weights (the paper shows one run). Accuracy and loss
+are means over the last 20 rounds, because with one device per round the last round depends on chance.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from fedsim.algorithms import FedAvg, FedProx
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
+from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.model import Model
 from fedsim.samplers import Sampler, Stragglers, UniformSampler
 
 _COHORT, _BATCH = 10, 10
-_EVERY, _LAST = 5, 4  # Evaluations every 5 rounds, of which the last 4 count.
+_EVERY, _LAST = 5, 4  # Evaluations every 5 rounds; the result is the mean of the last 4.
 _SYNTHETIC = {"iid": "Synthetic IID", "0,0": "Synthetic(0,0)", "0.5,0.5": "Synthetic(0.5,0.5)", "1,1": "Synthetic(1,1)"}
 
 
@@ -51,7 +52,7 @@ _MNIST_TASK = _Task(rate=0.03, epochs=10, mu=2.0, rounds=100, seeds=5, quick_rou
 
 
 def two_digits(labels: np.ndarray, *, clients: int, seed: int, minimum: int = 5, sigma: float = 2.0) -> list[np.ndarray]:
-    """Two neighbouring digits a client: ``minimum`` images of each, and of the rest a share of LogNormal(0, sigma).
+    """Gives each client two neighbouring digits: ``minimum`` images of each, and a LogNormal(0, sigma) share of the rest.
 
     >>> parts = two_digits(np.arange(1000) % 10, clients=10, seed=0)
     >>> np.unique(np.arange(1000)[parts[9]] % 10).tolist(), min(map(len, parts)) >= 10
@@ -100,7 +101,7 @@ def _mnist(request: Request) -> Iterator[Row]:
             {"x": (np.asarray(split.columns["x"], np.float32) - mean) / std, "y": np.asarray(split.columns["y"])}
             for split in (splits.train, splits.test)
         )
-        clients = min(1000, len(train_x) // 40)  # Fewer for fewer images than MNIST's.
+        clients = min(1000, len(train_x) // 40)  # fewer clients if there are fewer images than in MNIST
         parts = two_digits(train["y"], clients=clients, seed=seed)
         return FederatedData.from_partition(train, parts), FederatedData.from_arrays(test, sizes=[len(test["y"])])
 
@@ -113,7 +114,7 @@ def _rows(
 ) -> Iterator[Row]:
     plan = request.plan(seeds=task.seeds, rounds=task.rounds, quick_rounds=task.quick_rounds)
     proximal = f"μ = {task.mu:g}"
-    # Without stragglers FedAvg and mu = 0 are the same runs.
+    # Without stragglers, FedAvg and mu = 0 are the same.
     methods = ["FedAvg", "μ = 0", proximal] if fraction else ["FedAvg", proximal]
     accuracy: dict[str, list[float]] = {method: [] for method in methods}
     loss: dict[str, list[float]] = {method: [] for method in methods}
@@ -132,19 +133,19 @@ def _rows(
             losses: list[float] = []
 
             def score(state: Any, data: tuple[FederatedData, FederatedData] = (train_data, test_data)) -> float:
-                losses.append(evaluate(model, state.params, data[0]).overall["loss"])  # noqa: B023 (used within the turn)
+                losses.append(evaluate(model, state.params, data[0]).overall["loss"])  # noqa: B023 (called in this iteration only)
                 return evaluate(model, state.params, data[1]).overall["accuracy"]
 
             curve = train(algorithm, sampler, rounds=plan.rounds, score=score, every=_EVERY)
-            accuracy[method].append(curve.settled(_LAST))
+            accuracy[method].append(curve.mean_of_last(_LAST))
             loss[method].append(float(np.mean(losses[-_LAST:])))
             seconds[method] += curve.seconds
-            told = f"accuracy {accuracy[method][-1]:.3f}, loss {loss[method][-1]:.3f}, {curve.seconds:.0f} s"
-            request.say(f"{title}, {fraction:.0%} stragglers: seed {seed}, {method}: {told}")
-    yield from _table(title, fraction, task, plan, accuracy, loss, seconds, paper)
+            result = f"accuracy {accuracy[method][-1]:.3f}, loss {loss[method][-1]:.3f}, {curve.seconds:.0f} s"
+            request.log(f"{title}, {fraction:.0%} stragglers: seed {seed}, {method}: {result}")
+    yield from _method_rows(title, fraction, task, plan, accuracy, loss, seconds, paper)
 
 
-def _table(
+def _method_rows(
     title: str,
     fraction: float,
     task: _Task,
@@ -172,7 +173,7 @@ def _table(
                 case=f"{place}: {method}",
                 measure=measure,
                 paper=stated,
-                ours=spread(values),
+                ours=mean_and_std(values),
                 values=values,
                 seconds=took,
                 **shared,
@@ -180,14 +181,14 @@ def _table(
     proximal = methods[-1]
     if fraction:
         for worse, better in (("FedAvg", "μ = 0"), ("μ = 0", proximal)):
-            # Figure 2: on identical devices the term only holds back.
+            # Figure 2: on identical devices, the proximal term only slows training down.
             stated = "no" if "IID" in title and better == proximal else "yes"
             above = [a < b for a, b in zip(accuracy[worse], accuracy[better], strict=True)]
             yield Row(
                 case=place,
                 measure=f"{better} above {worse} in accuracy",
                 paper=stated,
-                ours=holds(above),
+                ours=count_of_seeds(above),
                 seconds=0.0,
                 **shared,
             )
@@ -195,18 +196,24 @@ def _table(
         below = [b < a for a, b in zip(loss["FedAvg"], loss[proximal], strict=True)]
         stated = "no" if "IID" in title else "yes"
         yield Row(
-            case=place, measure=f"{proximal} below FedAvg in loss", paper=stated, ours=holds(below), seconds=0.0, **shared
+            case=place,
+            measure=f"{proximal} below FedAvg in loss",
+            paper=stated,
+            ours=count_of_seeds(below),
+            seconds=0.0,
+            **shared,
         )
 
 
 FEDPROX = Reproduction(
     name="fedprox",
-    title="FedProx with 0, 50 and 90 % stragglers: FedAvg, which drops them, against partial work with μ = 0 and μ = 1",
+    title="FedProx with 0, 50 and 90 % stragglers: FedAvg, which drops them, against their partial work with μ = 0 and μ = 1",
     paper="T. Li et al. Federated optimization in heterogeneous networks. MLSys, 2020, Figures 1, 2 and 7. "
     "https://arxiv.org/abs/1812.06127",
-    takes="about 4 min a case of 10 seeds, 13 cases",
-    needs="nothing for the synthetic data, which are generated; mnist-90: DIR/mnist, or a download of 12 MB",
+    duration="about 4 min per case of 10 seeds, 13 cases",
+    required_data="nothing for the synthetic data, which are generated; mnist-90: DIR/mnist, or a download of 12 MB",
     cases=_cases,
-    about="Accuracy and loss are means over the last 20 rounds. Every seed draws other data, devices, stragglers and initial "
-    "weights. MNIST is set up as in Flower's replication (E = 10, μ = 2, 100 rounds), whose figures stand in the column paper.",
+    notes="Accuracy and loss are means over the last 20 rounds. Every seed has other data, devices, stragglers and initial "
+    "weights. MNIST is set up as in Flower's replication (E = 10, μ = 2, 100 rounds), whose results are in the column "
+    "paper.",
 )

@@ -1,7 +1,7 @@
-"""What the experiments on FEMNIST share: the writers' data, the network, and FedAvg's set-up.
+"""The common set-up of the experiments on FEMNIST: the data, the batches and the learning rate.
 
-The set-up is that of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, for
-EMNIST CR: 10 writers a round, one epoch, B = 20; with a perceptron of two hidden layers of 200 in place of the convolutional
+It is that of S. Reddi et al., "Adaptive federated optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, for EMNIST
+CR: 10 writers per round, one epoch, B = 20. A perceptron with two hidden layers of 200 units replaces the convolutional
 network, which takes fifty times as long on a CPU.
 """
 
@@ -19,16 +19,16 @@ RATE = 0.1
 
 
 def load(request: Request) -> tuple[FederatedData, FederatedData]:
-    """Train and test of the writers that there are."""
+    """Returns the training and test data of all available writers."""
     splits = datasets.load("emnist62", data=request.folder("femnist", "emnist62"))
     return splits.train, splits.test
 
 
-def which(data: FederatedData) -> str:
-    """What is less than all of FEMNIST in ``data``, in words; empty: nothing."""
+def missing_writers(data: FederatedData) -> str:
+    """Returns a text about missing writers, for the column with reductions; empty if all are available."""
     return f"{data.num_clients:,} of 3,400 writers" if data.num_clients < 3400 else ""
 
 
 def accuracy(model: Model, params: Params, data: FederatedData) -> float:
-    """Over all examples."""
+    """Returns the accuracy over all examples."""
     return evaluate(model, params, data).overall["accuracy"]

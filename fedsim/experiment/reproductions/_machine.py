@@ -1,4 +1,4 @@
-"""On what, when and with which versions: the lines that lie beside every figure."""
+"""The machine, the date and the versions that are recorded with every result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim._version import __version__
 
 
 def machine() -> dict[str, Any]:
-    """Processor, accelerator, date, commit (``"none"`` outside a checkout) and versions.
+    """Returns the processor, the accelerator, the date, the commit (``"none"`` outside a git checkout) and the versions.
 
     >>> sorted(machine())
     ['commit', 'cores', 'cpu', 'date', 'device', 'system', 'versions']

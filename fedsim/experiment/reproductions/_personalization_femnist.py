@@ -1,16 +1,16 @@
-"""Personalization on FEMNIST's real writers: one model for all, against one for each.
+"""Personalization on the writers of FEMNIST: one model for all, against one model for each.
 
-FedJAX (J. H. Ro, A. T. Suresh, K. Wu, 2021, https://arxiv.org/abs/2108.02117) has a notebook in which fine-tuning the global
-model on each writer's training examples raises the mean accuracy from 84.6 to 87.9 % on all of FEMNIST. Here FedAvg, and
-FedAvg fine-tuned, stand beside Per-FedAvg (https://arxiv.org/abs/2002.07948), APFL (https://arxiv.org/abs/2003.13461), Ditto
-(https://arxiv.org/abs/2012.04221) and FedRep (https://arxiv.org/abs/2102.07078), all with the same network, rounds and
-cohorts. Every writer is tested on its own test examples; what counts is the distribution over writers, and not only its
-mean.
+FedJAX (J. H. Ro, A. T. Suresh, K. Wu, 2021, https://arxiv.org/abs/2108.02117) has a notebook in which fine-tuning the
+global model on each writer's training examples raises the mean accuracy from 84.6 to 87.9 % on all of FEMNIST. Here FedAvg,
+with and without fine-tuning, is compared with Per-FedAvg (https://arxiv.org/abs/2002.07948), APFL
+(https://arxiv.org/abs/2003.13461), Ditto (https://arxiv.org/abs/2012.04221) and FedRep (https://arxiv.org/abs/2102.07078),
+all with the same network, rounds and cohorts. Every writer is evaluated on its own test examples. The distribution over
+writers is compared, not only its mean.
 
-Deviations: a perceptron for the convolutional network, and the writers that are at hand. A writer who never took part starts,
-when it is tested, as one who does for the first time. FedRep trains heads for ten epochs and then the body for one, as in its
-paper, where all others train for one; it is tested twice: with the heads that writers have, and after each has trained once
-more, for in the last round of its authors' code all clients train.
+Deviations: a perceptron replaces the convolutional network, and only the available writers take part. A writer that was
+never sampled is evaluated with the initial values of its memory. FedRep trains heads for ten epochs and then the body for
+one, as in its paper, where all other algorithms train for one epoch. It is evaluated twice: with the heads that writers
+have, and after each writer has trained once more, because in the last round of its authors' code all clients train.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fedsim.data import Batches
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, joined, spread
+from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _COHORT = 10
-_MEASURES = ("accuracy, all examples", "mean over writers", "deviation over writers", "worst 10 % of writers")
+_MEASURES = ("accuracy, all examples", "mean over writers", "standard deviation over writers", "worst 10 % of writers")
 
 
 def _fedrep(batches: Batches, **settings: Any) -> FedRep:
@@ -55,8 +55,8 @@ def _cases(request: Request) -> Mapping[str, Case]:
     return {name: functools.partial(_run, request, *method) for name, method in _methods().items()}
 
 
-def over_writers(evaluation: Evaluation) -> tuple[dict[str, float], list[float]]:
-    """What is compared, in percent, and the deciles of the accuracy over writers with test examples."""
+def writer_statistics(evaluation: Evaluation) -> tuple[dict[str, float], list[float]]:
+    """Returns the measures in percent, and the deciles of the accuracy over the writers with test examples."""
     over = evaluation.over_clients("accuracy")
     numbers = (evaluation.overall["accuracy"], over["mean"], over["std"], over["worst 10%"])
     mean = evaluation.clients["accuracy"]
@@ -70,7 +70,7 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
     plan = request.plan(seeds=3, rounds=1000)
     train_data, test_data = femnist.load(request)
     model = models.emnist_dense()
-    found: dict[str, list[tuple[dict[str, float], list[float]]]] = {}
+    results: dict[str, list[tuple[dict[str, float], list[float]]]] = {}
     seconds, cohort = 0.0, min(_COHORT, train_data.num_clients)
     for seed in plan.seeds:
         algorithm = make(model=model, client_optimizer=optax.sgd(femnist.RATE), batches=femnist.BATCHES)
@@ -81,15 +81,15 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
             evaluations = {"FedAvg, one model for all": evaluate(model, curve.state.params, test_data)}
         else:
             evaluations = {title: everyone()}
-        if make in (FedAvg, _fedrep):  # a head is as old as its writer's last round, and the body is not
+        if make in (FedAvg, _fedrep):  # a head was trained in its writer's last round, the body in the last round of all
             evaluations[f"{title}, fine-tuned"] = everyone(fine_tune=algorithm)
         for name, evaluation in evaluations.items():
-            found.setdefault(name, []).append(over_writers(evaluation))
-            told = ", ".join(f"{measure} {value:.1f}" for measure, value in found[name][-1][0].items())
-            request.say(f"{name}: seed {seed}: {told}, {curve.seconds:.0f} s")
+            results.setdefault(name, []).append(writer_statistics(evaluation))
+            text = ", ".join(f"{measure} {value:.1f}" for measure, value in results[name][-1][0].items())
+            request.log(f"{name}: seed {seed}: {text}, {curve.seconds:.0f} s")
         seconds += curve.seconds
-    reduced = joined(femnist.which(train_data), plan.reduced())
-    for number, (name, of_seeds) in enumerate(found.items()):
+    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
+    for number, (name, of_seeds) in enumerate(results.items()):
         stated = {"FedAvg, one model for all": "84.6 (notebook)", "FedAvg, fine-tuned": "87.9 (notebook)"}.get(name, "")
         for measure in _MEASURES:
             values = [numbers[measure] for numbers, _ in of_seeds]
@@ -98,7 +98,7 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
                 case=name,
                 measure=measure,
                 paper=stated if measure == "mean over writers" else "",
-                ours=spread(values, 1),
+                ours=mean_and_std(values, 1),
                 values=values,
                 seeds=len(values),
                 seconds=seconds if first and not number else 0.0,
@@ -113,10 +113,11 @@ PERSONALIZATION = Reproduction(
     title="Personalization on FEMNIST's writers: one model for all against fine-tuning, Per-FedAvg, APFL, Ditto and FedRep",
     paper="J. H. Ro, A. T. Suresh, K. Wu. FedJAX: federated learning simulation with JAX. 2021 (its notebook on "
     "personalization). https://arxiv.org/abs/2108.02117",
-    takes="2 to 10 min a case of 3 seeds, 5 cases",
-    needs=femnist.NEEDS,
+    duration="2 to 10 min per case of 3 seeds, 5 cases",
+    required_data=femnist.NEEDS,
     cases=_cases,
-    about="A perceptron of two layers of 200, 10 writers a round, 1,000 rounds. Every writer is tested on its own test "
-    "examples, with what it has trained for itself; deciles over writers are in the JSON file. The notebook has a "
-    "convolutional network and all writers. FedRep's heads are their writers' alone, who have few examples of 62 classes.",
+    notes="A perceptron with two hidden layers of 200 units, 10 writers per round, 1,000 rounds. Every writer is evaluated on "
+    "its own test examples with its personal model; deciles over writers are in the JSON file. The notebook uses a "
+    "convolutional network and all writers. Each of FedRep's heads is trained by one writer only, which has few examples "
+    "of 62 classes.",
 )

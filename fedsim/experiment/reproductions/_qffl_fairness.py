@@ -1,21 +1,23 @@
-"""q-FFL: a fairer spread of accuracy over devices, at nearly the same average.
+"""q-FFL: a fairer distribution of accuracy over devices, with nearly the same average.
 
 T. Li, M. Sanjabi, A. Beirami, V. Smith, "Fair resource allocation in federated learning", ICLR 2020, Table 1,
-https://arxiv.org/abs/1905.10497, with what its code (litian96/fair_flearn) fixes: Synthetic(1,1) with 100 devices, softmax
-regression, B = 10, rate 0.1, 20,000 rounds, q = 1; Vehicle with 23 devices, a linear SVM, B = 64, rate 0.01 on the sum of
-losses, 20 rounds, q = 5. One local epoch, 10 devices a round, drawn in proportion to their examples and counted alike.
+https://arxiv.org/abs/1905.10497. The settings are those of its code (litian96/fair_flearn): Synthetic(1,1) with 100
+devices, softmax regression, B = 10, learning rate 0.1, 20,000 rounds, q = 1; Vehicle with 23 devices, a linear SVM, B = 64,
+learning rate 0.01 on the sum of the losses, 20 rounds, q = 5. One local epoch, 10 devices per round, sampled in proportion
+to their numbers of examples and weighted equally.
 
-The table names no parameters of its synthetic data, the text Synthetic(1,1). The code generates that, and a hybrid of which
-half the devices are alike. On the first no linear model is right on more than a third of an average device's examples, so
-the paper's figures, 80.8 % on average, are more likely of something like the second: both are run, beside the same figures.
-The paper's five runs part one draw of the data in five ways, ours are of five draws.
+The table does not state the parameters of its synthetic data; the text says Synthetic(1,1). The code generates this data,
+and a hybrid in which half of the devices have the same distribution. On Synthetic(1,1), no linear model is correct on more
+than a third of an average device's examples, so the paper's average of 80.8 % more likely belongs to data like the hybrid.
+Both are run and compared with the same results. The paper's five runs split one data set in five ways; the runs here have
+five data sets.
 
-Deviations: of the synthetic devices, 90 % of the examples are for training and 10 % for test (the paper keeps another 10 %
-to choose q by); Vehicle is a part of the data, 81 examples a device of some 1,900, so a round is one step and 1,000 rounds
-are run (the paper's 20 have 440 steps); its batch loss is the mean, not the sum, and its rate 64 times 0.01. A quarter of
-the 81 is for test: with 20 examples a device chance alone makes much of the variance, so what holds of the training accuracy
-is stated, too. Nor is the loss that weighs a device the sum over all its examples, as in the paper's code, but their mean,
-as in the paper.
+Deviations: of the synthetic devices, 90 % of the examples are for training and 10 % for test (the paper uses another 10 %
+to choose q). For Vehicle, only a part of the data is used, 81 examples per device of about 1,900, so a round is one step,
+and there are 1,000 rounds (the paper's 20 rounds have 440 steps). Its batch loss is the mean instead of the sum, with 64
+times the learning rate 0.01. A quarter of the 81 examples is for test. With 20 examples per device, chance causes much of
+the variance, so the results on the training examples are also reported. The loss that determines the weight of a device is
+the mean over its examples, as in the paper, and not their sum, as in its code.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from fedsim.algorithms import FedAvg, QFedAvg
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, holds, joined, spread
+from fedsim.experiment.reproductions._reproduction import (
+    Case,
+    Reproduction,
+    Request,
+    Row,
+    count_of_seeds,
+    join_nonempty,
+    mean_and_std,
+)
 from fedsim.model import Examples, Model
 from fedsim.samplers import WeightedSampler
 
@@ -51,10 +61,10 @@ _PAPER = {
 }
 
 
-def over_devices(accuracies: np.ndarray) -> dict[str, float]:
-    """Average, worst and best tenth (at least one device), and variance, of accuracies in percent.
+def accuracy_statistics(accuracies: np.ndarray) -> dict[str, float]:
+    """Returns average, worst tenth, best tenth (at least one device) and variance of the accuracies, in percent.
 
-    >>> over_devices(np.array([0.0, 0.5, 1.0]))
+    >>> accuracy_statistics(np.array([0.0, 0.5, 1.0]))
     {'average': 50.0, 'worst 10 %': 0.0, 'best 10 %': 100.0, 'variance': 1666.6666666666667}
     """
     values = 100 * np.sort(np.asarray(accuracies, np.float64))
@@ -64,7 +74,7 @@ def over_devices(accuracies: np.ndarray) -> dict[str, float]:
 
 
 def svm(features: int, penalty: float) -> Model:
-    """A linear SVM: mean hinge loss plus ``penalty / 2 ||w||²``; labels are floats, 1 or -1.
+    """Returns a linear SVM: mean hinge loss plus ``penalty / 2 ||w||²``, for labels 1.0 and -1.0.
 
     >>> model = svm(2, 0.0)
     >>> params = {"svm": {"w": jnp.array([1.0, 0.0]), "b": jnp.zeros(())}}
@@ -95,8 +105,8 @@ def svm(features: int, penalty: float) -> Model:
 
 
 def vehicle(request: Request, seed: int) -> tuple[FederatedData, FederatedData]:
-    """Train and test of ``vehicle*.npz``: ``x float32 [n, 100]``, ``y [n]`` of 1 and -1, ``client [n]``."""
-    path = request.file("vehicle_sensor", "vehicle*.npz", "the vehicle sensors' examples (arrays x, y, client)")
+    """Returns the training and test data of ``vehicle*.npz``: ``x float32 [n, 100]``, ``y [n]`` of 1 and -1, ``client [n]``."""
+    path = request.file("vehicle_sensor", "vehicle*.npz", "the examples of the vehicle sensors (arrays x, y, client)")
     with np.load(path, allow_pickle=False) as stored:
         x, y, client = (stored[name] for name in ("x", "y", "client"))
     draw, splits = np.random.default_rng(seed), ({}, {})  # type: tuple[Any, Any]
@@ -111,7 +121,9 @@ def vehicle(request: Request, seed: int) -> tuple[FederatedData, FederatedData]:
 
 
 def hybrid(seed: int, *, clients: int = 100) -> tuple[FederatedData, FederatedData]:
-    """Train and test of the code's synthetic_hybrid: the first half of the devices are alike, the others as in Synthetic(1,1).
+    """Returns the training and test data of synthetic_hybrid in the paper's code.
+
+    The first half of the devices have the same distribution, the others one each as in Synthetic(1,1).
 
     >>> train_data, test_data = hybrid(0, clients=4)
     >>> train_data.num_clients, bool((train_data.sizes >= 45).all())
@@ -133,7 +145,7 @@ def hybrid(seed: int, *, clients: int = 100) -> tuple[FederatedData, FederatedDa
 
 
 def algorithm_for(q: int, model: Model, *, rate: float, size: int) -> FedAvg:
-    """q-FedAvg, and FedAvg for q = 0, whose clients count alike: they are drawn by their examples.
+    """Returns q-FedAvg, or FedAvg for q = 0. Clients have equal weights, because they are sampled by their examples.
 
     >>> [algorithm_for(q, svm(2, 0.0), rate=0.1, size=10).weighting for q in (0, 1)]
     ['uniform', 'uniform']
@@ -183,24 +195,24 @@ def _run(
             curve = train(algorithm, sampler, rounds=plan.rounds, score=lambda state: 0.0, every=plan.rounds)
             for split, data in zip(splits, (test_data, train_data), strict=False):
                 means = evaluate(model, curve.state.params, data).clients["accuracy"]
-                found[each, split].append(over_devices(np.asarray(means.total) / np.asarray(means.weight)))
+                found[each, split].append(accuracy_statistics(np.asarray(means.total) / np.asarray(means.weight)))
             seconds += curve.seconds
-            told = ", ".join(f"{name} {value:.1f}" for name, value in found[each, "test"][-1].items())
-            request.say(f"{title}: seed {seed}, q = {each}: {told}, {curve.seconds:.0f} s")
+            text = ", ".join(f"{name} {value:.1f}" for name, value in found[each, "test"][-1].items())
+            request.log(f"{title}: seed {seed}, q = {each}: {text}, {curve.seconds:.0f} s")
         for split in splits:
             stated = _PAPER[title, each] if split == "test" else ("",) * 4
-            for measure, of_paper in zip(_MEASURES, stated, strict=True):
-                values = [spread_of[measure] for spread_of in found[each, split]]
+            for measure, paper in zip(_MEASURES, stated, strict=True):
+                values = [statistics[measure] for statistics in found[each, split]]
                 yield Row(
                     case=f"{title}, q = {each}",
                     measure=f"{measure} of {split} accuracy, %",
-                    paper=of_paper,
-                    ours=spread(values, 0 if measure == "variance" else 1),
+                    paper=paper,
+                    ours=mean_and_std(values, 0 if measure == "variance" else 1),
                     values=values,
                     seeds=len(values),
                     seconds=seconds if (measure, split) == (_MEASURES[0], "test") else 0.0,
                     settings={"rate": rate, "batch_size": size, "rounds": plan.rounds, "cohort": _COHORT, "q": each},
-                    reduced=joined(part, plan.reduced()),
+                    reduced=join_nonempty(part, plan.reduced()),
                 )
     for split in splits:
         for measure, fairer in (("worst 10 %", 1), ("variance", -1)):
@@ -210,10 +222,10 @@ def _run(
                 case=title,
                 measure=f"{measure} of {split} accuracy {'higher' if fairer > 0 else 'lower'} with q = {q}",
                 paper="yes",
-                ours=holds(better),
+                ours=count_of_seeds(better),
                 seeds=len(better),
                 seconds=0.0,
-                reduced=joined(part, plan.reduced()),
+                reduced=join_nonempty(part, plan.reduced()),
             )
 
 
@@ -221,11 +233,12 @@ QFFL = Reproduction(
     name="qffl",
     title="q-FFL against FedAvg: worst and best tenth of devices, and the variance over them, on Synthetic(1,1) and Vehicle",
     paper="T. Li et al. Fair resource allocation in federated learning. ICLR, 2020, Table 1. https://arxiv.org/abs/1905.10497",
-    takes="synthetic: over an hour; hybrid: 6 min; vehicle: 1 min",
-    needs="nothing for the synthetic data, which are generated; vehicle: DIR/vehicle_sensor/vehicle*.npz",
+    duration="synthetic: over an hour; hybrid: 6 min; vehicle: 1 min",
+    required_data="nothing for the synthetic data, which are generated; vehicle: DIR/vehicle_sensor/vehicle*.npz",
     cases=_cases,
-    about="The paper's figures fit the hybrid of its code, half of whose devices are alike, and not Synthetic(1,1); its five "
-    "runs part one draw of the data, and ours are of different draws. All draw 10 devices a round in proportion to their "
-    "examples and count them alike, as the paper's code does. Synthetic devices keep 10 % of their examples for test; Vehicle "
-    "is a part of the data, 81 examples a device of some 1,900, of which a quarter is for test.",
+    notes="The paper's results agree with the hybrid data of its code, in which half of the devices have the same distribution,"
+    " and not with Synthetic(1,1). The paper's five runs split one data set; the runs here have different data sets. As "
+    "in the paper's code, 10 devices per round are sampled in proportion to their examples and weighted equally. 10 % of "
+    "a synthetic device's examples are for test. For Vehicle, only 81 of about 1,900 examples per device are used, a "
+    "quarter of them for test.",
 )

@@ -1,4 +1,4 @@
-"""Running a reproduction, and its JSON file, to which rows are added as they come."""
+"""Runs a reproduction and writes its rows to a JSON file."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ def reproduce(
     """Runs cases of a reproduction, one after another.
 
     Args:
-      reproduction: which.
-      request: data, seeds, rounds.
-      only: names of cases, ``*`` standing for anything; empty: all.
-      out: a JSON file, written anew after every case. Rows of other cases that it holds by then stay, those of a run beside
-        this one, too (unless both end a case at the same moment). A case keeps its rows if they are of more seeds, or the new
-        ones are reduced where they are not, or quick where they are not; ``request.say`` is told so.
+      reproduction: the reproduction.
+      request: the data, seeds and rounds.
+      only: names of cases, in which ``*`` matches any characters; empty runs all cases.
+      out: a JSON file that is written after every case. Rows of other cases remain in it, including those that another process
+        has written in the meantime (unless both write at the same moment). The old rows of a case remain if they have more
+        seeds, or if the new ones are reduced or quick and the old ones are not; ``request.log`` reports this.
 
     Returns:
-      The new rows as records: the fields of `Row`, with ``"id"``, the case's name, and what `machine` says.
+      The new rows as records: the fields of `Row`, the name of the case as ``"id"``, and the fields of `machine`.
 
     Raises:
-      ValueError: ``only`` fits no case; ``out`` is another reproduction's file, or cannot be written.
-      FileNotFoundError: the data are not there.
+      ValueError: ``only`` matches no case, or ``out`` belongs to another reproduction or cannot be written.
+      FileNotFoundError: the data cannot be found.
     """
-    cases = chosen(reproduction, request, only)
+    cases = select_cases(reproduction, request, only)
     if out:
-        _must_be_writable(out)
+        _check_writable(out)
         read(out, reproduction.name)
     records: list[Record] = []
     for name, case in cases.items():
         rows = [{"id": name, "quick": request.quick} | dataclasses.asdict(row) | machine() for row in case()]
         records += rows
         if out:
-            there = read(out, reproduction.name)
-            kept = merged(there, rows)
-            if kept == there:
-                request.say(f"{out} keeps its rows of {name}, which are of more seeds, or less reduced.")
+            before = read(out, reproduction.name)
+            after = merged(before, rows)
+            if after == before:
+                request.log(f"The old rows of {name} remain in {out}, because they have more seeds or are less reduced.")
             else:
-                _write(out, reproduction, kept)
+                _write(out, reproduction, after)
     return records
 
 
-def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) -> Mapping[str, Case]:
-    """The cases whose names match one of the patterns; without a pattern, all.
+def select_cases(reproduction: Reproduction, request: Request, only: Sequence[str]) -> Mapping[str, Case]:
+    """Returns the cases whose names match one of the patterns; without a pattern, all cases.
 
     Raises:
-      ValueError: a pattern fits no case.
+      ValueError: a pattern matches no case.
 
     >>> from fedsim.experiment import reproductions
-    >>> list(chosen(reproductions.get("fedprox"), Request(), ["iid-*"]))
+    >>> list(select_cases(reproductions.get("fedprox"), Request(), ["iid-*"]))
     ['iid-0', 'iid-50', 'iid-90']
     """
     cases = reproduction.cases(request)
@@ -77,7 +77,7 @@ def chosen(reproduction: Reproduction, request: Request, only: Sequence[str]) ->
 
 
 def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
-    """Both, the new rows of a case in the place of its old ones, unless it was run with less than these.
+    """Returns the old rows, in which new rows replace those of the same case unless the old ones are more complete.
 
     >>> def case(id, seeds, reduced="", quick=False):
     ...     return {"id": id, "seeds": seeds, "reduced": reduced, "quick": quick}
@@ -85,11 +85,11 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
     >>> new = [case("a", 9, "y"), case("b", 5, "y"), case("c", 1, "y"), case("d", 1, "y", quick=True), case("e", 1)]
     >>> [(row["id"], row["seeds"], row["reduced"]) for row in merged(old, new)]
     [('a', 3, ''), ('c', 3, 'x'), ('d', 1, 'x'), ('b', 5, 'y'), ('e', 1, '')]
-    >>> len(merged([case("a", 3)], [case("a", 3), case("a", 1)]))  # A row beside may be of fewer seeds.
+    >>> len(merged([case("a", 3)], [case("a", 3), case("a", 1)]))  # another row of the case may have fewer seeds
     2
     """
 
-    def of(rows: Sequence[Record], name: str) -> list[Record]:
+    def of_case(rows: Sequence[Record], name: str) -> list[Record]:
         return [row for row in rows if row["id"] == name]
 
     def extent(rows: Sequence[Record]) -> tuple[int, bool, bool]:
@@ -98,17 +98,17 @@ def merged(old: Sequence[Record], new: Sequence[Record]) -> list[Record]:
 
     rows = list(old)
     for name in dict.fromkeys(row["id"] for row in new):
-        there, come = of(rows, name), of(new, name)
-        if not there or all(a <= b for a, b in zip(extent(there), extent(come), strict=True)):
-            rows = [row for row in rows if row["id"] != name] + come
+        before, after = of_case(rows, name), of_case(new, name)
+        if not before or all(a <= b for a, b in zip(extent(before), extent(after), strict=True)):
+            rows = [row for row in rows if row["id"] != name] + after
     return rows
 
 
 def read(path: Path, name: str | None = None) -> list[Record]:
-    """The rows of a JSON file; none if there is no file.
+    """Reads the rows of a JSON file. Returns an empty list if there is no file.
 
     Raises:
-      ValueError: it is no such file, or of another reproduction than ``name``.
+      ValueError: the file has another format, or belongs to another reproduction than ``name``.
 
     >>> read(Path("no such file"))
     []
@@ -117,18 +117,18 @@ def read(path: Path, name: str | None = None) -> list[Record]:
         return []
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        there, rows = stored["name"], stored["rows"]
+        stored_name, rows = stored["name"], stored["rows"]
         for row in rows:
             row["id"], row["case"], row["measure"], row["reduced"], row["seeds"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} holds no reproduction: give --out another file.") from None
-    if name is not None and there != name:
-        raise ValueError(f"{path} holds the reproduction {there!r}, not {name!r}: give --out another file.")
+        raise ValueError(f"{path} is not a file of a reproduction. Choose another file with --out.") from None
+    if name is not None and stored_name != name:
+        raise ValueError(f"{path} belongs to the reproduction {stored_name!r}, not {name!r}. Choose another file with --out.")
     return rows
 
 
-def _must_be_writable(path: Path) -> None:
-    """Raises ``ValueError`` before hours of rounds, and not after them."""
+def _check_writable(path: Path) -> None:
+    """Raises ``ValueError`` now, and not after hours of training."""
     try:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
@@ -137,23 +137,23 @@ def _must_be_writable(path: Path) -> None:
             pass
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"{path} cannot be written ({reason}): give --out another file.") from None
+        raise ValueError(f"Cannot write {path} ({reason}). Choose another file with --out.") from None
 
 
 def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> None:
-    # In the order of the cases, whichever ran first.
+    # In the order of the cases, not in that of the runs.
     order = list(reproduction.cases(Request()))
     ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
     stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
     text = json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as beside:
-        beside.write(text)
-    os.chmod(beside.name, 0o644)  # and not the owner's alone
-    os.replace(beside.name, path)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as temporary:
+        temporary.write(text)
+    os.chmod(temporary.name, 0o644)  # temporary files are readable only by their owner
+    os.replace(temporary.name, path)
 
 
 def _plain(value: Any) -> Any:
-    """With None for NaN and infinities, which JSON does not know: a loss that ran away."""
+    """Replaces NaN and infinities, for example of a loss that diverged, by None, because JSON does not have them."""
     if isinstance(value, Mapping):
         return {name: _plain(member) for name, member in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What a reproduction is made of: cases that can be asked for by name, and the rows that they give."""
+"""The structure of a reproduction: cases, which are run by name, and the rows that they return."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fedsim import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table: what the paper says, and what came out here.
+    """One row of the table: a result of the paper and that of fedsim.
 
     Attributes:
-      case: what was run.
-      measure: what is compared.
-      paper: the paper's figure, as text; empty if it has none.
-      ours: ours, as text.
-      values: ours, a number a seed, where it is one; None where a run did not get there.
-      seeds: how many runs ``ours`` stands for.
-      seconds: wall time of all of them, compilation included; what several rows share is counted with the first.
-      settings: what the run depends on, for the JSON file.
-      details: what else came out, for the JSON file: a curve, a distribution.
-      reduced: in what it is less than what the paper did; empty: in nothing.
-      note: why ours differs, or what else must be known.
+      case: a description of the case.
+      measure: the quantity that is compared.
+      paper: the paper's result, as text; empty if there is none.
+      ours: the result of fedsim, as text.
+      values: the result of each seed, if it is a number; None for a run that did not reach the target.
+      seeds: the number of runs.
+      seconds: the wall time of all runs, compilation included. Time that several rows share is in the first of them.
+      settings: the settings of the run, for the JSON file.
+      details: further results for the JSON file, for example a curve or a distribution.
+      reduced: how the run is smaller than the paper's; empty if it is not.
+      note: a reason for a difference, or other information.
     """
 
     case: str
@@ -48,12 +48,13 @@ Case = Callable[[], Iterable[Row]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much of a case is run.
+    """The size of the run of a case.
 
     Attributes:
       seeds: the seeds.
-      rounds: at most this many rounds.
-      usual_seeds, usual_rounds: what the paper did, or what is thought enough.
+      rounds: the largest number of rounds.
+      usual_seeds: the number of seeds in the paper, or another sufficient number.
+      usual_rounds: the same for rounds.
     """
 
     seeds: range
@@ -62,7 +63,7 @@ class Plan:
     usual_rounds: int
 
     def reduced(self, *, rounds: bool = True) -> str:
-        """In words, in what this is less than usual; ``rounds=False`` where fewer rounds did.
+        """Returns a text about how this is smaller than usual, without the rounds if ``rounds`` is False.
 
         >>> Plan(range(1), 20, 3, 100).reduced()
         '1 of 3 seeds, 20 of 100 rounds'
@@ -74,23 +75,24 @@ class Plan:
         return ", ".join(parts)
 
 
-def _nothing(text: str) -> None:
-    """Says nothing."""
+def _ignore(text: str) -> None:
+    """Ignores a message."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the user asks for.
+    """The options of a reproduction.
 
     Attributes:
-      data: folder of the datasets' folders, or of the files themselves; None: they are fetched, where that can be.
-      seeds: how many; None: as many as is usual for the case.
-      rounds: at most this many; None: as usual.
-      quick: a few rounds of one seed, to see that it runs.
-      say: what is told of the progress goes there, a line at a time.
+      data: a folder with a folder for each dataset, or with the files themselves; None downloads them, where that is possible.
+      seeds: the number of seeds; None for the usual number of the case.
+      rounds: the largest number of rounds; None for the usual number.
+      quick: whether to run only a few rounds of one seed, as a test.
+      log: a function that receives messages about the progress, one line at a time.
 
     Raises:
       ValueError: a number is not positive.
+      FileNotFoundError: there is no folder ``data``.
 
     >>> Request(rounds=50).plan(seeds=3, rounds=100)
     Plan(seeds=range(0, 3), rounds=50, usual_seeds=3, usual_rounds=100)
@@ -104,90 +106,97 @@ class Request:
     seeds: int | None = None
     rounds: int | None = None
     quick: bool = False
-    say: Callable[[str], None] = _nothing
+    log: Callable[[str], None] = _ignore
 
     def __post_init__(self) -> None:
         checks.whole(1, or_none=True, seeds=self.seeds, rounds=self.rounds)
         if self.data is not None and not self.data.is_dir():
-            raise FileNotFoundError(f"No folder {self.data}: give --data the folder that the datasets' folders are in.")
+            raise FileNotFoundError(
+                f"There is no folder {self.data}. With --data, give the folder that has a folder for each dataset."
+            )
 
     def plan(self, *, seeds: int, rounds: int, quick_rounds: int = 3) -> Plan:
-        """Seeds and rounds of a case of which these are the usual ones."""
+        """Returns the seeds and rounds of a case with these usual numbers."""
         few = (1, min(quick_rounds, rounds)) if self.quick else (seeds, rounds)
         return Plan(range(self.seeds or few[0]), self.rounds or few[1], seeds, rounds)
 
     def folder(self, *names: str) -> Path | None:
-        """The first of these folders that ``data`` has, else ``data`` itself, which may hold the files."""
+        """Returns the first of these folders that exists in ``data``, otherwise ``data`` itself, which may have the files."""
         if self.data is None:
             return None
         return next((self.data / name for name in names if (self.data / name).is_dir()), self.data)
 
     def file(self, folder: str, pattern: str, what: str) -> Path:
-        """The one file in ``data/folder``, or in ``data``, whose name matches.
+        """Returns the only file in ``data/folder``, or in ``data``, whose name matches.
+
+        Args:
+          folder: the name of the folder.
+          pattern: the pattern of the file's name.
+          what: a description of the file for the error message.
 
         Raises:
-          FileNotFoundError: there is none, or ``data`` is not given; the message says what is looked for.
+          FileNotFoundError: there is no such file or there are several, or ``data`` is not given.
         """
         place = self.folder(folder)
         if place is None:
-            raise FileNotFoundError(f"{what} are not for download: give --data DIR, where DIR/{folder}/{pattern} is.")
+            raise FileNotFoundError(f"Cannot download {what}. Give --data DIR with a file DIR/{folder}/{pattern}.")
         found = sorted(place.glob(pattern))
         if len(found) != 1:
-            there = ", ".join(sorted(path.name for path in place.iterdir())[:20]) or "nothing"
-            raise FileNotFoundError(f"Expected one file {pattern} with {what} in {place}, which holds {there}.")
+            files = ", ".join(sorted(path.name for path in place.iterdir())[:20]) or "no files"
+            raise FileNotFoundError(f"Expected one file {pattern} with {what} in {place}, which has {files}.")
         return found[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reproduction:
-    """A paper's experiment.
+    """An experiment of a paper.
 
     Attributes:
-      name: what the command line calls it.
-      title: what is compared, in a line.
-      paper: authors, title, venue, table or figure, link.
-      takes: how long, in words, on two CPU cores.
-      needs: which data, in words.
-      cases: of a request, name to what runs the case. Nothing is loaded before a case runs.
-      about: how it is done and where that differs from the paper.
+      name: the name on the command line.
+      title: what is compared, in one line.
+      paper: authors, title, venue, table or figure, and link.
+      duration: a text about the time that it takes on two CPU cores.
+      required_data: a text about the data that it needs.
+      cases: a function from a request to a mapping of names to cases. Data is loaded only when a case runs.
+      notes: the set-up, and how it differs from the paper's.
     """
 
     name: str
     title: str
     paper: str
-    takes: str
-    needs: str
+    duration: str
+    required_data: str
     cases: Callable[[Request], Mapping[str, Case]]
-    about: str
+    notes: str
 
 
-def spread(values: Sequence[float | None], digits: int = 3) -> str:
-    """Mean and standard deviation (that of the sample, n - 1) as text; a value of None did not get there.
+def mean_and_std(values: Sequence[float | None], digits: int = 3) -> str:
+    """Returns mean and sample standard deviation (n - 1) as text. None is a run that did not reach its target.
 
-    >>> spread([1.0, 2.0, 3.0], 1), spread([0.5]), spread([80.0, None], 0), spread([None])
+    >>> mean_and_std([1.0, 2.0, 3.0], 1), mean_and_std([0.5]), mean_and_std([80.0, None], 0), mean_and_std([None])
     ('2.0 ± 1.0', '0.500', '80 (1 of 2)', 'not reached')
     """
-    there = [value for value in values if value is not None]
-    if not there:
+    reached = [value for value in values if value is not None]
+    if not reached:
         return "not reached"
-    text = f"{np.mean(there):,.{digits}f}"
-    text += f" ± {np.std(there, ddof=1):,.{digits}f}" if len(there) > 1 else ""
-    return text + (f" ({len(there)} of {len(values)})" if len(there) < len(values) else "")
+    text = f"{np.mean(reached):,.{digits}f}"
+    text += f" ± {np.std(reached, ddof=1):,.{digits}f}" if len(reached) > 1 else ""
+    return text + (f" ({len(reached)} of {len(values)})" if len(reached) < len(values) else "")
 
 
-def holds(values: Sequence[bool]) -> str:
-    """In how many of the runs something holds.
+def count_of_seeds(values: Sequence[bool]) -> str:
+    """Returns a text with the number of runs in which something is true.
 
-    >>> holds([True, False, True])
+    >>> count_of_seeds([True, False, True])
     'in 2 of 3 seeds'
     """
     return f"in {sum(values)} of {len(values)} seeds"
 
 
-def joined(*parts: str) -> str:
-    """What is not empty, with commas.
+def join_nonempty(*parts: str) -> str:
+    """Joins the texts that are not empty with commas.
 
-    >>> joined("300 of 3,400 writers", "", "1 of 3 seeds")
+    >>> join_nonempty("300 of 3,400 writers", "", "1 of 3 seeds")
     '300 of 3,400 writers, 1 of 3 seeds'
     """
     return ", ".join(filter(None, parts))

@@ -1,11 +1,11 @@
-"""Attackers among FEMNIST's writers: what 20 % of them do to the mean, and what robust aggregators make of it.
+"""Malicious writers in FEMNIST: the effect of 20 % of them on the mean and on robust aggregators.
 
-No single paper's table. Sign flipping, of the update itself and of four times it, as in L. Li et al., "RSA", AAAI 2019,
-https://arxiv.org/abs/1811.03761, and ALIE, G. Baruch, M. Baruch, Y. Goldberg, "A little is enough", NeurIPS 2019,
-https://arxiv.org/abs/1902.06156, with z = 1.5, against the plain mean and every robust aggregator of fedsim. In every round
-6 of 30 writers attack, drawn anew. What must hold: without attackers all come near the mean; under sign flips times 4 the
-mean falls behind the robust ones. ALIE is made to pass robust aggregators: who loses to the mean there, loses as its paper
-says.
+This is not a table of a paper. The attacks are sign flips, of the update and of four times the update, as in L. Li et al.,
+"RSA", AAAI 2019, https://arxiv.org/abs/1811.03761, and ALIE, G. Baruch, M. Baruch, Y. Goldberg, "A little is enough",
+NeurIPS 2019, https://arxiv.org/abs/1902.06156, with z = 1.5. The aggregators are the mean and every robust aggregator of
+fedsim. In every round 6 of 30 writers attack, which are drawn again for each round. Expected results: without attackers,
+all aggregators are close to the mean; under sign flips times 4, the mean is worse than the robust aggregators. ALIE is
+designed against robust aggregators, so an aggregator that is worse than the mean under ALIE agrees with its paper.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ from fedsim.algorithms import FedAvg
 from fedsim.attacks import ALittleIsEnough, Attack, SignFlip
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, holds, joined, spread
+from fedsim.experiment.reproductions._reproduction import (
+    Case,
+    Reproduction,
+    Request,
+    Row,
+    count_of_seeds,
+    join_nonempty,
+    mean_and_std,
+)
 from fedsim.samplers import Attacked, Sampler, UniformSampler
 
 _COHORT, _FRACTION, _EVERY, _LAST = 30, 0.2, 25, 4
@@ -45,7 +53,7 @@ _ATTACKS: dict[str, tuple[str, Attack | None]] = {
 
 
 def _aggregators(attackers: int) -> dict[str, tuple[str, Aggregator]]:
-    """Case to title and aggregator; those who must know how many attack are told."""
+    """Returns title and aggregator of each case; some aggregators need the number of attackers."""
     return {
         "mean": ("mean", Mean()),
         "median": ("coordinate median", CoordinateMedian()),
@@ -70,14 +78,14 @@ def _run(request: Request, name: str) -> Iterator[Row]:
     cohort = min(_COHORT, train_data.num_clients)
     title, aggregator = _aggregators(round(_FRACTION * cohort))[name]
     found: dict[str, list[float]] = {}
-    reduced = joined(femnist.which(train_data), plan.reduced())
+    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
     for attack_title, attack in _ATTACKS.values():
         seconds, accuracies = 0.0, found.setdefault(attack_title, [])
         for seed in plan.seeds:
             sampler: Sampler = UniformSampler(train_data, clients=cohort, seed=seed)
             if attack is not None:
                 sampler = Attacked(sampler, attack, fraction=_FRACTION, every_round=True, seed=seed)
-            # Alike: an attacker must not gain by its number of examples.
+            # Uniform weights, so that an attacker's influence does not depend on its number of examples.
             algorithm = FedAvg(
                 model=model,
                 client_optimizer=optax.sgd(femnist.RATE),
@@ -92,15 +100,15 @@ def _run(request: Request, name: str) -> Iterator[Row]:
                 score=lambda state: femnist.accuracy(model, state.params, test_data),
                 every=_EVERY,
             )
-            accuracies.append(100 * curve.settled(_LAST))
+            accuracies.append(100 * curve.mean_of_last(_LAST))
             seconds += curve.seconds
-            request.say(f"{title}, {attack_title}: seed {seed}: {accuracies[-1]:.1f} %, {curve.seconds:.0f} s")
+            request.log(f"{title}, {attack_title}: seed {seed}: {accuracies[-1]:.1f} %, {curve.seconds:.0f} s")
         settings: dict[str, Any] = {"rate": femnist.RATE, "cohort": cohort, "attackers": _FRACTION, "rounds": plan.rounds}
         yield Row(
             case=f"{title}; {attack_title}",
             measure="test accuracy, %",
             paper="",
-            ours=spread(accuracies, 1),
+            ours=mean_and_std(accuracies, 1),
             values=accuracies,
             seeds=len(accuracies),
             seconds=seconds,
@@ -108,13 +116,13 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             reduced=reduced,
         )
     clean, flipped = (found[_ATTACKS[each][0]] for each in ("none", "sign-flip-4"))
-    stands = [without - attacked < 5 for without, attacked in zip(clean, flipped, strict=True)]
+    robust = [without - attacked < 5 for without, attacked in zip(clean, flipped, strict=True)]
     yield Row(
         case=title,
-        measure="loses less than 5 points to sign flips times 4",
+        measure="loses less than 5 points under sign flips times 4",
         paper="no" if name == "mean" else "yes",
-        ours=holds(stands),
-        seeds=len(stands),
+        ours=count_of_seeds(robust),
+        seeds=len(robust),
         seconds=0.0,
         reduced=reduced,
     )
@@ -122,12 +130,13 @@ def _run(request: Request, name: str) -> Iterator[Row]:
 
 ROBUSTNESS = Reproduction(
     name="robustness",
-    title="Robust aggregation on FEMNIST: 20 % of the clients flip signs or send ALIE, the mean against eight aggregators",
+    title="Robust aggregation on FEMNIST: the mean and eight aggregators, with 20 % of the clients sending sign flips or ALIE",
     paper="G. Baruch, M. Baruch, Y. Goldberg. A little is enough: circumventing defenses for distributed learning. "
     "NeurIPS, 2019. https://arxiv.org/abs/1902.06156 (the attack; no table of it is reproduced)",
-    takes="9 to 15 min a case of 3 seeds and 4 settings, 9 cases",
-    needs=femnist.NEEDS,
+    duration="9 to 15 min per case of 3 seeds and 4 settings, 9 cases",
+    required_data=femnist.NEEDS,
     cases=_cases,
-    about="FedAvg with a perceptron of two layers of 200, 30 writers a round, all counted alike, of whom 6 attack, drawn "
-    "anew in every round, 500 rounds; accuracy is the mean of the last four evaluations, 25 rounds apart.",
+    notes="FedAvg trains a perceptron with two hidden layers of 200 units for 500 rounds, with 30 writers per round of equal "
+    "weight. 6 of them attack, which are drawn again for each round. The accuracy is the mean of the last four "
+    "evaluations, which are 25 rounds apart.",
 )

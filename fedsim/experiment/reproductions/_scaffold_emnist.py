@@ -1,15 +1,16 @@
-"""Rounds of SCAFFOLD and FedAvg to a test accuracy of 0.5 on EMNIST, by local epochs and by how alike clients are.
+"""Rounds of SCAFFOLD and FedAvg to a test accuracy of 0.5 on EMNIST, by local epochs and similarity of clients.
 
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh, "SCAFFOLD: stochastic controlled averaging for
-federated learning", ICML 2020, Table 3, https://arxiv.org/abs/1910.06378: logistic regression, 100 clients of which 20 a
-round, batches of a fifth of a client's examples, so that an epoch is 5 steps, server rate 1, the clients' rate tuned for each
-entry. At s % similarity each client has s % of its examples from a shuffled deck, and the rest from one sorted by label.
+federated learning", ICML 2020, Table 3, https://arxiv.org/abs/1910.06378: logistic regression, 100 clients with 20 per
+round, batches of a fifth of a client's examples, so an epoch has 5 steps, server learning rate 1, a tuned client learning
+rate for each entry. At s % similarity, s % of each client's examples are drawn from all examples, and the rest is one
+contiguous part of the examples sorted by label.
 
-Deviations: the official test split of EMNIST "by class" stands for all of it, a fifth of it held out for test (the paper
-does not say which images it takes); FedProx and SGD are left out; the rate is searched on a grid, a factor of 10^(1/3)
-apart. The paper's absolute numbers are thus not to be expected, but its shape is: rows that say "yes" or "no" state it.
-Rates found so need far fewer rounds than the paper, which does not state its own: where all clients are alike, every entry
-is run at 0.0215, too, at which its rounds are about the paper's.
+Deviations: the official test split of EMNIST "by class" is used as the whole data, with a fifth of it held out for test
+(the paper does not say which images it uses). FedProx and SGD are left out. The learning rate is searched on a grid with
+factors of 10^(1/3). Therefore the numbers of rounds cannot be compared with the paper, but their order can: these are the
+rows with "yes" or "no". The tuned learning rates need far fewer rounds than the paper, which does not state its own. At 100
+% similarity, every entry is also run with 0.0215, with which the numbers of rounds are about the paper's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from fedsim import models
 from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import Curve, fastest, train
-from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, holds, spread
+from fedsim.experiment.reproductions._curve import Curve, search_rate, train
+from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, _COHORT, _TARGET, _STEPS = 100, 20, 0.5, 5
@@ -43,11 +44,11 @@ _PAPER = {
 }
 
 
-def similar(labels: np.ndarray, *, clients: int, percent: int, seed: int) -> list[np.ndarray]:
-    """Of each client's examples, ``percent`` from a shuffled deck, and the others from one sorted by label.
+def partition_by_similarity(labels: np.ndarray, *, clients: int, percent: int, seed: int) -> list[np.ndarray]:
+    """Draws ``percent`` of each client's examples from all examples, and takes the rest from examples sorted by label.
 
     >>> labels = np.repeat(np.arange(10), 20)
-    >>> [len(set(labels[part])) for part in similar(labels, clients=10, percent=0, seed=0)]
+    >>> [len(set(labels[part])) for part in partition_by_similarity(labels, clients=10, percent=0, seed=0)]
     [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     """
     order = np.random.default_rng(seed).permutation(len(labels))
@@ -59,15 +60,15 @@ def similar(labels: np.ndarray, *, clients: int, percent: int, seed: int) -> lis
 
 
 def load(request: Request, percent: int, seed: int) -> tuple[FederatedData, FederatedData]:
-    """Train and test of EMNIST by class, from ``emnist_byclass*.npz`` with ``x uint8 [n, 28, 28]`` and ``y [n]``."""
+    """Returns training and test data of ``emnist_byclass*.npz``, with ``x uint8 [n, 28, 28]`` and ``y [n]``."""
     path = request.file("emnist_byclass", "emnist_byclass*.npz", "EMNIST by class (arrays x, y)")
     with np.load(path, allow_pickle=False) as stored:
         columns = {"x": stored["x"][..., np.newaxis], "y": stored["y"].astype(np.int32)}
-    order = np.random.default_rng(0).permutation(len(columns["y"]))  # The same test images for every seed.
+    order = np.random.default_rng(0).permutation(len(columns["y"]))  # the same test images for every seed
     held_out = len(order) // 5
     test, train_columns = ({n: column[rows] for n, column in columns.items()} for rows in (order[:held_out], order[held_out:]))
-    clients = min(_CLIENTS, len(train_columns["y"]) // 8)  # Fewer for fewer images.
-    parts = similar(train_columns["y"], clients=clients, percent=percent, seed=seed)
+    clients = min(_CLIENTS, len(train_columns["y"]) // 8)  # fewer clients for fewer images
+    parts = partition_by_similarity(train_columns["y"], clients=clients, percent=percent, seed=seed)
     return FederatedData.from_partition(train_columns, parts), FederatedData.from_arrays(test, sizes=[held_out])
 
 
@@ -92,17 +93,17 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
             score=lambda state: evaluate(model, state.params, test_data).overall["accuracy"],
             until=_TARGET,
         )
-        reached = found.to_target(_TARGET)
-        told = f"{reached:.1f} rounds" if reached else f"best {max(found.scores):.3f} in {rounds} rounds"
-        request.say(f"{place}, {epochs} epochs: {name}, seed {seed}, rate {rate:.3g}: {told}, {found.seconds:.0f} s")
+        reached = found.rounds_to_target(_TARGET)
+        result = f"{reached:.1f} rounds" if reached else f"best {max(found.scores):.3f} in {rounds} rounds"
+        request.log(f"{place}, {epochs} epochs: {name}, seed {seed}, rate {rate:.3g}: {result}, {found.seconds:.0f} s")
         return found
 
     for epochs in _EPOCHS:
         for name in _ALGORITHMS:
             of_seed = functools.partial(curve, name, epochs)
-            choice = fastest(-2, functools.partial(of_seed, 0), rounds=plan.rounds, target=_TARGET)
+            choice = search_rate(-2, functools.partial(of_seed, 0), rounds=plan.rounds, target=_TARGET)
             curves = [choice.curve, *(of_seed(seed, choice.rate, plan.rounds) for seed in plan.seeds[1:])]
-            values[name, epochs] = [found.to_target(_TARGET) for found in curves]
+            values[name, epochs] = [found.rounds_to_target(_TARGET) for found in curves]
             reached = all(values[name, epochs])
             case = f"{place}, {epochs} epoch{'s' if epochs > 1 else ''}: {name}"
             measure = f"rounds to {_TARGET} accuracy"
@@ -111,7 +112,7 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
                 case=case,
                 measure=measure,
                 paper=_PAPER[name, percent][_EPOCHS.index(epochs)],
-                ours=spread(values[name, epochs], 0) if reached else _not_yet(choice.curve),
+                ours=mean_and_std(values[name, epochs], 0) if reached else _not_reached(choice.curve),
                 values=values[name, epochs],
                 seeds=len(curves),
                 seconds=choice.seconds + sum(found.seconds for found in curves[1:]),
@@ -121,20 +122,20 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
             )
             if percent == 100:
                 yield _at_small_rate(case, measure, settings, plan, of_seed(0, _SMALL, plan.rounds))
-    yield from _shape(place, percent, values, plan)
+    yield from _comparisons(place, percent, values, plan)
 
 
-def _not_yet(curve: Curve) -> str:
+def _not_reached(curve: Curve) -> str:
     return f"> {curve.rounds[-1]} (best {max(curve.scores):.3f})"
 
 
 def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], plan: Plan, curve: Curve) -> Row:
-    reached = curve.to_target(_TARGET)
+    reached = curve.rounds_to_target(_TARGET)
     return Row(
         case=case,
         measure=f"{measure} at rate {_SMALL:.3g}",
         paper="",
-        ours=spread([reached], 0) if reached else _not_yet(curve),
+        ours=mean_and_std([reached], 0) if reached else _not_reached(curve),
         values=[reached],
         seeds=1,
         seconds=curve.seconds,
@@ -143,7 +144,7 @@ def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], plan: P
     )
 
 
-def _shape(place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], plan: Plan) -> Iterator[Row]:
+def _comparisons(place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], plan: Plan) -> Iterator[Row]:
     def sooner(one: tuple[str, int], other: tuple[str, int]) -> list[bool]:
         pairs = zip(values[one], values[other], strict=True)
         return [(a or float("inf")) < (b or float("inf")) for a, b in pairs]
@@ -153,7 +154,7 @@ def _shape(place: str, percent: int, values: Mapping[tuple[str, int], list[float
         (f"SCAFFOLD before FedAvg, {epochs} epoch{'s' if epochs > 1 else ''}", ("SCAFFOLD", epochs), ("FedAvg", epochs))
         for epochs in _EPOCHS
     ]
-    comparisons = comparisons if percent < 100 else []  # Of clients alike, neither is to be expected first.
+    comparisons = comparisons if percent < 100 else []  # With equal distributions, neither is expected to be faster.
     more_is_worse = percent == 0
     one, other = (("FedAvg", 1), ("FedAvg", last)) if more_is_worse else (("FedAvg", last), ("FedAvg", 1))
     comparisons.append((f"FedAvg {'later' if more_is_worse else 'sooner'} with {last} epochs than with 1", one, other))
@@ -164,7 +165,7 @@ def _shape(place: str, percent: int, values: Mapping[tuple[str, int], list[float
             case=place,
             measure=measure,
             paper="yes",
-            ours=holds(found) if any(both) else "neither got there",
+            ours=count_of_seeds(found) if any(both) else "neither reached it",
             seeds=len(found),
             seconds=0.0,
             reduced=plan.reduced(rounds=not all(both)),
@@ -176,12 +177,12 @@ SCAFFOLD_EMNIST = Reproduction(
     title="SCAFFOLD against FedAvg on EMNIST, logistic regression: rounds to 0.5 accuracy by local epochs and similarity",
     paper="S. P. Karimireddy et al. SCAFFOLD: stochastic controlled averaging for federated learning. ICML, 2020, Table 3. "
     "https://arxiv.org/abs/1910.06378",
-    takes="similarity-0: 1 h; the others: 15 min each",
-    needs="EMNIST by class: DIR/emnist_byclass/emnist_byclass*.npz with arrays x uint8 [n, 28, 28] and y [n]",
+    duration="similarity-0: 1 h; the others: 15 min each",
+    required_data="EMNIST by class: DIR/emnist_byclass/emnist_byclass*.npz with arrays x uint8 [n, 28, 28] and y [n]",
     cases=_cases,
-    about="100 clients, 20 a round, batches of a fifth of a client's examples. The official test split of EMNIST by class "
-    "stands for all of it: 93,000 images for training, 23,000 for test, so the shape is to be compared and not the "
-    "numbers. The rate of each entry is searched on a grid, a factor of 10^(1/3) apart, and needs far fewer rounds than "
-    "the paper, which does not state its own rates: where all clients are alike, ours are about the paper's at 0.0215. Its "
-    "SGD, FedProx and 20 epochs are left out.",
+    notes="100 clients, 20 per round, batches of a fifth of a client's examples. The official test split of EMNIST by class is "
+    "used as the whole data, with 93,000 images for training and 23,000 for test, so the order of the entries can be "
+    "compared, but not the numbers of rounds. The learning rate of each entry is chosen from a grid with factors of "
+    "10^(1/3) and needs far fewer rounds than the paper, which does not state its learning rates. At 100 % similarity, a "
+    "learning rate of 0.0215 needs about the paper's numbers of rounds. SGD, FedProx and 20 epochs are left out.",
 )

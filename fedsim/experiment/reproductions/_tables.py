@@ -1,4 +1,4 @@
-"""Rows as a table, for a terminal and for a page."""
+"""Tables of results, for a terminal and in Markdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEAD = ("case", "measure", "paper", "ours", "seeds", "time", "")
 
 
 def cells(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """A record's cells, under `HEAD`.
+    """Returns the cells of a record, in the order of `HEAD`.
 
     >>> cells({"case": "2NN", "measure": "rounds", "paper": "87", "ours": "90", "seeds": 3, "seconds": 75.0,
     ...        "reduced": "", "note": "why"})
@@ -22,7 +22,7 @@ def cells(record: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def text_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """The table in columns; remarks stand below, each numbered once.
+    """Returns a table with aligned columns; remarks are numbered and printed below it.
 
     >>> row = {"case": "2NN", "measure": "rounds", "paper": "", "ours": "90", "seeds": 1, "seconds": 0}
     >>> print(text_table([row | {"reduced": "1 of 3 seeds", "note": ""}]))
@@ -42,7 +42,7 @@ def text_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """The same as Markdown, remarks in the last column.
+    """Returns the table as Markdown, with the remarks in the last column.
 
     >>> print(markdown_table([]))
     | case | measure | paper | ours | seeds | time | remarks |
@@ -53,7 +53,7 @@ def markdown_table(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words; nothing to say of less than half a one.
+    """Returns a time in seconds as text; a dash for less than half a second.
 
     >>> duration(0), duration(59.6), duration(3725), duration(75)
     ('–', '1 min', '1 h 2 min', '1 min 15 s')

@@ -1,4 +1,4 @@
-"""What is written of a run, and what of it must be on disk before what."""
+"""The log of a run: metrics, TensorBoard, checkpoints and callbacks, written in an order that survives a killed process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ Callback = Callable[[Line, State | None], object]
 _SECONDS_PER_CHECKPOINT = 10.0
 
 
-class Journal:
-    """History, metrics file, TensorBoard, checkpoints and callbacks of one run.
+class RunLog:
+    """The history, metrics file, TensorBoard files, checkpoints and callbacks of one run.
 
     Args:
-      paths: the run folder; None keeps the history alone.
-      start: finished rounds at the start; lines beyond them, of a process that was killed, are cut off.
-      checkpoints: None: none are written.
-      callbacks: called with every line.
+      paths: the run folder; without one, only the history is recorded.
+      start: the number of finished rounds at the start. Lines of later rounds, written by a process that was killed, are
+        deleted.
+      checkpoints: None writes no checkpoints.
+      callbacks: functions that are called with every line.
+
+    Attributes:
+      history: all lines of the run, including those of earlier processes.
+      written: a list of what is in the folder, for the closing table.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class Journal:
         self._best_score: float | None = None
         self._best: tuple[int, State | None] | None = None
         for line in self.history:
-            self._judge(line, None)
+            self._update_best(line, None)
         self._saved, self._saved_at = start, time.monotonic()
 
     def _open(self, paths: RunFolder, start: int) -> None:
@@ -64,19 +69,20 @@ class Journal:
             self.written.append("  checkpoints/ (the last two and the best)")
 
     def write(self, lines: list[Line], state: State) -> None:
+        """Writes lines and calls the callbacks; ``state`` belongs to the last line."""
         self.history += lines
         if self._file:
             self._file.write(lines)
         if self._tensorboard:
             self._tensorboard.write(lines)
         for line in lines:
-            at_hand = state if line is lines[-1] else None
-            self._judge(line, at_hand)
+            state_of_line = state if line is lines[-1] else None
+            self._update_best(line, state_of_line)
             for callback in self._callbacks:
-                callback(line, at_hand)
+                callback(line, state_of_line)
 
     def save(self, round: int, state: State, every: int | None, final: bool) -> None:
-        """Saves if it is time to; the lines up to this round are on disk already."""
+        """Writes a checkpoint if it is due. The lines up to this round are on disk already."""
         due = round % every == 0 if every else time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT
         if self.checkpoints and (due or final) and round > self._saved:
             keep = {self._saved, round}
@@ -90,15 +96,16 @@ class Journal:
             self._saved, self._saved_at = round, time.monotonic()
 
     def latest(self) -> dict[str, str]:
-        """The newest loss and accuracy, for the progress bar."""
+        """Returns the newest loss and accuracy, for the progress bar."""
         shown = {}
         for name, label in (("loss", "loss"), ("test_accuracy", "accuracy")):
             value = next((line[name] for line in reversed(self.history[-1000:]) if line.get(name) is not None), None)
             if value is not None:
-                shown[label] = f"{value:.3f}"
+                shown[label] = f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
         return shown
 
     def draw(self, path: Path, title: str) -> None:
+        """Draws the learning curve, if matplotlib is installed."""
         try:
             with writing(path):
                 draw_learning_curve(self.history, path, title)
@@ -107,10 +114,11 @@ class Journal:
             pass
 
     def close(self) -> None:
+        """Unlocks the folder."""
         if self._lock:
             self._lock.close()
 
-    def _judge(self, line: Line, state: State | None) -> None:
+    def _update_best(self, line: Line, state: State | None) -> None:
         value = score(line)
         if value is not None and (self._best_score is None or value > self._best_score):
             self._best_score, self._best = value, (line["round"], state)
