@@ -281,7 +281,6 @@ class Broken(algorithms.APFL):
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.filterwarnings("ignore:.*were left out")
-@pytest.mark.filterwarnings("ignore:Round 0 aggregated no update")
 def test_a_client_whose_own_model_diverges_does_not_count(adaptive):
     algorithm = make(Broken, adaptive=adaptive)
     state, info = run(algorithm)

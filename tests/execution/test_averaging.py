@@ -53,7 +53,6 @@ def test_the_average_is_what_is_evaluated():
     assert abs(average - last) > 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:Round 2 aggregated no update")
 def test_a_round_without_updates_does_not_change_the_average():
     algorithm = make(averaging=0.5, execution=fedsim.Jit())
     (*_, before) = rounds(algorithm, 2)

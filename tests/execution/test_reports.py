@@ -86,5 +86,5 @@ def test_several_rounds_in_one_dispatch_are_reported(rounds):
     cohorts = [fedsim.Cohort.of(population, ["client0"], round=r) for r in range(rounds)]
     _, info = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)
     with pytest.warns(UserWarning, match="Round 0 aggregated no update") as caught:
-        fedsim.execution.report_problems(algorithm, info, cohorts)
+        fedsim.execution.report_problems(fedavg(size=20), info, cohorts)
     assert len(caught) == 1

@@ -21,7 +21,6 @@ EXECUTIONS = {
     "debug": fedsim.Debug(),
 }
 POPULATION = federation.data()
-pytestmark = pytest.mark.filterwarnings("ignore:Round .* aggregated no update")
 
 # Client 1 has no examples. The fourth round has no clients, the fifth one client without examples, the last all clients.
 ROUNDS = [[3, 0, 6], [5], [7, 4, 2], [], [1], [0, 1, 2, 3, 4, 5, 6, 7]]

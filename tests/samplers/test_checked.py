@@ -95,7 +95,6 @@ def test_apply_names_what_is_no_cohort(execution):
         mine.apply_rounds(state, [cohort(0), None])
 
 
-@pytest.mark.filterwarnings("ignore:Round 0 aggregated no update")
 def test_cohorts_of_several_sizes_and_empty_ones_with_slots_are_allowed():
     def returns(round):
         return fedsim.Cohort(DATA, np.arange(round % 3), round, fedsim.rng.root(0), slots=2)
