@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import workload
-from benchmarks.tables import CHECKED_ROUNDS, TOLERANCE, Part
+from benchmarks.tables import CHECKED_ROUNDS, TOLERANCE, Record
 from benchmarks.worker import ContenderError, Worker
 
 TURNS_PER_SECONDS = 16  # turns in the time of --seconds, because there are many rows
@@ -29,17 +29,17 @@ EXACT = ("FedAvg", "FedProx", "Mime", "MimeLite", "AgnosticFedAvg", "HypCluster"
 QUANTIZED = ("UniformQuantizer", "UniformQuantizer, entropy", "RotatedUniformQuantizer", "Drive", "TernGrad")
 MOST_ERROR = 1.1  # largest mean squared error of quantized updates, relative to FedJAX's
 
-Turn = dict[str, float]
+Timing = dict[str, float]
 Leaves = list[np.ndarray]
 
 
-def algorithms(args: argparse.Namespace) -> Iterator[Part]:
+def algorithms(args: argparse.Namespace) -> Iterator[Record]:
     """Every algorithm that trains a model: time of a round per gradient, relative to FedAvg; default: dense and CNN."""
     for model in args.models or ("dense", "cnn"):
         part = compare_all(_task(args, model, "algorithms"), "FedAvg", args)
         rows = []
         for name, pairs in part.pop("pairs").items():
-            row: Part = {"model": model, "algorithm": name, "failure": part["failures"].get(name)}
+            row: Record = {"model": model, "algorithm": name, "failure": part["failures"].get(name)}
             if pairs:
                 gradients = [one["gradients"] / base["gradients"] for one, base in pairs]
                 ratio = median(_ratio(pair) / count for pair, count in zip(pairs, gradients, strict=True))
@@ -49,14 +49,14 @@ def algorithms(args: argparse.Namespace) -> Iterator[Part]:
         yield {"rows": rows, **part}
 
 
-def aggregators(args: argparse.Namespace) -> Iterator[Part]:
+def aggregators(args: argparse.Namespace) -> Iterator[Record]:
     """FedAvg with every aggregator and compressor: time of a round relative to the plain mean; default: CNN."""
     for model in args.models or ("cnn",):
         part = compare_all(_task(args, model, "aggregators"), "Mean", args)
         rows = []
         for name, pairs in part.pop("pairs").items():
             streams = name not in part["about"]["side_by_side"]
-            row: Part = {"model": model, "aggregator": name, "streams": streams, "failure": part["failures"].get(name)}
+            row: Record = {"model": model, "aggregator": name, "streams": streams, "failure": part["failures"].get(name)}
             if pairs:
                 ratio = median(map(_ratio, pairs))
                 row |= {"ms_per_round": median(one["ms_per_round"] for one, _ in pairs), "to_mean": ratio}
@@ -64,13 +64,13 @@ def aggregators(args: argparse.Namespace) -> Iterator[Part]:
         yield {"rows": rows, **part}
 
 
-def fedjax(args: argparse.Namespace) -> Iterator[Part]:
+def fedjax(args: argparse.Namespace) -> Iterator[Record]:
     """FedJAX's algorithms and quantizers and the same of fedsim: time per client step; default: dense."""
     names = (*EXACT, *QUANTIZED)
     for model in args.models or ("dense",):
         checks = {} if args.unchecked else check(_task(args, model, "fedjax"))
         failures: dict[str, str] = {}
-        turns: dict[str, dict[str, list[Turn]]] = {name: {"fedsim": [], "fedjax": []} for name in names}
+        turns: dict[str, dict[str, list[Timing]]] = {name: {"fedsim": [], "fedjax": []} for name in names}
         tasks = {library: _task(args, model, "fedjax", library) for library in ("fedsim", "fedjax")}
         with ExitStack() as stack:
             workers = {name: stack.enter_context(Worker(f"{name}_catalogue", task)) for name, task in tasks.items()}
@@ -87,7 +87,7 @@ def fedjax(args: argparse.Namespace) -> Iterator[Part]:
                         turns[name][library].append(turn(worker, name, rounds[name, library]))
         rows = []
         for name, of in turns.items():
-            row: Part = {"model": model, "algorithm": name, "failure": failures.get(name), **checks.get(name, {})}
+            row: Record = {"model": model, "algorithm": name, "failure": failures.get(name), **checks.get(name, {})}
             if of["fedsim"]:
                 per_step = {
                     library: [t["ms_per_round"] * t["rounds"] / t["steps"] for t in each] for library, each in of.items()
@@ -101,12 +101,12 @@ def fedjax(args: argparse.Namespace) -> Iterator[Part]:
         yield {"rows": rows, "turns": turns, "about": about}
 
 
-def compare_all(task: workload.Task, baseline: str, args: argparse.Namespace) -> Part:
+def compare_all(task: workload.Task, baseline: str, args: argparse.Namespace) -> Record:
     """Times all entries of a catalogue and, between every two of them, the baseline, on the same cohorts."""
     failures: dict[str, str] = {}
     with Worker("fedsim_catalogue", task) as worker:
         rounds = rounds_per_turn(worker, baseline, task.per_dispatch, args)
-        pairs: dict[str, list[tuple[Turn, Turn]]] = {name: [] for name in worker.about["names"] if name != baseline}
+        pairs: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in worker.about["names"] if name != baseline}
         for name in pairs:
             try:
                 warm_up(worker, name, rounds)
@@ -123,7 +123,7 @@ def compare_all(task: workload.Task, baseline: str, args: argparse.Namespace) ->
         return {"pairs": pairs, "turns": pairs, "failures": failures, "about": worker.about}
 
 
-def turn(worker: Worker, name: str, rounds: int) -> Turn:
+def turn(worker: Worker, name: str, rounds: int) -> Timing:
     """Times whole rounds of one entry, after as many untimed ones, because the host may have reclaimed the entry's memory."""
     worker("run", name=name, rounds=rounds)
     reply = worker("run", name=name, rounds=rounds)
@@ -153,13 +153,13 @@ def rounds_per_turn(worker: Worker, name: str, chunk: int, args: argparse.Namesp
     return rounds
 
 
-def check(task: workload.Task) -> dict[str, Part]:
+def check(task: workload.Task) -> dict[str, Record]:
     """Trains with both libraries from the same parameters, as in `benchmarks.tables.check`, and compares the results.
 
     Without randomness, parameters must agree after some rounds. Quantizers draw at random; there the mean squared error of
     a round with quantized updates, relative to one without, must be at most `MOST_ERROR` times FedJAX's.
     """
-    checks: dict[str, Part] = {}
+    checks: dict[str, Record] = {}
     start = workload.initial_leaves(task.model)
     with tempfile.TemporaryDirectory() as folder:
         for data, exact in (("repeated", set(EXACT) - {"AgnosticFedAvg"}), ("even", {"AgnosticFedAvg"})):
@@ -209,7 +209,7 @@ def _task(args: argparse.Namespace, model: str, catalogue: str, library: str = "
     return workload.Task(model=model, device=args.device, per_dispatch=several, catalogue=catalogue)
 
 
-def _ratio(pair: tuple[Turn, Turn]) -> float:
+def _ratio(pair: tuple[Timing, Timing]) -> float:
     return pair[0]["ms_per_round"] / pair[1]["ms_per_round"]
 
 

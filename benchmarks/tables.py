@@ -25,7 +25,7 @@ PEERS = ("fedjax", "pfl", "drjax", "flower")
 CHECKED_ROUNDS = 3
 TOLERANCE = 1e-3  # of the largest change of any parameter over the checked rounds
 
-Part = dict[str, Any]
+Record = dict[str, Any]
 
 
 def rotate(entrants: Collection[Entrant], args: argparse.Namespace, turns: int = 1) -> None:
@@ -49,20 +49,20 @@ def ratio(ours: Entrant, theirs: Entrant) -> float | None:
     return median(ratios) if ratios else None
 
 
-def rounds(args: argparse.Namespace) -> Iterator[Part]:
+def rounds(args: argparse.Namespace) -> Iterator[Record]:
     """Time of whole rounds of 10 clients, also relative to fedsim; all contenders in rotation."""
     names = [name for name in args.contenders or ("fedsim", "floor", *PEERS) if name not in args.without]
     for model in args.models or MODELS:
         yield compare(workload.Task(model=model, device=args.device), 1 if model == "cnn" else 20, names, args)
 
 
-def lstm(args: argparse.Namespace) -> Iterator[Part]:
+def lstm(args: argparse.Namespace) -> Iterator[Record]:
     """Time of whole rounds of next-word prediction, 10 clients, batch size 16: fedsim, floor and FedJAX in rotation."""
     task = workload.Task(model="lstm", data="sentences", batch=16, device=args.device)
     yield compare(task, 1, ["fedsim", "floor", "fedjax"], args)
 
 
-def compare(task: workload.Task, several: int, names: list[str], args: argparse.Namespace) -> Part:
+def compare(task: workload.Task, several: int, names: list[str], args: argparse.Namespace) -> Record:
     """Checks that contenders compute the same, then times them in rotation.
 
     fedsim and the floor run ``several`` rounds per dispatch.
@@ -78,7 +78,7 @@ def compare(task: workload.Task, several: int, names: list[str], args: argparse.
     rows = []
     for label, entrant in entrants.items():
         equal = checks.get(entrant.name, {}).get("equal")
-        row: Part = {"model": task.model, "contender": label, "equal": equal, "turns": len(entrant.times)}
+        row: Record = {"model": task.model, "contender": label, "equal": equal, "turns": len(entrant.times)}
         if entrant.times:
             row |= {key: median(t[key] for t in entrant.times) for key in ("us_per_step", "ms_per_round")}
             row["relative_to_fedsim"] = ratio(entrants["fedsim"], entrant) if "fedsim" in entrants else None
@@ -88,13 +88,13 @@ def compare(task: workload.Task, several: int, names: list[str], args: argparse.
     return {"rows": rows, "checks": checks, "turns": turns, "about": about}
 
 
-def check(task: workload.Task, names: list[str]) -> dict[str, Part]:
+def check(task: workload.Task, names: list[str]) -> dict[str, Record]:
     """Trains the same rounds from the same parameters with each contender, and compares the results with the reference.
 
     `workload.population` explains why shuffling does not matter. Dropout is off, because its random draws differ between
     libraries. Flower is checked with plain averaging: its Adam corrects the bias of round r as if it were round r + 1.
     """
-    checks: dict[str, Part] = {}
+    checks: dict[str, Record] = {}
     references: dict[str, list[np.ndarray]] = {}
     start = workload.initial_leaves(task.model)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def check(task: workload.Task, names: list[str]) -> dict[str, Part]:
     return checks
 
 
-def scale(args: argparse.Namespace) -> Iterator[Part]:
+def scale(args: argparse.Namespace) -> Iterator[Record]:
     """fedsim's time per client step and peak memory with 10 and with 1,000 clients per round; a population of 1,000."""
     for model in args.models or MODELS:
         entrants = {}
@@ -134,7 +134,7 @@ def scale(args: argparse.Namespace) -> Iterator[Part]:
         small, large = entrants.values()
         if small.failure or large.failure:
             raise ContenderError(str(small.failure or large.failure))
-        rows: list[Part] = [
+        rows: list[Record] = [
             {"model": model, "clients": clients, "us_per_step": median(t["us_per_step"] for t in entrant.times),
              "peak_mib": entrant.times[-1]["peak_mib"]}
             for clients, entrant in entrants.items()
@@ -147,7 +147,7 @@ def scale(args: argparse.Namespace) -> Iterator[Part]:
         yield {"rows": rows, "turns": turns, "about": {"fedsim": small.about}}
 
 
-def mnist(args: argparse.Namespace) -> Iterator[Part]:
+def mnist(args: argparse.Namespace) -> Iterator[Record]:
     """Seconds for 100 rounds of softmax regression: 1,000 clients of 69 examples, 10 per round, batch size 10, averaging."""
     task = workload.Task(
         model="softmax", data="mnist", population=1000, batch=10, server="average", per_dispatch=20, device=args.device
@@ -162,13 +162,13 @@ def mnist(args: argparse.Namespace) -> Iterator[Part]:
     }
 
 
-def femnist(args: argparse.Namespace) -> Iterator[Part]:
+def femnist(args: argparse.Namespace) -> Iterator[Record]:
     """Accuracy and time on real FEMNIST: dense, 10 clients per round, several seeds; FedJAX and fedsim in turn."""
     if args.femnist is None:
         print("femnist is left out: pass --femnist a folder with femnist_train.h5 and femnist_test.h5", file=sys.stderr)
         return
     source = str(args.femnist.resolve())
-    runs: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
+    runs: dict[str, list[Record]] = {"fedsim": [], "fedjax": []}
     with ExitStack() as stack:
         workers = {}
         for name in runs:
@@ -191,7 +191,7 @@ def femnist(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": rows, "runs": runs, "about": {name: worker.about for name, worker in workers.items()}}
 
 
-def evaluation(args: argparse.Namespace) -> Iterator[Part]:
+def evaluation(args: argparse.Namespace) -> Iterator[Record]:
     """Seconds to evaluate 77,483 examples of 3,400 clients, global and per client, dense: FedJAX and fedsim in turn."""
     source = str(args.sizes.resolve()) if args.sizes else None
     task = workload.Task(model="dense", data="evaluation", source=source, device=args.device)
@@ -212,7 +212,7 @@ def evaluation(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": rows, "results": results, "turns": times, "about": about}
 
 
-def conversion(args: argparse.Namespace) -> Iterator[Part]:
+def conversion(args: argparse.Namespace) -> Iterator[Record]:
     """Seconds for FedJAX to read its SQLite file of 3,400 clients, and for fedsim to convert it to a packed file; in turn."""
     if args.sqlite is None:
         print("conversion is left out: pass --sqlite a file that FedJAX wrote; its clients are repeated", file=sys.stderr)
@@ -222,7 +222,7 @@ def conversion(args: argparse.Namespace) -> Iterator[Part]:
         source, target = f"{folder}/large.sqlite", f"{folder}/packed.h5"
         workload.repeat_sqlite(args.sqlite, source, clients=3400)
         workers = {name: stack.enter_context(Worker(name, task)) for name in ("fedsim", "fedjax")}
-        replies: dict[str, list[Part]] = {"fedsim": [], "fedjax": []}
+        replies: dict[str, list[Record]] = {"fedsim": [], "fedjax": []}
         for _ in range(args.repeats):
             Path(target).unlink(missing_ok=True)
             replies["fedsim"].append(workers["fedsim"]("convert", source=source, target=target))
@@ -240,7 +240,7 @@ def conversion(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": rows, "turns": times, "bytes": packed, "about": about}
 
 
-def data(args: argparse.Namespace) -> Iterator[Part]:
+def data(args: argparse.Namespace) -> Iterator[Record]:
     """Large populations: opening and reading a packed file, rounds by population size, streamed and resident data."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = {"path": f"{folder}/tokens.h5"}
@@ -255,7 +255,7 @@ def data(args: argparse.Namespace) -> Iterator[Part]:
     yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
 
 
-def memory(args: argparse.Namespace) -> Iterator[Part]:
+def memory(args: argparse.Namespace) -> Iterator[Record]:
     """Client memories: SCAFFOLD over 342,477 clients, 1 MB each: time, memory, disk; gathering and writing a cohort's rows."""
     population = populations.STACK_OVERFLOW["clients"]
     sizes = {10: 200, 50: 100}
@@ -278,6 +278,6 @@ def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
-TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Part]]] = {
+TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion, memory)
 }

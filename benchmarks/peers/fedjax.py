@@ -76,8 +76,8 @@ class Contender:
         return [len(sizes), sum(sizes)]
 
 
-def federated(data: workload.Population, **more: np.ndarray) -> fedjax.InMemoryFederatedData:
-    columns = {"x": data.x if data.x.dtype == np.int32 else data.floats(), "y": data.y, **more}
+def federated(data: workload.Population, **options: np.ndarray) -> fedjax.InMemoryFederatedData:
+    columns = {"x": data.x if data.x.dtype == np.int32 else data.floats(), "y": data.y, **options}
     rows = [slice(*data.offsets[i : i + 2]) for i in range(len(data.sizes))]
     return fedjax.InMemoryFederatedData(
         {b"%06d" % i: {name: column[r] for name, column in columns.items()} for i, r in enumerate(rows)}

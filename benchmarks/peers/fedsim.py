@@ -73,8 +73,8 @@ class Contender:
         return [data.num_clients, data.num_examples]
 
 
-def federated(data: workload.Population, **more: np.ndarray) -> fedsim.FederatedData:
-    return fedsim.FederatedData.from_arrays({"x": data.x, "y": data.y, **more}, sizes=data.sizes)
+def federated(data: workload.Population, **options: np.ndarray) -> fedsim.FederatedData:
+    return fedsim.FederatedData.from_arrays({"x": data.x, "y": data.y, **options}, sizes=data.sizes)
 
 
 def without_dropout(model: fedsim.Model) -> fedsim.Model:

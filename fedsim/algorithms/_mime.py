@@ -84,8 +84,8 @@ class MimeLite(FedAvg):
     def start(self, shared: MimeShared, params: Params) -> Local:
         return super().start(shared, params)._replace(opt_state=shared.statistics)
 
-    def step(self, shared: MimeShared, local: Local, *args: Any, **more: Any) -> Local:
-        return super().step(shared, local, *args, **more)._replace(opt_state=shared.statistics)
+    def step(self, shared: MimeShared, local: Local, *args: Any, **options: Any) -> Local:
+        return super().step(shared, local, *args, **options)._replace(opt_state=shared.statistics)
 
     def client_update(self, shared: MimeShared, client: Client) -> ClientUpdate:
         _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")

@@ -107,7 +107,7 @@ class _TracedClients(Clients):
         assert aggregator is not None and fold is not None
 
         @functools.wraps(work)
-        def noted(shared: Any, client: Client) -> ClientUpdate:
+        def with_shapes(shared: Any, client: Client) -> ClientUpdate:
             result = work(shared, client)
             check_update(call.work_name, result)
             sent.append(_shapes(result.update))
@@ -119,7 +119,7 @@ class _TracedClients(Clients):
         ):
 
             def only_work(slot: jax.Array) -> None:
-                noted(call.shared, self.client(call, slot, True, exact_loop, ())[0])
+                with_shapes(call.shared, self.client(call, slot, True, exact_loop, ())[0])
 
             jax.eval_shape(only_work, _SLOT)
             if jax.tree.leaves(start := aggregator.client_memory(sent[0])):
@@ -128,7 +128,7 @@ class _TracedClients(Clients):
                 self.aggregators[call.name] = aggregator, sent[0]
                 self.aggregator_states[call.name] = memory
                 call = call._replace(aggregator_state=memory)
-        arrived, entries, row = self._traced(call, functools.partial(self._update, call, noted), lambda: sent[-1])
+        arrived, entries, row = self._traced(call, functools.partial(self._update, call, with_shapes), lambda: sent[-1])
         if jax.tree.leaves(row):
             self.row = row
         return self._conclude(call, fold.zero(arrived, 1), entries)

@@ -29,9 +29,9 @@ AGGREGATORS = {
 }
 
 
-def algorithm(aggregator, **more):
+def algorithm(aggregator, **options):
     settings = {"model": federation.model(), "batches": fedsim.Batches(size=4), "client_optimizer": optax.sgd(0.3)}
-    return fedsim.algorithms.FedAvg(**settings, aggregator=aggregator, weighting="uniform", **more)
+    return fedsim.algorithms.FedAvg(**settings, aggregator=aggregator, weighting="uniform", **options)
 
 
 def run(algorithm, rounds=3):

@@ -57,8 +57,8 @@ def assert_same(state, w, b):
     np.testing.assert_allclose(np.asarray(state.params["linear"]["b"]), b, rtol=1e-5, atol=1e-6)
 
 
-def settings(**more):
-    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(CLIENT_RATE)} | more
+def settings(**options):
+    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(CLIENT_RATE)} | options
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])

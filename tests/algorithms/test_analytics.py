@@ -18,8 +18,8 @@ def population(values=None):
     return fedsim.FederatedData.from_arrays({"x": x, "item": items}, sizes=SIZES)
 
 
-def settings(**more):
-    return {"batches": fedsim.Batches(size=64)} | more
+def settings(**options):
+    return {"batches": fedsim.Batches(size=64)} | options
 
 
 def iterate(algorithm, data, rounds, key=0):

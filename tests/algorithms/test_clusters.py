@@ -31,8 +31,8 @@ def iterate(algorithm, population, rounds, seed=0):
     return algorithm.apply_rounds(state, cohorts)[0]
 
 
-def settings(**more):
-    return {"num_features": 3, "num_clusters": 3, "batches": fedsim.Batches(size=16)} | more
+def settings(**options):
+    return {"num_features": 3, "num_clusters": 3, "batches": fedsim.Batches(size=16)} | options
 
 
 def numpy_lloyd(x, means):

@@ -40,9 +40,9 @@ def population(sizes=(8, 0, 3, 5), seed=0):
     return fedsim.FederatedData.from_arrays({name: c.astype(np.float32) for name, c in columns.items()}, sizes=sizes)
 
 
-def make(**more):
+def make(**options):
     batches = fedsim.Batches(size=4, epochs=1)
-    return algorithms.DSSGD(**{"model": linear_model(), "batches": batches, "client_optimizer": optax.sgd(RATE)} | more)
+    return algorithms.DSSGD(**{"model": linear_model(), "batches": batches, "client_optimizer": optax.sgd(RATE)} | options)
 
 
 def params(state):
@@ -216,13 +216,13 @@ def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
         assert info.clients["bits_down"].tolist() == [sent * width + 8 * -(-size // 8) + 32 + 64]
 
 
-@pytest.mark.parametrize("more", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
+@pytest.mark.parametrize("options", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_who_diverged_is_dropped_whatever_it_would_send(more):
+def test_who_diverged_is_dropped_whatever_it_would_send(options):
     """Numbers are finite and their squares are not; clipped, or left out, they would look harmless."""
     data = population(sizes=(1, 1))
     data.columns["x"][:], data.columns["y"][:] = np.float32([[1, 0, 0, 0, 0]]), -1e25
-    algorithm = make(theta_u=0.4, **more)
+    algorithm = make(theta_u=0.4, **options)
     state = algorithm.init(jax.random.key(0))
     after, info = algorithm.apply(state, federation.cohort(data))
     assert int(info.num_dropped) == 2

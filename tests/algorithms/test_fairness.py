@@ -40,8 +40,8 @@ def trained(params, dataset, key, weight_of=lambda y: np.ones(len(y))):
     return params
 
 
-def settings(**more):
-    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | more
+def settings(**options):
+    return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(RATE)} | options
 
 
 def rounds(algorithm, count=3):

@@ -90,13 +90,13 @@ def test_mime_s_first_call_sees_every_example_once_however_long_the_second_is(ho
         assert_close(c, gradient(start, with_ones(population.columns["x"]), population.columns["y"]))
 
 
-def first_call(**more):
+def first_call(**options):
     """What Mime's first call makes of everybody's gradients, these, and the state after a round.
 
     In the first round, momentum s starts from 0: clients train as without it, and afterwards it is c.
     """
-    cohort = more.pop("cohort", None) or federation.cohort(federation.data())
-    start, _, state = run(Mime(**settings(client_optimizer=optax.sgd(RATE, 0.6), **more)), [cohort])
+    cohort = options.pop("cohort", None) or federation.cohort(federation.data())
+    start, _, state = run(Mime(**settings(client_optimizer=optax.sgd(RATE, 0.6), **options)), [cohort])
     server = fedsim.execution.server_state(state)
     sent = {i: gradient(start, *everything) for i, everything, _ in clients(cohort)}
     return joined(server.statistics[0].trace), sent, state

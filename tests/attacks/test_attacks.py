@@ -373,8 +373,8 @@ def test_the_mean_diverges_and_the_median_converges(algorithm_name, attack):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attack": attacks.SignFlip()}, "Expected attack and attackers together"),
-        ({"attackers": ATTACKERS}, "Expected attack and attackers together"),
+        ({"attack": attacks.SignFlip()}, "Expected both attack and attackers, or neither"),
+        ({"attackers": ATTACKERS}, "Expected both attack and attackers, or neither"),
         (
             {"attack": attacks.SignFlip(), "attackers": ATTACKERS[:3]},
             r"Expected attackers bool \[8\], one per client, got bool \[3\]",

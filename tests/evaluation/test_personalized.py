@@ -33,9 +33,9 @@ def test_data() -> fedsim.FederatedData:
 test_data.__test__ = False
 
 
-def make(cls=algorithms.Ditto, **more):
+def make(cls=algorithms.Ditto, **options):
     settings = {"model": federation.model(), "batches": fedsim.Batches(size=4), "client_optimizer": optax.sgd(0.3)}
-    return cls(**(settings | {"execution": fedsim.Jit()} | more))
+    return cls(**(settings | {"execution": fedsim.Jit()} | options))
 
 
 def trained(algorithm, rounds=2):

@@ -37,9 +37,9 @@ def finite_difference(f, at, step):
     return (float(f(at + step)) - float(f(at - step))) / (2 * step)
 
 
-def make(cls=fedsim.algorithms.FedAvg, **more):
+def make(cls=fedsim.algorithms.FedAvg, **options):
     settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "execution": EXECUTION}
-    return cls(**(settings | {"batches": fedsim.Batches(size=4, epochs=2)} | more))
+    return cls(**(settings | {"batches": fedsim.Batches(size=4, epochs=2)} | options))
 
 
 @pytest.mark.slow

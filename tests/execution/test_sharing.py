@@ -17,9 +17,9 @@ from fedsim import algorithms
 MODEL, BATCHES = federation.model(), fedsim.Batches(size=4)
 
 
-def make(cls=algorithms.FedAvg, **more):
+def make(cls=algorithms.FedAvg, **options):
     settings = {"model": MODEL, "client_optimizer": optax.sgd(0.1), "batches": BATCHES, "execution": fedsim.Jit()}
-    return cls(**(settings | more))
+    return cls(**(settings | options))
 
 
 def num_programs(algorithm):

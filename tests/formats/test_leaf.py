@@ -14,9 +14,9 @@ from fedsim.formats import read_leaf, write_leaf
 from fedsim.formats._json import JsonReader
 
 
-def leaf_file(path, user_data, sizes=None, **more):
+def leaf_file(path, user_data, sizes=None, **options):
     sizes = [len(data["y"]) for data in user_data.values()] if sizes is None else sizes
-    path.write_text(json.dumps({"users": list(user_data), "num_samples": sizes, "user_data": user_data, **more}))
+    path.write_text(json.dumps({"users": list(user_data), "num_samples": sizes, "user_data": user_data, **options}))
     return path
 
 
