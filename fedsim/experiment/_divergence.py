@@ -115,4 +115,4 @@ def _is_scalar(line: Line, name: str) -> bool:
 
 
 def _shown(value: float) -> str:
-    return "infinity" if math.isinf(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "infinity" if math.isinf(value) else f"{value:,.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
