@@ -165,7 +165,7 @@ def _check_picture(path: Path) -> None:
 
 def _how_to_load(name: str, about: datasets.Description) -> str:
     if name.endswith(":NAME"):
-        return f"{name} stands for many datasets: replace NAME by the name of one."
+        return f"{name} is a pattern for many datasets: replace NAME by the name of one."
     quoted = name if re.fullmatch(r"[\w./:-]+", name) else shlex.quote(name) if '"' in name else f'"{name}"'
     if about.needs_data:
         return f"The dataset is not available. To read it: fedsim datasets describe {quoted} --data DIR"

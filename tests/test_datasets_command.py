@@ -82,7 +82,7 @@ def test_the_printed_command_can_be_copied_into_a_shell(capsys, tmp_path):
             f"{tmp_path}/mine.py:load",
             f"To load and draw it: fedsim datasets describe {tmp_path}/mine.py:load --picture FILE.png",
         ),
-        ("tfds:NAME", "tfds:NAME stands for many datasets: replace NAME by the name of one."),
+        ("tfds:NAME", "tfds:NAME is a pattern for many datasets: replace NAME by the name of one."),
     ):
         assert main(["datasets", "describe", name]) == 0
         text = capsys.readouterr().out

@@ -28,7 +28,7 @@ _ROWS = "clients.rows"
 
 
 class SavedRows(NamedTuple):
-    """The part of a checkpoint that stands for `ClientRows`.
+    """The form in which a checkpoint stores `ClientRows`.
 
     Attributes:
       index: ``int64 [num_clients]``, the number of each client's row in the row file; -1 for clients without a row.

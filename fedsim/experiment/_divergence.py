@@ -1,4 +1,4 @@
-"""Detects a loss that rises above its start, or that becomes enormous, while a run goes on."""
+"""Detects a loss that rises above its start, or that becomes enormous, during a run."""
 
 from __future__ import annotations
 
