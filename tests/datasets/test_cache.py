@@ -1,4 +1,4 @@
-"""Tests of conversion into the cache: once per source, and never an incomplete file, whatever interrupts it."""
+"""Tests of the conversion into the cache: each source is converted once, and an interruption leaves no incomplete file."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def test_a_source_is_converted_once_and_then_memory_mapped(tmp_path, source):
     assert len(reads) == 2
 
 
-def test_other_options_another_version_or_another_file_are_converted_again(tmp_path, source):
+def test_the_source_is_converted_again_after_a_change_of_options_version_or_file(tmp_path, source):
     reads = []
 
     def again(**options):
@@ -70,7 +70,7 @@ def test_other_options_another_version_or_another_file_are_converted_again(tmp_p
     assert again() and not again()
 
 
-def test_a_folder_stands_for_the_files_in_it(tmp_path):
+def test_a_folder_as_source_is_identified_by_its_files(tmp_path):
     folder, reads = tmp_path / "folder", []
     folder.mkdir()
     (folder / "a.json").write_text("a")
@@ -125,11 +125,11 @@ WRITTEN_BUT_NOT_NAMED = "import os, time\nos.fsync = lambda file: (print('writte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "pause", "said"), [("", 60, "half"), (WRITTEN_BUT_NOT_NAMED, 0, "written")])
-def test_a_killed_process_leaves_no_file_that_looks_complete(before, pause, said, tmp_path, source):
+@pytest.mark.parametrize(("before", "pause", "last_line"), [("", 60, "half"), (WRITTEN_BUT_NOT_NAMED, 0, "written")])
+def test_a_killed_process_leaves_no_file_that_looks_complete(before, pause, last_line, tmp_path, source):
     cache = tmp_path / "cache"
     process = child(cache, source, pause=pause, rows=300_000, before=before)
-    while (line := process.stdout.readline().strip()) != said:
+    while (line := process.stdout.readline().strip()) != last_line:
         assert line == "half"
     process.send_signal(signal.SIGKILL)
     process.wait(60)
@@ -142,7 +142,7 @@ def test_a_killed_process_leaves_no_file_that_looks_complete(before, pause, said
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_converts_and_the_other_waits(tmp_path, source):
+def test_one_of_two_processes_converts_and_the_other_waits(tmp_path, source):
     first = child(tmp_path / "cache", source, pause=1.0)
     assert first.stdout.readline() == "half\n"
     second = child(tmp_path / "cache", source)

@@ -1,4 +1,4 @@
-"""Tests of `clients=` for datasets that have clients of their own, on small files that the tests write."""
+"""Tests of the option `clients` of datasets with natural clients, on small files that the tests write."""
 
 import gzip
 import json
@@ -74,7 +74,7 @@ def mnist(folder):
     np.savez(folder / "mnist_writer_ids.npz", train_writer=np.arange(60) // 6, test_writer=np.arange(20) // 4)
 
 
-# Name with options, the writer of its files, and how many clients each split keeps of clients=4.
+# The dataset's name with options, the function that writes its files, and the number of clients in each split for clients=4.
 NATURAL = {
     "emnist62": ("", emnist, {"train": 4, "test": 4}),
     "emnist10": ("", lambda folder: emnist(folder, digits=True), {"train": 4, "test": 4}),
@@ -102,7 +102,7 @@ def test_every_natural_dataset_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", NATURAL)
-def test_fewer_clients_are_drawn_by_seed(name, tmp_path):
+def test_the_seed_determines_which_clients_are_drawn(name, tmp_path):
     options, write, expected = NATURAL[name]
     folder = tmp_path / "data"
     folder.mkdir()
@@ -117,7 +117,7 @@ def test_fewer_clients_are_drawn_by_seed(name, tmp_path):
     for split, population in some.items():
         everything, kept = contents(whole[split]), contents(population)
         assert kept.items() <= everything.items()
-        assert list(kept) == [client_id for client_id in everything if client_id in kept]  # in the order of the file
+        assert list(kept) == [client_id for client_id in everything if client_id in kept]  # they keep the order of the file
         assert not isinstance(population.columns["x"], np.memmap)
     if name not in ("cifar100", "mnist"):
         both = [client_id for client_id in some["train"].client_ids if client_id in whole["test"]]
@@ -137,7 +137,7 @@ def test_the_error_for_too_many_clients_says_how_many_there_are(tmp_path):
         datasets.load("emnist62", clients=13, data=tmp_path, cache=tmp_path / "cache")
 
 
-def test_no_drawn_client_in_a_split_is_an_error(tmp_path):
+def test_a_split_without_any_drawn_client_is_an_error(tmp_path):
     stackoverflow(tmp_path)
     data = datasets.load("stackoverflow_word", vocabulary=2, data=tmp_path, cache=tmp_path / "cache")
     splits = {"train": data.train, "test": data.test}
@@ -160,7 +160,7 @@ def test_many_clients_are_written_to_the_cache_instead(tmp_path, monkeypatch):
 
 
 def resident_bytes(path):
-    """How much of a mapped file this process has read, by the kernel's account."""
+    """Returns how many bytes of a mapped file are in this process's memory, as the kernel reports it."""
     maps = Path("/proc/self/smaps").read_text()
     found = re.findall(rf"^[0-9a-f]+-[0-9a-f]+ .* {re.escape(str(path))}\n(?:\w+:.*\n)*?Rss: +(\d+) kB", maps, re.MULTILINE)
     assert found
@@ -175,13 +175,13 @@ def test_only_the_rows_of_the_drawn_clients_are_read(tmp_path):
     data = FederatedData.open(tmp_path / "train.h5")
     chosen = _chosen_clients.choose_clients("mine", {"train": data, "test": data}, 3, 0, tmp_path)
     assert chosen["train"].num_clients == 3 and chosen["train"].columns["x"].shape == (3, rows)
-    assert resident_bytes(tmp_path / "train.h5") < 8 * rows  # 3 of 64 million bytes, and what the kernel reads ahead
+    assert resident_bytes(tmp_path / "train.h5") < 8 * rows  # 3 of 64 million bytes, plus the kernel's read-ahead
     assert np.asarray(data.columns["x"]).sum() == 0
     assert resident_bytes(tmp_path / "train.h5") > 60 * rows
 
 
 @pytest.mark.slow
-def test_a_run_takes_fewer_clients(tmp_path, capsys):
+def test_a_run_with_fewer_clients(tmp_path, capsys):
     folder = tmp_path / "data"
     folder.mkdir()
     emnist(folder)

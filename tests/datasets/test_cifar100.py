@@ -1,4 +1,4 @@
-"""Tests of `cifar100`, on files of both formats, written by the tests."""
+"""Tests of `cifar100`, on files of both formats that the tests write."""
 
 import h5py
 import numpy as np

@@ -19,7 +19,7 @@ def registry_of_this_test(monkeypatch):
 
 
 def two_clients(data, cache):
-    """Two clients, three examples."""
+    """A dataset of two clients and three examples."""
     both = FederatedData.from_arrays({"y": np.arange(3)}, sizes=[1, 2])
     return {"train": both, "test": both}
 
@@ -32,7 +32,7 @@ def test_the_error_for_an_unknown_name_suggests_similar_names():
             ask("zzz")
 
 
-def test_a_loader_gets_the_folder_and_a_cache_of_its_own(tmp_path):
+def test_a_loader_gets_the_folder_and_its_own_cache_folder(tmp_path):
     calls = []
 
     @datasets.register("mine", num_classes=3)
@@ -59,7 +59,7 @@ def test_a_loader_gets_the_folder_and_a_cache_of_its_own(tmp_path):
         ({"FEDSIM_CACHE": "~/d", "HOME": "/c"}, "/c/d"),
     ],
 )
-def test_the_cache_is_where_the_environment_says(monkeypatch, variables, expected):
+def test_environment_variables_determine_the_cache_folder(monkeypatch, variables, expected):
     for name in ("FEDSIM_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -70,12 +70,12 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, variables, expecte
     assert asked == [Path(expected) / "mine"]
 
 
-def test_a_missing_folder_is_named(tmp_path):
+def test_the_error_for_a_missing_folder_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"No folder .*nowhere to read 'emnist62' from"):
         datasets.load("emnist62", data=tmp_path / "nowhere")
 
 
-def test_a_taken_name_is_refused_and_the_same_function_again_is_not():
+def test_a_registered_name_is_refused_unless_the_function_is_the_same():
     datasets.register("mine")(two_clients)
     datasets.register("mine", task="again")(two_clients)
     assert datasets.describe("mine").task == "again"
@@ -107,7 +107,7 @@ def sized(data, cache, *, size=3, kind="plain", share=0.5, three=False):
     return {"train": train, "test": train} | ({"held_out": train} if three else {})
 
 
-def test_options_come_by_keyword_or_in_the_name():
+def test_options_are_keywords_or_part_of_the_name():
     datasets.register("sized", options={"size": "how many"})(sized)
     assert datasets.load("sized").train.num_examples == 3
     assert datasets.load("sized", size=4).train.num_examples == 4
@@ -143,7 +143,7 @@ def test_options_come_by_keyword_or_in_the_name():
         ("", "There is no dataset ''"),
     ],
 )
-def test_impossible_options_are_refused(name, message):
+def test_invalid_options_are_refused(name, message):
     datasets.register("sized")(sized)
     datasets.register("plain")(two_clients)
     for ask in (datasets.load, datasets.describe):
@@ -157,7 +157,7 @@ def test_an_option_given_twice_is_refused():
         datasets.load("sized(size=3)", size=3)
 
 
-def test_a_family_gets_what_follows_its_prefix():
+def test_a_family_gets_the_text_after_its_prefix():
     asked = []
 
     @datasets.register("zoo:NAME", task="animals")
@@ -239,7 +239,7 @@ def test_a_loader_with_other_parameters_is_refused():
     assert datasets.load("needs(size=3)").train.num_clients == 2
 
 
-def test_a_file_may_be_imported_and_named_by_its_path(tmp_path):
+def test_a_file_may_be_both_imported_and_given_by_its_path(tmp_path):
     """Its functions are the same under two module names; a function with the same name in another file is a different one."""
     source = (
         "from fedsim import datasets\n@datasets.register('both')\ndef load(data, cache):\n    return datasets.load('digits')\n"

@@ -1,4 +1,4 @@
-"""Tests of the embedded digits."""
+"""Tests of the dataset `digits`, which is embedded in scikit-learn."""
 
 import sys
 
@@ -49,7 +49,8 @@ def test_labels_are_skewed_and_similar_in_train_and_test(digits):
         return np.array([np.bincount(client["y"], minlength=10) for client in split.clients()])
 
     train, test = counts(digits.train), counts(digits.test)
-    # If clients were alike, the most frequent of ten labels would have a share of about a quarter in so few images.
+    # With so few images, the most frequent of ten labels would have a share of about a quarter if all clients had the same
+    # label distribution.
     assert np.mean(train.max(1) / train.sum(1)) > 0.42
     mine = (train * test).sum(1) / (train.sum(1) * np.maximum(test.sum(1), 1))
     anyones = (train.sum(0) * test).sum(1) / (train.sum() * np.maximum(test.sum(1), 1))
@@ -57,7 +58,7 @@ def test_labels_are_skewed_and_similar_in_train_and_test(digits):
 
 
 def test_clients_are_tested_on_the_labels_they_train_on(digits):
-    """Cut at random, which version 0.1 did, the distance is 1.06. Clients are small, so whole numbers leave 0.65."""
+    """The distance is 1.06 for the random split of version 0.1, and 0.65 here because small clients have rounded counts."""
     assert heterogeneity.split_distance(digits.train, digits.test) < 0.66
     for name, bound in {"digits(clients=20)": 0.16, "digits(clients=50, alpha=0.1, test_fraction=0.3)": 0.29}.items():
         splits = datasets.load(name)
@@ -73,14 +74,14 @@ def test_other_partitions_and_fractions(partition):
     assert heterogeneity.split_distance(splits.train, splits.test) < 0.1
 
 
-def test_impossible_options_are_refused():
+def test_invalid_options_are_refused():
     with pytest.raises(ValueError, match="Expected 0 < test_fraction < 1, or None, got test_fraction=0"):
         datasets.load("digits", test_fraction=0.0)
     with pytest.raises(ValueError, match="'iid' has no option 'alpha'"):
         datasets.load("digits(partition='iid', alpha=1)")
 
 
-def test_it_is_the_same_whenever_it_is_loaded(digits):
+def test_loading_twice_gives_the_same(digits):
     again = datasets.load("digits")
     for split in ("train", "test"):
         first, second = getattr(digits, split), getattr(again, split)

@@ -1,4 +1,4 @@
-"""Tests of downloads from a local server that fails on purpose."""
+"""Tests of downloads from a local server that simulates failures."""
 
 import bz2
 import contextlib
@@ -87,7 +87,7 @@ def fetch(server, path, **how):
     return _download.fetch(server.url, path, **{"backoff": 0.01, "timeout": 5.0} | how)
 
 
-def test_a_file_is_fetched_once(server, tmp_path):
+def test_a_file_is_downloaded_once(server, tmp_path):
     path = tmp_path / "new" / "file.bin"
     for _ in range(2):
         assert fetch(server, path, sha256=HASH) == path
@@ -143,13 +143,13 @@ def test_tries_are_counted_from_the_last_new_byte(server, tmp_path):
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_busy_server_is_tried_again(server, tmp_path, status):
+def test_a_request_to_a_busy_server_is_repeated(server, tmp_path, status):
     server.faults = [{"status": status}] * 2
     assert fetch(server, tmp_path / "file.bin").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_a_refusal_is_final(server, tmp_path, status):
+def test_a_request_that_is_refused_is_not_repeated(server, tmp_path, status):
     server.faults = [{"status": status}]
     with pytest.raises(DownloadError, match=f"answers HTTP {status}"):
         fetch(server, tmp_path / "file.bin")
@@ -157,7 +157,7 @@ def test_a_refusal_is_final(server, tmp_path, status):
     assert os.listdir(tmp_path) == []
 
 
-def test_another_hash_is_refused_and_nothing_kept(server, tmp_path):
+def test_a_file_with_another_hash_is_refused_and_deleted(server, tmp_path):
     with pytest.raises(DownloadError, match=f"has SHA-256 {HASH}, expected 00; nothing of it is kept"):
         fetch(server, tmp_path / "file.bin", sha256="00")
     assert os.listdir(tmp_path) == []
@@ -175,7 +175,7 @@ def test_a_partial_file_may_be_as_long_as_the_file_or_longer(server, tmp_path, l
     assert fetch(server, tmp_path / "file.bin", sha256=HASH).read_bytes() == CONTENT
 
 
-def test_a_file_that_is_there_is_checked(server, tmp_path):
+def test_an_existing_file_is_checked(server, tmp_path):
     (tmp_path / "file.bin").write_bytes(b"something else")
     with pytest.raises(ValueError, match=r"file.bin has SHA-256 .* expected .*: delete it to download it again"):
         fetch(server, tmp_path / "file.bin", sha256=HASH)
@@ -200,7 +200,7 @@ def pack(entries):
     return out.getvalue()
 
 
-def test_members_are_fetched_and_extracted_and_the_archive_removed(server, tmp_path):
+def test_members_are_extracted_and_the_archive_is_deleted(server, tmp_path):
     server.content = pack([("a.h5", b"A" * 1000), ("folder/b.h5", b"B"), ("c", b"C")])
     for _ in range(2):
         _download.Download(f"{server.url}.tar", ("a.h5", "b.h5")).into(tmp_path)
@@ -228,8 +228,8 @@ def test_a_link_does_not_count_as_a_member(tmp_path):
 
 
 @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.9])
-def test_a_truncated_archive_is_named_and_no_member_gets_its_final_name(tmp_path, share):
-    content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # Several blocks of bzip2.
+def test_the_error_for_a_truncated_archive_names_it_and_no_member_gets_its_final_name(tmp_path, share):
+    content = pack([("a.h5", CONTENT * 10), ("b.h5", b"B")])  # The content fills several blocks of bzip2.
     (tmp_path / "a.tar.bz2").write_bytes(content[: int(len(content) * share)])
     with pytest.raises(ValueError, match=r"a.tar.bz2 is damaged .*: delete it to download it again"):
         _archive.extract(tmp_path / "a.tar.bz2", ["a.h5", "b.h5"])
@@ -245,7 +245,7 @@ COMPRESSED = {
 
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
-def test_a_compressed_file_is_fetched_decompressed_and_removed(server, tmp_path, suffix):
+def test_a_compressed_file_is_downloaded_decompressed_and_deleted(server, tmp_path, suffix):
     server.content = COMPRESSED[suffix](CONTENT)
     size, digest = len(server.content), hashlib.sha256(server.content).hexdigest()
     download = _download.Download(f"{server.url}/a.sqlite{suffix}", ("a.sqlite",), digest, size)
@@ -258,7 +258,7 @@ def test_a_compressed_file_is_fetched_decompressed_and_removed(server, tmp_path,
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
-def test_a_truncated_compressed_file_is_named_and_no_incomplete_file_is_left(tmp_path, suffix, share):
+def test_the_error_for_a_truncated_compressed_file_names_it_and_no_incomplete_file_is_left(tmp_path, suffix, share):
     content = COMPRESSED[suffix](CONTENT)
     path = tmp_path / f"a.sqlite{suffix}"
     path.write_bytes(content[: int(len(content) * share)])
@@ -267,7 +267,7 @@ def test_a_truncated_compressed_file_is_named_and_no_incomplete_file_is_left(tmp
     assert sorted(os.listdir(tmp_path)) == [".lock", path.name]
 
 
-def test_another_size_is_refused_and_nothing_kept(server, tmp_path):
+def test_a_file_with_another_size_is_refused_and_deleted(server, tmp_path):
     with pytest.raises(DownloadError, match="has 300000 bytes, expected 300001; nothing of it is kept"):
         fetch(server, tmp_path / "file.bin", num_bytes=300_001)
     assert os.listdir(tmp_path) == []
@@ -300,7 +300,7 @@ except OSError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["OSError", str(errno.EFBIG)], done
-    left = {"plain": ["a.h5.part"], "tar": ["a.tar"], "bz2": ["a.h5.bz2"]}[form]  # what is fetched can be taken up again
+    left = {"plain": ["a.h5.part"], "tar": ["a.tar"], "bz2": ["a.h5.bz2"]}[form]  # the partial file can be resumed
     assert sorted(os.listdir(tmp_path)) == [".lock", *left]
 
 

@@ -1,4 +1,4 @@
-"""Tests of `emnist62` and `emnist10`, on files of every format, written by the tests, and on real files if there are any."""
+"""Tests of `emnist62` and `emnist10`, on files of every format that the tests write, and on real files if available."""
 
 import gzip
 import hashlib
@@ -66,7 +66,7 @@ def test_pixels_are_inverted_and_labels_are_not_changed(folder):
 
 
 def write_form(form, folder, content, split, *, digits=False):
-    """Writes ``content`` as FedJAX, TFF or LEAF would."""
+    """Writes ``content`` in the format of FedJAX, TFF or LEAF."""
     infix = "digitsonly_" if digits else ""
     if form == "FedJAX's SQLite":
         named = {f"{hashlib.md5(name.encode()).hexdigest()[:16]}:{name}": features for name, features in content.items()}
@@ -104,7 +104,7 @@ def test_every_format_gives_the_same_images(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path):
+def test_digits_are_read_from_their_own_files_or_selected_from_all_classes(form, tmp_path):
     everything = clients(np.float32, sizes=(40, 30))
     digits = {
         name: {f: column[features["label"] < 10] for f, column in features.items()} for name, features in everything.items()
@@ -117,7 +117,7 @@ def test_digits_are_read_from_their_own_files_or_picked_from_all(form, tmp_path)
         folder.mkdir()
         if form == "TFF's SQLite":
             prefix, data = ("digits_only" if only else "all"), FederatedData.from_clients(content)
-            others = {f"{prefix}_other": data}  # a split that nobody asked for
+            others = {f"{prefix}_other": data}  # a split that is not requested
             write_tff_sqlite({f"{prefix}_train": data, f"{prefix}_test": data} | others, folder / "emnist_all.sqlite")
             continue
         for split in ("train", "test"):
@@ -176,7 +176,7 @@ def test_a_folder_without_exactly_one_file_of_each_kind_is_refused(folder):
         datasets.load("emnist62", data=folder)
 
 
-def test_a_truncated_file_is_named(folder):
+def test_the_error_for_a_truncated_file_names_it(folder):
     path = folder / "fed_emnist_test.h5"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"fed_emnist_test.h5 is truncated or damaged"):
@@ -185,7 +185,7 @@ def test_a_truncated_file_is_named(folder):
 
 @pytest.fixture
 def archive(folder, tmp_path, monkeypatch):
-    """An archive that the user has downloaded into the cache."""
+    """Creates an archive that the user has downloaded into the cache."""
     path = tmp_path / "cache" / "emnist62" / "fed_emnist.tar.bz2"
     path.parent.mkdir(parents=True)
     with tarfile.open(path, "w:bz2") as tar:
@@ -202,7 +202,7 @@ def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_an_archive_fetched_by_hand_is_checked_extracted_and_kept_as_files(archive, tmp_path):
+def test_a_manually_downloaded_archive_is_checked_and_extracted(archive, tmp_path):
     for _ in range(2):
         splits = datasets.load("emnist62", cache=tmp_path / "cache")
         assert splits.train.num_examples == 4
@@ -258,7 +258,7 @@ def test_real_files_load():
     with h5py.File(REAL / "femnist_train.h5") as file:
         first = next(iter(file["examples"]))
         np.testing.assert_array_equal(splits.train[first]["x"][..., 0], 255 - file["examples"][first]["pixels"][()])
-    # Paper, the greater part of an image, is 0.
+    # The background, which is most of an image, is 0.
     assert np.median(splits.train.columns["x"]) == 0
     fedsim.models.emnist_dense().check(splits.train)
     fedsim.models.emnist_dense().check(splits.test)
@@ -276,8 +276,8 @@ def test_real_files_of_fedjax_give_the_same_images_as_those_of_tff(tmp_path):
 
 
 @needs_real
-def test_real_files_of_leaf_show_the_images_of_those_of_tff():
-    """LEAF splits the images differently, so each image of a writer is searched among all of the writer's at TFF."""
+def test_real_files_of_leaf_have_the_same_images_as_those_of_tff():
+    """LEAF splits the images differently, so each image of a writer is searched among all images of that writer in TFF."""
     leaf, tff = datasets.load("emnist62", data=REAL / "leaf_sample"), datasets.load("emnist62", data=REAL)
     assert leaf.train.num_clients == 6
     for split in (leaf.train, leaf.test):
@@ -291,7 +291,7 @@ def test_real_files_of_leaf_show_the_images_of_those_of_tff():
 
 
 @needs_real
-def test_real_digits_are_those_of_the_files_with_all_classes():
+def test_real_digits_equal_those_in_the_files_with_all_classes():
     digits, everything = datasets.load("emnist10", data=REAL).train, datasets.load("emnist62", data=REAL).train
     assert digits.num_examples == (everything.columns["y"] < 10).sum() == 29_296
     assert sorted(set(np.unique(digits.columns["y"]))) == list(range(10))

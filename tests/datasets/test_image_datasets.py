@@ -1,4 +1,4 @@
-"""Tests of `mnist`, `fashion_mnist` and `cifar10`: files written by the tests, every partition, and real MNIST."""
+"""Tests of `mnist`, `fashion_mnist` and `cifar10`, on files that the tests write with every partition, and on real MNIST."""
 
 import gzip
 import hashlib
@@ -37,7 +37,7 @@ def folder(tmp_path):
 
 
 def rows(population):
-    """Returns every example as bytes of image and label, sorted. A partition must not lose or repeat any."""
+    """Returns every example as bytes of image and label, sorted, because a partition must not lose or repeat an example."""
     return sorted(x.tobytes() + bytes([y]) for x, y in zip(population.columns["x"], population.columns["y"], strict=True))
 
 
@@ -62,7 +62,7 @@ def test_every_partition_keeps_every_image_with_its_label(partition, folder):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("test_fraction", [None, 0.3])
 def test_clients_are_tested_on_the_labels_they_train_on(partition, test_fraction, folder):
-    """Both splits of these files have equally many examples of each label, so each client's exact shares are the same."""
+    """Each label has the same number of examples in both splits, so each client's label shares are equal before rounding."""
     name, options = fedsim.names.parse_call(partition)
     splits = datasets.load("mnist", data=folder, partition=name, clients=5, test_fraction=test_fraction, **options)
     assert splits.train.client_ids == splits.test.client_ids
@@ -80,9 +80,9 @@ def test_clients_are_tested_on_the_labels_they_train_on(partition, test_fraction
     assert heterogeneity.split_distance(skewed.train, drawn_twice) > 0.8
 
 
-def test_evaluation_sees_every_test_image_once(folder):
+def test_evaluation_uses_every_test_image_once(folder):
     splits = datasets.load("mnist(partition='dirichlet', alpha=0.1, clients=20)", data=folder)
-    assert splits.test.sizes.min() == 0  # such a client counts nowhere
+    assert splits.test.sizes.min() == 0  # an empty client does not affect the averages
     model = fedsim.models.mnist_2nn()
     evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), splits.test)
     centrally = fedsim.FederatedData.from_arrays(
@@ -98,7 +98,7 @@ def test_a_user_s_arrays_are_partitioned_with_one_call():
     splits = datasets.partition_and_split(columns, "dirichlet", clients=10, alpha=0.3, seed=0, fractions=fractions)
     assert list(splits) == list(fractions)
     assert sorted(np.concatenate([split.columns["x"] for split in splits.values()])) == list(range(1000))
-    assert heterogeneity.split_distance(splits["train"], splits["validation"]) < 0.3  # of ten examples
+    assert heterogeneity.split_distance(splits["train"], splits["validation"]) < 0.3  # fractions of ten examples
     both = datasets.partition_splits({"train": columns, "validation": columns, "test": columns}, "shards", clients=10, seed=0)
     assert all(heterogeneity.split_distance(both["train"], both[split]) < 1e-12 for split in ("validation", "test"))
     numbers = {"x": np.arange(20), "y": np.linspace(0, 1, 20)}
@@ -111,7 +111,7 @@ def test_a_user_s_arrays_are_partitioned_with_one_call():
         datasets.partition_and_split(columns, "iid", clients=1, seed=0, labels="label", fractions=fractions)
 
 
-def test_options_reach_the_partitioner(folder):
+def test_options_are_passed_to_the_partitioner(folder):
     def spread(name):
         return heterogeneity.label_emd(datasets.load(name, data=folder).train)
 
@@ -136,12 +136,12 @@ def test_options_reach_the_partitioner(folder):
         ("partition='writers', test_fraction=0.3", "takes no test_fraction"),
     ],
 )
-def test_impossible_partitions_are_refused(options, message, folder):
+def test_invalid_partitions_are_refused(options, message, folder):
     with pytest.raises(ValueError, match=message):
         datasets.load(f"mnist({options})", data=folder)
 
 
-def test_files_may_be_unpacked_and_have_the_dotted_name(folder):
+def test_files_may_be_decompressed_and_have_a_dot_in_their_name(folder):
     for path in list(folder.iterdir()):
         name = path.name.removesuffix(".gz").replace("-idx", ".idx" if "images" in path.name else "-idx")
         (folder / name).write_bytes(gzip.decompress(path.read_bytes()))
@@ -166,7 +166,7 @@ def test_writers_are_clients(folder):
         datasets.load("mnist(partition='writers')", data=folder)
 
 
-def test_files_that_do_not_fit_are_refused(folder):
+def test_inconsistent_files_are_refused(folder):
     path = folder / "t10k-labels-idx1-ubyte.gz"
     path.write_bytes(gzip.compress(idx(LABELS["test"][:-1])))
     with pytest.raises(fedsim.data.FormatError, match=r"t10k-images-idx3-ubyte.gz has 100 images and .* 99 labels"):
@@ -182,7 +182,7 @@ def test_files_that_do_not_fit_are_refused(folder):
         datasets.load("mnist", data=folder)
 
 
-def test_what_is_fetched_is_what_tensorflow_datasets_lists(folder, tmp_path, monkeypatch):
+def test_downloads_are_those_that_tensorflow_datasets_lists(folder, tmp_path, monkeypatch):
     asked = []
 
     def fetch(url, path, *, sha256, num_bytes):
@@ -213,11 +213,11 @@ def test_real_mnist_by_its_writers_and_by_shards():
     assert max(len(set(client["y"])) for client in by_shards.train) <= 4
     digest = hashlib.sha256(b"".join(rows(by_writer.train))).digest()
     assert digest == hashlib.sha256(b"".join(rows(by_shards.train))).digest()
-    assert np.median(by_writer.train.columns["x"]) == 0  # paper
+    assert np.median(by_writer.train.columns["x"]) == 0  # the background
 
 
 def cifar_record(image, label):
-    """The format that its web page states: the label, then 1024 reds, 1024 greens, 1024 blues, row by row."""
+    """A record as the dataset's web page defines it: the label, then 1024 red, 1024 green and 1024 blue values, row by row."""
     return bytes([label]) + b"".join(image[:, :, channel].tobytes() for channel in range(3))
 
 
@@ -231,7 +231,7 @@ def cifar(tmp_path):
     return folder, pictures
 
 
-def test_cifar10_has_colours_last(cifar):
+def test_cifar10_has_color_channels_last(cifar):
     folder, pictures = cifar
     splits = datasets.load("cifar10(partition='iid', clients=5)", data=folder)
     there = {x.tobytes(): int(y) for x, y in zip(splits.train.columns["x"], splits.train.columns["y"], strict=True)}
@@ -240,7 +240,7 @@ def test_cifar10_has_colours_last(cifar):
     fedsim.models.get(splits.description.default_model).check(splits.train)
 
 
-def test_a_damaged_file_of_cifar10_is_named(cifar):
+def test_the_error_for_a_damaged_file_of_cifar10_names_it(cifar):
     folder, _ = cifar
     path = folder / "data_batch_3.bin"
     content = path.read_bytes()
@@ -253,7 +253,7 @@ def test_a_damaged_file_of_cifar10_is_named(cifar):
 
 
 @pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_a_partition_is_checked_before_anything_is_fetched(name, tmp_path, monkeypatch):
+def test_a_partition_is_checked_before_anything_is_downloaded(name, tmp_path, monkeypatch):
     def no_network(*args, **kwargs):
         raise AssertionError("asked the network")
 

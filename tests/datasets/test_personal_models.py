@@ -1,4 +1,4 @@
-"""Personal models against the global one on skewed digits, with each client's own examples cut 70/30 at random."""
+"""Personal models compared with the global model on label-skewed digits; each client's examples are split 70/30 at random."""
 
 import jax
 import numpy as np

@@ -1,4 +1,5 @@
-"""The stand-ins: real sizes, skew, clients that do not depend on their number, generation once, and learnable labels."""
+"""The synthetic stand-ins for real datasets: client sizes, skew, caching, labels that can be learned, and clients that do
+not depend on the number of clients."""
 
 import csv
 import functools
@@ -67,7 +68,7 @@ def test_seeds_splits_and_clients_differ(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_above_a_gigabyte_it_is_generated_into_the_cache_once(name, tmp_path, monkeypatch):
+def test_data_above_a_gigabyte_are_generated_into_the_cache_once(name, tmp_path, monkeypatch):
     options = {"clients": 30, "max_examples": 150}
     expected = load(name, **options)
     monkeypatch.setattr(_stand_in, "_IN_MEMORY", 0)
@@ -76,14 +77,14 @@ def test_above_a_gigabyte_it_is_generated_into_the_cache_once(name, tmp_path, mo
         assert isinstance(getattr(mapped, split).columns["x"], np.memmap)
         np.testing.assert_array_equal(getattr(mapped, split).offsets, getattr(expected, split).offsets)
         assert_same_clients(getattr(expected, split), getattr(mapped, split))
-    monkeypatch.setattr(_stand_in, "_in_memory", None)  # Whoever generates again, fails.
+    monkeypatch.setattr(_stand_in, "_in_memory", None)  # Generating the data again would fail.
     assert_same_clients(expected.test, datasets.load(name, cache=tmp_path, **options).test)
     with pytest.raises(TypeError):
         datasets.load(name, cache=tmp_path, **options, seed=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_million_clients_have_sizes_at_once(name):
+def test_sizes_of_a_million_clients(name):
     sizes = MODULES[name].sizes(1_000_000, 0, 20)
     assert len(sizes["train"]) == len(sizes["test"]) == 1_000_000
     assert sizes["train"].min() >= 16 and sizes["train"].max() == 20
@@ -123,9 +124,9 @@ def test_writers_have_the_true_sizes():
         assert scipy.stats.ks_2samp(gauss, real).statistic > 0.1
 
 
-def test_users_have_sizes_of_the_true_mean_and_least():
+def test_users_have_sizes_of_the_true_mean_and_minimum():
     sizes = _stackoverflow_like.sizes(342_477, 0, None)
-    # A heavy tail: the mean of even so many strays by a percent or two.
+    # The distribution has a heavy tail: the mean of even so many sizes deviates by a percent or two.
     assert abs(sizes["train"].mean() / (135_818_730 / 342_477) - 1) < 0.03
     assert sizes["train"].min() == 100 and 50_000 < sizes["train"].max() <= 200_000
     assert abs(np.median(sizes["train"]) - 171) <= 1
@@ -135,7 +136,7 @@ def test_users_have_sizes_of_the_true_mean_and_least():
 def test_exponent_of_the_sizes_gives_the_mean_in_closed_form():
     a, low, high = _stackoverflow_like._EXPONENT, _stackoverflow_like._SMALLEST, _stackoverflow_like._LARGEST
     mean = a * low**a / (1 - (low / high) ** a) * (low ** (1 - a) - high ** (1 - a)) / (a - 1)
-    # Floors take half a sentence off.
+    # Rounding down reduces the mean by half a sentence.
     assert abs(mean - 0.5 - 135_818_730 / 342_477) < 1
 
 
@@ -183,13 +184,13 @@ def test_images_have_strokes_and_writers_have_a_style():
     assert 0.1 < (x > 127).mean() < 0.25  # EMNIST: 0.16
     assert ((x > 0) & (x < 255)).mean() < 0.15
     assert (x.reshape(len(x), -1).max(1) == 255).mean() > 0.9
-    # Writers press differently: of the spread of ink between images, a good part is between writers.
+    # Writers differ in stroke strength, so writers' mean ink varies more than the mean ink of random groups of images.
     ink = [client["x"].mean((1, 2, 3)) for client in load("emnist62_like", clients=20).train.clients()]
     shuffled = np.split(np.random.default_rng(0).permutation(np.concatenate(ink)), np.cumsum([len(each) for each in ink])[:-1])
     assert np.std([each.mean() for each in ink]) > 4 * np.std([each.mean() for each in shuffled])
 
 
-def test_sentences_begin_and_end_as_the_real_ones():
+def test_sentences_begin_and_end_like_the_real_ones():
     data = load("stackoverflow_like", clients=20).train
     x, y = data.columns["x"].astype(int), data.columns["y"].astype(int)
     assert (x[:, 0] == 1).all()
@@ -209,9 +210,9 @@ def test_words_follow_zipfs_law():
     assert (counts > 0).sum() > 9_000
 
 
-def test_users_of_few_topics_use_words_of_their_own():
+def test_users_of_few_topics_use_different_words():
     def own(concentration):
-        """How much better a user's even sentences predict the odd ones than other users' sentences do."""
+        """Returns how much better a user's even sentences predict the odd ones than other users' sentences do."""
         rows = _stackoverflow_like.rows(
             np.repeat(np.arange(20), 200), np.tile(np.arange(200), 20), split=0, seed=0, concentration=concentration
         )
@@ -226,7 +227,7 @@ def test_users_of_few_topics_use_words_of_their_own():
 
 
 @pytest.mark.slow
-def test_a_model_learns_the_characters():
+def test_a_model_learns_to_classify_the_characters():
     splits = load("emnist62_like", clients=40, max_examples=120)
     algorithm = fedsim.algorithms.FedAvg(
         model=fedsim.models.emnist_dense(),
@@ -246,7 +247,7 @@ def test_a_model_learns_the_characters():
     assert result.overall["loss"] < 0.7 * entropy
 
 
-def test_a_model_of_word_pairs_learns_and_scrambled_sentences_teach_it_nothing():
+def test_a_model_of_word_pairs_learns_from_sentences_and_not_from_scrambled_ones():
     """Counts of word pairs, with single words as a fallback, predict the next word better than single words do."""
 
     def gain(scrambled):

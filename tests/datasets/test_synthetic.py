@@ -1,4 +1,4 @@
-"""Synthetic(alpha, beta) and toy regression: against the closed forms of their definitions, with negative controls."""
+"""Synthetic(alpha, beta) and toy regression, compared with closed forms of their definitions, with negative controls."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fedsim.datasets._synthetic import synthetic
 
 @pytest.fixture(scope="module")
 def many():
-    """300 clients without the largest ones, because means over clients do not need more rows."""
+    """300 clients without the largest ones, because means over clients do not need as many rows."""
     return synthetic(1, 2, clients=300)["train"]
 
 
@@ -22,9 +22,9 @@ def totals(splits):
     return splits["train"].sizes + splits["test"].sizes
 
 
-def test_sizes_are_log_normal_and_fifty():
+def test_sizes_are_fifty_plus_a_log_normal_number():
     sizes = totals(synthetic(0, 0, clients=300)) - 50
-    # Whole numbers: half of one is lost to the floor on average.
+    # Sizes are rounded down to integers, which reduces them by 0.5 on average.
     ours = scipy.stats.kstest(sizes + 0.5, scipy.stats.lognorm(s=2, scale=np.exp(4)).cdf).pvalue
     another = scipy.stats.kstest(sizes + 0.5, scipy.stats.lognorm(s=1, scale=np.exp(4)).cdf).pvalue
     assert ours > 0.01 > 1e-6 > another
@@ -36,22 +36,22 @@ def test_nine_tenths_are_for_training():
     assert splits["train"].client_ids == splits["test"].client_ids == [f"f_{client:05d}" for client in range(30)]
 
 
-def test_features_have_the_covariance_of_the_recipe(many):
+def test_features_have_the_published_covariance(many):
     centered = np.concatenate([client["x"] - client["x"].mean(0) for client in many.clients()]).astype(np.float64)
     covariance = centered.T @ centered / (len(centered) - many.num_clients)
     expected = np.arange(1, 61) ** -1.2
     np.testing.assert_allclose(np.diag(covariance), expected, rtol=0.03)
     correlation = covariance / np.sqrt(np.outer(expected, expected))
     assert np.abs(correlation - np.diag(np.diag(correlation))).max() < 0.02
-    assert abs(np.diag(covariance)[1] / 2**-0.6 - 1) > 0.3  # Were j^-1.2 the standard deviation, or its exponent -0.6.
+    assert abs(np.diag(covariance)[1] / 2**-0.6 - 1) > 0.3  # the value if the exponent were -0.6
 
 
 @pytest.mark.parametrize("beta", [0.0, 2.0])
 def test_beta_is_the_standard_deviation_of_clients_features(beta):
     data = synthetic(0, beta, clients=300)["train"]
     means = np.array([client["x"].mean(0) for client in data.clients()], np.float64)
-    # v_k has 60 entries of N(B_k, 1): around their average they vary by 1, and the average by beta^2 + 1/60. Rows add their
-    # own variance of means, at most 1/45 of j^-1.2.
+    # v_k has 60 entries from N(B_k, 1): their variance around their average is 1, and the variance of the average is
+    # beta^2 + 1/60. The mean over a client's rows adds a variance of at most j^-1.2 / 45.
     assert abs(means.var(axis=1, ddof=1).mean() - 1) < 0.05
     assert abs(means.mean(1).std() - np.sqrt(beta**2 + 1 / 60)) < 0.1 * np.sqrt(beta**2 + 1 / 60) + 0.005
 
@@ -59,7 +59,7 @@ def test_beta_is_the_standard_deviation_of_clients_features(beta):
 def test_a_client_is_learnt_by_a_linear_model_and_scrambled_labels_are_not():
     data = synthetic(1, 1)["train"]
     large = [data.client(int(i)) for i in np.argsort(data.sizes)[-8:]]
-    client = min(large, key=lambda client: np.bincount(client["y"]).max() / len(client))  # Some have a single label.
+    client = min(large, key=lambda client: np.bincount(client["y"]).max() / len(client))  # Some clients have a single label.
 
     def accuracy(y):
         x = np.column_stack([(client["x"] - client["x"].mean(0)) / client["x"].std(0), np.ones(len(client), np.float32)])
@@ -76,7 +76,7 @@ def test_a_client_is_learnt_by_a_linear_model_and_scrambled_labels_are_not():
 def test_alpha_shifts_all_logits_equally_and_changes_no_label():
     near, far = (synthetic(alpha, 1)["train"] for alpha in (0, 3))
     np.testing.assert_array_equal(near.columns["x"], far.columns["x"])
-    assert np.mean(near.columns["y"] == far.columns["y"]) > 0.999  # all but ties of rounding
+    assert np.mean(near.columns["y"] == far.columns["y"]) > 0.999  # except for ties due to rounding
 
 
 def test_clients_labels_differ_and_those_of_iid_clients_do_not():
@@ -95,7 +95,7 @@ def test_iid_clients_share_one_model_and_their_features_have_mean_zero():
     assert np.abs(data.columns["x"].mean(0, dtype=np.float64)).max() < 0.05
     half = data.num_examples // 2
     x, y = data.columns["x"].astype(np.float64), data.columns["y"]
-    # Rows of some clients predict labels of the others: least squares on indicators is enough to see it.
+    # Least squares on label indicators is enough to predict the labels of some clients from the rows of others.
     weights = np.linalg.lstsq(np.column_stack([x[:half], np.ones(half)]), np.eye(10)[y[:half]], rcond=None)[0]
     predicted = np.argmax(np.column_stack([x[half:], np.ones(len(x) - half)]) @ weights, 1)
     assert np.mean(predicted == y[half:]) > 0.6
@@ -131,7 +131,7 @@ def test_both_are_registered_with_their_model():
         ("toy_regression(heterogeneity=-1)", "heterogeneity=-1"),
     ],
 )
-def test_arguments_out_of_range_are_named(name, message):
+def test_the_error_for_arguments_out_of_range_names_them(name, message):
     with pytest.raises(ValueError, match=message):
         datasets.load(name)
 
@@ -143,13 +143,13 @@ def test_a_folder_is_refused(name, tmp_path):
 
 
 def normal_equations(data):
-    """X'X / n, X'y / n and n of each client, in double precision."""
+    """Returns X'X / n, X'y / n and n of each client, in double precision."""
     x = [client["x"].astype(np.float64) for client in data.clients()]
     y = [client["y"].astype(np.float64) for client in data.clients()]
     return [xk.T @ xk / len(xk) for xk in x], [xk.T @ yk / len(yk) for xk, yk in zip(x, y, strict=True)], data.sizes
 
 
-def test_without_noise_a_clients_optimum_is_its_own_weights_and_they_spread_as_said():
+def test_without_noise_a_clients_optimum_is_its_own_weights_with_the_documented_variance():
     data = datasets.load("toy_regression(clients=400, noise=0, heterogeneity=0.5)").train
     grams, moments, _ = normal_equations(data)
     optima = np.array([np.linalg.solve(gram, moment) for gram, moment in zip(grams, moments, strict=True)])
@@ -162,8 +162,8 @@ def test_without_noise_a_clients_optimum_is_its_own_weights_and_they_spread_as_s
 
 
 @pytest.mark.parametrize("steps", [1, 5])
-def test_federated_averaging_ends_where_the_closed_form_says(steps):
-    # Ten examples of each client, so that a batch of ten is all of them.
+def test_federated_averaging_converges_to_the_closed_form(steps):
+    # Each client has ten examples, so a batch of ten contains all of them.
     ten = {client.client_id: {name: client[name][:10] for name in "xy"} for client in datasets.load("toy_regression").train}
     data, rate = fedsim.FederatedData.from_clients(ten), 0.1
     grams, moments, sizes = normal_equations(data)
@@ -189,7 +189,7 @@ def test_federated_averaging_ends_where_the_closed_form_says(steps):
     np.testing.assert_allclose(state.params["linear"]["w"][:, 0], fixed, atol=1e-4)
 
 
-def test_toy_regression_describes_itself():
+def test_toy_regression_has_a_description():
     splits = datasets.load("toy_regression")
     for split in ("train", "test"):
         data = getattr(splits, split)

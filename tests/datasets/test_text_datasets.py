@@ -1,4 +1,4 @@
-"""Tests of the text datasets on small files of every format, and on real files if there are any."""
+"""Tests of the text datasets on small files of every format, and on real files if available."""
 
 import gzip
 import hashlib
@@ -59,7 +59,7 @@ def test_shakespeare_is_the_same_from_every_format(write, tmp_path):
     write(tmp_path, "shakespeare", PLAYS)
     loaded = datasets.load("shakespeare(length=4)", data=tmp_path)
     assert sorted(loaded.train.client_ids) == ["HAMLET_GHOST", "HAMLET_QUEEN"]
-    # By FedJAX's rule: bos 1, eos 2, the 86 characters from 3 on in the order of TFF's tutorial: "d" is the first, "a" the
+    # FedJAX's encoding: bos 1, eos 2, the 86 characters from 3 on in the order of TFF's tutorial: "d" is the first, "a" the
     # 64th, "b" the 42nd; what is outside, such as each byte of "é", is 89.
     a, b = 3 + 63, 3 + 41
     ghost = loaded.train["HAMLET_GHOST"]
@@ -70,7 +70,7 @@ def test_shakespeare_is_the_same_from_every_format(write, tmp_path):
     assert loaded.decode(ghost["x"][0]) == "⊢ab⊣"
 
 
-def test_text_that_is_not_utf8_is_refused_by_file_client_and_feature(tmp_path):
+def test_text_that_is_not_utf8_is_refused_naming_file_client_and_feature(tmp_path):
     write_fedjax(tmp_path, "shakespeare", {"train": {"GHOST": {"snippets": texts(b"a\xff")}}, "test": PLAYS["test"]})
     with pytest.raises(FormatError, match=r"shakespeare_train.sqlite: Client 'GHOST', feature 'snippets': .* not UTF-8"):
         datasets.load("shakespeare", data=tmp_path)
@@ -79,8 +79,8 @@ def test_text_that_is_not_utf8_is_refused_by_file_client_and_feature(tmp_path):
 
 
 @needs_real
-def test_real_shakespeare_is_what_fedjax_makes_of_it():
-    """The digest is of ``fedjax.datasets.shakespeare.preprocess_client`` (0.0.17), of every client of this file in order."""
+def test_real_shakespeare_is_encoded_as_by_fedjax():
+    """The digest is of the results of ``fedjax.datasets.shakespeare.preprocess_client`` (0.0.17) for this file's clients."""
     loaded = datasets.load("shakespeare", data=SHARED / "shakespeare_tff")
     about = loaded.description.splits
     assert {
@@ -149,10 +149,10 @@ def test_only_the_first_examples_of_a_client_are_kept_on_demand(tmp_path):
 def test_without_counts_words_and_tags_are_counted_by_clients_of_train(tmp_path):
     write_hdf5(tmp_path, "stackoverflow", POSTS)
     loaded = datasets.load("stackoverflow_word(vocabulary=2, length=3)", data=tmp_path)
-    # Each of these has one client ("the" too, though three times): the first two by alphabet are "a" 3 and "how" 4.
+    # Each of these words occurs at one client ("the" three times): the first two in alphabetical order are "a" 3, "how" 4.
     assert loaded.train["1"]["x"].tolist() == [[1, 4, 5], [1, 3, 5]]
     tags = datasets.load("stackoverflow_tag(vocabulary=2, tags=4)", data=tmp_path)
-    # java, python, sorting, "vb . net": a tag may have spaces in it.
+    # java, python, sorting, "vb . net": a tag may contain spaces.
     assert tags.train["12"]["y"].tolist() == [[1, 0, 0, 1]]
 
 
@@ -164,14 +164,14 @@ def test_without_counts_words_and_tags_are_counted_by_clients_of_train(tmp_path)
         ("vocabulary=3, oov_buckets=0", "Expected oov_buckets >= 1"),
     ],
 )
-def test_a_vocabulary_that_does_not_fit_is_refused(options, message, tmp_path):
+def test_an_invalid_vocabulary_is_refused(options, message, tmp_path):
     write_hdf5(tmp_path, "stackoverflow", POSTS)
     counts(tmp_path)
     with pytest.raises(ValueError, match=message):
         datasets.load(f"stackoverflow_word({options})", data=tmp_path)
 
 
-def test_a_split_that_is_not_there_and_a_missing_feature_are_named(tmp_path):
+def test_the_errors_for_a_missing_split_and_a_missing_feature_name_them(tmp_path):
     write_tff(tmp_path, "stackoverflow", {split: POSTS[split] for split in ("train", "test")})
     counts(tmp_path)
     with pytest.raises(ValueError, match=r"stackoverflow.sqlite.*heldout"):
@@ -184,7 +184,7 @@ def test_a_split_that_is_not_there_and_a_missing_feature_are_named(tmp_path):
 
 
 def test_the_downloads_of_stackoverflow(tmp_path, monkeypatch):
-    """FedJAX's three files and TFF's archives of counts; the second call downloads nothing."""
+    """FedJAX's three files and TFF's archives of counts are downloaded; the second call downloads nothing."""
     source, asked = tmp_path / "source", []
     source.mkdir()
     write_fedjax(source, "stackoverflow", POSTS)
@@ -250,7 +250,7 @@ def test_stackexchange_is_read_from_json_lines(tmp_path):
     users = lines(("beer:1", {"train": ["to be", "or not"], "test": ["to do"]}), ("beer:2", {"train": ["to"], "test": []}))
     (tmp_path / "stackexchange.jsonl.gz").write_bytes(gzip.compress(users.encode()))
     loaded = datasets.load("stackexchange(vocabulary=2, length=3)", data=tmp_path)
-    # "to" has two clients, "be" is the first by alphabet of those with one.
+    # "to" occurs at two clients; "be" is the first in alphabetical order of the words at one client.
     assert loaded.train["beer:1"]["x"].tolist() == [[1, 3, 4], [1, 5, 5]]
     assert loaded.train["beer:2"]["y"].tolist() == [[3, 2, 0]]
     assert loaded.test.sizes.tolist() == [1, 0]

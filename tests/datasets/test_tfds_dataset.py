@@ -54,7 +54,7 @@ def shades(population):
     }
 
 
-def test_a_dataset_by_name_over_a_partition(folder):
+def test_a_dataset_by_name_with_a_partition(folder):
     loaded = datasets.load("tfds:shades(partition='iid', clients=3)", data=folder)
     assert loaded.train.sizes.tolist() == [4, 4, 4] and loaded.test.num_clients == 3
     assert {name: (c.dtype, c.shape[1:]) for name, c in loaded.train.columns.items()} == {
@@ -65,7 +65,7 @@ def test_a_dataset_by_name_over_a_partition(folder):
     assert loaded.description.name == "tfds:shades" and loaded.description.features["x"] == "[4, 4, 1] uint8"
 
 
-def test_a_part_of_a_split_and_classes_per_client(folder):
+def test_a_slice_of_a_split_with_classes_per_client(folder):
     loaded = datasets.load("tfds:shades(train='train[:6]', clients=3, partition='classes_per_client', classes=1)", data=folder)
     assert loaded.train.num_examples == 6
     assert all(len({y for _, y in pairs}) == 1 for pairs in shades(loaded.train).values())
