@@ -15,7 +15,7 @@ from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Mean
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
 from fedsim.execution._call import send_down
 
-FLOATS = 3 * 4 + 4  # of the federation's model
+FLOATS = 3 * 4 + 4  # the number of parameters of the federation's model
 EXECUTIONS = {
     "pmap": fedsim.Pmap(devices=8),
     "pmap, 2 lanes, streamed": fedsim.Pmap(devices=2, lanes=2, memory="stream"),
@@ -42,7 +42,7 @@ def run(algorithm, rounds=3):
     return state, infos
 
 
-def test_the_identity_changes_nothing_and_counts_32_bits_a_float():
+def test_the_identity_changes_nothing_and_counts_32_bits_per_float():
     plain, _ = run(algorithm(Mean()))
     state, infos = run(algorithm(Compressed(Identity())))
     federation.assert_trees_close(state, plain)
@@ -73,8 +73,8 @@ def test_bits_up_may_differ_between_clients():
     assert np.all(np.asarray(info.clients["entropy_bits_up"]) <= np.asarray(info.clients["bits_up"]))
 
 
-def movement(algorithm, state, cohort):
-    """Each client's update and key, without any compression."""
+def updates_and_keys(algorithm, state, cohort):
+    """Yields the id, update and key of each client, without compression."""
     for client_id, dataset, key in cohort:
         if len(dataset):
             alone = fedsim.Cohort.of(cohort.data, [client_id], round=cohort.round, seed=0)
@@ -92,7 +92,7 @@ def test_error_feedback_over_rounds_by_hand():
     for round in range(4):
         cohort = fedsim.Cohort.of(population, [["client0", "client3"], ["client0", "client5"]][round % 2], round=round)
         total = jax.tree.map(jnp.zeros_like, by_hand.params)
-        for client, update, key in movement(plain, by_hand, cohort):
+        for client, update, key in updates_and_keys(plain, by_hand, cohort):
             key = rng.stream(rng.stream(key, "send"), "compress")
             sent = compressor.transmit(update, key, residuals.get(client, compressor.init(update)))
             residuals[client] = sent.memory
@@ -108,13 +108,12 @@ def reference(name):
 
 
 @pytest.mark.slow
-# Step by step only where more than the compressor comes with it, a memory or other aggregators: compressors by themselves are
-# compared so in tests of their own.
+# Eager execution is tested only with memory or other aggregators, because compressors alone have their own eager tests.
 @pytest.mark.parametrize(
     ("name", "how"),
     [(name, how) for name in AGGREGATORS for how in EXECUTIONS if how != "debug" or name in ("feedback", "clipped, median")],
 )
-def test_execution_never_changes_the_answer(name, how):
+def test_the_execution_does_not_change_the_result(name, how):
     expected, infos = reference(name)
     state, others = run(algorithm(AGGREGATORS[name], execution=EXECUTIONS[how]))
     federation.assert_trees_close(state.params, expected.params, atol=1e-5)

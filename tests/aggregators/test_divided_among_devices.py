@@ -1,4 +1,4 @@
-"""Aggregators that store all updates, with coordinates divided among devices, compared with one device and with NumPy."""
+"""Aggregators that store all updates, with coordinates divided among devices, compared with one device and NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Largest(aggregators.StackAggregator):
 
 
 class LargestOfKrum(aggregators.Krum):
-    """What a user changed about one of ours."""
+    """A user's subclass that overrides `combine` of a built-in aggregator."""
 
     combine = Largest.combine
 
@@ -39,8 +39,9 @@ class LargestOfKrum(aggregators.Krum):
     ("devices", "around"), [(2, lambda a: a), (8, lambda a: a), (2, lambda a: aggregators.Noised(0.1, inner=a))]
 )
 @pytest.mark.parametrize("name", [*AGGREGATORS, "largest", "largest of Krum"])
-def test_devices_combine_together_what_one_combines(name, around, devices):
-    """Leaves that are shared out, those that cannot be, small ones, and of other dtypes; nobody writes the last slot."""
+def test_several_devices_give_the_same_aggregate_as_one(name, around, devices):
+    """Some leaves are divided among devices, others are too small or not divisible or have other dtypes; the last slot is
+    unused."""
     others = {"largest": Largest(), "largest of Krum": LargestOfKrum(attackers=2)}
     aggregator = around(others[name] if name in others else AGGREGATORS[name])
     draw, slots = np.random.default_rng(30), 12
@@ -60,24 +61,24 @@ def test_devices_combine_together_what_one_combines(name, around, devices):
     weights = jnp.asarray([*draw.integers(1, 9, slots - 2), 0, 0], jnp.float32)
     like, key = jax.tree.map(lambda leaf: leaf[0], rows), jax.random.key(31)
 
-    def fold(zero, its):
-        def add(slot, fold):
+    def accumulate_rows(accumulator, on_this_device):
+        def add(slot, accumulator):
             return jax.tree.map(
-                lambda new, old: jnp.where(its(slot), new, old),
-                aggregator.accumulate(fold, jax.tree.map(lambda leaf: leaf[slot], rows), weights[slot], slot),
-                fold,
+                lambda new, old: jnp.where(on_this_device(slot), new, old),
+                aggregator.accumulate(accumulator, jax.tree.map(lambda leaf: leaf[slot], rows), weights[slot], slot),
+                accumulator,
             )
 
-        return jax.lax.fori_loop(0, slots - 1, add, zero)
+        return jax.lax.fori_loop(0, slots - 1, add, accumulator)
 
     def together(_):
         device = jax.lax.axis_index("devices")
-        mine = fold(aggregator.zero_devices(like, slots, "devices"), lambda slot: slot * 5 % devices == device)
+        mine = accumulate_rows(aggregator.zero_devices(like, slots, "devices"), lambda slot: slot * 5 % devices == device)
         return jax.tree.map(lambda x: x[None], aggregator.finish_round_devices(mine, (), key, "devices")[0])
 
     mesh, spec = jax.sharding.Mesh(jax.devices()[:devices], "devices"), jax.P("devices")
     shared = jax.jit(jax.shard_map(together, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.zeros(devices))
-    alone = aggregator.finish_round(fold(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
+    alone = aggregator.finish_round(accumulate_rows(aggregator.zero(like, slots), lambda slot: True), (), key)[0]
     for leaf, shape in shapes.items():
         assert shared[leaf].shape == (devices, *shape) and shared[leaf].dtype == alone[leaf].dtype
         close = {"rtol": 2e-5, "atol": 2e-6} if shared[leaf].dtype == jnp.float32 else {"atol": 2**-6}
@@ -117,12 +118,12 @@ def on_devices(aggregator, rows, devices=2):
 
     def together(_):
         device = jax.lax.axis_index("devices")
-        fold = aggregator.zero_devices(jax.tree.map(lambda leaf: leaf[0], rows), slots, "devices")
+        accumulator = aggregator.zero_devices(jax.tree.map(lambda leaf: leaf[0], rows), slots, "devices")
         for slot in range(slots):
             row = jax.tree.map(lambda leaf, slot=slot: leaf[slot], rows)
-            added = aggregator.accumulate(fold, row, jnp.float32(1), jnp.int32(slot))
-            fold = jax.tree.map(lambda a, b, slot=slot: jnp.where(slot % devices == device, a, b), added, fold)
-        return aggregator.finish_round_devices(fold, (), jax.random.key(0), "devices")[0]
+            added = aggregator.accumulate(accumulator, row, jnp.float32(1), jnp.int32(slot))
+            accumulator = jax.tree.map(lambda a, b, slot=slot: jnp.where(slot % devices == device, a, b), added, accumulator)
+        return aggregator.finish_round_devices(accumulator, (), jax.random.key(0), "devices")[0]
 
     mesh = jax.sharding.Mesh(jax.devices()[:devices], "devices")
     return jax.shard_map(together, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(jnp.zeros(()))
@@ -153,7 +154,7 @@ class NotAny(aggregators.StackAggregator):
 
 
 class NotAnyOfWholeUpdates(NotAny):
-    """Overrides `combine`, and so receives whole updates."""
+    """Overrides `combine`, and therefore receives whole updates."""
 
     def combine(self, updates, weights):
         return self.combine_coordinates(updates, weights, lambda sums: sums)

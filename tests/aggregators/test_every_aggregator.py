@@ -41,7 +41,7 @@ def _small_leaves_are_divided_too(monkeypatch):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOfExamples(fedsim.Algorithm):
-    """Each client sends its mean example, and sines of it; the server adds their aggregate to its state."""
+    """Each client sends the mean of its examples and sines of it; the server adds the aggregate to its state."""
 
     def init(self, key):
         return {"x": jnp.zeros(3), "y": jnp.float32(0), "z": jnp.zeros((16, 3))}
@@ -85,7 +85,7 @@ def reference(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_execution_never_changes_the_answer(name, how):
+def test_the_execution_does_not_change_the_result(name, how):
     federation.assert_trees_close(run(AGGREGATORS[name], EXECUTIONS[how]), reference(name))
 
 

@@ -14,7 +14,7 @@ SIZE = 13
 
 
 def tree(flat):
-    """Rows ``[n, 13]`` as a tree of rows."""
+    """Returns rows ``[n, 13]`` as a tree of rows."""
     flat = np.asarray(flat, np.float32)
     return {"w": jnp.asarray(flat[:, :12].reshape(-1, 3, 4)), "b": jnp.asarray(flat[:, 12]), "e": jnp.zeros((len(flat), 0, 2))}
 
@@ -88,11 +88,11 @@ def name(request):
 def test_against_numpy(name, n):
     aggregator, reference = AGGREGATORS[name]
     x, weights, _ = population(n, seed=n)
-    tolerance = 2e-4 if name == "geometric" else 1e-5  # BFGS's own
+    tolerance = 2e-4 if name == "geometric" else 1e-5  # the accuracy of BFGS
     np.testing.assert_allclose(combine(aggregator, x, weights), reference(x, weights), rtol=tolerance, atol=tolerance)
 
 
-def test_rows_of_weight_zero_do_not_exist(name):
+def test_rows_of_weight_zero_have_no_effect(name):
     aggregator, reference = AGGREGATORS[name]
     x, weights, draw = population(16, seed=1)
     weights[[0, 5, 15]] = 0
@@ -156,7 +156,7 @@ def test_attackers_that_differ_in_one_coordinate_deceive_krum_and_not_bulyan():
     assert combine(AGGREGATORS["krum"][0], x, np.ones(11))[5] == 3.0 > honest[:, 5].max()
 
 
-def test_beyond_the_breakdown_point_they_break():
+def test_more_attackers_than_the_breakdown_point_have_an_unbounded_effect():
     x, _, _ = population(11, seed=5)
     x[:6] = 1e6
     assert combine(aggregators.CoordinateMedian(), x, np.ones(11)).min() == 1e6
@@ -175,7 +175,7 @@ def test_without_attackers_they_are_the_mean():
 
 
 def test_trimming_reduces_the_weight_of_equal_values_equally():
-    """[0, 0, 0, 1, 5] of weights 1 to 5: trimmed by one at each end, two of the three zeros remain."""
+    """From [0, 0, 0, 1, 5] with weights 1 to 5, one value is trimmed at each end, so two of the three zeros remain."""
     rows = {"x": jnp.array([0.0, 5.0, 0.0, 1.0, 0.0])}
     weights = jnp.array([1.0, 5.0, 2.0, 4.0, 3.0])
     result = aggregators.TrimmedMean(0.2).combine(rows, weights)["x"]
@@ -191,7 +191,7 @@ def test_trim_counts_exactly():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 16, 23, 64, 100])
-def test_order_against_sort(n):
+def test_order_statistics_against_sort(n):
     draw = np.random.default_rng(n)
     x = draw.integers(-3, 3, (n, 40)).astype(np.float32)
     exists = draw.random(n) < 0.8
@@ -205,7 +205,7 @@ def test_order_of_more_coordinates_than_are_sorted_together(columns):
     np.testing.assert_array_equal(sort_rows(jnp.asarray(x), jnp.ones(5, bool)), np.sort(x, axis=0))
 
 
-def test_order_is_right_by_the_zero_one_principle():
+def test_order_is_correct_by_the_zero_one_principle():
     """A network that sorts every sequence of zeros and ones sorts everything (Knuth, 5.3.4, theorem Z)."""
     for n in range(1, 11):
         x = (np.arange(2**n)[None] >> np.arange(n)[:, None] & 1).astype(np.float32)
@@ -213,7 +213,7 @@ def test_order_is_right_by_the_zero_one_principle():
 
 
 def test_distances_are_accurate_with_a_common_offset_and_outliers():
-    """A common offset 1,000 times the spread, and two attackers at 1e6: the plain formula is off by more than the distances."""
+    """With an offset of 1,000 times the spread and attackers at 1e6, the error of the plain formula exceeds the distances."""
     draw = np.random.default_rng(7)
     x = (100 + 0.1 * draw.normal(size=(8, 500))).astype(np.float32)
     x[6:] = 1e6 * draw.normal(size=(2, 500))
@@ -231,11 +231,11 @@ def test_distances_are_accurate_with_a_common_offset_and_outliers():
 def test_inner_products_of_long_rows_include_all_columns(columns):
     """A CPU multiplies columns in blocks, and the last block may be smaller."""
     x = np.random.default_rng(3).normal(size=(5, columns)).astype(np.float32)
-    x[:, -1] = 100 * np.arange(5)  # No product but the first's is right without the last column.
+    x[:, -1] = 100 * np.arange(5)  # Without the last column, only the first row's products would be correct.
     ours = inner_products({"a": jnp.asarray(x.reshape(5, -1, 1)), "b": jnp.asarray(x[:, -3:])}, lambda rows: rows - rows[:1])
-    moved = np.concatenate([x, x[:, -3:]], axis=1).astype(np.float64)
-    moved -= moved[:1]
-    np.testing.assert_allclose(ours, moved @ moved.T, rtol=1e-5, atol=1e-2)
+    centered = np.concatenate([x, x[:, -3:]], axis=1).astype(np.float64)
+    centered -= centered[:1]
+    np.testing.assert_allclose(ours, centered @ centered.T, rtol=1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_centred_clipping_beyond_all_distances_is_the_mean():
     np.testing.assert_allclose(flat(update), np.average(x, 0, weights), rtol=1e-5, atol=1e-6)
 
 
-def test_noise_has_its_standard_deviation_and_is_drawn_anew():
+def test_noise_has_its_standard_deviation_and_is_new_in_every_round():
     zeros = {"a": jnp.zeros(20_000), "b": jnp.zeros((100, 200))}
     for aggregator, deviation in [
         (aggregators.Noised(2.0, norm=0.5), 0.5 * 2 / 4),
@@ -374,14 +374,14 @@ def test_noise_has_its_standard_deviation_and_is_drawn_anew():
         first, second = (aggregator.finish_round(accumulator, (), jax.random.key(seed))[0] for seed in (0, 1))
         a, b = np.asarray(first["a"]), np.ravel(first["b"])
         for draw in (a, b):
-            # A normal sample's deviation is within 4 / sqrt(2 n) of its own, 2 %, all but once in 16,000 draws.
+            # The deviation of a normal sample differs by more than 4 / sqrt(2 n), 2 %, only once in 16,000 draws.
             assert np.std(draw) == pytest.approx(deviation, rel=0.02)
             assert abs(draw.mean()) < 4 * deviation / np.sqrt(len(draw))
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.03 > abs(np.corrcoef(a, second["a"])[0, 1])
         np.testing.assert_array_equal(aggregator.finish(accumulator)["a"], 0)
 
 
-def test_no_noise_changes_nothing():
+def test_noise_of_zero_changes_nothing():
     x, weights, _ = population(4, seed=21)
     quiet, plain = (fold(a, x, weights)[0] for a in (aggregators.Noised(0.0), aggregators.Mean()))
     np.testing.assert_array_equal(flat(quiet), flat(plain))

@@ -1,4 +1,4 @@
-"""Pytree arithmetic at its edges."""
+"""Pytree arithmetic in edge cases."""
 
 import jax.numpy as jnp
 import numpy as np

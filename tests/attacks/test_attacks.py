@@ -1,4 +1,4 @@
-"""Attacks, compared with NumPy, alone and inside rounds."""
+"""Attacks, compared with NumPy, by themselves and inside rounds."""
 
 import dataclasses
 
@@ -139,14 +139,14 @@ def test_arguments_out_of_range_raise_an_error(make, message):
         make()
 
 
-# Within rounds.
+# Attacks inside rounds.
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOfExamples(fedsim.Algorithm):
     """Each client sends the means of its examples' x and y; the server keeps the aggregate."""
 
-    look: bool = False  # Whether a loop before training adds up all examples once more.
+    look: bool = False  # Whether a loop before training sums all examples as well.
 
     def init(self, key):
         return {"x": jnp.zeros(3), "y": jnp.float32(0)}
@@ -222,7 +222,7 @@ SENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.parametrize("name", ["label flip", "sign flip", "a little"])
-def test_every_execution_attacks_alike(name, how):
+def test_attacks_are_the_same_under_every_execution(name, how):
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), attacked(ATTACKS[name]))
     rows, weights = by_hand(ATTACKS[name])
@@ -273,7 +273,7 @@ def test_attackers_are_data_and_the_attack_is_compiled():
     algorithm = Alone(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
     state = algorithm.init(jax.random.key(0))
     for round in range(3):
-        # Another object of the same value, other attackers.
+        # An equal attack object, and other attackers.
         state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.0), np.roll(ATTACKERS, round), round))
     (compiled,) = federation.round_programs(algorithm)
     assert compiled.rounds._cache_size() == 1
@@ -285,15 +285,15 @@ def test_attackers_are_data_and_the_attack_is_compiled():
         algorithm.apply_rounds(state, [attacked(attacks.SignFlip()), attacked(attacks.SignFlip(scale=2.0))])
 
 
-def test_several_rounds_and_long_ones_in_parts(monkeypatch):
+def test_several_rounds_and_a_round_in_several_programs(monkeypatch):
     cohorts = [attacked(ATTACKS["a little"], np.roll(ATTACKERS, round), round) for round in range(3)]
     algorithm = MeanOfExamples(batches=fedsim.Batches(size=4), execution=fedsim.Pmap(devices=2))
     start = algorithm.init(jax.random.key(0))
-    together, infos = algorithm.apply_rounds(start, cohorts)
+    in_one_call, infos = algorithm.apply_rounds(start, cohorts)
     assert infos.clients["attacker"].tolist() == [np.roll(ATTACKERS, round).tolist() for round in range(3)]
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
-    in_parts, _ = algorithm.apply(start, cohorts[-1])
-    federation.assert_trees_close(together, in_parts)
+    in_programs, _ = algorithm.apply(start, cohorts[-1])
+    federation.assert_trees_close(in_one_call, in_programs)
 
 
 def test_an_attack_that_is_not_finite_is_dropped():
@@ -393,8 +393,8 @@ def test_an_attack_without_attackers_raises_an_error(changes, message):
 @pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.Clipped(1e3), aggregators.CoordinateMedian()], ids=str)
 @pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)
-def test_an_attacker_keeps_what_its_own_work_gave(attack, kind, aggregator):
-    """If it kept what it sent, this would be attacked again in the next round, and grow by the attack's scale every round."""
+def test_an_attacker_keeps_the_memory_of_its_honest_update(attack, kind, aggregator):
+    """If it kept the attacked message, the memory would be attacked again and grow by the attack's scale in every round."""
     algorithm = kind(
         model=federation.model(),
         client_optimizer=optax.sgd(0.1),

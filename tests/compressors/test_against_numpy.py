@@ -42,12 +42,12 @@ def send(compressor, x):
 
 
 def rounding():
-    """The uniform numbers for the coordinates of the first tensor."""
+    """Returns the uniform numbers for the coordinates of the first tensor."""
     return np.asarray(rng.noise(jax.random.fold_in(KEY, 0), D), np.float64)
 
 
 def assert_same_but_for_edges(actual, expected):
-    """A coordinate close to the boundary between two levels may be rounded to either."""
+    """Compares codes; a coordinate close to the boundary between two levels may be rounded to either."""
     assert np.mean(np.abs(actual - expected) > 1e-5 * np.abs(expected).max()) <= 2 / D
 
 
@@ -137,8 +137,8 @@ def test_integers(bits):
 
 
 @pytest.mark.parametrize("power", [-30, -110])
-def test_integers_of_small_updates_are_those_of_large_ones(power):
-    """A power of two changes no code."""
+def test_integer_codes_do_not_depend_on_the_scale_of_updates(power):
+    """Scaling an update by a power of two does not change any code."""
     x = vector().reshape(32, 32)
     small = sent(IntegerQuantizer(bits=4), np.ldexp(x, power))
     np.testing.assert_allclose(np.ldexp(small, -power), sent(IntegerQuantizer(bits=4), x), rtol=1e-6)
@@ -151,7 +151,7 @@ def test_integers_represent_zero_exactly():
 
 
 def test_power_sgd_for_three_rounds():
-    """P Q^T with the Q of the previous round, by Gram-Schmidt, for an update that changes every round."""
+    """The expected value is P Q^T with the Q of the previous round, by Gram-Schmidt; the update changes every round."""
     draw = np.random.default_rng(0)
     compressor = PowerSGD(rank=2)
     memory = compressor.init(jnp.zeros((4, 5, 12)))
@@ -207,7 +207,7 @@ def test_eden_of_one_bit_is_drive(unbiased, per_tensor):
 
 
 def test_terngrad_is_qsgd_of_one_level_with_another_norm():
-    x = jnp.array([0.0, 0.0, -3.0, 0.0])  # of which both norms are the same
+    x = jnp.array([0.0, 0.0, -3.0, 0.0])  # an update for which both norms are equal
     np.testing.assert_array_equal(sent(TernGrad(), x), sent(QSGD(levels=1), x))
 
 
@@ -228,7 +228,7 @@ def test_with_many_levels_quantizers_are_the_identity(per_tensor):
             QSGD(levels=levels // 2, per_tensor=per_tensor),
         ):
             arrived = send(compressor, tree()).value
-            # The range is about 8, or a norm about 25.
+            # The range of the values is about 8, and their norm about 25.
             assert_trees_close(arrived, tree(), rtol=0, atol=60 / levels)
     assert_trees_close(send(IntegerQuantizer(bits=16), tree()).value, tree(), rtol=0, atol=1e-4)
 
@@ -253,7 +253,7 @@ def test_a_joined_vector_does_not_depend_on_its_tensors():
 
 @pytest.mark.slow
 def test_scales_do_not_depend_on_units():
-    """A value that is 2^40 times larger or smaller is decoded to 2^40 times the result, or its inverse."""
+    """A value that is 2^40 times larger or smaller is decoded to a result that is 2^40 times larger or smaller."""
     for compressor in (Drive(), Eden(bits=3), QSGD(), TernGrad(), ScaledSign(), UniformQuantizer(), RotatedUniformQuantizer()):
         for factor in (2.0**-80, 2.0**40, 2.0**80):
             np.testing.assert_allclose(

@@ -53,13 +53,13 @@ def test_the_residual_of_a_constant_stays_small_and_its_mean_is_transmitted(name
 
 @pytest.mark.parametrize("name", ["TopK", "ScaledSign", "PowerSGD"])
 def test_without_feedback_the_mean_is_not_transmitted(name):
-    """A control for the test above."""
+    """The negative control for the previous test."""
     x = value(0)
     total, _ = rounds(CONTRACTIONS[name], [x] * 400)
     assert tree.squared_norm(tree.subtract(tree.scale(total, 1 / 400), x)) > 0.1 * tree.squared_norm(x)
 
 
-def test_of_the_identity_it_is_the_identity():
+def test_error_feedback_of_the_identity_is_the_identity():
     feedback, x = ErrorFeedback(Identity()), value(0)
     memory = feedback.init(x)
     for seed in range(3):
@@ -101,7 +101,7 @@ def test_integers_and_booleans_have_no_residual():
 
 
 def test_signs_converge_only_with_feedback():
-    """f(x) = e |x1 + x2| + |x1 - x2|: signs only ever see the second term (Karimireddy et al. 2019, counterexample 2)."""
+    """Signs depend only on the second term of e |x1 + x2| + |x1 - x2| (Karimireddy et al. 2019, counterexample 2)."""
     along, across = jnp.array([1.0, 1.0]), jnp.array([1.0, -1.0])
 
     def loss(x):

@@ -56,7 +56,7 @@ EVERY = {
     "ErrorFeedback of TopK": ErrorFeedback(TopK(fraction=0.1)),
     "ErrorFeedback of PowerSGD": ErrorFeedback(PowerSGD(rank=2)),
 }
-# Which ignore the key.
+# Compressors that ignore the key.
 DETERMINISTIC = {
     *("Identity", "Cast", "Cast float16", "IntegerQuantizer", "ScaledSign", "TopK", "TopK mask", "TopK places"),
     *("MagnitudePruning", "PowerSGD", "ErrorFeedback of TopK", "ErrorFeedback of PowerSGD"),
@@ -85,7 +85,7 @@ def filled(number):
 
 @functools.cache
 def compiled(compressor):
-    """Compiled once for all tests: of value, key and memory."""
+    """Returns `transmit`, compiled once for all tests, with arguments value, key and memory."""
     return jax.jit(compressor.transmit)
 
 
@@ -130,7 +130,7 @@ def assert_same_form(a, b):
 
 
 def test_transmit_is_encode_decode_and_size(compressor):
-    """The receiver has the message, the key and the shapes: nothing that depends on the value."""
+    """The receiver uses only the message, the key and the shapes, and nothing else that depends on the value."""
     x, key = value(), jax.random.key(1)
     sent = send(compressor, x, 1)
     message, kept = encoder(compressor)(x, key, compressor.init(x))
@@ -144,16 +144,16 @@ def test_transmit_is_encode_decode_and_size(compressor):
 
 
 def test_bits_are_the_size_of_the_message(compressor):
-    """The words of all arrays of the message, without padding and without values outside of a mask."""
+    """The size counts the words of all arrays of the message, without padding and without values outside a mask."""
     x = value()
     message, _ = encoder(compressor)(x, jax.random.key(0), compressor.init(x))
     bits = int(send(compressor, x).bits)
     if isinstance(compressor, MagnitudePruning):
         message = [[each._replace(values=each.values[each.values != 0]) for each in message[0]], message[1]]
     leaves = jax.tree.leaves(message)
-    room = sum(8 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    capacity = sum(8 * leaf.size * leaf.dtype.itemsize for leaf in leaves)
     planes = sum(leaf.shape[0] for leaf in leaves if leaf.dtype == jnp.uint32 and leaf.ndim == 2)
-    assert room - 31 * planes <= bits <= room
+    assert capacity - 31 * planes <= bits <= capacity
 
 
 def test_an_entropy_coder_is_never_worse(compressor):
@@ -162,7 +162,7 @@ def test_an_entropy_coder_is_never_worse(compressor):
         assert 0 <= float(sent.entropy_bits) <= int(sent.bits)
 
 
-def test_vmap_is_a_loop(compressor):
+def test_vmap_equals_a_loop(compressor):
     values, keys = [value(seed) for seed in range(3)], [jax.random.key(seed) for seed in range(3)]
     memory = compressor.init(values[0])
     stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *values)
@@ -172,7 +172,7 @@ def test_vmap_is_a_loop(compressor):
 
 
 def assert_nearly_all_close(a, b):
-    """A number between two codes may be rounded to either, depending on the last bit."""
+    """Allows a few values to differ, because a number between two codes may be rounded to either."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     far = []
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -183,7 +183,7 @@ def assert_nearly_all_close(a, b):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["UniformQuantizer", "QSGD", "Eden", "TopK", "RandomK", "ErrorFeedback of PowerSGD"])
-def test_eager_is_compiled(name):
+def test_eager_and_compiled_results_are_equal(name):
     x, compressor = value(), EVERY[name]
     assert_nearly_all_close(compressor.transmit(x, jax.random.key(0), compressor.init(x)), send(compressor, x))
 
@@ -195,14 +195,14 @@ def test_the_same_key_repeats_and_another_differs(compressor, request):
     assert same == (request.node.callspec.params["compressor"] in DETERMINISTIC)
 
 
-def test_zeros_arrive_as_zeros(compressor):
+def test_zeros_are_decoded_to_zeros(compressor):
     sent = send(compressor, filled(0))
     assert_trees_equal(sent.value, filled(0))
     assert all_finite(sent)
 
 
 @pytest.mark.parametrize("constant", [1.0, -2.5, 1e-30, 1e30])
-def test_constants_of_any_size_are_numbers(compressor, constant):
+def test_constants_of_any_magnitude_are_decoded_to_numbers(compressor, constant):
     assert all_finite(send(compressor, filled(constant)))
 
 
@@ -249,13 +249,13 @@ def test_values_that_are_not_finite_stay_not_finite(compressor, bad, request):
 
 @pytest.mark.parametrize(("length", "dtype"), [(2**27 - 1, jnp.uint32), (2**27, jnp.float32)])
 def test_a_message_of_many_bits_is_counted_in_float32(length, dtype):
-    # Nothing of that size is made: what the value does not decide, the compiler leaves out.
+    # The array is never allocated: the size does not depend on the values, so the compiler removes it.
     sent = jax.jit(lambda: Identity().transmit(jnp.zeros(length), jax.random.key(0))._replace(value=()))()
     assert sent.bits.dtype == dtype and float(sent.bits) == np.float32(32 * length)
 
 
 def test_a_message_whose_length_varies_is_counted_in_the_dtype_of_its_longest():
-    for length, dtype in [(2**20, jnp.uint32), (2**27 - 2**10, jnp.float32)]:  # 32 bits a value, and 1 for the mask
+    for length, dtype in [(2**20, jnp.uint32), (2**27 - 2**10, jnp.float32)]:  # 32 bits per value, and 1 for the mask
         like = jax.ShapeDtypeStruct((length,), jnp.float32)
         assert jax.eval_shape(lambda x: MagnitudePruning().transmit(x, jax.random.key(0)).bits, like).dtype == dtype
 

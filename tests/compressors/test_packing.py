@@ -1,4 +1,4 @@
-"""Packing: exact round trips, and counts of codes."""
+"""Packing of codes into words: exact round trips, and numbers of bits."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def test_packing_round_trip_is_exact(bits, d):
     np.testing.assert_array_equal(histogram(planes, d), np.bincount(codes, minlength=2**bits))
 
 
-def test_planes_are_what_the_docstring_says():
+def test_planes_have_the_documented_layout():
     codes = np.random.default_rng(0).integers(0, 8, 100).astype(np.uint32)
     planes, words = np.zeros((3, 4), np.uint32), 4
     for i, code in enumerate(codes):
@@ -33,5 +33,5 @@ def test_bits_for_symbols(symbols, bits):
     assert bits_for(symbols) == bits
 
 
-def test_one_symbol_alone_costs_only_its_histogram():
+def test_entropy_bits_of_a_single_symbol_are_those_of_its_histogram():
     assert float(coded_bits(jnp.array([0, 0, 1000, 0]), 1000)) < 40

@@ -29,7 +29,7 @@ def test_hadamard_is_scipys(n):
 
 @pytest.mark.parametrize("d", [2, 16, 512, 4096])
 def test_one_block_is_signs_and_a_hadamard_matrix(d):
-    """And the inverse of another vector is the transpose."""
+    """The inverse rotation of another vector is the product with the transpose."""
     key = jax.random.key(7)
     x, other = np.random.default_rng(d).normal(size=(2, d)).astype(np.float32)
     signs = np.asarray(unrotate(rotate(jnp.ones(d), key), key)).round()
@@ -41,7 +41,7 @@ def test_one_block_is_signs_and_a_hadamard_matrix(d):
     np.testing.assert_allclose(back, signs * (matrix.T @ other), atol=1e-5)
 
 
-def test_blocks_are_rotated_by_themselves():
+def test_blocks_are_rotated_separately():
     d = 4096 * 3
     assert layout(d) == (64, 3, 64)
     x = jnp.zeros(d).at[64 * 64 * 3 - 1].set(1.0)
@@ -52,14 +52,14 @@ def test_blocks_are_rotated_by_themselves():
 
 @pytest.mark.parametrize("d", [1, 7, 100, 1500, 31_594, 48_670, 209_662, 1_206_590])
 def test_the_overhead_is_small(d):
-    """Padding and a scale of 32 bits a block: for models, less than 8 % of one bit a coordinate."""
+    """Padding and a scale of 32 bits per block: for models, less than 8 % of one bit per coordinate."""
     a, blocks, b = layout(d)
     assert d <= a * blocks * b and a * b in [2**i for i in range(13)]
     if d > 20_000:
         assert a * blocks * b + 32 * blocks < 1.08 * d
 
 
-def test_coordinates_are_evened_out_and_nearly_gaussian():
+def test_rotated_coordinates_are_nearly_gaussian():
     x = jnp.asarray(np.random.default_rng(0).normal(size=4096) ** 5, jnp.float32)
     assert stats.kurtosis(np.asarray(x)) > 100
     y = np.asarray(rotate(x, jax.random.key(0))).reshape(-1)
@@ -70,5 +70,5 @@ def test_signs_differ_between_keys():
     rows = np.stack([np.asarray(rotate(jnp.ones(4096), jax.random.key(seed))).reshape(-1) for seed in range(20)])
     signs = np.sign(rows @ (linalg.hadamard(4096) / 64.0))
     assert stats.binomtest(int(np.sum(signs > 0)), signs.size).pvalue > 1e-3
-    correlation = signs @ signs.T / 64.0  # standard normal for unrelated rows
+    correlation = signs @ signs.T / 64.0  # these are standard normal for unrelated rows
     assert np.max(np.abs(correlation[~np.eye(20, dtype=bool)])) < 4.5

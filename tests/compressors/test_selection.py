@@ -1,4 +1,4 @@
-"""The k largest coordinates, compared with sorting, and k random ones, compared with their distribution."""
+"""The k largest coordinates are compared with sorting, and k random coordinates with their distribution."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_nan_is_the_largest():
     assert [np.flatnonzero(largest(x, k)).tolist() for k in range(4)] == [[], [2], [1, 2], [0, 1, 2]]
 
 
-def test_the_largest_where_numbers_are_of_64_bits():
+def test_the_largest_with_64_bit_numbers():
     with jax.enable_x64(True):
         x = jnp.array([3.0, -9.0, 0.0, 5.0], jnp.float32)
         assert largest(x, 2).tolist() == [False, True, False, True]
@@ -73,7 +73,7 @@ def test_few_coordinates(d):
 
 
 def some_of(number, d):
-    """A mask of so many of d coordinates."""
+    """Returns a mask of ``number`` of d coordinates."""
     return np.random.default_rng(number).permutation(d) < number
 
 
@@ -81,7 +81,7 @@ def some_of(number, d):
     ("number", "k"),
     [(20_000, 1), (20_000, 2_000), (20_000, 20_000), (700, 300), (700, 699), (700, 2_000), (1, 1), (0, 5), (700, 0)],
 )
-def test_k_are_drawn_or_all(number, k):
+def test_k_coordinates_are_drawn_or_all_if_there_are_fewer(number, k):
     among = some_of(number, 20_000)
     draw, seen = jax.jit(lambda key: draw_from(among, k, key)), set()
     for seed in range(20):
@@ -92,8 +92,8 @@ def test_k_are_drawn_or_all(number, k):
     np.testing.assert_array_equal(mine, draw(jax.random.key(19)))
 
 
-def test_a_few_of_many_are_apart():
-    """Each is drawn by itself: six of 200,000 are seldom in the same thousand."""
+def test_few_of_many_coordinates_are_drawn_separately():
+    """Coordinates are not drawn in blocks: two of six out of 200,000 are rarely in the same thousand."""
     draw = jax.jit(lambda key: indices_of(draw_from(jnp.ones(200_000, bool), 6, key), 6) // 1000)
     thousands = [np.unique(draw(jax.random.key(seed))) for seed in range(50)]
     assert np.mean([len(each) for each in thousands]) > 5.5
@@ -101,8 +101,11 @@ def test_a_few_of_many_are_apart():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "k"), [(70, 20), (70, 69), (500, 2), (96, 48)])
-def test_each_is_as_likely_to_be_drawn(number, k):
-    """Of 20,000 draws; their variance is k / number (1 - k / number), and their sum is fixed: a chi-square of number - 1."""
+def test_every_coordinate_is_equally_likely_to_be_drawn(number, k):
+    """The counts of 20,000 draws are compared with k / number by a chi-square statistic with number - 1 degrees of freedom.
+
+    The variance of a coordinate is k / number (1 - k / number), and the sum over coordinates is fixed.
+    """
     among = some_of(number, 600)
     draws = jax.jit(jax.vmap(lambda key: draw_from(among, k, key)))(jax.random.split(jax.random.key(0), 20_000))
     times, share = np.sum(np.asarray(draws), axis=0)[among], k / number
@@ -110,8 +113,8 @@ def test_each_is_as_likely_to_be_drawn(number, k):
     assert abs(far - (number - 1)) < 4 * np.sqrt(2 * (number - 1))
 
 
-def test_as_many_are_drawn_from_one_half_as_without_replacement():
-    """And they vary as such: k / 4 (d - k) / (d - 1)."""
+def test_the_number_drawn_from_one_half_is_hypergeometric():
+    """It has the mean k / 2 and the variance k / 4 (d - k) / (d - 1)."""
     halves = np.arange(5_000) < 2_500, np.arange(5_000) % 2 == 0
 
     def of_halves(key):
@@ -127,7 +130,7 @@ def test_as_many_are_drawn_from_one_half_as_without_replacement():
 @pytest.mark.parametrize(
     ("fraction", "d", "k"), [(0.01, 100, 1), (0.07, 100, 7), (0.29, 100, 29), (1.0, 7, 7), (1e-6, 7, 1), (0.1, 31, 4)]
 )
-def test_count_is_by_decimals(fraction, d, k):
+def test_count_is_computed_from_the_decimal_fraction(fraction, d, k):
     """0.29 * 100 is 28.999..., and 0.07 * 100 is 7.000...1 in binary."""
     assert count_of(fraction, d) == k
 

@@ -7,8 +7,8 @@ import pytest
 
 from fedsim.compressors import Cast, Drive, Eden, Identity, IntegerQuantizer, RandomK, TernGrad, TopK, UniformQuantizer
 
-# Four convolutions of 32 channels, one group normalization that they share, and a linear layer: 5 matrices or kernels of
-# 31,392 parameters in all, 7 vectors of 202.
+# Four convolutions of 32 channels, one group normalization that they share, and a linear layer: 5 matrices or kernels with
+# 31,392 parameters in total, and 7 vectors with 202 in total.
 SHAPES = {
     **{f"conv{i}/w": (3, 3, 3 if i == 1 else 32, 32) for i in (1, 2, 3, 4)},
     **{f"conv{i}/b": (32,) for i in (1, 2, 3, 4)},
@@ -29,7 +29,7 @@ def size(compressor):
     return float(sent.bits) / 8, float(sent.entropy_bits) / 8
 
 
-def test_it_has_31594_parameters():
+def test_the_model_has_31594_parameters():
     assert sum(x.size for x in jax.tree.leaves(model())) == 31_594
 
 
@@ -44,7 +44,7 @@ def test_it_has_31594_parameters():
         (IntegerQuantizer(bits=8), 31_392 + 5 * 12 + 202 * 4),
         # A bit for each parameter, and ceil(1 %) of each tensor: 9 + 3 * 93 + 29 + 7 floats.
         (TopK(fraction=0.01, layout="mask", per_tensor=True), 5_245.25),
-        # Of the whole: 316 floats, each with its number of 15 bits.
+        # 1 % of all coordinates together: 316 floats, each with an index of 15 bits.
         (TopK(fraction=0.01), 316 * (32 + 15) / 8),
         (RandomK(fraction=0.01), 316 * 4),
         # 12 tensors.
@@ -60,13 +60,13 @@ def test_bytes_of_the_model(compressor, expected):
 
 
 def test_entropy_bits_of_terngrad_are_those_of_its_symbols():
-    """Compared with the entropy that NumPy computes from the decoded values."""
+    """The bits equal the entropy that NumPy computes from the decoded values."""
     x = {"w": jnp.asarray(np.random.default_rng(1).normal(size=10_000), jnp.float32)}
     sent = jax.jit(TernGrad().transmit)(x, jax.random.key(0))
     _, counts = np.unique(np.asarray(sent.value["w"]), return_counts=True)
     share = counts / 10_000
-    told = 4 * np.log2(np.e * 10_004 / 4)  # the histogram of 2-bit codes
-    np.testing.assert_allclose(sent.entropy_bits, 10_000 * -np.sum(share * np.log2(share)) + told + 32, rtol=1e-5)
+    histogram_bits = 4 * np.log2(np.e * 10_004 / 4)  # the histogram of 2-bit codes
+    np.testing.assert_allclose(sent.entropy_bits, 10_000 * -np.sum(share * np.log2(share)) + histogram_bits + 32, rtol=1e-5)
     assert float(sent.entropy_bits) < 0.7 * int(sent.bits)
 
 

@@ -31,21 +31,21 @@ def arrivals(compressor, x, keys):
 
 
 def errors(compressor, x, seed=0):
-    """NMSE of every row of ``x``, each sent with a key of its own: ``float64 [draws]``."""
+    """Returns the NMSE of every row of ``x``, each sent with its own key: ``float64 [draws]``."""
     sent = arrivals(compressor, x, jax.random.split(jax.random.key(seed), len(x)))
     x, sent = np.asarray(x, np.float64), np.asarray(sent, np.float64)
     return np.sum((sent - x) ** 2, 1) / np.sum(x**2, 1)
 
 
 def agree(errors, expected, digits=0.0):
-    """Whether the mean of ``errors - expected`` is 0 within four of its standard errors, and the digits."""
+    """Returns whether the mean of ``errors - expected`` is 0 within four of its standard errors plus ``digits``."""
     rest = errors - expected
     return abs(rest.mean()) <= 4 * rest.std() / np.sqrt(len(rest)) + digits
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Louder(Drive):
-    """A control: the decoded value is 10 % too large."""
+    """A negative control, whose decoded values are 10 % too large."""
 
     inner: object = None
 
@@ -97,7 +97,7 @@ def test_nmse_of_terngrad():
 
 
 def qsgd_theory(x, levels):
-    """Exactly: a coordinate between two levels has the variance of a coin, f (1 - f) of a level squared."""
+    """Returns the exact NMSE: a coordinate between two levels has the variance f (1 - f) in units of a level squared."""
     x = np.asarray(x, np.float64)
     norm = np.sqrt((x**2).sum(1, keepdims=True))
     part = np.modf(levels * np.abs(x) / norm)[0]
@@ -116,7 +116,7 @@ def test_nmse_of_qsgd(levels):
 def test_nmse_of_rotated_uniform(levels):
     bound = (2 * math.log(D) + 2) / (levels - 1) ** 2
     assert errors(RotatedUniformQuantizer(levels=levels), gaussian()).mean() <= bound
-    # One large coordinate among small ones: the rotation is what keeps the bound, and without it there is no bound.
+    # One coordinate is much larger than the others: the bound holds only because of the rotation.
     spiky = jnp.ones((50, D)).at[:, 7].set(1000.0).at[:, 9].set(-1000.0)
     assert errors(RotatedUniformQuantizer(levels=levels), spiky).mean() <= bound
     assert errors(UniformQuantizer(levels=levels), spiky).mean() > bound
@@ -148,7 +148,7 @@ UNBIASED = {
 
 
 def falls_as_one_over_n(compressor, dimension=D):
-    """Whether n times the NMSE of the mean over n clients, who all send the same, is the same for every n."""
+    """Returns whether n times the NMSE of the mean over n clients, which all send the same, is the same for every n."""
     x = gaussian(1)[0, :dimension]
     sent = np.asarray(arrivals(compressor, jnp.broadcast_to(x, (1024, dimension)), jax.random.split(jax.random.key(3), 1024)))
     rest = sent.astype(np.float64) - np.asarray(x, np.float64)
@@ -162,7 +162,7 @@ def test_nmse_of_the_mean_of_n_clients_falls_as_one_over_n(name):
 
 
 @pytest.mark.parametrize("compressor", [Drive(unbiased=False), TernGrad(clip=1.5), RandomK(fraction=0.1, unbiased=False)])
-def test_the_error_of_biased_compressors_does_not(compressor):
+def test_the_error_of_biased_compressors_does_not_fall_as_one_over_n(compressor):
     assert not falls_as_one_over_n(compressor)
 
 
@@ -173,14 +173,14 @@ def test_the_mean_error_is_zero(name):
     keys = jax.random.split(jax.random.key(5), 4000)
     rest = np.asarray(arrivals(UNBIASED[name], jnp.broadcast_to(x, (4000, 300)), keys)).astype(np.float64) - np.asarray(x)
     z = rest.mean(0) / (rest.std(0) / np.sqrt(4000) + 1e-9)
-    # DRIVE's and EDEN's bias, for a Hadamard matrix is no uniform rotation, is below 2 % of a coordinate at this length.
+    # DRIVE and EDEN are biased by less than 2 % of a coordinate at this length, because a Hadamard rotation is not uniform.
     slack = 0.02 * np.abs(np.asarray(x)) / (rest.std(0) / np.sqrt(4000) + 1e-9) if "D" in name[:1] or "Eden" in name else 0
     assert np.all(np.abs(z) < 4.5 + slack)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_centroids_satisfy_lloyds_conditions(bits):
-    """Lloyd's two conditions, by numerical integration, and the least distortions of Max's table (1960)."""
+    """Lloyd's two conditions are checked by numerical integration, and the distortions with Max's table (1960)."""
     centroids = _eden.gaussian_centroids(bits)
     grid = np.linspace(-12, 12, 2_400_001)
     density = np.exp(-(grid**2) / 2)
