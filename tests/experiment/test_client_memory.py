@@ -74,7 +74,9 @@ def test_a_resumed_run_ends_with_the_bits_of_an_unbroken_one(arguments, tmp_path
         killed(arguments, tmp_path / "r", death)
     result = run(**arguments, folder=tmp_path / "r")
     assert result.round == 8 and bits(result.state) == unbroken
-    assert bits(run(**arguments, folder=tmp_path / "r").state) == unbroken  # it is over: the state as it was saved
+    assert (
+        bits(run(**arguments, folder=tmp_path / "r").state) == unbroken
+    )  # the run is finished, so this returns the saved state
     restored, round = restore(tmp_path / "r", arguments["algorithm"])
     assert round == 8 and bits(restored) == unbroken
     assert len(jax.tree.leaves(restored.clients)) > 0
@@ -98,7 +100,7 @@ def test_the_execution_may_change_when_a_run_is_resumed(algorithms, streamed, be
 
 
 @pytest.mark.slow
-def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
+def test_every_kept_checkpoint_can_be_restored(streamed, tmp_path):
     """The best checkpoint is that of round 2, whose rows would otherwise be reused many times, also after a restart."""
     seen = {}
 
@@ -117,7 +119,7 @@ def test_every_checkpoint_that_is_kept_stays_readable(streamed, tmp_path):
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
     assert checkpoints.rounds() == [2, 38, 40]
     row = last.clients.store.row_bytes
-    # Rows of 12 clients, of the 6 clients up to round 2, and 3 per round since the second-last checkpoint.
+    # Rows of all 12 clients, of the 6 clients up to round 2, and of 3 clients per round since the second-last checkpoint.
     max_rows = 1.25 * (12 + 6 + 7 * 3) + 1 + 300 // row
     assert (tmp_path / "r/checkpoints/clients.rows").stat().st_size <= 4096 + row * max_rows
 
@@ -137,7 +139,7 @@ def test_using_a_restored_state_does_not_change_the_run(streamed, tmp_path):
 
 @pytest.mark.parametrize("which", ["last", "best"])
 def test_a_restored_row_is_read_once(streamed, which, tmp_path, monkeypatch):
-    """Only rows of the restored checkpoint are read, and each is compared with its checksum."""
+    """Only rows of the restored checkpoint are read, and each row is compared with its checksum."""
     run(**streamed, folder=tmp_path / "r", evaluate=lambda state: {"accuracy": 0.5}, evaluate_every=2)
     file = tmp_path / "r/checkpoints/clients.rows"
     calls, bytes_of = [], []
@@ -234,7 +236,7 @@ def test_another_algorithm_s_rows_are_refused_before_the_first_round(streamed, m
         restore(tmp_path / "r", renamed)
 
 
-def test_a_full_disk_ends_the_run_and_loses_nothing(streamed, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_without_loss_of_data(streamed, tmp_path, monkeypatch):
     unbroken, calls, whole = bits(run(**streamed).state), [], os.pwritev
 
     def full(fd, views, at):

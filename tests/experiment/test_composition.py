@@ -1,4 +1,4 @@
-"""Aggregators, compressors, attacks and stragglers, which a config combines with any algorithm by name."""
+"""A configuration combines aggregators, compressors, attacks and stragglers by name with any algorithm."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def built(**changes):
     return build(RunConfig(dataset="digits", **changes), Settings(execution="jit"))
 
 
-def test_names_and_their_options_become_one_aggregator():
+def test_names_and_their_options_are_combined_into_one_aggregator():
     algorithm, _, _ = built(
         aggregator="trimmed_mean(trim=0.2)", compressor="top_k(fraction=0.5)", error_feedback=True, clip=2.0, downlink="cast"
     )
@@ -57,6 +57,6 @@ def test_cohorts_have_attackers_and_stragglers():
         ),
     ],
 )
-def test_wrong_names_and_numbers_are_refused(changes, message):
+def test_invalid_names_and_numbers_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         built(**changes)

@@ -1,4 +1,4 @@
-"""Whatever has a name learns the embedded digits with its defaults, or says what it needs."""
+"""Every registered class learns the embedded digits with its defaults, or its error names the arguments that it needs."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 import fedsim
 from fedsim import cli
 
-# What has no sensible default, the message that names it, and a value with which it learns.
+# Arguments without a sensible default, the error message that names each, and a value with which training works.
 NEEDS = {
     ("algorithm", "agnosticfedavg"): ("--num-domains", None),
     ("algorithm", "kmeans"): ("--num-features", None),
@@ -17,7 +17,7 @@ NEEDS = {
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),
     ("aggregator", "sum"): ("--weighting uniform --server-learning-rate 0.05", None),
 }
-STATISTICS = {"histogram", "quantiles"}  # They have no model and no accuracy.
+STATISTICS = {"histogram", "quantiles"}  # These have no model and therefore no accuracy.
 EVERYTHING = [
     *(("algorithm", name) for name in fedsim.algorithms.ALGORITHMS if name not in STATISTICS),
     *(("aggregator", name) for name in fedsim.aggregators.AGGREGATORS),
@@ -26,7 +26,7 @@ EVERYTHING = [
 
 
 def accuracy(folder, *options):
-    """The test accuracy after 60 rounds; of the clients' own models for an algorithm that has no other."""
+    """Returns the test accuracy after 60 rounds, of the personal models if the algorithm has no global model."""
     assert (
         cli.main(["run", *options, "--rounds", "60", "--evaluate-every", "60", "--folder", str(folder), "--no-progress"]) == 0
     )
@@ -36,12 +36,12 @@ def accuracy(folder, *options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), [each for each in EVERYTHING if each not in NEEDS])
-def test_it_learns_the_digits_with_its_defaults(kind, name, tmp_path):
+def test_training_on_the_digits_works_with_the_defaults(kind, name, tmp_path):
     assert accuracy(tmp_path / "run", f"--{kind}", name) > 0.85
 
 
 @pytest.mark.parametrize(("kind", "name"), NEEDS)
-def test_it_says_what_it_needs(kind, name, tmp_path, capsys):
+def test_the_error_names_the_missing_argument(kind, name, tmp_path, capsys):
     try:
         code = cli.main(["run", f"--{kind}", name, "--folder", str(tmp_path / "run")])
     except SystemExit as end:
@@ -58,5 +58,5 @@ def test_it_says_what_it_needs(kind, name, tmp_path, capsys):
     + [["--aggregator", "sum", "--weighting", "uniform", "--server-learning-rate", "0.05"]],
     ids=str,
 )
-def test_it_learns_with_what_it_needs(options, tmp_path):
+def test_training_works_with_the_named_argument(options, tmp_path):
     assert accuracy(tmp_path / "run", *options) > 0.85

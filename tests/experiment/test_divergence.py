@@ -1,4 +1,4 @@
-"""Warnings about a loss that diverges: when there is one, and that noise causes none."""
+"""Warnings about a diverging loss: conditions that cause a warning, and noise that does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_noise_causes_no_warning():
             for _ in range(50):
                 falling = scale * np.exp(-np.arange(300) / 100) * draw.lognormal(0, 0.4, 300)
                 if num_classes and scale > 10:
-                    continue  # for a model with classes this is enormous
+                    continue  # for a classification model this loss is very large
                 assert _watch(falling, num_classes) is None
         flat = 2.3 * draw.lognormal(0, 0.3, 300)
         flat[100] = 1e9  # one unusual cohort
@@ -52,7 +52,7 @@ def test_a_loss_that_is_not_finite_is_reported(num_classes):
     assert _watch([1.0, None, 1.0, 1.0], num_classes) is None
 
 
-def test_an_enormous_loss_is_reported_from_the_start():
+def test_a_very_large_loss_is_reported_from_the_start():
     assert _watch([5e6, 5e6]) is None
     assert _watch([5e6, 5e6, 4e6]).startswith("The training loss is 4,000,000 in round 3, and 2.3 for a uniform guess. Try")
 
@@ -83,12 +83,12 @@ def test_a_run_warns_once_and_in_its_table(make_algorithm, sampler, data, tmp_pa
     table = capsys.readouterr().out
     assert table.count("warning    The training loss") == 1 and "Try a lower client learning rate" in " ".join(table.split())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the run is over, and its table is printed again
+        warnings.simplefilter("error")  # the run is finished, so its table is printed again
         run(_diverging(make_algorithm), rounds=20, **arguments)
     assert "warning    The training loss" in capsys.readouterr().out
 
 
-def test_a_resumed_run_knows_where_its_loss_started(make_algorithm, sampler, tmp_path):
+def test_a_resumed_run_remembers_its_initial_loss(make_algorithm, sampler, tmp_path):
     class StopError(Exception):
         pass
 
@@ -121,7 +121,7 @@ def test_the_command_line_shows_warnings_above_the_bar(tmp_path, capsys):
 def test_a_warning_that_is_raised_twice_is_shown_once(capsys, monkeypatch):
     def command(_):
         for _ in range(3):
-            with warnings.catch_warnings():  # which forgets what was shown
+            with warnings.catch_warnings():  # this resets the record of warnings already shown
                 warnings.warn("clients that can never take a step: 3", stacklevel=1)
         return 0
 

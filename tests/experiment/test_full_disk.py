@@ -39,7 +39,7 @@ def largest_file(size: int) -> Iterator[None]:
     """Lets the system refuse to write files beyond ``size`` bytes, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e6)  # else it would store truncated programs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e6)  # otherwise the cache would store truncated programs
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
@@ -58,7 +58,9 @@ def largest_file(size: int) -> Iterator[None]:
         ("learning_curve.png", 20_000, True),
     ],
 )
-def test_each_file_is_named_and_the_run_continues(file, size, tensorboard, arguments, unbroken, bits, tmp_path, monkeypatch):
+def test_the_error_names_the_file_and_the_run_can_be_continued(
+    file, size, tensorboard, arguments, unbroken, bits, tmp_path, monkeypatch
+):
     folder = tmp_path / "r"
     with monkeypatch.context() as patch:
         if not tensorboard:
@@ -94,7 +96,7 @@ def test_the_command_line_prints_one_line_and_resume_continues(tmp_path, capsys)
     assert states[0] == states[1]
 
 
-def test_errors_of_other_libraries_count_only_if_they_are_about_a_full_disk(tmp_path):
+def test_errors_of_other_libraries_are_translated_only_if_they_report_a_full_disk(tmp_path):
     with pytest.raises(WriteError) as caught, writing(tmp_path / "state"):
         raise ValueError("RESOURCE_EXHAUSTED: Error writing file [OS error 28: ENOSPC No space left on device]")
     assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(tmp_path / "state")
@@ -104,7 +106,7 @@ def test_errors_of_other_libraries_count_only_if_they_are_about_a_full_disk(tmp_
     assert text == "What clients keep cannot be written Free disk space, then continue from the start with: fedsim resume r"
 
 
-def test_a_file_that_may_not_be_written_is_named(arguments, tmp_path):
+def test_the_error_for_an_unwritable_file_names_it(arguments, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r/metrics.tmp").mkdir()
     with pytest.raises(

@@ -48,7 +48,7 @@ def test_without_a_config_the_arguments_are_compared(arguments, make_algorithm, 
 
 
 def _changed(data, **changes):
-    """The same population, with other names, columns or sizes."""
+    """Returns a copy of the population with other names, columns or sizes."""
     given = dict(columns=dict(data.columns), sizes=data.sizes, client_ids=data.client_ids)
     return fedsim.FederatedData.from_arrays(**{**given, **changes})
 
@@ -196,7 +196,7 @@ def test_a_folder_without_a_finished_round_accepts_another_run(arguments, make_a
         run(**refused, folder=tmp_path / "r")
 
 
-def test_client_memory_of_a_run_without_rounds_does_not_disturb_another_run(arguments, model, bits, tmp_path):
+def test_client_memory_of_a_run_without_rounds_does_not_affect_another_run(arguments, model, bits, tmp_path):
     def with_memory(cls, **fields):
         given = dict(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
         return {**arguments, "test_data": None, "algorithm": cls(**given, execution=fedsim.Jit(memory="stream"), **fields)}

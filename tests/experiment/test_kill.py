@@ -1,4 +1,4 @@
-"""kill -9 at random times during one run: it continues, and ends with the same bits as an uninterrupted run."""
+"""A run that is killed by SIGKILL at random times and resumed ends with the same bits as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedsim.experiment import Checkpoints
 
 # Imports take most of the time of a short process, so the process from which the others are forked imports these modules.
 _IMPORTED = ["fedsim", "matplotlib.pyplot", "orbax.checkpoint", "tensorboardX"]
-# Seconds between rounds, such that the run does not end before all kills, which take five seconds together.
+# Seconds between rounds, chosen so that the run does not end before all kills, which take five seconds in total.
 _PAUSE = 0.03
 
 

@@ -46,12 +46,12 @@ def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorit
 
     counting = Counting(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
     run(counting, sampler, rounds=2, progress=False, rounds_per_dispatch=2)
-    traces.clear()  # the first run traces the round once more, to find its calls
+    traces.clear()  # the first run traces the round a second time to find its calls
     run(counting, sampler, rounds=23, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
     assert len(traces) == 1
 
 
-def test_dispatches_do_not_cross_evaluations(algorithm, sampler, data):
+def test_no_dispatch_extends_past_an_evaluation(algorithm, sampler, data):
     evaluated = []
     result = run(
         algorithm, sampler, rounds=13, progress=False, evaluate_every=5,
@@ -60,7 +60,7 @@ def test_dispatches_do_not_cross_evaluations(algorithm, sampler, data):
     assert evaluated == [5, 10, 13] and result.evaluation == {"accuracy": 0.5}
 
 
-def test_lines_of_a_run(algorithm, sampler, data, tmp_path):
+def test_metric_lines_of_a_run(algorithm, sampler, data, tmp_path):
     result = run(algorithm, sampler, rounds=12, folder=tmp_path / "r", test_data=data, evaluate_every=5, progress=False)
     lines = [json.loads(text) for text in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert lines == result.history == read_metrics(tmp_path / "r/metrics.jsonl")
@@ -125,7 +125,7 @@ def test_a_schedule_that_is_too_short_is_refused_before_training(algorithm, data
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sampler_that_fails_leaves_the_rounds_before_it_written(algorithm, data, tmp_path):
+def test_rounds_before_an_error_of_the_sampler_are_written(algorithm, data, tmp_path):
     class Broken(fedsim.UniformSampler):
         def cohort(self, round):
             if round == 6:
@@ -154,7 +154,7 @@ def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_a
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LargestExample(fedsim.Algorithm):
-    """Overrides apply with a Python loop. It has no model and no parameters, and its info is a mapping."""
+    """Overrides `apply` with a Python loop. It has no model and no parameters, and its info is a mapping."""
 
     def init(self, key):
         return {"largest": jnp.zeros(()), "key": key}
@@ -188,7 +188,7 @@ def test_test_data_without_a_model_is_refused(sampler, data):
         run(LargestExample(batches=fedsim.Batches(size=4)), sampler, rounds=1, test_data=data, progress=False)
 
 
-def test_an_algorithm_may_evaluate_itself(sampler, data):
+def test_an_algorithm_may_define_its_own_evaluation(sampler, data):
     class Itself(LargestExample):
         def evaluate(self, state, test):
             return {"accuracy": float(state["largest"] > 0) * test.num_clients}
@@ -259,7 +259,7 @@ def test_unwritable_folder_is_an_error_before_anything_is_compiled(make_algorith
         run(algorithm, sampler, rounds=1, folder=tmp_path / where, progress=False)
 
 
-def test_bar_and_table(algorithm, sampler, data, tmp_path, capsys):
+def test_progress_bar_and_table(algorithm, sampler, data, tmp_path, capsys):
     run(algorithm, sampler, rounds=6, folder=tmp_path / "r", test_data=data, evaluate_every=3)
     out, err = capsys.readouterr()
     assert "6/6" in err and "loss=" in err and "accuracy=" in err
@@ -307,7 +307,7 @@ def test_import_and_train_without_optional_dependencies(tmp_path):
     assert {path.name for path in Path(tmp_path / "r").iterdir()} == {".lock", "config.json", "metrics.jsonl"}
 
 
-def test_nothing_warns(algorithm, sampler, data, tmp_path):
+def test_a_run_causes_no_warnings(algorithm, sampler, data, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(algorithm, sampler, rounds=2, folder=tmp_path / "r", test_data=data, progress=False)

@@ -1,4 +1,4 @@
-"""Runs of algorithms with personal models: they are evaluated, and so is the server's model if there is one."""
+"""Runs of algorithms with personal models: these are evaluated, and so is the server's model if there is one."""
 
 import federation
 import haiku as hk

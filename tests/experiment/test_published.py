@@ -1,4 +1,4 @@
-"""Tests of the published hyperparameters, against the tables in the repository of arXiv 2003.00295."""
+"""Published hyperparameters, compared with the tables in the repository of arXiv 2003.00295."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def rows(table):
 
 
 @pytest.mark.parametrize(("task", "powers"), list(rows(RATES)), ids=[name for name, _ in rows(RATES)])
-def test_rates_are_those_of_the_paper(task, powers):
+def test_learning_rates_are_those_of_the_paper(task, powers):
     dataset, model = TASKS[task]
     for column, algorithm in enumerate(COLUMNS):
         result = published(f"{dataset}()", algorithm, model)
@@ -58,7 +58,7 @@ def test_rates_are_those_of_the_paper(task, powers):
 
 
 @pytest.mark.parametrize(("task", "numbers"), list(rows(SETUPS)), ids=[name for name, _ in rows(SETUPS)])
-def test_set_ups_are_those_of_the_paper(task, numbers):
+def test_training_settings_are_those_of_the_paper(task, numbers):
     values = published(TASKS[task][0], "fedavg", TASKS[task][1]).values
     assert [values[name] for name in ("clients", "batch_size", "rounds")] == numbers
 

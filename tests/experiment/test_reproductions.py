@@ -32,7 +32,7 @@ def idx(array):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A folder with a folder for each dataset, which are small and consist of noise."""
+    """Creates a folder with a subfolder for each dataset; the datasets are small and consist of noise."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "mnist").mkdir()
     for split, count in (("train", 400), ("t10k", 200)):
@@ -83,7 +83,7 @@ def test_cases_are_listed_without_data(name, capsys):
         (["fedavg", "--only", "cnn-idd-b10"], "fedavg has no case 'cnn-idd-b10'. Did you mean 'cnn-iid-b10'"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, tmp_path):
+def test_wrong_input_prints_one_line_and_exits_with_status_2(arguments, expected, capsys, tmp_path):
     assert main(["reproduce", *arguments, "--out", str(tmp_path / "out.json")]) == 2
     error = capsys.readouterr().err
     assert error.splitlines()[-1].startswith("fedsim: error: ") and expected in error and "Traceback" not in error
@@ -118,7 +118,7 @@ def test_a_file_may_be_in_its_folder_or_in_the_data_folder(tmp_path):
 @pytest.mark.parametrize(
     ("scores", "target", "expected"),
     [
-        # Best so far: 0.2, 0.6, 0.6, 0.9; 0.75 is half way between rounds 3 and 4, although the score of round 3 is 0.1.
+        # The best scores so far are 0.2, 0.6, 0.6, 0.9; 0.75 is halfway between rounds 3 and 4, although round 3 has score 0.1.
         ([0.2, 0.6, 0.1, 0.9], 0.75, 3.5),
         ([0.2, 0.6, 0.1, 0.9], 0.6, 2.0),
         ([0.2, 0.6, 0.1, 0.9], 0.1, 1.0),
@@ -281,7 +281,7 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in TINY for case in cases])
 def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # each number of epochs is compiled, with each learning rate
+    monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # fewer, because each is compiled with each rate
     monkeypatch.setattr(drift, "search_rate", functools.partial(drift.search_rate, search=False))
     out = tmp_path / "o.json"
     options = ["--only", case, "--rounds", "2", "--seeds", "1", "--data", str(data), "--out", str(out)]

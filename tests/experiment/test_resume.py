@@ -18,7 +18,7 @@ from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics
 
 
 class KilledError(Exception):
-    """Simulates that the process is killed: nothing catches it, and nothing is saved because of it."""
+    """Simulates that the process is killed: no code catches this exception or saves anything because of it."""
 
 
 def _die_after(round):
@@ -33,7 +33,7 @@ def _rounds(lines, key="loss"):
     return [line["round"] for line in lines if key in line]
 
 
-def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_one(arguments, unbroken, bits, tmp_path):
     for death in (5, 9):
         with pytest.raises(KilledError):
             run(**arguments, folder=tmp_path / "r", checkpoint_every=2, callbacks=[_die_after(death)], rounds_per_dispatch=1)
@@ -44,7 +44,7 @@ def test_resumed_run_equals_an_unbroken_one(arguments, unbroken, bits, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm, data, bits, tmp_path):
+def test_a_resumed_run_of_varying_cohorts_equals_an_uninterrupted_one(make_algorithm, data, bits, tmp_path):
     algorithm, sampler = make_algorithm(), federation.SAMPLERS["PoissonSampler"](data, 4)
     whole = run(algorithm, sampler, rounds=6, progress=False)
     lines = []
@@ -72,7 +72,7 @@ def test_a_resumed_run_of_varying_cohorts_equals_an_unbroken_one(make_algorithm,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds_per_dispatch", [1, 4])
-def test_rounds_per_dispatch_does_not_change_the_answer(algorithm, sampler, bits, rounds_per_dispatch):
+def test_rounds_per_dispatch_does_not_change_the_result(algorithm, sampler, bits, rounds_per_dispatch):
     auto = run(algorithm, sampler, rounds=9, progress=False)
     fixed = run(algorithm, sampler, rounds=9, progress=False, rounds_per_dispatch=rounds_per_dispatch)
     assert bits(fixed.state) == bits(auto.state)
@@ -109,7 +109,7 @@ def test_every_truncated_changed_or_missing_file_is_detected(tmp_path):
         whole = file.read_bytes()
         for damage in (whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1])):
             file.write_bytes(damage)
-            with pytest.raises(ValueError):  # noqa: PT011 - damage in the list of files is a JSON error
+            with pytest.raises(ValueError):  # noqa: PT011 - damage in the list of files raises a JSON error
                 checkpoints.load(1, state)
         if file.name != "files.json":
             file.unlink()
@@ -119,7 +119,7 @@ def test_every_truncated_changed_or_missing_file_is_detected(tmp_path):
     np.testing.assert_array_equal(checkpoints.load(1, state)["w"], state["w"])
 
 
-def test_an_unfinished_checkpoint_is_not_a_checkpoint(tmp_path):
+def test_an_unfinished_checkpoint_is_ignored(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.ones(2)})
     checkpoints.save(2, {"w": jnp.zeros(2)})
@@ -149,7 +149,7 @@ def test_an_incomplete_last_line_of_the_metrics_is_deleted(arguments, unbroken, 
     assert lines == result.history and _rounds(lines) == list(range(1, 13)) and bits(result.state) == unbroken
 
 
-def test_killed_before_the_first_checkpoint(arguments, unbroken, bits, tmp_path):
+def test_a_run_killed_before_the_first_checkpoint_starts_again(arguments, unbroken, bits, tmp_path):
     with pytest.raises(KilledError):
         run(**arguments, folder=tmp_path / "r", checkpoint_every=6, callbacks=[_die_after(2)], rounds_per_dispatch=1)
     assert bits(run(**arguments, folder=tmp_path / "r", checkpoint_every=6).state) == unbroken
@@ -229,7 +229,7 @@ def test_after_a_signal_the_run_saves_and_prints_how_to_resume(arguments, unbrok
 
 
 def test_a_second_ctrl_c_aborts_at_once(arguments, tmp_path):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in background jobs of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore the signal
 
     def send_signal(line, state):
         signal.raise_signal(signal.SIGINT)

@@ -33,7 +33,7 @@ def some_clients(sizes=(3, 0, 2)):
 
 
 def contents(clients):
-    """All clients and columns, with dtypes and shapes per example, for comparison by ``==``."""
+    """Returns all clients and columns, with dtypes and shapes per example, for comparison by ``==``."""
     return {
         client.client_id: {
             name: (str(column.dtype), column.shape[1:], column[:].tolist()) for name, column in client.examples.items()

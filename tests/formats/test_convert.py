@@ -134,7 +134,7 @@ def test_options_that_do_not_fit_the_format_are_refused(tmp_path):
     ("suffix", "target_format"),
     [(".h5", None), (".json", None), (".parquet", None), (".sqlite", "fedjax_sqlite"), (".bin", "packed"), (".h5", "tff_hdf5")],
 )
-def test_conversion_there_and_back_changes_nothing(tmp_path, suffix, target_format):
+def test_conversion_to_a_format_and_back_changes_nothing(tmp_path, suffix, target_format):
     data = some_clients((3, 1, 2))
     write_fedjax_sqlite(data, tmp_path / "source")
     target = tmp_path / f"target{suffix}"
@@ -144,7 +144,7 @@ def test_conversion_there_and_back_changes_nothing(tmp_path, suffix, target_form
     assert contents(FederatedData.open(tmp_path / "back.h5")) == contents(data)
 
 
-def test_a_split_is_chosen_and_its_features(tmp_path):
+def test_a_split_and_its_features_can_be_selected(tmp_path):
     write_tff_sqlite({"train": some_clients((3, 1)), "test": some_clients((1, 2))}, tmp_path / "a.sqlite")
     convert(tmp_path / "a.sqlite", tmp_path / "a.h5", split="test", features={"y": ((), np.int16)}, progress=False)
     assert FederatedData.open(tmp_path / "a.h5").columns["y"].dtype == np.int16
@@ -159,7 +159,7 @@ def test_targets_without_a_format_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["b.h5", "b.json", "b.parquet"])
-def test_a_conversion_that_fails_leaves_nothing(tmp_path, target):
+def test_a_conversion_that_fails_leaves_no_file(tmp_path, target):
     write_leaf(some_clients((30, 20)), tmp_path / "a.json")
     content = (tmp_path / "a.json").read_bytes()
     (tmp_path / "a.json").write_bytes(content[: len(content) * 9 // 10])
@@ -192,7 +192,7 @@ def test_a_dtype_that_a_format_cannot_hold_is_refused_naming_client_and_feature(
 
 
 @pytest.mark.parametrize("write", _WRITERS)
-def test_numpys_own_strings_are_written_as_text(tmp_path, write):
+def test_numpy_strings_are_written_as_text(tmp_path, write):
     write(
         [ClientDataset("ann", {"s": np.array([b"to", b""]), "u": np.array(["bé", ""]), "n": np.array([1, 2], ">i4")})],
         tmp_path / "a",
@@ -201,18 +201,18 @@ def test_numpys_own_strings_are_written_as_text(tmp_path, write):
     assert ann["s"].tolist() == [b"to", b""] and ann["u"].tolist() == ["bé".encode(), b""] and ann["n"].tolist() == [1, 2]
 
 
-def test_an_integer_beyond_int64_is_not_written_as_another(tmp_path):
+def test_an_integer_beyond_int64_raises_an_error(tmp_path):
     with pytest.raises(ValueError, match="'v' of client 'ann' has 18446744073709551615"):
         formats.write_tff_sqlite([ClientDataset("ann", {"v": np.array([2**64 - 1], np.uint64)})], tmp_path / "a.sqlite")
 
 
 @pytest.mark.parametrize("write", [formats.write_fedjax_sqlite, formats.write_tff_sqlite])
-def test_a_disk_that_is_full_is_an_error_of_the_system(tmp_path, monkeypatch, write):
+def test_a_full_disk_raises_an_os_error(tmp_path, monkeypatch, write):
     connect = sqlite3.connect
 
     def small(*where, **how):
         connection = connect(*where, **how)
-        connection.execute("PRAGMA max_page_count = 4")  # SQLite says the same as of a full disk.
+        connection.execute("PRAGMA max_page_count = 4")  # SQLite raises the same error as for a full disk.
         return connection
 
     monkeypatch.setattr(sqlite3, "connect", small)

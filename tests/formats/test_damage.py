@@ -1,4 +1,4 @@
-"""Every reader, on 500 damaged copies of a small file, reads it or raises a `FormatError` that names the file."""
+"""Every reader is given 500 damaged copies of a small file, and reads each or raises a `FormatError` that names the file."""
 
 import functools
 import gzip
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 
 def read_array(path):
-    """An idx file as one client, so that it can be read like the others."""
+    """Reads an idx file as one client, so that it can be tested like the other formats."""
     return ClientStream(lambda: iter([("all", {"x": read_idx(path)})]), source=path)
 
 

@@ -10,7 +10,7 @@ from fedsim.formats._example_proto import columns, serialized
 
 @pytest.fixture(scope="module")
 def messages():
-    """The classes of feature.proto and example.proto, packed and unpacked, as the protobuf library makes them."""
+    """The classes that the protobuf library creates for feature.proto and example.proto, with packed and unpacked lists."""
     field = descriptor_pb2.FieldDescriptorProto
     made = {}
     for package, packed in (("packed", True), ("unpacked", False)):
@@ -90,7 +90,7 @@ def test_unknown_fields_are_skipped_and_split_lists_joined():
     one = serialized({"y": np.array([300, 2])})
     unknown = b"\x10\x96\x01" + b"\x1d\0\0\0\0" + b"\x21" + bytes(8) + b"\x2a\x03abc"  # varint, fixed32, fixed64, bytes
     assert columns([unknown + one])["y"].tolist() == [[300, 2]]
-    # feature y, its int64_list given in two pieces: packed [1], then one by one 2
+    # feature y, whose int64_list is split: [1] packed, then 2 unpacked
     entry = b"\x0a\x01y" + b"\x12\x07" + b"\x1a\x05" + b"\x0a\x01\x01" + b"\x08\x02"
     assert columns([b"\x0a" + bytes([len(entry) + 2]) + b"\x0a" + bytes([len(entry)]) + entry])["y"].tolist() == [[1, 2]]
 
@@ -124,7 +124,7 @@ def test_examples_that_do_not_form_a_column_are_refused(rows, features, message)
 @pytest.mark.parametrize(
     "message",
     [
-        b"\x0a\x05\x0a\x03",  # lengths that reach beyond the end
+        b"\x0a\x05\x0a\x03",  # lengths that exceed the message
         b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",  # a length of more than ten bytes
         b"\x0b",  # a group
         b"\x0a\x07\x0a\x05\x0a\x03\xff\xfe\xfd",  # a name that is not UTF-8

@@ -1,4 +1,4 @@
-"""FedJAX's SQLite layout; the file in shared data was written by FedJAX itself."""
+"""FedJAX's SQLite layout. The file in the shared data was written by FedJAX itself."""
 
 import sqlite3
 import threading
@@ -28,7 +28,7 @@ def packed(array):
 
 
 def file_of(path, data, client_id=b"ann", num_examples=2):
-    """A file with one row: ``data`` as bytes, or to be packed and compressed."""
+    """Writes a file with one row of ``data``: bytes as they are, other values packed and compressed."""
     write_fedjax_sqlite([], path)
     data = data if isinstance(data, bytes) else zlib.compress(msgpack.packb(data))
     rewrite(path, "INSERT INTO federated_data VALUES (?, ?, ?)", client_id, data, num_examples)
@@ -54,13 +54,13 @@ def test_round_trip_of_dtypes(tmp_path, dtype):
 
 
 def test_many_clients_keep_their_order(tmp_path):
-    """More clients than are decompressed ahead."""
+    """There are more clients than the reader decompresses in advance."""
     ids = [f"{i:03d}" for i in np.random.default_rng(0).permutation(100)]
     write_fedjax_sqlite((ClientDataset(i, {"y": np.array([int(i)])}) for i in ids), tmp_path / "a.sqlite")
     assert [(c.client_id, c["y"].tolist()) for c in read_fedjax_sqlite(tmp_path / "a.sqlite")] == [(i, [int(i)]) for i in ids]
 
 
-def test_stopping_early_leaves_no_thread_behind(tmp_path):
+def test_no_thread_remains_after_stopping_early(tmp_path):
     write_fedjax_sqlite((ClientDataset(str(i), {"y": np.zeros(10)}) for i in range(50)), tmp_path / "a.sqlite")
     before = threading.active_count()
     for client in read_fedjax_sqlite(tmp_path / "a.sqlite"):
@@ -71,7 +71,7 @@ def test_stopping_early_leaves_no_thread_behind(tmp_path):
 
 @needs_real
 class TestFedjaxsOwnFile:
-    def test_pixels_are_those_of_the_hdf5_that_it_was_made_of(self):
+    def test_pixels_are_those_of_the_hdf5_file_from_which_it_was_written(self):
         with h5py.File(REAL / "femnist" / "femnist_train.h5") as source:
             clients = list(read_fedjax_sqlite(FEDJAX_FILE))
             assert len(clients) == 20
@@ -100,7 +100,7 @@ class TestFedjaxsOwnFile:
 
 
 def test_texts_are_packed_as_fedjax_packs_object_arrays(tmp_path):
-    """Extension 4 with (shape, list of byte strings): fedjax.core.serialization of 0.0.17."""
+    """They have extension 4 with (shape, list of byte strings), as in fedjax.core.serialization of version 0.0.17."""
     write_fedjax_sqlite([ClientDataset("a", {"words": text(b"to", b"\xff")})], tmp_path / "a.sqlite")
     connection = sqlite3.connect(tmp_path / "a.sqlite")
     (data,) = connection.execute("SELECT data FROM federated_data").fetchone()
@@ -142,7 +142,7 @@ def test_damaged_rows_are_refused_naming_file_and_client(tmp_path, row, message)
 
 
 def test_a_decompression_bomb_is_refused(tmp_path):
-    """300 MiB of zeros in 300 KB, and a list that claims 2**32 members: neither is allocated."""
+    """Neither 300 MiB of zeros in 300 KB nor a list that declares 2**32 members is allocated."""
     compressor = zlib.compressobj(1)
     zeros = b"".join(compressor.compress(bytes(1 << 20)) for _ in range(300)) + compressor.flush()
     path = file_of(tmp_path / "bomb.sqlite", zeros)
@@ -156,7 +156,7 @@ def test_a_decompression_bomb_is_refused(tmp_path):
     tracemalloc.stop()
 
 
-def test_clients_that_differ_or_repeat_are_refused(tmp_path):
+def test_inconsistent_or_repeated_clients_are_refused(tmp_path):
     clients = [ClientDataset("a", {"x": np.zeros(2)}), ClientDataset("b", {"x": np.zeros(2, np.float32)})]
     write_fedjax_sqlite(clients, tmp_path / "bad.sqlite")
     with pytest.raises(FormatError, match="bad.sqlite: Feature 'x' of client 'b' is float32.*client 'a' is float64"):
@@ -188,7 +188,7 @@ def test_other_files_are_refused(tmp_path):
         read_fedjax_sqlite(tmp_path / "other.sqlite")
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path):
+def test_a_write_that_fails_leaves_no_file(tmp_path):
     def clients():
         yield ClientDataset("a", {"x": np.zeros(2)})
         raise KeyError("the source is broken")

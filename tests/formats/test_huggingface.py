@@ -1,4 +1,4 @@
-"""Hugging Face datasets, created by their own library."""
+"""Hugging Face datasets that their own library creates."""
 
 import io
 

@@ -17,7 +17,7 @@ def idx(kind, array):
 
 @pytest.mark.parametrize(("kind", "dtype"), [(8, "u1"), (9, "i1"), (11, ">i2"), (12, ">i4"), (13, ">f4"), (14, ">f8")])
 @pytest.mark.parametrize("compress", [False, True])
-def test_every_type_is_read_in_the_machines_order(tmp_path, kind, dtype, compress):
+def test_every_type_is_read_in_native_byte_order(tmp_path, kind, dtype, compress):
     array = np.arange(-12, 12).reshape(2, 3, 4).astype(dtype)
     content = idx(kind, array)
     (tmp_path / "a").write_bytes(gzip.compress(content) if compress else content)
@@ -28,8 +28,8 @@ def test_every_type_is_read_in_the_machines_order(tmp_path, kind, dtype, compres
 
 
 @needs_real
-def test_mnist_has_its_known_counts():
-    """Images of each digit in the training set as its authors count them, and the usual mean for normalization."""
+def test_mnist_has_the_published_counts():
+    """The training set has the published number of images of each digit, and the mean that is commonly used to normalize it."""
     labels = read_idx(REAL / "mnist" / "train-labels-idx1-ubyte.gz")
     images = read_idx(REAL / "mnist" / "train-images-idx3-ubyte.gz")
     assert np.bincount(labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -59,7 +59,7 @@ def test_damaged_files_are_refused(tmp_path, content, message):
         read_idx(tmp_path / "bad.idx")
 
 
-def test_a_header_with_petabytes_allocates_nothing(tmp_path):
+def test_a_header_that_declares_petabytes_allocates_nothing(tmp_path):
     (tmp_path / "bomb").write_bytes(b"\0\0\x0e\x03" + b"\xff" * 12 + bytes(100))
     tracemalloc.start()
     with pytest.raises(FormatError, match="bytes are missing"):

@@ -1,4 +1,4 @@
-"""JSON lines, as for Stack Exchange."""
+"""The JSON lines format, as used for Stack Exchange."""
 
 import gzip
 import json
@@ -93,7 +93,7 @@ def test_bytes_that_are_not_utf8_are_refused_naming_client_and_feature(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.99])
-def test_a_compressed_file_cut_anywhere_is_refused(tmp_path, share):
+def test_a_compressed_file_truncated_anywhere_is_refused(tmp_path, share):
     words = np.random.default_rng(0).integers(10**9, size=(50, 20)).astype(str)
     rows = [client(f"u{i}", [{"tokens": " ".join(row)}]) for i, row in enumerate(words)]
     whole = gzip.compress(lines_file(tmp_path / "a.jsonl", *rows).read_bytes())

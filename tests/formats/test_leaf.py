@@ -48,7 +48,7 @@ class TestLeafsOwnFiles:
         for split in ("train", "test"):
             (file,) = (REAL / "femnist" / "leaf_sample" / split).iterdir()
             (tmp_path / file.name).write_bytes(file.read_bytes())
-        with pytest.raises(FormatError, match="occurs more than once"):  # a user's two splits are one client twice
+        with pytest.raises(FormatError, match="occurs more than once"):  # a user with two splits has the same client id in both
             read_leaf(tmp_path).load()
 
 
@@ -105,7 +105,7 @@ def test_inconsistent_files_are_refused(tmp_path, whole, message):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_file_cut_anywhere_is_refused(tmp_path, compressed):
+def test_a_file_truncated_anywhere_is_refused(tmp_path, compressed):
     write_leaf(some_clients(), tmp_path / "a.json")
     whole = (tmp_path / "a.json").read_bytes().strip()
     whole = gzip.compress(whole, mtime=0) if compressed else whole
@@ -147,7 +147,7 @@ def test_a_folder_without_json_is_refused(tmp_path):
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 1 << 20])
 def test_json_in_pieces_is_parsed_as_by_json(monkeypatch, piece):
-    """Pieces that end anywhere: within a key, an escape, a character of several bytes, a number."""
+    """A piece may end anywhere, also within a key, an escape, a character of several bytes or a number."""
     monkeypatch.setattr("fedsim.formats._json._PIECE", piece)
     whole = {"né": {'a"}': [1.5e-7, -3, True, None], "b": "x\\", "c": {}, "d": []}, "{": {"雪": '\\"]}', "n": 12345}, "e": {}}
     for content in (json.dumps(whole), json.dumps(whole, ensure_ascii=False), json.dumps(whole, indent=2)):

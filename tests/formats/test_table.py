@@ -1,4 +1,4 @@
-"""CSV and Parquet with a column of clients, compared with pyarrow and the standard library's csv."""
+"""CSV and Parquet files with a client column, compared with pyarrow and the standard library's csv."""
 
 import csv
 import datetime
@@ -61,8 +61,8 @@ def test_other_libraries_read_the_written_files(tmp_path):
 
 
 @pytest.mark.parametrize("bucket", [1, 300, 10_000])
-def test_buckets_of_any_size_give_the_same(tmp_path, monkeypatch, bucket):
-    """Scattered rows of 20 clients, regrouped by a loop over the rows."""
+def test_the_bucket_size_does_not_change_the_result(tmp_path, monkeypatch, bucket):
+    """The rows of 20 clients are mixed, and the expected groups are computed by a loop over the rows."""
     random = np.random.default_rng(0)
     users, values = random.integers(20, size=500), random.random((500, 3))
     words = [f"w{i}" for i in range(500)]
@@ -155,7 +155,7 @@ def test_invalid_csv_is_refused(tmp_path, lines, message):
 
 
 def test_a_label_of_another_type_is_refused_wherever_it_is(tmp_path):
-    """In the first block it makes the column text, beyond it an error of conversion; a stated dtype finds both."""
+    """In the first block it makes the column text, and later it is a conversion error; with a given dtype both are refused."""
     path = csv_file(tmp_path / "near.csv", "user,y", "a,1", "b,two")
     with pytest.raises(FormatError, match="near.csv: .*CSV column #1: CSV conversion error to int64: invalid value 'two'"):
         read_table(path, "user", {"y": ((), np.int64)}).load()

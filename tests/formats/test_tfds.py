@@ -1,4 +1,4 @@
-"""TensorFlow Datasets, on a tiny dataset that its own writer creates."""
+"""TensorFlow Datasets, on a tiny dataset that their own writer creates."""
 
 import functools
 import io
@@ -94,7 +94,7 @@ FLAT = ["image", "label", "score", "user"]
 
 
 def rows(columns):
-    """The examples sorted by score, because TensorFlow Datasets shuffle them."""
+    """Returns the examples sorted by score, because TensorFlow Datasets shuffle them."""
     return sorted(zip(*(columns[name].tolist() for name in ("score", "label", "user", "image")), strict=True))
 
 
@@ -156,7 +156,7 @@ def test_unknown_datasets_are_refused(tmp_path):
         arrays_from_tfds("no_such", data_dir=tmp_path)
 
 
-def test_no_tensorflow_is_loaded(folder):
+def test_tensorflow_is_not_imported(folder):
     reading = f"read_tfds({str(folder)!r}, features=['image'], client='user').load()"
     script = f"import sys; from fedsim.formats import read_tfds; {reading}; assert 'tensorflow' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -164,7 +164,7 @@ def test_no_tensorflow_is_loaded(folder):
 
 
 def read_with(skeleton, path):
-    """The dataset with ``path`` in place of its file of examples."""
+    """Reads the dataset with ``path`` in place of its file of examples."""
     folder = path.parent / "tfds"
     shutil.copytree(skeleton, folder, dirs_exist_ok=True)
     (examples,) = folder.glob("*-train.array_record*")

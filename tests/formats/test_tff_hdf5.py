@@ -58,7 +58,7 @@ class TestReading:
         data = read_tff_hdf5(write(tmp_path / "a.h5", clients, libver=libver)).load()
         assert_same(data, FederatedData.from_clients(clients))
 
-    def test_chunked_and_compressed_files_read_alike(self, tmp_path):
+    def test_chunked_and_compressed_files_are_read_equally(self, tmp_path):
         clients = some_clients((400, 7))
         clients["w0"]["label"][:] = 0
         path = write(tmp_path / "a.h5", clients, compression="gzip", chunks=True)
@@ -72,7 +72,7 @@ class TestReading:
         with pytest.raises(FormatError, match=r"a\.h5: Client 'w1' has features .*only_here.* 'w0' has"):
             read_tff_hdf5(path).load()
 
-    def test_big_endian_numbers_are_converted_to_the_machines_order(self, tmp_path):
+    def test_big_endian_numbers_are_converted_to_native_byte_order(self, tmp_path):
         column = read_tff_hdf5(write(tmp_path / "a.h5", {"a": {"x": np.array([1, 2], ">i4")}})).load().columns["x"]
         assert column.dtype == np.dtype(np.int32)
         assert column.tolist() == [1, 2]
@@ -99,7 +99,7 @@ class TestReading:
         assert [(a.client_id, b.client_id) for a, b in pairs] == [("w0", "w0"), ("w1", "w1"), ("w2", "w2")]
         assert all(np.array_equal(a["pixels"], b["pixels"]) for a, b in pairs)
 
-    def test_a_relative_path_is_found_after_the_folder_changed(self, tmp_path, monkeypatch):
+    def test_a_relative_path_works_after_a_change_of_the_working_folder(self, tmp_path, monkeypatch):
         write(tmp_path / "a.h5", some_clients())
         monkeypatch.chdir(tmp_path)
         stream = read_tff_hdf5("a.h5")
@@ -162,7 +162,7 @@ class TestRefused:
 
 class TestDamaged:
     @pytest.mark.parametrize("share", [0.001, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1])
-    def test_a_file_cut_anywhere(self, tmp_path, share):
+    def test_a_file_truncated_anywhere(self, tmp_path, share):
         content = write(tmp_path / "whole.h5", some_clients((400, 300))).read_bytes()
         (tmp_path / "cut.h5").write_bytes(content[: min(int(len(content) * share), len(content) - 1)])
         with pytest.raises(FormatError, match=r"cut.h5.* (is truncated or damaged|is not an HDF5 file)"):
@@ -186,7 +186,7 @@ class TestDamaged:
             read_tff_hdf5(path, timeout=1).load()
 
     @pytest.mark.parametrize("chunks", [None, (3,)])
-    def test_a_header_with_petabytes(self, tmp_path, chunks):
+    def test_a_header_that_declares_petabytes(self, tmp_path, chunks):
         path = write(tmp_path / "a.h5", {"a": {"x": np.arange(3)}}, chunks=chunks, maxshape=(2**60,) if chunks else None)
         content = path.read_bytes()
         (found,) = re.finditer(rb"\x01\x01[\x00\x01]\x00{5}\x03\x00{7}", content)  # version, rank, flags, 3 rows
@@ -209,7 +209,7 @@ class TestDamaged:
 
 
 class TestWriting:
-    def test_round_trip_in_the_populations_order(self, tmp_path):
+    def test_round_trip_keeps_the_order_of_clients(self, tmp_path):
         data = FederatedData.from_clients(dict(reversed(some_clients((4, 0, 1)).items())))
         write_tff_hdf5(data, tmp_path / "a.h5")
         assert_same(read_tff_hdf5(tmp_path / "a.h5").load(), data)
@@ -235,7 +235,7 @@ class TestWriting:
     @pytest.mark.slow
     @pytest.mark.parametrize("limit", [50, 3000, 20_000, 300_000])
     def test_a_full_disk_is_an_os_error_and_no_file_remains(self, tmp_path, limit):
-        """A limit on the size of files simulates a full disk: the kernel refuses the same writes."""
+        """A limit on file sizes simulates a full disk, because the kernel refuses the same writes."""
         script = f"""
 import resource, sys, numpy as np
 from fedsim.data import FederatedData
@@ -255,7 +255,7 @@ sys.exit("it was written")
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")
 class TestRealFiles:
-    def test_every_tenth_writer_is_what_h5py_reads(self):
+    def test_every_tenth_writer_is_read_as_by_h5py(self):
         data = read_tff_hdf5(REAL / "femnist" / "femnist_train.h5").load()
         assert (data.num_clients, data.num_examples) == (300, 41_495)
         assert (data.sizes.min(), data.sizes.max()) == (2, 320)
@@ -267,7 +267,7 @@ class TestRealFiles:
                     assert data[client_id][name].dtype == expected.dtype
                     np.testing.assert_array_equal(data[client_id][name], expected)
 
-    def test_shakespeare_is_text_with_empty_snippets_and_is_the_same_packed(self, tmp_path):
+    def test_shakespeare_has_empty_snippets_and_is_the_same_if_packed(self, tmp_path):
         stream = read_tff_hdf5(REAL / "shakespeare_tff" / "shakespeare_test.h5")
         stream.save(tmp_path / "packed.h5")
         data = FederatedData.open(tmp_path / "packed.h5")

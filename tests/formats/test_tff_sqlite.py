@@ -13,7 +13,7 @@ from fedsim.formats._example_proto import serialized
 
 
 def tff_file(path, examples, metadata, index=True):
-    """A file made by TFF's own statements, in sql_client_data_utils.py; its index is only in the published files."""
+    """Writes a file with the SQL statements of TFF's sql_client_data_utils.py; only the published files have an index."""
     connection = sqlite3.connect(path)
     connection.execute(
         "CREATE TABLE examples (split_name TEXT NOT NULL, client_id TEXT NOT NULL, serialized_example_proto BLOB NOT NULL);"
@@ -67,7 +67,7 @@ def test_the_split_must_be_named_if_there_are_several(tmp_path):
 
 
 @pytest.mark.parametrize("container", [lzma.FORMAT_XZ, lzma.FORMAT_ALONE])
-def test_an_archive_is_read_and_its_copy_goes_with_the_stream(tmp_path, monkeypatch, container):
+def test_an_archive_is_read_and_its_copy_is_deleted_with_the_stream(tmp_path, monkeypatch, container):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -81,7 +81,7 @@ def test_an_archive_is_read_and_its_copy_goes_with_the_stream(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
-def test_an_archive_cut_anywhere_is_refused_and_leaves_no_copy(tmp_path, monkeypatch, share):
+def test_an_archive_truncated_anywhere_is_refused_and_leaves_no_copy(tmp_path, monkeypatch, share):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
@@ -92,8 +92,8 @@ def test_an_archive_cut_anywhere_is_refused_and_leaves_no_copy(tmp_path, monkeyp
     assert list(temporary.iterdir()) == []
 
 
-def test_an_archive_that_asks_for_gigabytes_of_memory_is_refused(tmp_path):
-    """The third to sixth byte of a legacy archive are the size of its dictionary."""
+def test_an_archive_that_requires_gigabytes_of_memory_is_refused(tmp_path):
+    """The second to fifth byte of a legacy archive are the size of its dictionary."""
     archive = bytearray(lzma.compress(tff_file(tmp_path / "a.sqlite", ROWS, CLIENTS).read_bytes(), lzma.FORMAT_ALONE))
     archive[1:5] = (2**31).to_bytes(4, "little")
     (tmp_path / "bomb.lzma").write_bytes(archive)

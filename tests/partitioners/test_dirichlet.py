@@ -12,7 +12,7 @@ LABELS = np.random.default_rng(0).integers(10, size=4000)
 
 
 def skew(parts):
-    """Mean share of a client's most frequent label: 0.1 if labels were alike everywhere, 1 if each client had one."""
+    """Returns the mean share of a client's most frequent label: 0.1 for equal label shares, 1 for one label per client."""
     return np.mean([np.bincount(LABELS[part]).max() / len(part) for part in parts])
 
 
@@ -26,20 +26,20 @@ def test_each_example_goes_to_exactly_one_client(alpha, clients):
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(LABELS)))
 
 
-def test_same_seed_same_partition_and_another_seed_another():
+def test_equal_seeds_give_equal_partitions_and_other_seeds_others():
     first, again, other = (dirichlet(LABELS, clients=20, alpha=0.3, seed=seed) for seed in (5, 5, 6))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_skew_grows_as_alpha_falls():
+def test_skew_increases_as_alpha_decreases():
     skews = [skew(dirichlet(LABELS, clients=20, alpha=alpha, seed=0)) for alpha in (1000, 10, 1, 0.3, 0.05)]
     assert skews == sorted(skews)
     assert skews[0] < 0.2
     assert skews[-1] > 0.7
 
 
-def test_every_client_gets_min_size_even_when_that_takes_all():
+def test_every_client_gets_min_size_even_if_this_requires_all_examples():
     parts = dirichlet(LABELS[:300], clients=100, alpha=0.05, seed=0, min_size=3)
     assert {len(part) for part in parts} == {3}
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(300))
@@ -62,7 +62,7 @@ def test_without_min_size_clients_may_be_empty():
         ({"min_size": 300}, "min_size=300"),
     ],
 )
-def test_impossible_partitions_are_refused(change, message):
+def test_invalid_partitions_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dirichlet(LABELS, **{"clients": 20, "alpha": 0.3, "seed": 0} | change)
 
@@ -77,7 +77,7 @@ def test_impossible_partitions_are_refused(change, message):
     ],
 )
 def test_partitions_are_those_of_version_0_1(arguments, digest):
-    """The clients of the digits depend on it. In version 0.1 it was fedsim.data.dirichlet_partition."""
+    """The clients of the dataset `digits` depend on them. In version 0.1 the function was fedsim.data.dirichlet_partition."""
     result = hashlib.sha256()
     for rows in dirichlet(LABELS, **arguments):
         result.update(np.int64(len(rows)).tobytes() + rows.tobytes())
@@ -105,7 +105,7 @@ def test_capped_partitions_are_those_of_niid_bench_and_fedlab(clients, alpha, se
 
 
 def test_capped_sizes_vary_less():
-    """Coefficient of variation of client sizes, 100 clients, Dirichlet(0.3), a mean over seeds; the two libraries agree."""
+    """The coefficients of variation are means over seeds for 100 clients and Dirichlet(0.3); those of both libraries agree."""
 
     def variation(partition):
         return np.mean([np.std(sizes) / np.mean(sizes) for sizes in ([len(rows) for rows in partition(s)] for s in range(10))])
@@ -113,7 +113,7 @@ def test_capped_sizes_vary_less():
     plain = variation(lambda seed: dirichlet(LABELS, clients=100, alpha=0.3, seed=seed))
     capped = variation(lambda seed: dirichlet(LABELS, clients=100, alpha=0.3, seed=seed, capped=True))
     theirs = variation(lambda seed: niid_bench(LABELS, 100, 0.3, np.random.default_rng(seed)))
-    # One share of Dirichlet(0.3) over 100 clients has a coefficient of variation of 1.8, so the sum of ten has 0.57.
+    # A share of Dirichlet(0.3) over 100 clients has a coefficient of variation of 1.8, so the sum of ten shares has 0.57.
     assert plain == pytest.approx(1.8 / np.sqrt(10), rel=0.1)
     assert capped < 0.85 * plain
     assert capped == pytest.approx(theirs, rel=0.1)

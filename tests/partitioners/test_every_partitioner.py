@@ -13,7 +13,7 @@ LABELS = np.random.default_rng(0).integers(10, size=N)
 COARSE = LABELS // 3
 TIMES = np.random.default_rng(1).integers(0, 300, size=N)
 
-# Partitions by name; GOLDEN has the sha256 (16 hexadecimal digits) of each: same seed, same answer, forever.
+# Partitions by name. GOLDEN has the first 16 hexadecimal digits of each one's sha256, which must never change for a seed.
 MAKERS = {
     "iid": lambda seed: partitioners.iid(LABELS, clients=CLIENTS, seed=seed),
     "dirichlet": lambda seed: partitioners.dirichlet(LABELS, clients=CLIENTS, alpha=0.3, seed=seed),
@@ -59,7 +59,7 @@ def digest(parts):
 
 def test_every_partitioner_is_in_the_table():
     there = {name for name, thing in vars(partitioners).items() if inspect.isfunction(thing)}
-    # Those of populations, features and further splits have their own tests.
+    # Partitioners of populations, features and further splits have their own tests.
     others = {"held_out_clients", "rotation", "noise", "vertical", "same_shares", "split_within_clients"}
     assert there == {name.partition(",")[0] for name in MAKERS} | others
 
@@ -71,17 +71,17 @@ def test_every_example_goes_to_exactly_one_client(name):
     assert all(rows.dtype == np.int64 and rows.ndim == 1 and np.all(np.diff(rows) > 0) for rows in parts)
 
 
-def test_same_seed_same_partition_and_another_seed_another(name):
+def test_equal_seeds_give_equal_partitions_and_other_seeds_others(name):
     first, again, other = MAKERS[name](5), MAKERS[name](5), MAKERS[name](6)
     assert digest(first) == digest(again)
     assert (digest(first) == digest(other)) is (name in UNSEEDED)
 
 
-def test_the_answer_never_changes(name):
+def test_partitions_never_change(name):
     assert digest(MAKERS[name](0)) == GOLDEN[name]
 
 
-def test_neither_arguments_nor_global_randomness_are_touched(name):
+def test_neither_arguments_nor_global_randomness_are_changed(name):
     before = [array.copy() for array in (LABELS, COARSE, TIMES)], np.random.get_state()[1].copy()
     MAKERS[name](0)
     after = (LABELS, COARSE, TIMES), np.random.get_state()[1]
@@ -103,7 +103,7 @@ def test_labels_may_be_names():
 
 
 @pytest.mark.parametrize("labels", [np.zeros([4, 2], int), np.zeros(4), 3, np.zeros(4, complex), np.array(["a", None], object)])
-def test_labels_of_a_wrong_kind_are_refused(labels):
+def test_labels_of_a_wrong_dtype_or_shape_are_refused(labels):
     for make in (
         lambda: partitioners.dirichlet(labels, clients=2, alpha=1, seed=0),
         lambda: partitioners.dirichlet_balanced(labels, clients=2, alpha=1, seed=0),
@@ -117,7 +117,7 @@ def test_labels_of_a_wrong_kind_are_refused(labels):
 
 
 @pytest.mark.parametrize("clients", [0, -3])
-def test_no_clients_are_refused(clients):
+def test_numbers_of_clients_below_one_are_refused(clients):
     for make in (
         lambda: partitioners.iid(10, clients=clients, seed=0),
         lambda: partitioners.dirichlet_balanced(LABELS, clients=clients, alpha=1, seed=0),

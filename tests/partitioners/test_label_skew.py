@@ -1,4 +1,4 @@
-"""Balanced Dirichlet, shards, and classes per client."""
+"""Balanced Dirichlet partitions, shards, and classes per client."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_balanced_sizes_differ_by_at_most_one(clients, alpha):
 
 @pytest.mark.parametrize(("alpha", "off"), [(0.1, 0.15), (1.0, 1.5), (10.0, 100.0)])
 def test_balanced_mixtures_are_dirichlet(alpha, off):
-    """E sum p² = (a + 1) / (10 a + 1), and 1/60 for drawing 60 examples by it; another alpha would fail."""
+    """The mean of sum p² is (a + 1) / (10 a + 1), plus a term of 1/60 for drawing 60 examples; another alpha fails the test."""
     labels = np.tile(np.arange(10), 6000)
     parts = partitioners.dirichlet_balanced(labels, clients=1000, alpha=alpha, seed=0)
     counts, _ = heterogeneity.label_counts(labels, parts)
@@ -32,18 +32,18 @@ def test_balanced_mixtures_are_dirichlet(alpha, off):
     def expected(alpha):
         return 1 / 60 + (1 - 1 / 60) * (alpha + 1) / (10 * alpha + 1)
 
-    # Classes that run out make the last examples a little more alike.
+    # The tolerance is necessary because exhausted classes make the last examples of a client slightly more similar.
     assert found == pytest.approx(expected(alpha), rel=0.05)
     assert found != pytest.approx(expected(off), rel=0.05)
 
 
-def test_shards_are_mcmahan_s():
-    """60,000 sorted digits, 200 shards of 300, 2 for each of 100 clients: 600 examples of at most 2 digits each."""
+def test_shards_are_those_of_mcmahan_et_al():
+    """60,000 sorted digits in 200 shards of 300 give each of 100 clients two shards: 600 examples of few digits."""
     digits = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 6000))
     parts = partitioners.shards(digits, clients=100, seed=0)
     assert {len(rows) for rows in parts} == {600}
     assert set(labels_of(parts, digits)) == {1, 2}
-    # Each shard is a run of the sorted examples.
+    # Each shard consists of consecutive examples in sorted order.
     place = np.empty(60_000, int)
     place[np.argsort(digits, kind="stable")] = np.arange(60_000)
     for rows in parts:
@@ -95,6 +95,6 @@ def test_combinations_of_classes_are_random():
         ),
     ],
 )
-def test_impossible_skews_are_refused(make, message):
+def test_invalid_skews_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

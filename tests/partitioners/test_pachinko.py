@@ -1,4 +1,4 @@
-"""Pachinko allocation, against probabilities summed by hand and a loop written from the paper."""
+"""Pachinko allocation, compared with exact probabilities and with a loop that follows the paper."""
 
 import itertools
 from collections import Counter
@@ -9,13 +9,13 @@ from scipy import special, stats
 
 from fedsim.partitioners import pachinko
 
-# A tree of two coarse labels: 0 over fine 0 (one example) and 1 (four); 1 over fine 2 (four).
+# A tree of two coarse labels: 0 with fine labels 0 (one example) and 1 (four), and 1 with fine label 2 (four).
 FINE = np.array([0, 1, 1, 1, 1, 2, 2, 2, 2])
 COARSE = np.array([0, 0, 0, 0, 0, 1, 1, 1, 1])
 
 
-def law(mixture):
-    """Probability of each multiset of three fine labels, drawn one after another from ``mixture(left)``."""
+def probabilities(mixture):
+    """Returns the probability of each multiset of three fine labels, drawn one after another from ``mixture(left)``."""
     result = Counter()
     for order in itertools.product(range(3), repeat=3):
         left, chance = [1, 4, 4], 1.0
@@ -27,7 +27,7 @@ def law(mixture):
 
 
 def tree(left):
-    """Coarse labels are equally likely, and so are the fine labels below each; fine 1 inherits the share of fine 0."""
+    """Coarse labels are equally likely, and so are the fine labels of each; if fine 0 is exhausted, fine 1 gets its share."""
     return [0.25, 0.25, 0.5] if left[0] else [0, 0.5, 0.5]
 
 
@@ -43,14 +43,14 @@ def test_the_share_of_an_exhausted_label_goes_to_its_siblings(mixture, right):
     for seed in range(1500):
         (rows,) = pachinko(FINE, COARSE, clients=1, examples=3, alpha=1e8, beta=1e8, seed=seed)
         found[tuple(FINE[rows])] += 1
-    expected = law(mixture)
+    expected = probabilities(mixture)
     assert set(found) <= set(expected)
     misfit = stats.chisquare([found[labels] for labels in expected], [1500 * chance for chance in expected.values()]).pvalue
     assert misfit > 1e-3 if right else misfit < 1e-6
 
 
 def by_the_paper(fine, coarse, clients, examples, alpha, beta, draw):
-    """Reddi et al. 2021, one example after another."""
+    """Allocates one example after another, as in Reddi et al. 2021."""
     fine_of = {c: np.unique(fine[coarse == c]) for c in np.unique(coarse)}
     pool = {f: list(draw.permutation(np.flatnonzero(fine == f))) for f in np.unique(fine)}
     parts = []
@@ -70,7 +70,7 @@ def by_the_paper(fine, coarse, clients, examples, alpha, beta, draw):
 
 
 def test_clients_are_as_skewed_as_those_of_the_paper_s_loop():
-    """Mean numbers of coarse and fine labels a client, over three seeds of 60 clients of 40 examples."""
+    """Mean numbers of coarse and fine labels per client are compared, over three seeds of 60 clients with 40 examples each."""
     fine = np.tile(np.arange(40), 60)
     coarse = fine // 5
 
@@ -94,13 +94,14 @@ def test_mixtures_with_tiny_probabilities_lose_no_example():
 
 
 def test_the_shape_of_tff_s_cifar_100():
-    """500 clients of 100 examples use up all 50,000; few coarse labels each, all fine ones below them."""
+    """500 clients of 100 examples use all 50,000 examples; each client has few coarse labels."""
     fine = np.repeat(np.arange(100), 500)
     table = np.random.default_rng(0).permutation(np.repeat(np.arange(20), 5))
     parts = pachinko(fine, table[fine], seed=0)
     assert len(parts) == 500 and {len(rows) for rows in parts} == {100}
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(50_000))
-    # Coarse shares are Beta(0.1, 1.9) each: of 20, so many are drawn at least once in 100. The last clients take what is left.
+    # Each coarse share is Beta(0.1, 1.9), which gives the expected number of the 20 coarse labels that 100 draws contain. The
+    # last clients are excluded because they get the remaining examples.
     expected = 20 * (1 - special.beta(0.1, 1.9 + 100) / special.beta(0.1, 1.9))
     coarse = [len(np.unique(table[fine[rows]])) for rows in parts[:400]]
     assert np.mean(coarse) == pytest.approx(expected, rel=0.05)
@@ -132,6 +133,6 @@ def test_with_replacement_an_example_can_occur_twice_and_no_label_runs_out():
         ({"beta": float("inf")}, "Expected beta > 0 and finite, got beta=inf"),
     ],
 )
-def test_impossible_allocations_are_refused(change, message):
+def test_invalid_allocations_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         pachinko(**{"fine": FINE, "coarse": COARSE, "clients": 2, "seed": 0} | change)

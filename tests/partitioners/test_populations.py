@@ -40,7 +40,7 @@ def test_a_larger_number_of_held_out_clients_includes_a_smaller_one():
 
 
 @pytest.mark.parametrize("clients", [0, 10, -1])
-def test_impossible_numbers_of_held_out_clients_are_refused(clients):
+def test_invalid_numbers_of_held_out_clients_are_refused(clients):
     with pytest.raises(ValueError, match=f"Expected 1 <= clients < 10, got clients={clients}"):
         partitioners.held_out_clients(population(), clients=clients, seed=0)
 
@@ -74,12 +74,12 @@ def test_rotation_does_not_change_its_argument_and_180_degrees_fit_any_shape():
         (population(shape=(2, 5)), {}, "Images of 2 by 5 cannot be rotated"),
     ],
 )
-def test_impossible_rotations_are_refused(data, arguments, message):
+def test_invalid_rotations_are_refused(data, arguments, message):
     with pytest.raises(ValueError, match=message):
         partitioners.rotation(data, **arguments)
 
 
-def test_noise_grows_from_client_to_client():
+def test_noise_increases_from_client_to_client():
     x = np.zeros([40_000, 2], np.float32)
     data = FederatedData.from_arrays({"x": x}, sizes=[10_000] * 4)
     noisy = partitioners.noise(data, sigma=0.8, seed=0)
@@ -89,7 +89,7 @@ def test_noise_grows_from_client_to_client():
         assert stats.kstest(client["x"].ravel(), stats.norm(0, 0.8 * (i + 1.4) / 4).cdf).pvalue < 1e-6
 
 
-def test_noise_on_bytes_is_rounded_and_cut_off():
+def test_noise_on_bytes_is_rounded_and_clipped():
     data = FederatedData.from_arrays({"x": np.repeat(np.array([0, 128, 255], np.uint8), 4000)}, sizes=[12_000])
     noisy = partitioners.noise(data, sigma=20.0, seed=0).columns["x"]
     assert noisy.dtype == np.uint8
@@ -106,7 +106,7 @@ def test_a_client_s_noise_does_not_depend_on_other_clients():
     assert not np.any(noise[0] == partitioners.noise(few, sigma=1.0, seed=3)["1"]["x"])
 
 
-def test_no_noise_changes_nothing():
+def test_noise_of_zero_changes_nothing():
     data = population()
     np.testing.assert_array_equal(partitioners.noise(data, sigma=0, seed=0).columns["x"], data.columns["x"])
 
@@ -120,7 +120,7 @@ def test_no_noise_changes_nothing():
         ({"x": np.array([True, False])}, {"sigma": 1}, "noise is added to numbers"),
     ],
 )
-def test_impossible_noise_is_refused(columns, arguments, message):
+def test_invalid_noise_is_refused(columns, arguments, message):
     with pytest.raises(ValueError, match=message):
         partitioners.noise(FederatedData.from_arrays(columns, sizes=[1, 1]), **{"seed": 0} | arguments)
 
@@ -156,6 +156,6 @@ def test_features_may_be_given_by_number_by_name_or_by_example():
         ({"features": np.zeros([2, 3, 4]), "parties": 2}, r"got shape \[2, 3, 4\]: flatten"),
     ],
 )
-def test_impossible_divisions_are_refused(arguments, message):
+def test_invalid_divisions_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         partitioners.vertical(**arguments)

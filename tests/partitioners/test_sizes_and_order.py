@@ -1,4 +1,4 @@
-"""IID, quantity skew, natural ids, and time."""
+"""Partitions that are IID, with quantity skew, by natural client ids, and by time."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def test_iid_does_not_depend_on_the_examples():
     np.testing.assert_array_equal(by_labels, by_number)
     tables = [np.bincount(labels[rows], minlength=10) for rows in by_labels]
     assert stats.chi2_contingency(tables).pvalue > 1e-3
-    # The negative control: stored order is not.
+    # The negative control: blocks in stored order depend on the labels.
     assert stats.chi2_contingency([np.bincount(labels[i::5][:100], minlength=10) + 1 for i in range(5)]).pvalue > 1e-3
     in_order = [np.bincount(labels[rows], minlength=10) for rows in np.array_split(np.arange(1000), 5)]
     assert stats.chi2_contingency(in_order).pvalue < 1e-6
@@ -46,7 +46,7 @@ def test_log_normal_sizes_are_log_normal():
     found = sizes(partitioners.quantity_skew(1_000_000, clients=400, sigma=0.8, seed=0, min_size=0))
     logarithms = np.log(found)
     assert stats.kstest(logarithms - logarithms.mean(), stats.norm(0, 0.8).cdf).pvalue > 1e-2
-    # The negative controls: another sigma, and another law.
+    # The negative controls: another sigma, and another distribution.
     assert stats.kstest(logarithms - logarithms.mean(), stats.norm(0, 1.3).cdf).pvalue < 1e-3
     power = np.log(sizes(partitioners.quantity_skew(1_000_000, clients=400, exponent=1.0, seed=0, min_size=0)))
     assert stats.kstest(power - power.mean(), stats.norm(0, 0.8).cdf).pvalue < 1e-3
@@ -75,12 +75,12 @@ def test_without_skew_sizes_are_equal():
         ({"sigma": 1.0, "min_size": -1}, "got min_size=-1"),
     ],
 )
-def test_impossible_quantities_are_refused(change, message):
+def test_invalid_quantities_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         partitioners.quantity_skew(100, **{"clients": 10, "seed": 0} | change)
 
 
-def test_clients_by_column_are_its_values():
+def test_by_column_has_one_client_per_value():
     writers = np.array(["w2", "w0", "w2", "w1", "w0"])
     parts = partitioners.by_column(writers)
     assert [rows.tolist() for rows in parts] == [[1, 4], [3], [0, 2]]
@@ -91,7 +91,7 @@ def test_clients_by_column_are_its_values():
 
 @pytest.mark.parametrize("equal", ["examples", "time"])
 @pytest.mark.parametrize("dtype", ["int64", "uint32", "float32", "datetime64[s]"])
-def test_no_client_is_later_than_the_next(equal, dtype):
+def test_clients_are_in_order_of_time(equal, dtype):
     times = np.random.default_rng(0).integers(0, 5000, 700).astype(dtype)
     parts = partitioners.temporal(times, clients=9, equal=equal)
     blocks = [times[rows] for rows in parts if len(rows)]
@@ -120,6 +120,6 @@ def test_equal_timestamps_have_one_client_by_time_and_keep_their_order_by_exampl
         ([1, 2], {"equal": "days"}, "Expected equal to be 'examples' or 'time', got equal='days'"),
     ],
 )
-def test_impossible_times_are_refused(times, change, message):
+def test_invalid_times_are_refused(times, change, message):
     with pytest.raises(ValueError, match=message):
         partitioners.temporal(times, **{"clients": 2} | change)

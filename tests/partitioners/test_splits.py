@@ -8,13 +8,13 @@ from partitioners.test_every_partitioner import MAKERS, digest
 
 from fedsim import FederatedData, heterogeneity, partitioners
 
-# The training labels are those that MAKERS divide. The other split has a fifth as many examples, in other proportions.
+# MAKERS divide the training labels. The other split has a fifth as many examples, with other label frequencies.
 TRAIN = np.random.default_rng(0).integers(10, size=1000)
 TEST = np.random.default_rng(7).choice(10, size=200, p=np.arange(5, 15) / 95)
 
 
 def distance(train, test):
-    """The mean L1 distance between clients' label shares, written from the definition with dictionaries."""
+    """Returns the mean L1 distance between clients' label shares, computed from the definition with dictionaries."""
     distances = []
     for first, second in zip(train, test, strict=True):
         if len(first) and len(second):
@@ -29,15 +29,15 @@ def partition(request):
 
 
 def test_every_partitioner_tests_clients_on_the_labels_they_train_on(partition):
-    """1,200 examples for 12 clients: drawn for each split separately, Dirichlet(0.3) gives a distance above 1."""
+    """For 1,200 examples and 12 clients, Dirichlet(0.3) drawn separately for each split would give a distance above 1."""
     parts = partitioners.same_shares(TRAIN, partition, TRAIN, seed=3)
     assert distance([TRAIN[rows] for rows in partition], [TRAIN[rows] for rows in parts]) < 1e-12
     parts = partitioners.same_shares(TRAIN, partition, TEST, seed=3)
     train, test = (FederatedData.from_partition({"y": labels}, split) for labels, split in ((TRAIN, partition), (TEST, parts)))
     found = heterogeneity.split_distance(train, test)
     assert found == pytest.approx(distance([client["y"] for client in train], [client["y"] for client in test]))
-    # The other split has other frequencies of the labels, which moves the shares of all clients by 0.22 on average, and its
-    # clients have 17 examples on average, and few by quantity_skew, so that rounding counts.
+    # The other split has other label frequencies, which changes the shares of all clients by 0.22 on average. Rounding adds
+    # to the distance, because its clients have 17 examples on average, and fewer with quantity_skew.
     assert found < 0.65
     drawn_again = [TEST[rows] for rows in partitioners.dirichlet(TEST, clients=12, alpha=0.3, seed=0)]
     skewed = partitioners.dirichlet(TRAIN, clients=12, alpha=0.3, seed=0)
@@ -90,7 +90,7 @@ def test_rotations_are_the_same_in_both_splits():
         ([0.5, 1], [np.arange(2)], "one label per example"),
     ],
 )
-def test_partitions_that_do_not_fit_are_refused(labels, partition, message):
+def test_partitions_of_other_labels_are_refused(labels, partition, message):
     with pytest.raises(ValueError, match=message):
         partitioners.same_shares(labels, partition, [0, 1], seed=0)
 
@@ -119,14 +119,14 @@ def test_every_partitioner_can_be_split_within_its_clients(partition):
 
 
 def test_stratified_counts_are_largest_remainders():
-    """70/30 of 10, 5 and 4 examples is 13.3 and 5.7, so 13 and 6: test shares 3.16, 1.58, 1.26, rounded to 3, 2, 1."""
+    """70/30 of 10 + 5 + 4 examples is 13.3 and 5.7, so 13 and 6; exact test counts 3.16, 1.58, 1.26 are rounded to 3, 2, 1."""
     data = FederatedData.from_arrays({"y": np.repeat([0, 1, 2], [10, 5, 4])}, sizes=[19])
     splits = partitioners.split_within_clients(data, {"train": 0.7, "test": 0.3}, seed=0)
     assert np.bincount(splits["test"].columns["y"]).tolist() == [3, 2, 1]
     assert np.bincount(splits["train"].columns["y"]).tolist() == [7, 3, 3]
 
 
-def test_small_clients_stay_and_may_be_empty():
+def test_small_clients_are_kept_and_may_be_empty():
     data = FederatedData.from_arrays({"y": np.zeros(6, int)}, sizes=[0, 1, 2, 3], client_ids=list("abcd"))
     splits = partitioners.split_within_clients(data, {"train": 0.7, "test": 0.3}, seed=0)
     assert splits["train"].sizes.tolist() == [0, 1, 1, 2] and splits["test"].sizes.tolist() == [0, 0, 1, 1]
@@ -162,7 +162,7 @@ def test_text_columns_and_clients_names_are_kept():
         ({"labels": "x"}, r"'x' is float64 \[2\] per example, not one label: give labels=None"),
     ],
 )
-def test_impossible_splits_are_refused(change, message):
+def test_invalid_splits_are_refused(change, message):
     data = FederatedData.from_arrays({"x": np.zeros([3, 2]), "y": np.zeros(3, int)}, sizes=[3])
     with pytest.raises(ValueError, match=message):
         partitioners.split_within_clients(data, **{"fractions": {"train": 0.5, "test": 0.5}, "seed": 0} | change)
