@@ -1,4 +1,4 @@
-"""The benchmarks' tables over registries have all that is registered, and the script for GPUs runs."""
+"""The benchmarks' tables contain every registered class, and the script for GPUs runs."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ def test_every_registered_class_is_measured_and_needs_gradients(catalogue):
     assert all(entry.step >= 1 and entry.preview >= 0 for entry in entries.values())
 
 
-def test_a_registered_class_without_a_row_is_named():
+def test_the_error_for_a_registered_class_without_a_row_names_it():
     with pytest.raises(ValueError, match="in no row: FedAvg, FedProx"):
         fedsim_catalogue._check_complete({fedsim.algorithms.FedProx, fedsim.algorithms.FedAvg}, set())
 
@@ -23,7 +23,7 @@ def test_a_registered_class_without_a_row_is_named():
 @pytest.mark.slow
 def test_the_script_for_gpus_runs_on_a_cpu_and_writes_nothing(capsys):
     written = gpu.RESULT.exists()
-    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it, and conftest.py sets strict promotion
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.adam; conftest.py sets strict promotion
         logistic, lstm = gpu.main(["--rows", "0", "6"])
     assert (logistic["model"], lstm["model"]) == ("emnist_logistic", "stackoverflow_lstm")
     assert all(row["ms a round"] > 0 and row["clients"] == 2 for row in (logistic, lstm))

@@ -1,4 +1,4 @@
-"""The command line: its output, its errors, and repeating and resuming the run in a folder."""
+"""The command line: its output, its errors, and how it repeats and resumes the run in a folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _assert_same(a, b):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run folder with a finished run of FedProx."""
+    """Creates a folder with a finished run of FedProx."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     assert main(["run", *SMALL, "--algorithm", "fedprox", "--mu", "0.5", "--folder", str(folder), "--no-progress"]) == 0
     return folder
@@ -94,7 +94,7 @@ def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finish
 
 @pytest.mark.slow
 def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
-    """In processes that do not use the common cache of compiled programs of these tests."""
+    """The runs are processes that do not use the compilation cache that these tests share."""
     hidden = ("JAX_COMPILATION_CACHE_DIR", "FEDSIM_TEST_PROGRAMS")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"FEDSIM_CACHE": str(tmp_path / "cache")}
 
@@ -114,8 +114,8 @@ def test_the_default_folder_is_named_after_the_run(tmp_path, monkeypatch):
     assert folder.name.startswith("digits-fedavg-20")
 
 
-def test_steps_replace_the_default_epochs_and_the_other_way_round(tmp_path):
-    first, second = tmp_path / "a", tmp_path / "b"  # The digits' default is 5 epochs.
+def test_steps_and_epochs_replace_each_other(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"  # The default of the dataset `digits` is 5 epochs.
     small = ["--model", "digits_logistic", "--rounds", "1", "--clients", "2", "--no-progress"]
     assert main(["run", *small, "--steps", "2", "--folder", str(first)]) == 0
     assert main(["run", "--from", str(first), "--epochs", "2", "--folder", str(second), "--no-progress"]) == 0
@@ -157,7 +157,7 @@ def test_every_example_of_the_help_is_accepted():
         for example in named:
             made = make(field.name, example, _FACTORIES[field.name])
             RunConfig(**{field.name: example})
-            if field.name == "aggregator":  # it may need a larger cohort than the default
+            if field.name == "aggregator":  # an example may need a larger cohort than the default
                 made.check(np.zeros(2, np.float32), RunConfig().clients)
             if field.name == "attack":
                 made.check(fedsim.datasets.load(RunConfig().dataset).train)
@@ -171,7 +171,7 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
 
 
 @pytest.mark.parametrize("command", ["datasets", "models", "algorithms"])
-def test_lists(command, capsys):
+def test_lists_of_registered_names(command, capsys):
     assert main([command]) == 0
     names = {"datasets": "digits", "models": "emnist_cnn", "algorithms": "fedyogi"}
     assert any(line.startswith(names[command]) for line in capsys.readouterr().out.splitlines())
@@ -215,20 +215,20 @@ def test_commands_are_listed(capsys):
         (["--from", "/nowhere"], "There is no run in /nowhere"),
     ],
 )
-def test_wrong_input_is_one_line_and_exit_status_2(arguments, expected, capsys, tmp_path):
+def test_wrong_input_prints_one_line_and_exits_with_status_2(arguments, expected, capsys, tmp_path):
     assert main(["run", *arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error and "Traceback" not in error
 
 
-def test_an_unwritable_folder_is_one_line(capsys, tmp_path):
+def test_the_error_for_an_unwritable_folder_is_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert main(["run", *SMALL, "--folder", str(tmp_path / "file"), "--no-progress"]) != 0
     error = capsys.readouterr().err
     assert "Cannot write to the run folder" in error and error.count("\n") == 1
 
 
-def test_traceback_on_demand(capsys):
+def test_a_traceback_is_printed_on_request(capsys):
     assert main(["run", "--rounds", "0", "--traceback"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
@@ -325,7 +325,7 @@ def test_dataset_and_model_with_options_by_import_path(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential"])
-def test_schedules_run(schedule, tmp_path):
+def test_learning_rate_schedules_run(schedule, tmp_path):
     arguments = ["--client-schedule", schedule, "--client-schedule-every", "2", "--client-schedule-staircase"]
     assert main(["run", *SMALL, *arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
     assert read_metrics(tmp_path / "r/metrics.jsonl")[-1]["test_loss"] < 2.5
@@ -364,7 +364,7 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
 
 @pytest.fixture
 def custom_run(custom, tmp_path):
-    """A run folder whose configuration names a Python file. The file ``ran`` shows that the code was run."""
+    """Creates a run folder whose configuration names a Python file, which writes the file ``ran`` when it is executed."""
     custom.write_text(_CUSTOM + f"\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
     arguments = ["run", *SMALL, "--rounds", "1", "--algorithm", f"{custom}:Shrinking", "--no-progress"]
     assert main([*arguments, "--folder", str(tmp_path / "r")]) == 0
@@ -372,7 +372,7 @@ def custom_run(custom, tmp_path):
     return tmp_path / "r"
 
 
-def test_the_user_s_own_folder_needs_no_trust_wherever_it_is(custom_run, tmp_path):
+def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
     moved = custom_run.rename(tmp_path / "moved")
     assert main(["resume", str(moved), "--no-progress"]) == 0
     assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
@@ -389,7 +389,7 @@ def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, cust
     assert main([*arguments, str(custom_run), *where, "--no-progress", "--trust"]) == 0
     assert (tmp_path / "ran").exists()
     folder = custom_run if arguments == ["resume"] else tmp_path / "r2"
-    assert main(["resume", str(folder), "--no-progress"]) == 0  # now it is this user's
+    assert main(["resume", str(folder), "--no-progress"]) == 0  # the folder is now signed by this user
 
 
 def test_a_changed_configuration_is_not_trusted(custom_run, tmp_path, capsys):
@@ -406,7 +406,7 @@ def test_a_configuration_that_names_no_code_needs_no_trust(finished, tmp_path, m
     assert "signature" not in read_config(finished)
 
 
-def test_a_key_that_others_can_read_signs_nothing(monkeypatch, tmp_path):
+def test_a_key_that_others_can_read_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
     config = {"algorithm": "mine.py:Mine"}
     signed = signature(config)

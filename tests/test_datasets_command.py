@@ -10,7 +10,7 @@ from fedsim.cli import main
 from fedsim.datasets import _registry
 
 
-def test_datasets_are_a_table(capsys, monkeypatch):
+def test_datasets_are_listed_in_a_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["datasets"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
@@ -70,7 +70,7 @@ def test_a_user_s_dataset_is_described_with_its_options(capsys, tmp_path, monkey
     assert main(["datasets", "describe", f"{tmp_path}/mine.py:load(clients=7)"]) == 0
     text = capsys.readouterr().out
     assert "clients=100: how many are kept" in text and "train     7 clients" in text and "x: [8, 8, 1] uint8" in text
-    # Facts that are not known are left out.
+    # Unknown facts are omitted.
     assert "licence" not in text and "source" not in text and "\n\n\n" not in text
 
 
@@ -100,13 +100,13 @@ def test_the_printed_command_can_be_copied_into_a_shell(capsys, tmp_path):
         (["describe", "digits.py"], "There is no dataset 'digits.py'. For an object in a file, give digits.py:NAME."),
     ],
 )
-def test_wrong_names_of_datasets_are_one_line_and_exit_status_2(arguments, expected, capsys):
+def test_wrong_names_of_datasets_print_one_line_and_exit_with_status_2(arguments, expected, capsys):
     assert main(["datasets", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and expected in error
 
 
-def test_files_are_converted_there_and_back(capsys, tmp_path):
+def test_files_are_converted_to_another_format_and_back(capsys, tmp_path):
     (tmp_path / "a.csv").write_text("user,y\nann,1\nbob,2\nann,3\n")
     steps = [["a.csv", "a.h5", "--client", "user"], ["a.h5", "a.sqlite", "--format", "fedjax_sqlite"], ["a.sqlite", "b.h5"]]
     for source, target, *options in steps:

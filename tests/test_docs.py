@@ -1,4 +1,4 @@
-"""The pages of docs/ are what their scripts write, and every mention of the repository has its address."""
+"""The pages in docs/ equal the output of their scripts, and every link to the repository has the right address."""
 
 import importlib
 import re
@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGE = DOCS / "datasets.md"
 
 REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
-OTHER_REPOSITORIES = {"https://github.com/google/farmhash"}  # cited as a source
+OTHER_REPOSITORIES = {"https://github.com/google/farmhash"}  # these are cited as sources
 
 
 def repositories(text):
@@ -36,7 +36,7 @@ def repositories(text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["datasets", "algorithms"])
-def test_a_page_is_what_its_script_writes(name):
+def test_a_page_equals_the_output_of_its_script(name):
     """The script runs in its own process, because other tests register datasets."""
     code = f"import runpy, sys; sys.stdout.write(runpy.run_path('docs/write_{name}.py')['page']())"
     command = [sys.executable, "-X", "utf8", "-c", code]
@@ -50,7 +50,7 @@ def test_page_of_algorithms_lists_all_registered_classes():
     assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
-# The paper of every entry of docs/algorithms.md, as checked by hand.
+# The paper of every entry in docs/algorithms.md, verified by hand.
 PAPERS = {
     **dict.fromkeys(["fedsgd", "fedavg"], "1602.05629"),
     **dict.fromkeys(["fedadam", "fedyogi", "fedadagrad"], "2003.00295"),
@@ -109,7 +109,7 @@ def test_every_algorithm_cites_its_own_paper():
     )
     assert {name: paper or "–" for name, paper in rows} == PAPERS
     summaries = [cls.__doc__.split("\n\n")[0] for cls in fedsim.algorithms.ALGORITHMS.values()]
-    assert [text for text in summaries if "\n" in text.strip() or "``" in text] == []  # `fedsim algorithms` shows one line.
+    assert [text for text in summaries if "\n" in text.strip() or "``" in text] == []  # `fedsim algorithms` prints one line
 
 
 # Base classes and wrappers, which cannot be chosen by name.
@@ -131,7 +131,7 @@ WITHOUT_NAME = {
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_class_of_a_module_is_registered(package, base, registry):
-    """Finds classes in the files, because tests and pages that use a registry do not show what is missing in it."""
+    """Searches the files for classes, because tests and pages that use a registry cannot detect what is missing in it."""
     defined = set()
     for path in Path(package.__file__).parent.glob("_*.py"):
         if path.stem != "__init__":
@@ -143,7 +143,7 @@ def test_every_class_of_a_module_is_registered(package, base, registry):
     assert {cls.__name__ for cls in public - set(registry.values())} - WITHOUT_NAME == set()
 
 
-def test_page_of_reproductions_is_what_its_script_writes():
+def test_page_of_reproductions_equals_the_output_of_its_script():
     written = runpy.run_path(str(DOCS / "write_reproductions.py"))["page"]()
     assert written == (DOCS / "reproductions.md").read_text(encoding="utf-8"), "run: python docs/write_reproductions.py"
     assert [path.stem for path in (DOCS / "reproductions").glob("*.json") if path.stem not in REPRODUCTIONS] == []
@@ -194,7 +194,7 @@ def test_every_mention_of_the_repository_has_the_address_of_pyproject():
     ],
 )
 def test_a_mention_of_a_repository_is_found(mention):
-    host = "github.com"  # in two strings, so that this file mentions no other repository
+    host = "github.com"  # separate from the path, so that this file does not mention another repository
     text = mention.replace("URL", f"https://{host}").replace("HOST", host)
     text = text.replace("COLAB", "https://colab.research.google.com/github").replace("RAW", "https://raw.githubusercontent.com")
     assert repositories(text) == [f"https://{host}/ann/fed.sim"]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CLASSES = {"fedprox": "FedProx", "custom_algorithm": "FedNova", "python_loop": "WeightTransfer"}
-COMPILED = ["fedprox", "custom_algorithm"]  # these do not override `apply`, so an execution runs them
+COMPILED = ["fedprox", "custom_algorithm"]  # these do not override `apply`, so their execution can be chosen
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_example_gives_the_same_under_every_execution(name):
         np.testing.assert_allclose(other.clients["loss"], info.clients["loss"], rtol=1e-5)
 
 
-def test_fedprox_example_is_the_librarys():
+def test_fedprox_example_equals_the_library_s_fedprox():
     """The results are equal, and differ from FedAvg, so ``mu`` has an effect."""
     data = dict(model=fedsim.models.digits_dense(), batches=fedsim.Batches(size=10), client_optimizer=optax.sgd(0.2))
     example = train(make("fedprox", mu=0.5))[0]
@@ -120,7 +120,7 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
 
 
 def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest sets options that only an outermost jit may have
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
     derivative, difference = load("differentiate").main(steps=2)
     assert derivative == pytest.approx(difference, rel=5e-3) and abs(derivative) > 0.1
     losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
@@ -140,7 +140,7 @@ def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys
     assert last["test_accuracy"] == pytest.approx(accuracy)
 
 
-def test_own_dataset_has_every_tumour_once():
+def test_own_dataset_has_every_tumor_once():
     splits = load("own_dataset").tumours(None, None, hospitals=30)
     assert [data.num_clients for data in splits.values()] == [30, 30]
     both = np.concatenate([data.columns["x"] for data in splits.values()])

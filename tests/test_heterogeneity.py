@@ -38,15 +38,15 @@ def test_label_distance_is_the_l1_distance_from_the_population():
     assert heterogeneity.label_emd(POPULATION) == pytest.approx((0.7 + 1 + 1) / 3)
 
 
-def test_label_distance_at_its_ends():
-    """Ten clients of one class each: |1 - .1| + 9 * .1 = 1.8, the value of Zhao et al. for one class a client."""
+def test_label_distance_in_extreme_cases():
+    """Ten clients of one class each: |1 - .1| + 9 * .1 = 1.8, the value of Zhao et al. for one class per client."""
     one_class_each = [np.arange(i * 5, i * 5 + 5) for i in range(10)]
     assert heterogeneity.label_emd(np.repeat(np.arange(10), 5), one_class_each) == pytest.approx(1.8)
     assert heterogeneity.label_emd(np.tile(np.arange(5), 10), one_class_each) == pytest.approx(0)
 
 
 def test_effective_classes():
-    """exp of -(3/4 ln 3/4 + 1/4 ln 1/4); one label; none; two equally frequent labels."""
+    """The clients have exp(-(3/4 ln 3/4 + 1/4 ln 1/4)) classes; one label; none; two equally frequent labels."""
     expected = [math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))), 1, 0, 2]
     np.testing.assert_allclose(heterogeneity.effective_classes(LABELS, PARTITION), expected)
     np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), expected)
@@ -91,15 +91,15 @@ def test_split_distance_is_the_mean_l1_distance_over_clients_in_both():
         (lambda: heterogeneity.gini([1, -2]), "one size >= 0 per client"),
     ],
 )
-def test_bad_input_is_named(misuse, message):
+def test_the_error_for_invalid_input_names_it(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse()
 
 
-def test_a_population_in_blocks_of_clients_measures_the_same(monkeypatch):
+def test_measures_do_not_depend_on_the_block_size(monkeypatch):
     whole = heterogeneity.label_distances(POPULATION), heterogeneity.effective_classes(POPULATION)
     counts, _ = heterogeneity.label_counts(POPULATION)
-    monkeypatch.setattr(heterogeneity, "_BLOCK", 6)  # two clients a block
+    monkeypatch.setattr(heterogeneity, "_BLOCK", 6)  # two clients per block
     np.testing.assert_array_equal(heterogeneity.label_counts(POPULATION)[0], counts)
     np.testing.assert_allclose(heterogeneity.label_distances(POPULATION), whole[0])
     np.testing.assert_allclose(heterogeneity.effective_classes(POPULATION), whole[1])

@@ -1,4 +1,4 @@
-"""Rules for the repository: which module imports which, what is documented, what the wheel contains, one version."""
+"""Rules of the repository about imports between modules, documentation, the content of the wheel, and the version."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"cli"},
     {"__main__"},
 ]
-EXCEPTIONS: dict[str, list[str]] = {}  # nothing may be added
+EXCEPTIONS: dict[str, list[str]] = {}  # no exception may be added
 LAYER = {component: number for number, components in enumerate(LAYERS) for component in components}
 
 PUBLIC_MODULES = [
@@ -69,9 +69,9 @@ PUBLIC_MODULES = [
     "fedsim.tree",
 ]
 
-# Public names without an example of their own. Nothing may be added.
+# Public names without their own example. No name may be added.
 WITHOUT_EXAMPLE: set[str] = {
-    # Records, protocols, errors and base classes: the functions that return or take them have the example.
+    # Records, protocols, errors and base classes: the examples are those of the functions that return or accept them.
     "fedsim.Batch",
     "fedsim.Execution",
     "fedsim.RoundInfo",
@@ -191,7 +191,7 @@ def test_upward_import_is_found(component, package, source):
     assert upward_imports(component, source, package)
 
 
-def test_downward_and_type_checking_imports_are_fine():
+def test_downward_and_type_checking_imports_are_allowed():
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fedsim.data import Batch\n"
     assert upward_imports("model", guarded, "fedsim") == []
     assert upward_imports("execution", "import jax\nfrom fedsim import tree\nfrom . import _plan", "fedsim.execution") == []
@@ -233,7 +233,7 @@ def tracked() -> list[Path]:
     return [path for name in listed.split("\0") if name and (path := ROOT / name).is_file()]
 
 
-def test_no_file_has_a_name_without_meaning():
+def test_no_file_has_a_meaningless_name():
     banned = {"util", "utils", "helper", "helpers", "misc", "common", "manager", "managers"}
     named = [str(path) for path in tracked() if path.stem.strip("_").removeprefix("test_").lower() in banned]
     assert named == []
@@ -241,7 +241,9 @@ def test_no_file_has_a_name_without_meaning():
 
 def test_no_file_has_a_path_of_a_machine():
     machine = re.compile(rb"(?<![\w.:/-])/(?:home|Users|root|work|mnt)/[A-Za-z]")
-    assert machine.search(b"see " + b"/home" + b"/ann/fedsim")  # in two strings, so that the search does not match this file
+    assert machine.search(
+        b"see " + b"/home" + b"/ann/fedsim"
+    )  # split into two strings, so that the search does not match this file
     found = [path.relative_to(ROOT) for path in tracked() if machine.search(path.read_bytes())]
     assert found == []
 
@@ -351,7 +353,7 @@ def function_of(member: object) -> object | None:
 
 
 def test_public_names_are_found():
-    """The public names are found, so the tests below are not empty."""
+    """The public names are found, so the tests that iterate over them are not empty."""
     assert {"fedsim.Algorithm", "fedsim.evaluate", "fedsim.tree.add", "fedsim.algorithms.FedAvg"} <= set(PUBLIC)
     assert len(PUBLIC) > 60
 
@@ -360,7 +362,7 @@ def test_everything_public_has_a_docstring():
     """Modules, classes, functions and methods have docstrings; methods may inherit theirs."""
     missing = [module for module in PUBLIC_MODULES if not importlib.import_module(module).__doc__]
     for name, definition in PUBLIC.items():
-        # Python gives a dataclass or NamedTuple without a docstring its signature as docstring.
+        # Python uses the signature as the docstring of a dataclass or NamedTuple that has none.
         if not (definition.__doc__ or "").strip() or (definition.__doc__ or "").startswith(f"{definition.__name__}("):
             missing.append(name)
         if inspect.isclass(definition):
@@ -373,7 +375,7 @@ def test_everything_public_has_a_docstring():
 
 def has_example(definition: object) -> bool:
     docs = [definition.__doc__ or ""]
-    if inspect.isclass(definition):  # its own methods, not the values of its fields
+    if inspect.isclass(definition):  # methods of the class, not values of its fields
         docs += [function.__doc__ or "" for member, value in vars(definition).items() if (function := function_of(value))]
     return any(">>> " in doc for doc in docs)
 

@@ -189,18 +189,18 @@ def test_numbers_of_numpy_and_jax_are_accepted():
     ],
 )
 def test_optimizers_that_descend_are_accepted(optimizer):
-    with jax.numpy_dtype_promotion("standard"):  # optax.add_noise needs it.
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.add_noise
         fedavg(client_optimizer=optimizer).check(federation.data())
 
 
-def test_positions_out_of_range():
+def test_client_indices_out_of_range_raise_an_error():
     for index in (-1, 8):
         with pytest.raises(IndexError, match=f"Expected 0 <= index < 8, got index={index}"):
             federation.data().client(index)
 
 
 @pytest.mark.slow
-def test_more_lanes_than_clients_change_nothing():
+def test_more_lanes_than_clients_give_the_same_result():
     states = [train_with(fedsim.Jit(lanes=lanes)) for lanes in (8, 100_000)]
     federation.assert_trees_equal(*states)
 

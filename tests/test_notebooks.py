@@ -32,14 +32,14 @@ def path(request):
     return request.param
 
 
-def test_all_notebooks_are_there():
+def test_all_notebooks_exist():
     assert {path.stem for path in NOTEBOOKS} == {
         *("quickstart", "custom_algorithm", "datasets", "heterogeneous_clients", "compression_and_attacks"),
     }
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default")  # for nbclient's own warnings; those of the notebook are on its stderr, which is checked
+@pytest.mark.filterwarnings("default")  # nbclient itself warns; the notebook's warnings are on its stderr, which is checked
 def test_notebook_runs_top_to_bottom_within_a_minute(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
     notebook, began = read(path), time.perf_counter()
@@ -50,7 +50,7 @@ def test_notebook_runs_top_to_bottom_within_a_minute(path, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_notebook_is_committed_as_it_ran(path):
+def test_notebook_is_committed_with_the_outputs_of_a_complete_run(path):
     """The cells ran in order, with pictures and without errors, and no output has a path of the machine."""
     notebook = read(path)
     nbformat.validate(notebook)

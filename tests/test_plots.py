@@ -1,4 +1,4 @@
-"""Plots: they show the data, and work for the smallest and the largest populations."""
+"""Plots show the data, and work for the smallest and the largest populations."""
 
 import builtins
 import io
@@ -50,7 +50,7 @@ def test_the_histogram_of_a_long_tail_is_logarithmic_and_counts_empty_clients():
     assert axes.patches[0].get_height() == 50
 
 
-def test_a_population_of_empty_clients_has_sizes_and_nothing_else():
+def test_a_population_of_empty_clients_has_only_a_plot_of_sizes():
     data = FederatedData.from_arrays({"x": np.zeros(0), "y": np.zeros(0, int)}, sizes=[0, 0])
     assert "2 clients without examples" in texts(plots.plot_sizes(data))
     assert png(plots.plot_overview(data))
@@ -129,11 +129,11 @@ def test_text_is_shown_and_tokens_are_decoded():
 
 
 @pytest.mark.parametrize("x", [np.zeros([6, 60], np.float32), np.arange(6.0), np.zeros([6, 4, 2, 2, 2]), np.zeros([6, 1, 5])])
-def test_plain_numbers_are_strips(x):
+def test_numbers_that_are_not_images_are_drawn_as_strips(x):
     assert png(plots.plot_examples(FederatedData.from_arrays({"x": x, "y": np.linspace(0, 1, 6)}, sizes=[5, 1])))
 
 
-def test_an_overview_leaves_out_what_the_data_lacks():
+def test_an_overview_omits_plots_without_data():
     class Splits:
         train, test = population(5), population(4)
 
@@ -146,7 +146,7 @@ def test_an_overview_leaves_out_what_the_data_lacks():
     assert png(figure)
 
 
-def test_names_with_dollars_are_not_formulas():
+def test_names_with_dollar_signs_are_not_formulas():
     text = {"x": np.array([b"$x_{$", b"\\$"], object), "y": np.array(["$_{$", "a"])}
     data = FederatedData.from_clients({"$_{$": text, "$$": text})
     shown = texts(plots.plot_labels(data))
@@ -188,7 +188,7 @@ def test_a_notebook_displays_a_figure_without_pyplot():
     assert shown.startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_the_remedy_is_named(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     real = builtins.__import__
 
     def without(name, *args, **kwargs):

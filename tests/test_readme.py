@@ -40,7 +40,7 @@ def test_quickstart_runs_and_is_short(namespace, capsys):
 @pytest.mark.filterwarnings("ignore:JAX had already started")
 def test_the_other_python_blocks_run(namespace):
     code = blocks("python")
-    if "data" not in namespace:  # the quickstart's test did not run before this one
+    if "data" not in namespace:  # the test of the quickstart did not run before this test
         exec(code[0].replace("rounds(100)", "rounds(1)"), namespace)
     for block in code[1:]:
         exec(block, namespace)
@@ -111,5 +111,5 @@ def test_make_targets_exist():
 
 
 def test_speeds_are_those_of_the_committed_results():
-    """``python -m benchmarks.readme`` writes the section, and the README has what it writes."""
+    """The section of the README equals the output of ``python -m benchmarks.readme``."""
     assert f"<!-- speeds -->\n{readme.block()}<!-- /speeds -->" in README

@@ -81,7 +81,7 @@ def test_permute_sends_every_index_to_every_position_equally_often(size):
         assert pair_p_value(rows, size) > 1e-4
 
 
-def test_permute_is_uniform_over_clients_too():
+def test_permute_is_also_uniform_over_clients():
     """The first epoch of each of 20,000 clients; here the words vary, and not the epoch."""
     keys = rng.client_keys(rng.root(3), 0, np.arange(20_000))
     client_words = jax.vmap(lambda key: rng.words(rng.stream(key, "shuffle")))(keys)
@@ -91,14 +91,14 @@ def test_permute_is_uniform_over_clients_too():
 
 
 @pytest.mark.parametrize("size", [3, 5, 13])
-def test_position_statistics_catch_a_shuffle_of_too_few_half_rounds(size, monkeypatch):
+def test_position_statistics_detect_a_shuffle_of_too_few_half_rounds(size, monkeypatch):
     """Negative control: with one pair of half-rounds instead of four, the tests must reject."""
     monkeypatch.setattr(rng, "_HALF_ROUNDS", 2)
     assert min(position_p_value(rows := many_permutations(size, 20_000), size), pair_p_value(rows, size)) < 1e-4
 
 
 @pytest.mark.parametrize("size", [3, 5, 13])
-def test_position_statistics_catch_a_rotation(size):
+def test_position_statistics_detect_a_rotation(size):
     """Negative control: a random rotation sends each index to each position equally often, but neighbours stay together."""
     rows = (np.arange(size) + np.random.default_rng(0).integers(size, size=(20_000, 1))) % size
     assert position_p_value(rows, size) > 1e-4
@@ -120,7 +120,7 @@ def test_permutations_of_neighbouring_epochs_are_unrelated():
     rows = many_permutations(50, 4000).astype(float)
     rows -= rows.mean()
     correlation = (rows[:-1] * rows[1:]).mean(1) / rows.var()
-    # Each is about N(0, 1 / 49).
+    # Each correlation is approximately N(0, 1 / 49).
     assert abs(correlation.mean()) < 4 / np.sqrt(49 * len(correlation))
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on pytrees: the functions that are longer than a line."""
+"""Arithmetic on pytrees: tests of the functions that are longer than one line."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from fedsim import tree
 
 
 @pytest.mark.parametrize("small", [0, 7, 2**16])
-def test_sums_over_devices_are_those_of_every_leaf(monkeypatch, small):
+def test_every_leaf_is_summed_over_devices(monkeypatch, small):
     monkeypatch.setattr("fedsim.tree._SMALL", small)
     draw = np.random.default_rng(0)
     leaves = {
@@ -46,13 +46,12 @@ def test_many_small_leaves_are_summed_as_one_array(monkeypatch):
     parameters = [jnp.ones(n) for n in range(1, 20)]
     assert _num_arrays(summed, parameters) == 1
     monkeypatch.setattr("fedsim.tree._SMALL", 10)
-    assert (
-        _num_arrays(lambda a: summed(a), parameters) == 1 + 9
-    )  # One for the leaves of up to ten elements, and one for each of the others.
+    # One array for all leaves of up to ten elements, and one for each of the others.
+    assert _num_arrays(lambda a: summed(a), parameters) == 1 + 9
 
 
 def _num_arrays(function, a):
-    """The number of arrays that a function sums over devices."""
+    """Returns the number of arrays that a function sums over devices."""
     lines = str(jax.make_jaxpr(function)(a)).splitlines()
     return sum(line.split(" = ")[0].count(":f32") for line in lines if "psum" in line)
 
@@ -75,7 +74,7 @@ def test_after_returns_its_argument_unchanged(known):
 
 
 @pytest.mark.parametrize("known", [1.0, np.nan, np.inf])
-def test_a_dot_product_is_that_of_all_numbers(known):
+def test_a_dot_product_includes_all_leaves(known):
     draw = np.random.default_rng(0)
     a, b = (
         {
@@ -100,7 +99,7 @@ def test_a_dot_product_is_that_of_all_numbers(known):
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (93, 51), (4103,), (3, 3, 32, 64), (9, 5, 128), (2048, 8)])
-def test_a_dot_product_of_many_numbers_has_all_of_them_once(shape):
+def test_a_dot_product_of_many_numbers_includes_each_once(shape):
     draw = np.random.default_rng(0)
     x, y = (draw.normal(size=shape).astype(np.float32) for _ in range(2))
     np.testing.assert_allclose(jax.jit(tree.dot)(x, y), np.vdot(x.astype(float), y.astype(float)), rtol=1e-4)
@@ -121,7 +120,7 @@ def test_a_dot_product_of_different_shapes_is_refused(shapes):
 
 
 @pytest.mark.parametrize("length", [None, 0, 11, 12, 20])
-def test_one_vector_of_all_numbers(length):
+def test_all_leaves_are_joined_into_one_vector(length):
     leaves = [
         np.arange(6, dtype=np.float32).reshape(2, 3),
         np.zeros((0, 4), np.float32),

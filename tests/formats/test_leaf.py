@@ -48,7 +48,7 @@ class TestLeafsOwnFiles:
         for split in ("train", "test"):
             (file,) = (REAL / "femnist" / "leaf_sample" / split).iterdir()
             (tmp_path / file.name).write_bytes(file.read_bytes())
-        with pytest.raises(FormatError, match="occurs more than once"):  # a user with two splits has the same client id in both
+        with pytest.raises(FormatError, match="occurs more than once"):  # the splits of a user have the same client id
             read_leaf(tmp_path).load()
 
 

@@ -38,7 +38,7 @@ def test_balanced_mixtures_are_dirichlet(alpha, off):
 
 
 def test_shards_are_those_of_mcmahan_et_al():
-    """60,000 sorted digits in 200 shards of 300 give each of 100 clients two shards: 600 examples of few digits."""
+    """60,000 sorted digits in 200 shards of 300 give each of 100 clients two shards: 600 examples of at most 2 digits."""
     digits = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 6000))
     parts = partitioners.shards(digits, clients=100, seed=0)
     assert {len(rows) for rows in parts} == {600}

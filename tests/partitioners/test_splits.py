@@ -90,7 +90,7 @@ def test_rotations_are_the_same_in_both_splits():
         ([0.5, 1], [np.arange(2)], "one label per example"),
     ],
 )
-def test_partitions_of_other_labels_are_refused(labels, partition, message):
+def test_partitions_that_do_not_match_the_labels_are_refused(labels, partition, message):
     with pytest.raises(ValueError, match=message):
         partitioners.same_shares(labels, partition, [0, 1], seed=0)
 
