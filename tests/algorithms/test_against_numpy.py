@@ -1,4 +1,4 @@
-"""Each algorithm's round, written again in NumPy with float64 and nothing of fedsim but the batches' indices."""
+"""Compares rounds of each algorithm with NumPy in float64, which uses nothing of fedsim but the indices of the batches."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ BATCHES = fedsim.Batches(size=4, epochs=2)
 
 
 def softmax_gradient(w, b, x, y):
-    """Mean gradient of softmax cross-entropy of the linear model x w + b."""
+    """Returns the mean gradient of the softmax cross-entropy of the linear model x w + b."""
     logits = x @ w + b
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -31,7 +31,7 @@ def real_examples(dataset, key, batches=BATCHES):
 
 
 def numpy_movement(cohort, w, b, mu=0.0, weighting="examples"):
-    """Weighted mean over clients of (start minus trained), McMahan et al. 2017, Algorithm 1."""
+    """Returns the weighted mean over clients of start minus trained parameters (McMahan et al. 2017, Algorithm 1)."""
     movement_w, movement_b, total = np.zeros_like(w), np.zeros_like(b), 0.0
     for _, dataset, key in cohort:
         if not len(dataset):
@@ -81,14 +81,14 @@ def test_fedsgd():
     data = cohorts[0].data
     for cohort in cohorts:
         state, _ = algorithm.apply(state, cohort)
-        # Weighted by size, the clients' mean gradients are the gradient on all examples at once.
+        # If clients are weighted by size, the mean of their gradients is the gradient on all examples.
         grad_w, grad_b = softmax_gradient(w, b, data.columns["x"].astype(np.float64), data.columns["y"])
         w, b = w - SERVER_RATE * grad_w, b - SERVER_RATE * grad_b
     assert_same(state, w, b)
 
 
-def test_gradients_of_half_precision_are_summed_in_single():
-    """A thousand batches of gradient 1: in bfloat16, 256 + 1 is 256."""
+def test_half_precision_gradients_are_summed_in_float32():
+    """A thousand batches have the gradient 1. In bfloat16, 256 + 1 is 256."""
     model = fedsim.Model.from_haiku(
         hk.transform(lambda examples: examples["x"] * hk.get_parameter("w", [], jnp.bfloat16, init=jnp.zeros)),
         features={"x": jax.ShapeDtypeStruct((), jnp.bfloat16)},
@@ -97,7 +97,7 @@ def test_gradients_of_half_precision_are_summed_in_single():
     )
     data = fedsim.FederatedData.from_arrays({"x": np.ones(1000, jnp.bfloat16)}, sizes=[1000])
     algorithm = fedsim.algorithms.FedSGD(model=model, batches=fedsim.Batches(size=1), server_optimizer=optax.sgd(1.0))
-    with jax.numpy_dtype_promotion("standard"):  # optax adds what is float32 to the parameters
+    with jax.numpy_dtype_promotion("standard"):  # optax adds a float32 update to the parameters
         state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
     (w,) = jax.tree.leaves(state.params)
     assert w.dtype == jnp.bfloat16 and float(w) == -1.0
@@ -139,8 +139,8 @@ def test_adaptive_servers_follow_algorithm_2(name):
     assert_same(state, w, b)
 
 
-def test_client_schedule_over_rounds():
-    """A rate of 0.3 times 0.5**round is the same as three algorithms with the three rates in turn."""
+def test_client_learning_rate_schedule_over_rounds():
+    """The schedule 0.3 * 0.5**round gives the result of three algorithms with these three rates, one per round."""
     scheduled = fedsim.algorithms.FedAvg(**settings(client_optimizer=lambda round: optax.sgd(0.3 * 0.5 ** round.astype(float))))
     state, _, _, cohorts = start_and_cohorts(scheduled)
     expected = state
@@ -151,7 +151,7 @@ def test_client_schedule_over_rounds():
 
 
 def test_uniform_weighting_differs_from_weighting_by_examples():
-    """The negative control of the two weightings above."""
+    """Without this, the tests of the two weightings above could pass with the wrong weighting."""
     states = []
     for weighting in ("examples", "uniform"):
         algorithm = fedsim.algorithms.FedAvg(weighting=weighting, **settings())
@@ -160,7 +160,7 @@ def test_uniform_weighting_differs_from_weighting_by_examples():
     assert float(jnp.max(jnp.abs(states[0] - states[1]))) > 1e-3
 
 
-def test_reduction_laws():
+def test_fedavg_with_one_full_batch_step_is_fedsgd():
     fedavg = fedsim.algorithms.FedAvg(**settings())
     state, _, _, cohorts = start_and_cohorts(fedavg)
     expected, _ = fedavg.apply(state, cohorts[0])
@@ -169,7 +169,7 @@ def test_reduction_laws():
     momentum = fedsim.algorithms.FedAvgM(momentum=0.0, **settings())
     still, _ = momentum.apply(momentum.init(jax.random.key(1)), cohorts[0])
     federation.assert_trees_close(still.params, expected.params)
-    # One full batch and one step of rate r: FedAvg's movement is r times FedSGD's gradient.
+    # With one full batch and one step of rate r, FedAvg's update is r times FedSGD's gradient.
     full = fedsim.Batches(size=16, shuffle=False)
     one_step = dataclasses.replace(fedavg, batches=full)
     sgd = fedsim.algorithms.FedSGD(model=fedavg.model, batches=full, server_optimizer=optax.sgd(CLIENT_RATE))

@@ -1,4 +1,4 @@
-"""Histograms, quantiles and heavy hitters over clients, against NumPy on all data, and within their stated bounds."""
+"""Histograms, quantiles and heavy hitters over clients agree with NumPy on all data, within their documented bounds."""
 
 import federation
 import jax
@@ -27,7 +27,7 @@ def iterate(algorithm, data, rounds, key=0):
     return algorithm.apply_rounds(state, [federation.cohort(data, round=r) for r in range(rounds)])[0]
 
 
-def test_a_histogram_is_numpy_s():
+def test_histogram_equals_numpy():
     data = population()
     histogram = algorithms.Histogram(low=0.5, high=9.5, bins=13, **settings())
     values = data.columns["x"].ravel()
@@ -44,7 +44,7 @@ def test_a_histogram_is_numpy_s():
     np.testing.assert_allclose(histogram.evaluate(state, other)["total_variation"], expected)
 
 
-def test_an_epoch_of_a_shuffled_sampler_counts_everybody_once():
+def test_an_epoch_of_a_shuffled_sampler_counts_each_client_once():
     data = population()
     histogram = algorithms.Histogram(high=10.0, **settings())
     state = histogram.init(jax.random.key(0))
@@ -53,7 +53,7 @@ def test_an_epoch_of_a_shuffled_sampler_counts_everybody_once():
     np.testing.assert_array_equal(state.counts, iterate(histogram, data, 1).counts)
 
 
-def test_integers_and_several_readings_count_once():
+def test_integers_and_repeated_epochs_count_each_example_once():
     data = population(np.random.default_rng(1).integers(0, 256, (sum(SIZES), 4)).astype(np.uint8))
     once = iterate(algorithms.Histogram(high=255.0, bins=8), data, 1)
     twice = iterate(algorithms.Histogram(high=255.0, bins=8, batches=fedsim.Batches(size=33, epochs=2)), data, 1)
@@ -66,7 +66,7 @@ FRACTIONS = (0.001, 0.25, 0.5, 0.9, 1.0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bins", [2, 7, 64])
-def test_quantiles_close_in_at_the_stated_pace_until_they_are_exact(bins):
+def test_quantile_intervals_shrink_at_the_documented_rate_until_exact(bins):
     data = population()
     exact = np.quantile(data.columns["x"].ravel(), FRACTIONS, method="inverted_cdf")
     quantiles = algorithms.Quantiles(fractions=FRACTIONS, low=-1.0, high=50.0, bins=bins, **settings())
@@ -81,7 +81,7 @@ def test_quantiles_close_in_at_the_stated_pace_until_they_are_exact(bins):
     assert quantiles.evaluate(iterate(quantiles, data, 1), data)["rank_error"] > 0
 
 
-def test_quantiles_outside_of_the_range_and_among_ties():
+def test_quantiles_outside_the_range_and_with_ties():
     data = population(np.round(population().columns["x"]))
     values = data.columns["x"].ravel()
     quantiles = algorithms.Quantiles(fractions=(0.01, 0.5, 0.99), low=2.0, high=6.0, **settings())
@@ -112,10 +112,10 @@ def test_estimates_are_within_the_stated_bounds(sketch):
     if sketch == "count-min":
         assert off.min() >= 0
         assert np.mean(off > np.e * total / width) <= np.exp(-depth)
-        assert off.max() > 0  # it is no exact count
+        assert off.max() > 0  # the sketch is not an exact count
     else:
         assert np.mean(np.abs(off) > 2 * norm / np.sqrt(width)) <= np.exp(-depth / 8)
-        # Unbiased: over keys, and over all items that did not occur, whose true count is 0.
+        # The estimate is unbiased over keys and over all items that did not occur, whose true count is 0.
         assert abs(off[:, counts == 0].mean()) < 0.1
         assert off.min() < 0 < off.max()
 
@@ -136,8 +136,10 @@ def test_heavy_hitters_are_found(sketch):
 
 
 def test_hash_functions_are_strongly_universal():
-    """Over keys, two items share a counter as often as 1 in width, and their signs are independent of it: also neighbours, and
-    items that differ in the upper half only."""
+    """Over keys, two items share a counter with probability 1 / width, and their signs are independent of this.
+
+    This also holds for neighbouring items and for items that differ only in the upper half of their bits.
+    """
     width, depth = 8, 40_000
     hitters = algorithms.HeavyHitters(num_items=1 << 30, sketch="count-sketch", width=width, depth=depth + 1)
     words = hitters.init(jax.random.key(3)).words
@@ -150,7 +152,7 @@ def test_hash_functions_are_strongly_universal():
         assert abs(np.mean(sign[same, 0] * sign[same, 1])) < 5 / np.sqrt(same.sum())
 
 
-def test_values_outside_of_the_items_do_not_count():
+def test_values_that_are_not_items_are_not_counted():
     data = fedsim.FederatedData.from_arrays({"y": np.array([-1, 0, 0, 3, 4, 99])}, sizes=[3, 3])
     hitters = algorithms.HeavyHitters(num_items=4)
     state = iterate(hitters, data, 1)
@@ -173,14 +175,14 @@ def test_values_outside_of_the_items_do_not_count():
         ("HeavyHitters", {"sketch": "count-sketch", "depth": 4}, "Expected an odd depth, .* got depth=4"),
     ],
 )
-def test_analytics_refuse(name, wrong, message):
+def test_invalid_analytics_settings_are_rejected(name, wrong, message):
     with pytest.raises(ValueError, match=message):
         getattr(algorithms, name)(**({"num_items": 9} if name == "HeavyHitters" else {}) | wrong)
 
 
 @pytest.mark.parametrize("wrong", [2**32 + 7, -(2**31) - 1])
 def test_integers_that_a_device_would_wrap_are_refused(wrong):
-    """2**32 + 7 would count as 7."""
+    """As a 32-bit integer, 2**32 + 7 would be counted as 7."""
     values = np.array([7, 7, 2**31 - 1, -(2**31)])
     for algorithm in (algorithms.HeavyHitters(num_items=9), algorithms.Histogram(feature="y", high=9.0)):
         kept = fedsim.FederatedData.from_arrays({"y": values}, sizes=[3, 1])
@@ -190,7 +192,7 @@ def test_integers_that_a_device_would_wrap_are_refused(wrong):
             iterate(algorithm, data, 1)
 
 
-def test_the_heaviest_are_all_items_if_there_are_no_more():
+def test_heavy_hitters_are_all_items_if_there_are_fewer_than_requested():
     data = fedsim.FederatedData.from_arrays({"y": np.array([4, 4, 4, 1, 1, 0])}, sizes=[3, 3])
     hitters = algorithms.HeavyHitters(num_items=5)
     items, estimates = hitters.heaviest(iterate(hitters, data, 1), 10)
@@ -200,7 +202,7 @@ def test_the_heaviest_are_all_items_if_there_are_no_more():
         hitters.heaviest(hitters.init(jax.random.key(0)), 0)
 
 
-def test_heavy_hitters_refuse_what_cannot_be_counted():
+def test_heavy_hitters_reject_data_that_cannot_be_counted():
     hitters = algorithms.HeavyHitters(num_items=9, feature="x")
     with pytest.raises(ValueError, match="Expected a feature of integers, got 'x' of float32"):
         iterate(hitters, population(), 1)
