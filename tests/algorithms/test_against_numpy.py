@@ -160,7 +160,7 @@ def test_uniform_weighting_differs_from_weighting_by_examples():
     assert float(jnp.max(jnp.abs(states[0] - states[1]))) > 1e-3
 
 
-def test_fedavg_with_one_full_batch_step_is_fedsgd():
+def test_algorithms_reduce_to_fedavg_and_fedsgd():
     fedavg = fedsim.algorithms.FedAvg(**settings())
     state, _, _, cohorts = start_and_cohorts(fedavg)
     expected, _ = fedavg.apply(state, cohorts[0])

@@ -1,4 +1,4 @@
-"""k-means and mixtures over clients are what one machine with all the data computes: against NumPy and scikit-learn."""
+"""k-means and mixtures over clients equal the computation on all data at once, by NumPy and by scikit-learn."""
 
 import warnings
 
@@ -17,7 +17,7 @@ CENTERS = np.array([[0.0, 0.0, 3.0], [4.0, -1.0, 0.0], [-3.0, 2.0, 1.0]])
 
 
 def blobs(shift=0.0):
-    """Three correlated clouds, shuffled over uneven clients."""
+    """Returns three correlated clusters of examples, shuffled over clients of different sizes."""
     draw = np.random.default_rng(3)
     which = draw.integers(0, 3, sum(SIZES))
     stretch = np.array([[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [-0.3, 0.2, 0.5]])
@@ -41,7 +41,7 @@ def numpy_lloyd(x, means):
 
 
 @pytest.mark.parametrize("shift", [0.0, 300.0])
-def test_k_means_is_lloyd_on_all_examples(shift):
+def test_k_means_equals_lloyd_on_all_examples(shift):
     population, start = blobs(shift), np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]) + shift
     x = population.columns["x"].astype(np.float64)
     algorithm = algorithms.KMeans(start=start, **settings())
@@ -58,22 +58,21 @@ def test_k_means_is_lloyd_on_all_examples(shift):
     assert cost.clients["cost"].weight.tolist() == list(SIZES)
 
 
-def test_each_example_counts_once_however_it_is_read():
+def test_each_example_counts_once_for_any_batch_size_and_number_of_epochs():
     population = blobs()
     once = algorithms.KMeans(start=CENTERS, **settings(batches=fedsim.Batches(size=256)))
     thrice = algorithms.KMeans(start=CENTERS, **settings(batches=fedsim.Batches(size=7, epochs=3)))
     federation.assert_trees_close(iterate(thrice, population, 2), iterate(once, population, 2))
 
 
-def test_an_empty_cluster_stays_where_it_is():
+def test_the_mean_of_an_empty_cluster_does_not_change():
     far = [[1e3, 1e3, 1e3]]
     state = iterate(algorithms.KMeans(start=[*CENTERS[:2].tolist(), *far], **settings()), blobs(), 3)
     np.testing.assert_array_equal(state.means[2], far[0])
 
 
-def test_starting_points_are_examples_drawn_in_proportion_to_their_squared_distance():
-    """Two places, 9 examples at 0 and one at 1, two clients: the first point is at 1 in a tenth of all runs, the second never
-    where the first is; from three places, the second in proportion to squared distances."""
+def test_initial_means_are_examples_drawn_in_proportion_to_their_squared_distance():
+    """Of ten examples, eight are at 0, one at 1 and one at 3. The second point is never equal to the first."""
     x = np.array([*[0.0] * 5, 1.0, *[0.0] * 3, 3.0], np.float32)[:, None]
     population = fedsim.FederatedData.from_arrays({"x": x}, sizes=[4, 6])
     algorithm = algorithms.KMeans(num_features=1, num_clusters=2, batches=fedsim.Batches(size=4, shuffle=False))
@@ -87,25 +86,28 @@ def test_starting_points_are_examples_drawn_in_proportion_to_their_squared_dista
         (np.mean(at_zero[:, 1] == 3), 0.9, len(at_zero)),
     ]:
         assert abs(observed - chance) < 4 * np.sqrt(chance * (1 - chance) / draws)
-    # The control: the second point is not drawn uniformly, which would be 0.5.
+    # The second point is not drawn uniformly, which would give 0.5.
     assert abs(np.mean(at_zero[:, 1] == 3) - 0.5) > 0.3
 
 
-def test_k_means_finds_clusters_from_its_own_start():
+def test_k_means_finds_clusters_from_its_default_start():
     state = iterate(algorithms.KMeans(**settings()), blobs(), 30, seed=2)
     assert int(state.num_started) == 3
     best = sklearn.cluster.KMeans(3, n_init=10, random_state=0, tol=0).fit(blobs().columns["x"]).cluster_centers_
     np.testing.assert_allclose(np.sort(np.asarray(state.means), axis=0), np.sort(best, axis=0), atol=1e-3)
 
 
-def test_fewer_different_examples_than_clusters():
+def test_fewer_distinct_examples_than_clusters():
     population = fedsim.FederatedData.from_arrays({"x": np.ones((4, 3), np.float32)}, sizes=[2, 2])
     state = iterate(algorithms.KMeans(**settings()), population, 5)
     np.testing.assert_array_equal(state.means, np.ones((3, 3)))
 
 
 def numpy_em(x, weights, means, covariances):
-    """One iteration with full covariances, in the log domain; returns the new parameters and the old log-likelihood."""
+    """Computes one EM iteration with full covariances, in the log domain.
+
+    Returns the new parameters and the log-likelihood of the old ones.
+    """
     joint = np.stack(
         [
             np.log(w) - np.einsum("ni,ij,nj->n", x - m, np.linalg.inv(c), x - m) / 2 - np.linalg.slogdet(2 * np.pi * c)[1] / 2
@@ -123,7 +125,7 @@ def numpy_em(x, weights, means, covariances):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
-def test_em_is_em_on_all_examples_and_the_likelihood_never_falls(covariance):
+def test_em_equals_em_on_all_examples_and_the_likelihood_never_decreases(covariance):
     population, start = blobs(), CENTERS + 1
     x = population.columns["x"].astype(np.float64)
     algorithm = algorithms.GaussianMixture(covariance=covariance, regularization=0.0, start=start, **settings())
@@ -165,7 +167,7 @@ def test_em_agrees_with_scikit_learn(covariance, theirs):
         precisions_init=ones,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that six iterations do not suffice
+        warnings.simplefilter("ignore")  # scikit-learn warns that six iterations do not suffice
         mixture.fit(population.columns["x"].astype(np.float64))
     state = iterate(algorithm, population, 6)
     expected = mixture.weights_, mixture.means_, mixture.covariances_
@@ -177,7 +179,7 @@ def test_em_agrees_with_scikit_learn(covariance, theirs):
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_start_that_is_ten_thousand_standard_deviations_away(seed, covariance):
-    """Rounding is as large as the variance there: the first round's is any, but positive, and the next rounds' are right."""
+    """The rounding error of the first round is as large as the variance, which must be positive; later rounds are accurate."""
     x = np.random.default_rng(seed).normal(size=(sum(SIZES), 3)) @ [[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [-0.3, 0.2, 0.5]]
     population = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)
     start = 1e4 * np.random.default_rng(seed + 9).choice([-1.0, 1.0], (1, 3))
@@ -191,8 +193,8 @@ def test_a_start_that_is_ten_thousand_standard_deviations_away(seed, covariance)
 
 
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
-def test_two_starts_that_are_far_from_all_examples_come_near(covariance):
-    """Each its own cloud: a variance of nothing after the first round would leave a component without examples for ever."""
+def test_two_starts_far_from_all_examples_converge(covariance):
+    """Each component finds one cluster. With a variance of 0 after the first round, a component would never get examples."""
     draw = np.random.default_rng(0)
     x = np.where(np.arange(sum(SIZES))[:, None] % 2, 5.0, -5.0) + draw.normal(size=(sum(SIZES), 3))
     population = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)
@@ -205,7 +207,7 @@ def test_two_starts_that_are_far_from_all_examples_come_near(covariance):
     np.testing.assert_allclose(variances, [x[::2].var(0), x[1::2].var(0)], rtol=1e-3)
 
 
-def test_a_component_that_gets_nothing_stays_as_it_is():
+def test_a_component_without_examples_does_not_change():
     start = [*CENTERS[:2].tolist(), [1e6, 1e6, 1e6]]
     state = iterate(algorithms.GaussianMixture(start=start, covariance="full", **settings()), blobs(), 2)
     np.testing.assert_array_equal(state.means[2], start[2])
@@ -223,7 +225,7 @@ def test_a_component_that_gets_nothing_stays_as_it_is():
         ({"start_variance": 0.0}, "Expected start_variance > 0"),
     ],
 )
-def test_clusters_refuse(wrong, message):
+def test_invalid_cluster_settings_are_rejected(wrong, message):
     with pytest.raises(ValueError, match=message):
         algorithms.GaussianMixture(**settings(**wrong))
 
@@ -232,7 +234,7 @@ def test_clusters_refuse(wrong, message):
     ("wrong", "message"),
     [({"num_features": 4}, "Expected num_features=3, .* got 4"), ({"feature": "z"}, "needs feature 'z'")],
 )
-def test_clusters_refuse_data(wrong, message):
+def test_data_that_clusters_cannot_use_are_rejected(wrong, message):
     algorithm = algorithms.KMeans(**settings(**wrong))
     with pytest.raises(ValueError, match=message):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(blobs()))

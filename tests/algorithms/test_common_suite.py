@@ -1,7 +1,8 @@
-"""The price of admission: every algorithm of the registry, and every aggregator under FedAvg, keeps the same promises.
+"""Tests that every algorithm of the registry must pass, and every aggregator with FedAvg.
 
-Nothing here goes by an algorithm's name: it is made from settings by the names of its fields, and asked for no more than its
-`fedsim.Capabilities` promise. Every way of executing clients that keep something is in tests/execution/test_memory.py.
+The tests do not depend on the names of algorithms. The settings of an algorithm are chosen by the names of its fields, and a
+test requires no more than the algorithm's `fedsim.Capabilities` promise. tests/execution/test_memory.py tests every execution
+with clients that have memories.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ from fedsim.experiment._checkpoint import Checkpoints
 
 BATCHES = fedsim.Batches(size=4, epochs=2)
 
-# By name of the field, whoever has it.
+# The value of each field by its name, for all algorithms.
 SETTINGS = {
     "model": federation.model(),
     "batches": BATCHES,
@@ -52,7 +53,7 @@ CASES = {name: (fedsim.algorithms.get(name), {}) for name in sorted(fedsim.algor
 
 
 def all_at_once(cls):
-    """What is sent and kept, updates side by side, a smaller broadcast."""
+    """Returns options that combine clipping, compression with error feedback, noise, a stacking aggregator and a downlink."""
     folds = aggregators.MinNorm() if cls is fedsim.algorithms.FedMGDA else aggregators.TrimmedMean(trim=0.2)
     feedback = compressors.ErrorFeedback(compressors.ScaledSign())
     compressed = aggregators.Compressed(feedback, inner=aggregators.Noised(0.01, inner=folds))
@@ -71,7 +72,7 @@ COMPOSED |= {
 
 
 def make(name: str, **changes) -> fedsim.Algorithm:
-    """An algorithm with settings that suit it: those it has fields for."""
+    """Returns an algorithm with those of the settings above that it has fields for."""
     cls, own = (CASES | COMPOSED)[name]
     fields = {field.name for field in dataclasses.fields(cls) if field.init}
     settings = SETTINGS | {"execution": fedsim.Jit()} | own | changes
@@ -80,27 +81,27 @@ def make(name: str, **changes) -> fedsim.Algorithm:
 
 @functools.cache
 def compiled(name: str) -> fedsim.Algorithm:
-    """One algorithm under `Jit`, shared: what it has compiled need not be compiled again."""
+    """Returns an algorithm under `Jit`, which tests share so that its programs are compiled once."""
     return make(name)
 
 
 def remade(cls, algorithm):
-    """An algorithm of a subclass, with the same settings."""
+    """Returns an algorithm of a subclass with the same settings."""
     return cls(**{field.name: getattr(algorithm, field.name) for field in dataclasses.fields(algorithm) if field.init})
 
 
-# One of each kind: plain, with control variates, with two calls, with several models, with personal ones, without a model.
+# One algorithm of each kind: plain, control variates, two calls, several models, personal models, no model.
 FAST = {"fedavg", "scaffold", "mime", "hypcluster", "ditto", "kmeans"}
 
 
 def together(names):
-    """Tests of one algorithm run in one process, where what it has compiled is known."""
+    """Marks the tests of one algorithm to run in one process, where its compiled programs are available."""
     slow = {name: [pytest.mark.slow] * (name not in FAST) for name in names}
     return [pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow[name]]) for name in names]
 
 
 def named(request):
-    """Of module scope: pytest then runs the tests of one algorithm in a row, and its programs can be forgotten after them."""
+    """Provides a name with module scope: pytest runs all tests of one algorithm in a row, and then its programs are deleted."""
     yield request.param
     compiled.cache_clear()
     reference.cache_clear()
@@ -124,7 +125,10 @@ def run(algorithm, cohorts):
 
 @pytest.mark.slow
 def test_aggregators_and_compressors_combine_with_any_algorithm(composed):
-    """The same on two devices, whoever comes first, and after a pause; nobody's bits are lost; a state's form stays."""
+    """The result is the same on two devices and in reverse order of clients. Bits are counted for each client with examples.
+
+    The structure, shapes and dtypes of the state do not change.
+    """
     population = federation.data()
     state, infos = run(compiled(composed), rounds(population))
     before = federation.plain(compiled(composed).with_memory(compiled(composed).init(jax.random.key(1)), population))
@@ -149,7 +153,7 @@ def test_execution_never_changes_the_answer(name):
 
 
 def test_step_by_step_it_is_the_same_as_compiled(name):
-    """`Debug` runs every operation by itself, which takes its time: of eight clients come one without examples and two with."""
+    """`Debug` runs each operation separately, which is slow. Therefore this uses three of the eight clients, one without examples."""
     population = federation.data()
     few = [fedsim.Cohort(population, np.array([1, 2, 6]), r, fedsim.rng.root(0), slots=8) for r in range(2)]
     state, infos = run(make(name, execution=fedsim.Debug()), few)
@@ -169,7 +173,7 @@ def test_several_rounds_in_one_dispatch_of_two_devices_give_the_same_answer(name
 def test_apply_does_not_mutate_its_input_state(name):
     algorithm, population = compiled(name), federation.data()
     before = algorithm.with_memory(algorithm.init(jax.random.key(1)), population)
-    for cohort in rounds(population):  # from the initial state, and from one that clients have been seen in
+    for cohort in rounds(population):  # from the initial state, and from a state with memories of clients
         copy = federation.plain(before)
         first, _ = algorithm.apply(before, cohort)
         federation.assert_trees_equal(federation.plain(before), copy)
@@ -204,13 +208,13 @@ def test_client_order_does_not_matter(name):
     state, infos = run(compiled(name), backwards)
     expected_state, expected_infos = reference(name)
     federation.assert_trees_close(state, expected_state)
-    # The info is in cohort order, whichever order clients were trained in.
+    # The info is in cohort order, for any order of training.
     in_order = jax.tree.map(lambda x: x[::-1], [info.clients for info in infos])
     federation.assert_trees_close(in_order, [info.clients for info in expected_infos])
 
 
 def test_padding_does_not_matter(name):
-    """A batch size that divides every client's size, and one that leaves partial batches, see the same full batch."""
+    """A batch size that divides each client's size and one that leaves partial batches give the same full batch."""
     population = federation.data(sizes=(6, 6))
     sizes = {size: make(name, batches=fedsim.Batches(size=size, shuffle=False), num_clients=2) for size in (6, 11)}
     whole, padded = (run(algorithm, rounds(population, 1))[0] for algorithm in sizes.values())
@@ -224,8 +228,8 @@ def test_empty_slots_do_not_matter(name):
     federation.assert_trees_close(run(compiled(name), few)[0], run(compiled(name), roomy)[0])
 
 
-def test_a_client_without_weight_is_as_if_it_had_not_come(name):
-    """One has no examples, and one's own part of the algorithm says that it weighs nothing."""
+def test_a_client_of_weight_zero_is_as_if_absent(name):
+    """Client 1 has no examples, and ``client_update`` gives the client at position 3 the weight 0."""
     population, algorithm = federation.data(), compiled(name)
     if type(algorithm).round is not fedsim.Algorithm.round:
         pytest.skip("its other calls of clients would have to be silenced, too")
@@ -245,10 +249,10 @@ def test_a_client_without_weight_is_as_if_it_had_not_come(name):
     assert info[0].num_aggregated == 6
 
 
-def test_a_cohort_of_zero_total_weight_leaves_the_state_as_it_was(name):
+def test_a_cohort_of_zero_total_weight_does_not_change_the_state(name):
     population, algorithm = federation.data(), compiled(name)
     moved, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
-    # Not from the initial state: a server with momentum would move on a zero gradient.
+    # The initial state would not suffice: only later does a server with momentum change on a zero gradient.
     nobody = fedsim.Cohort(population, np.array([1]), 1, fedsim.rng.root(0), slots=8)
     after, info = algorithm.apply(moved, nobody)
     federation.assert_trees_equal(federation.plain(moved), federation.plain(after))
@@ -256,7 +260,7 @@ def test_a_cohort_of_zero_total_weight_leaves_the_state_as_it_was(name):
 
 
 def test_a_non_finite_update_is_dropped_and_counted(name):
-    """The loss of one client's examples is made non-finite: finite data, a diverging client."""
+    """The loss of one client's examples is not finite although its data are, as if the client diverged."""
     if "model" not in {field.name for field in dataclasses.fields(CASES[name][0])}:
         pytest.skip("without a loss there is nothing to diverge")
     model = federation.model()
@@ -274,7 +278,7 @@ def test_a_non_finite_update_is_dropped_and_counted(name):
         state, infos = jax.block_until_ready(algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population)))
         jax.block_until_ready(algorithm.apply(state, federation.cohort(population, round=1)))
         jax.block_until_ready(algorithm.apply(state, federation.cohort(population, round=2)))
-    (warning,) = caught  # By now round 0 has been computed, and it is said once.
+    (warning,) = caught  # By now round 0 has been computed, and its problem is reported once.
     assert "1 client update(s) held a NaN or an infinity" in str(warning.message)
     assert "client 'client1' in round 0" in str(warning.message)
     assert infos.clients["dropped"].tolist() == [False, True, False]
@@ -287,14 +291,14 @@ def test_a_non_finite_update_is_dropped_and_counted(name):
 
 
 def test_trace_count_independent_of_client_sizes(name):
-    """Rounds, cohorts, their sizes and the sizes of clients change; it is compiled once (plus never again)."""
+    """The round is compiled once, although rounds, cohorts, their sizes and the sizes of clients change."""
 
     class Anew(CASES[name][0]):
-        """Algorithms of another class share no programs with it."""
+        """A class that shares no programs with other classes."""
 
     algorithm = remade(Anew, compiled(name))
-    federation.assert_trees_equal(run(algorithm, rounds(federation.data()))[0], reference(name)[0])  # anew, to the bit
-    population = federation.data(sizes=(1, 9, 2, 0, 17, 4, 5, 1))  # as many examples as usual, otherwise distributed
+    federation.assert_trees_equal(run(algorithm, rounds(federation.data()))[0], reference(name)[0])  # compiled again, with identical bits
+    population = federation.data(sizes=(1, 9, 2, 0, 17, 4, 5, 1))  # the same number of examples as usual, in other proportions
     state, draw = algorithm.with_memory(algorithm.init(jax.random.key(1)), population), np.random.default_rng(0)
     for round, count in enumerate((3, 8, 1, 5)):
         cohort = fedsim.Cohort(population, draw.permutation(8)[:count], round, fedsim.rng.root(0), slots=8)
@@ -315,7 +319,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(name, tmp_path):
 
 
 def test_converges_on_a_quadratic_with_a_known_optimum(name):
-    """Two clients of the same size pull towards different points; the mean of squares has its optimum in the middle."""
+    """Two clients of equal size have different optima, and the optimum of the mean of their squares is halfway between."""
     capabilities = compiled(name).capabilities
     if not capabilities.minimizes:
         pytest.skip("it does not promise to")
