@@ -152,8 +152,8 @@ def test_execution_never_changes_the_answer(name):
     federation.assert_trees_close(infos, reference(name)[1])
 
 
-def test_step_by_step_it_is_the_same_as_compiled(name):
-    """`Debug` runs each operation separately, which is slow. Therefore this uses three of the eight clients, one without examples."""
+def test_debug_gives_the_same_result_as_compiled_execution(name):
+    """`Debug` runs each operation separately, which is slow: this uses three of the eight clients, one without examples."""
     population = federation.data()
     few = [fedsim.Cohort(population, np.array([1, 2, 6]), r, fedsim.rng.root(0), slots=8) for r in range(2)]
     state, infos = run(make(name, execution=fedsim.Debug()), few)
@@ -297,7 +297,7 @@ def test_trace_count_independent_of_client_sizes(name):
         """A class that shares no programs with other classes."""
 
     algorithm = remade(Anew, compiled(name))
-    federation.assert_trees_equal(run(algorithm, rounds(federation.data()))[0], reference(name)[0])  # compiled again, with identical bits
+    federation.assert_trees_equal(run(algorithm, rounds(federation.data()))[0], reference(name)[0])  # same bits
     population = federation.data(sizes=(1, 9, 2, 0, 17, 4, 5, 1))  # the same number of examples as usual, in other proportions
     state, draw = algorithm.with_memory(algorithm.init(jax.random.key(1)), population), np.random.default_rng(0)
     for round, count in enumerate((3, 8, 1, 5)):

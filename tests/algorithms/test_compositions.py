@@ -1,4 +1,4 @@
-"""Where two values meet that were written apart: algorithms, aggregators, compressors, attacks and samplers."""
+"""Tests of combinations: algorithms with aggregators, compressors, attacks and samplers."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ def two_rounds(algorithm, sampler):
 
 
 @pytest.mark.parametrize("attack", [attacks.SignFlip(2.0), attacks.PixelBackdoor(target=0, boost=5.0), attacks.GaussianNoise()])
-def test_an_attack_leaves_the_number_of_a_cluster_alone(attack):
+def test_an_attack_does_not_change_the_group_number_of_an_update(attack):
     update = {"group": jnp.int32(1), "w": jnp.ones(3)}
     corrupt = attack.corrupt(update, jax.random.key(0))
     assert int(corrupt["group"]) == 1 and not np.any(np.asarray(corrupt["w"]) == 1)
@@ -48,13 +48,13 @@ def test_stragglers_may_be_attackers():
             assert cohort.attackers.tolist() == [was[client] for client in cohort.clients.tolist()]
 
 
-def test_a_cohort_has_one_attack():
+def test_a_cohort_cannot_have_two_attacks():
     attacked = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attacks.SignFlip(), seed=0)
     with pytest.raises(ValueError, match="already have the attack SignFlip"):
         samplers.Attacked(attacked, attacks.LabelFlip(4), seed=0).cohort(0)
 
 
-def test_scaffold_learns_nothing_from_a_round_at_a_rate_of_0():
+def test_scaffold_control_variates_do_not_change_at_learning_rate_zero():
     population = federation.data()
     rates = [0.1, 0.0]
     algorithm = make(
@@ -68,7 +68,7 @@ def test_scaffold_learns_nothing_from_a_round_at_a_rate_of_0():
 
 
 @pytest.mark.slow
-def test_two_calls_with_feedback_are_the_same_under_debug():
+def test_two_calls_with_error_feedback_are_the_same_under_debug():
     sampler = fedsim.UniformSampler(federation.data(), clients=4, seed=0)
     states = [
         two_rounds(make(fedsim.algorithms.Mime, aggregator=FEEDBACK, execution=how), sampler)[0]
@@ -77,10 +77,10 @@ def test_two_calls_with_feedback_are_the_same_under_debug():
     federation.assert_trees_close(*map(federation.plain, states))
 
 
-def test_stragglers_of_a_second_call_did_all_of_the_first():
-    """The first call of Mime gives the gradient of all of a client's examples, however the second is batched.
+def test_stragglers_complete_the_first_of_two_calls():
+    """The first call of Mime returns the gradient on all examples of a client, and does not depend on the batches of the second.
 
-    It is the momentum after the first round.
+    After the first round, the momentum is this gradient.
     """
     population = federation.data(sizes=(8, 8))
     cohort = dataclasses.replace(federation.cohort(population), work=np.array([0.5, 1.0]))
@@ -92,7 +92,7 @@ def test_stragglers_of_a_second_call_did_all_of_the_first():
     federation.assert_trees_close(*(state.statistics[0].trace for state in states))
 
 
-def test_colluding_attackers_keep_nothing_of_messages_they_did_not_send():
+def test_error_feedback_keeps_no_residual_of_colluding_attackers():
     population = federation.data(sizes=(4,) * 6)
     attackers = np.array([True, False, False, True, False, False])
     cohort = dataclasses.replace(federation.cohort(population), attack=attacks.ALittleIsEnough(z=1.0), attackers=attackers)
@@ -105,7 +105,7 @@ def test_colluding_attackers_keep_nothing_of_messages_they_did_not_send():
 
 
 @pytest.mark.slow
-def test_clusters_and_directions_are_clipped_and_compressed_from_the_command_line():
+def test_command_line_options_clip_and_compress_ifca_and_fedmgda():
     for name in ("ifca", "fedmgda"):
         config = RunConfig(dataset="digits", algorithm=name, clip=1.0, compressor="eden(bits=2)")
         algorithm, sampler, _ = build(config, Settings(execution="jit"))
@@ -113,7 +113,7 @@ def test_clusters_and_directions_are_clipped_and_compressed_from_the_command_lin
         assert int(info.num_aggregated) > 0
 
 
-def test_statistics_are_evaluated_also_where_something_is_remembered():
+def test_an_algorithm_without_a_model_is_evaluated_with_downlink_memory():
     population = federation.data()
     algorithm = fedsim.algorithms.KMeans(
         num_features=3, num_clusters=2, downlink=compressors.ErrorFeedback(compressors.Cast()), execution=fedsim.Jit()
@@ -123,8 +123,8 @@ def test_statistics_are_evaluated_also_where_something_is_remembered():
     assert np.isfinite(list(algorithm.evaluate(state, population).overall.values())).all()
 
 
-def test_numbers_beside_an_update_are_no_coordinates_of_it():
-    """One client: FedNova's server goes along its direction, which is clipped, as far as the client went, which is not."""
+def test_auxiliary_numbers_are_not_clipped_with_the_update():
+    """FedNova's server steps along the clipped direction of the only client. The client's distance, the step size, is not clipped."""
     population = federation.data(sizes=(9,))
     cohort = federation.cohort(population)
     algorithm = make(fedsim.algorithms.FedNova, aggregator=aggregators.Clipped(0.01))
@@ -139,8 +139,8 @@ def test_numbers_beside_an_update_are_no_coordinates_of_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qfedavg", "fednova", "adaptivefedprox"])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(), attacks.ALittleIsEnough()])
-def test_compression_and_attacks_leave_the_numbers_beside_an_update_alone(name, attack):
-    """Of what sparse messages drop and attackers turn around, a divisor was one."""
+def test_compression_and_attacks_do_not_change_auxiliary_numbers(name, attack):
+    """Auxiliary numbers include divisors, so dropping one or changing its sign would break the update."""
     few = aggregators.Compressed(compressors.RandomK(fraction=0.1))
     algorithm = make(fedsim.algorithms.get(name), aggregator=few, server_optimizer=optax.sgd(0.1))
     sampler = samplers.Attacked(fedsim.UniformSampler(federation.data(), clients=6, seed=0), attack, fraction=0.4, seed=0)
@@ -151,7 +151,7 @@ def test_compression_and_attacks_leave_the_numbers_beside_an_update_alone(name, 
     assert arrived.aux == 7 and any(np.any(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(arrived.update))
 
 
-def test_q_fedavg_stays_where_it_is_in_a_round_at_a_rate_of_0():
+def test_q_fedavg_does_not_change_in_a_round_at_learning_rate_zero():
     algorithm = make(fedsim.algorithms.QFedAvg, client_optimizer=lambda round: optax.sgd(jnp.where(round == 0, 0.0, 0.1)))
     state = algorithm.init(jax.random.key(0))
     after, info = algorithm.apply(state, federation.cohort())
@@ -165,7 +165,7 @@ RIDGE = 2.0
 
 
 def ridge(cls, epochs=1, **options):
-    """An algorithm with a loss of its own, data of two clients, and the optimum on rows of them."""
+    """Returns an algorithm that overrides ``client_loss``, the data of two clients, and the optimum as a function of examples."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(24, 2)), draw.normal(size=24) + 2
     data = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32), "y": y.astype(np.float32)}, sizes=(12, 12))
@@ -196,8 +196,8 @@ def ridge(cls, epochs=1, **options):
         *((fedsim.algorithms.SCAFFOLD, {"option": option}) for option in ("I", "II")),
     ],
 )
-def test_a_loss_of_one_s_own_is_what_everything_goes_by(cls, options):
-    """Ridge regression by one full gradient a client and round, which no algorithm corrects: its optimum is known."""
+def test_training_minimizes_an_overridden_client_loss(cls, options):
+    """In ridge regression with one full gradient per client and round, clients do not drift, and the optimum is known."""
     options = {"server_optimizer": optax.sgd(0.2)} if cls is fedsim.algorithms.FedSGD else options
     algorithm, data, optimum = ridge(cls, **options)
     state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort(data, round=r) for r in range(200)])
@@ -205,18 +205,18 @@ def test_a_loss_of_one_s_own_is_what_everything_goes_by(cls, options):
     assert np.abs(optimum(slice(24)) - optimum(slice(24), strength=0)).max() > 0.1
 
 
-def test_what_an_algorithm_trains_on_the_side_goes_by_its_own_loss():
+def test_initial_clusters_and_personal_steps_use_an_overridden_client_loss():
     clusters, data, optimum = ridge(fedsim.algorithms.HypCluster, epochs=200, num_clusters=2)
     starts = jax.tree.leaves(clusters.init_from(data, seed=0).params)[0]
     expected = np.stack([optimum(slice(12)), optimum(slice(12, 24))])
     np.testing.assert_allclose(np.sort(starts, axis=0), np.sort(expected, axis=0), atol=1e-4)
-    # From a client's ridge optimum its personal step leads nowhere.
+    # At a client's ridge optimum, its personal step changes nothing.
     per_fedavg, _, _ = ridge(fedsim.algorithms.PerFedAvg, alpha=0.3)
     assert_its_personal_step_leads_nowhere(per_fedavg, data, expected[0])
 
 
 def assert_its_personal_step_leads_nowhere(per_fedavg, data, there):
-    """Of the first client, from there."""
+    """Checks that the personal step of the first client does not change these parameters."""
     state = per_fedavg.init(jax.random.key(0))
     there = jax.tree.map(lambda x: jnp.asarray(there, x.dtype), state.params)
     shared = per_fedavg.broadcast(state._replace(params=there))
@@ -225,7 +225,7 @@ def assert_its_personal_step_leads_nowhere(per_fedavg, data, there):
 
 
 class WithStrength(NamedTuple):
-    """What the server keeps and sends, and a number beside it."""
+    """A server state with one additional number, which is also broadcast."""
 
     params: Any
     opt_state: Any
@@ -236,8 +236,8 @@ class WithStrength(NamedTuple):
 @pytest.mark.parametrize(
     ("cls", "options"), [("PerFedAvg", {"alpha": 0.3}), ("HypCluster", {"num_clusters": 1, "epochs": 200})]
 )
-def test_what_an_algorithm_trains_on_the_side_gets_what_it_sends(cls, options):
-    """A ridge whose strength the server sends beside the parameters."""
+def test_initial_clusters_and_personal_steps_use_what_the_server_broadcasts(cls, options):
+    """The server broadcasts the strength of the ridge penalty with the parameters."""
     plain, data, optimum = ridge(getattr(fedsim.algorithms, cls), **options)
 
     class Sent(type(plain)):

@@ -1,4 +1,4 @@
-"""Distributed selective SGD: against NumPy, as plain SGD, and what its noise and its memory promise."""
+"""Distributed selective SGD: agreement with NumPy and with plain SGD, its noise and its memory."""
 
 import dataclasses
 import types
@@ -21,7 +21,7 @@ SIZE = 5
 
 
 def linear_model():
-    """A squared loss in five parameters: all that it computes of small integers is exact."""
+    """Returns a linear model in five parameters with squared loss, which is computed exactly for small integers."""
 
     def forward(examples):
         return examples["x"] @ hk.get_parameter("w", [SIZE], init=hk.initializers.Constant(1.0))
@@ -50,7 +50,7 @@ def params(state):
 
 
 def places_of(download):
-    """Indices of the parameters that a download holds."""
+    """Returns the indices of the parameters that a download contains."""
     return np.flatnonzero(np.unpackbits(np.asarray(download.which), count=SIZE))
 
 
@@ -61,8 +61,8 @@ def sgd(w, dataset, key, rate=RATE):
     return w
 
 
-def test_all_shared_and_one_participant_is_plain_sgd_to_the_bit():
-    """A step adds four bits to each parameter: four steps are computed without rounding."""
+def test_one_participant_that_shares_everything_equals_plain_sgd_bit_for_bit():
+    """A step adds four bits to each parameter, so four steps are computed without rounding."""
     data = population(sizes=(8,))
     algorithm = make(theta_u=1.0, theta_d=1.0)
     state = algorithm.init(jax.random.key(0))
@@ -75,7 +75,7 @@ def test_all_shared_and_one_participant_is_plain_sgd_to_the_bit():
         np.testing.assert_array_equal(params(state), expected)
 
 
-def test_all_shared_is_also_sgd_where_rounding_is_inexact():
+def test_one_participant_that_shares_everything_equals_sgd_up_to_rounding():
     model, data = federation.model(), federation.data(sizes=(23,))
     batches = fedsim.Batches(size=4, epochs=2)
     algorithm = algorithms.DSSGD(model=model, batches=batches, client_optimizer=optax.sgd(0.3), theta_u=1.0)
@@ -105,7 +105,7 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
     server, updates, kept = np.ones(SIZE), np.zeros(SIZE), {}
     for r in range(4):
         cohort = fedsim.Cohort(data, np.array([0, 1, 2, 3] if r % 2 else [3, 0]), r, fedsim.rng.root(0))
-        # Ties are broken by the algorithm's own draw: which parameters come down is checked against the counts.
+        # The algorithm breaks ties by a random draw, so the downloaded parameters are checked by their counts.
         places = places_of(broadcast(state.server if r else state))
         assert len(places) == 3 and np.sort(updates)[::-1][:3].sum() == updates[places].sum()
         state, info = algorithm.apply(state, cohort)
@@ -123,7 +123,7 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
         server, updates = server + total, 0.5 * updates + times
         np.testing.assert_allclose(params(state), server, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(state.server.updates, updates)
-        # Two values of five, a value with its place in 32 + 3 bits; three come down, with a mask in a byte, round and seed.
+        # Upload: two of five values, each with its index in 32 + 3 bits. Download: three values, a mask of a byte, round, seed.
         some = np.asarray(info.clients["num_examples"]) > 0
         assert info.clients["bits_up"].tolist() == (70 * some).tolist()
         assert info.clients["bits_down"].tolist() == ((3 * 32 + 8 + 32 + 64) * some).tolist()
@@ -134,27 +134,27 @@ def test_participants_exchange_the_largest_changes_and_keep_the_rest(how, clip):
 
 
 def test_ties_are_broken_by_the_seed_of_the_run():
-    """Before the first round all counts are ties."""
+    """Before the first round all counts are equal."""
     algorithm = make(theta_d=0.4)
     broadcast = jax.jit(lambda key: algorithm.broadcast(algorithm.init(key)))
 
     def indices_of(seed):
         return tuple(places_of(broadcast(jax.random.key(seed))).tolist())
 
-    # Of 10 pairs of places, 20 seeds that all give the same one are no accident.
+    # There are 10 pairs of indices, so it is no coincidence if 20 seeds give more than 3 of them.
     assert len({indices_of(seed) for seed in range(20)}) > 3
     assert indices_of(7) == indices_of(7)
 
 
 class Scaling(fedsim.attacks.Attack):
-    """What a user may write, who does not know of counts."""
+    """An attack as a user may write it, without regard to the counts."""
 
     def corrupt(self, update, key):
         return jax.tree.map(lambda x: -2 * x, update)
 
 
 @pytest.mark.parametrize("attack", [fedsim.attacks.SignFlip(), Scaling(), fedsim.attacks.GaussianNoise()])
-def test_attackers_tell_truly_which_parameters_they_update(attack):
+def test_attackers_report_correctly_which_parameters_they_update(attack):
     cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
     attacked = dataclasses.replace(cohort, attack=attack, attackers=np.array([True, False, True, False]))
     state = algorithm.init(jax.random.key(0))
@@ -165,7 +165,7 @@ def test_attackers_tell_truly_which_parameters_they_update(attack):
 
 
 @pytest.mark.parametrize("attack", [fedsim.attacks.ALittleIsEnough(), fedsim.attacks.InnerProduct()])
-def test_colluding_attackers_count_as_the_others_do_in_the_mean(attack):
+def test_counts_of_colluding_attackers_are_the_mean_of_the_others(attack):
     cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
     state = algorithm.init(jax.random.key(0))
     attacked, others = np.array([True, False, False, False]), fedsim.Cohort.of(cohort.data, ["2", "3"])
@@ -174,8 +174,8 @@ def test_colluding_attackers_count_as_the_others_do_in_the_mean(attack):
     np.testing.assert_allclose(after.server.updates, 1.5 * honest.server.updates, rtol=1e-6)
 
 
-def test_counts_below_zero_count_as_none():
-    """As a user's own server may make them: as many come down as ever, the most updated first."""
+def test_counts_below_zero_are_valid():
+    """A user's own server update may produce them. The number of downloaded parameters is the same, the most updated first."""
     algorithm = make(theta_d=0.6)
     state = algorithm.init(jax.random.key(0))
     state = state._replace(updates=jnp.array([-5.0, 2.0, -1.0, -4.0, 1.0]))
@@ -183,14 +183,14 @@ def test_counts_below_zero_count_as_none():
     assert len(set(places)) == 3 and {1, 4} < set(places)
 
 
-def test_all_that_comes_down_needs_no_places_and_no_seed():
+def test_a_complete_download_contains_no_mask_and_no_seed():
     algorithm = make(theta_u=0.4, theta_d=1.0)
     _, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population()))
     assert info.clients["bits_down"].tolist() == [SIZE * 32 + 32 if size else 0 for size in (8, 0, 3, 5)]
 
 
 @pytest.mark.parametrize("size", [5, 8, 70])
-def test_downloaded_parameters_replace_a_participant_s_own(size):
+def test_downloaded_parameters_replace_those_of_a_participant(size):
     draw = np.random.default_rng(size)
     own, values = draw.normal(size=[2, size]).astype(np.float32)
     chosen = draw.random(size) < 0.5
@@ -204,7 +204,7 @@ def test_downloaded_parameters_replace_a_participant_s_own(size):
 
 
 @pytest.mark.parametrize("theta", [0.1, 0.6])
-def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
+def test_a_downlink_compressor_receives_only_the_downloaded_values(theta):
     data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)
     for downlink, width in ((None, 32), (fedsim.compressors.Cast(), 16)):
         algorithm = make(model=federation.model(), batches=batches, theta_d=theta, downlink=downlink)
@@ -218,8 +218,8 @@ def test_a_compressor_of_what_comes_down_gets_what_is_sent_and_no_more(theta):
 
 @pytest.mark.parametrize("options", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
-def test_who_diverged_is_dropped_whatever_it_would_send(options):
-    """Numbers are finite and their squares are not; clipped, or left out, they would look harmless."""
+def test_a_diverged_participant_is_dropped_for_any_selection_and_clipping(options):
+    """The values are finite but their squares overflow. After clipping or selection they would look valid."""
     data = population(sizes=(1, 1))
     data.columns["x"][:], data.columns["y"][:] = np.float32([[1, 0, 0, 0, 0]]), -1e25
     algorithm = make(theta_u=0.4, **options)
@@ -229,14 +229,14 @@ def test_who_diverged_is_dropped_whatever_it_would_send(options):
     np.testing.assert_array_equal(params(after), params(state))
 
 
-def test_random_selection_without_a_threshold_takes_as_many_as_may_go_up():
+def test_random_selection_without_a_threshold_uploads_the_maximum_number():
     data = population(sizes=(8,))
     algorithm = make(theta_u=0.6, selection="random")
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))
     assert np.sum(params(state) != 1) <= 3 and info.clients["bits_up"].tolist() == [3 * 35]
 
 
-def test_random_selection_takes_only_changes_above_the_threshold():
+def test_random_selection_uploads_only_changes_above_the_threshold():
     data = population(sizes=(8,))
     algorithm = make(theta_u=0.4, selection="random", threshold=0.05, client_optimizer=optax.sgd(0.1))
     start = algorithm.init(jax.random.key(0))
@@ -253,11 +253,11 @@ def test_random_selection_takes_only_changes_above_the_threshold():
         assert np.all(np.abs(change[chosen]) > 0.05 - 1e-6)
         assert info.clients["bits_up"].tolist() == [35 * len(chosen)]
         seen.add(tuple(chosen))
-    assert len(seen) > 2  # it is random
+    assert len(seen) > 2  # the selection is random
 
 
 @pytest.mark.parametrize("above", range(6))
-def test_nothing_below_the_threshold_is_taken_however_few_are_above(above):
+def test_changes_below_the_threshold_are_never_selected(above):
     change = jnp.where(jnp.arange(10) % 5 < 3, 1.0, -1.0) * jnp.where(jnp.arange(10) < above, 0.6, 0.4)
     upload = jax.jit(make(theta_u=0.3, selection="random", threshold=0.5).selected)
     for seed in range(10):
@@ -266,8 +266,8 @@ def test_nothing_below_the_threshold_is_taken_however_few_are_above(above):
         assert len(which) == min(3, above) and np.all(which < above)
 
 
-def test_noise_follows_the_paper_s_budget():
-    """With every change 0 and a threshold of 0, half of the tests pass; uploads are the noise of their values, clipped."""
+def test_noise_has_the_scale_of_the_paper():
+    """If all changes and the threshold are 0, half of the tests pass, and the uploads are clipped noise."""
     size, clip, epsilon, count = 4000, 0.01, 3000.0, 400
     algorithm = make(theta_u=0.1, selection="random", clip=clip, epsilon=epsilon)
     noisy, sent = algorithm.selected(jnp.zeros(size), jax.random.key(0))
@@ -275,11 +275,11 @@ def test_noise_follows_the_paper_s_budget():
     scale = 2 * count * 2 * clip / (epsilon * 2 / 9)  # Lap(2 c Δf / ε₂), with Δf = 2 γ
     uploads = np.asarray(noisy)[np.asarray(sent)]
     assert np.abs(uploads).max() <= clip
-    # Clipped Laplace: the part at the ends has probability exp(-clip / scale).
+    # With clipped Laplace noise, a value is at an end with probability exp(-clip / scale).
     ends = np.mean(np.abs(uploads) >= clip * (1 - 1e-6))
     chance = np.exp(-clip / scale)
     assert abs(ends - chance) < 4 * np.sqrt(chance * (1 - chance) / count)
-    # The more budget, the less noise: in the limit, exactly the changes above the threshold.
+    # More budget gives less noise. In the limit, the changes above the threshold are uploaded exactly.
     change = jnp.linspace(-clip, clip, size)
     exact = make(theta_u=1.0, selection="random", clip=clip, epsilon=1e12, threshold=clip / 2)
     uploaded, sent = exact.selected(change, jax.random.key(0))
@@ -287,8 +287,8 @@ def test_noise_follows_the_paper_s_budget():
     np.testing.assert_allclose(uploaded, change, atol=1e-6)
 
 
-def test_thresholds_are_drawn_anew_after_every_upload():
-    """Tests that just miss a threshold pass the next one now and then; one threshold for all would let all pass, or none."""
+def test_a_new_threshold_is_drawn_after_every_upload():
+    """A change that just misses one threshold sometimes passes the next. With a single threshold, all would pass or none."""
     upload = jax.jit(make(theta_u=0.5, selection="random", clip=1.0, epsilon=100.0, threshold=0.0).selected)
     passed = [int(np.sum(upload(jnp.zeros(8), jax.random.key(seed))[1])) for seed in range(200)]
     assert max(passed) == 4 and len(set(passed)) > 2
@@ -309,6 +309,6 @@ def test_thresholds_are_drawn_anew_after_every_upload():
         ({"aggregator": Mean()}, r"got aggregator=Mean\(\): leave it out"),
     ],
 )
-def test_dssgd_refuses(wrong, message):
+def test_invalid_dssgd_settings_are_rejected(wrong, message):
     with pytest.raises(ValueError, match=message):
         make(**wrong)
