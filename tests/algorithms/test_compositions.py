@@ -78,7 +78,7 @@ def test_two_calls_with_error_feedback_are_the_same_under_debug():
 
 
 def test_stragglers_complete_the_first_of_two_calls():
-    """The first call of Mime returns the gradient on all examples of a client, and does not depend on the batches of the second.
+    """Mime's first call returns the gradient on all examples of a client, for any batches of the second call.
 
     After the first round, the momentum is this gradient.
     """
@@ -124,7 +124,7 @@ def test_an_algorithm_without_a_model_is_evaluated_with_downlink_memory():
 
 
 def test_auxiliary_numbers_are_not_clipped_with_the_update():
-    """FedNova's server steps along the clipped direction of the only client. The client's distance, the step size, is not clipped."""
+    """FedNova's server moves along the clipped direction by the distance of the only client, which is not clipped."""
     population = federation.data(sizes=(9,))
     cohort = federation.cohort(population)
     algorithm = make(fedsim.algorithms.FedNova, aggregator=aggregators.Clipped(0.01))
@@ -165,7 +165,7 @@ RIDGE = 2.0
 
 
 def ridge(cls, epochs=1, **options):
-    """Returns an algorithm that overrides ``client_loss``, the data of two clients, and the optimum as a function of examples."""
+    """Returns an algorithm that overrides ``client_loss``, the data of two clients, and a function for the optimum."""
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(24, 2)), draw.normal(size=24) + 2
     data = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32), "y": y.astype(np.float32)}, sizes=(12, 12))

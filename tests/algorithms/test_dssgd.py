@@ -141,7 +141,7 @@ def test_ties_are_broken_by_the_seed_of_the_run():
     def indices_of(seed):
         return tuple(places_of(broadcast(jax.random.key(seed))).tolist())
 
-    # There are 10 pairs of indices, so it is no coincidence if 20 seeds give more than 3 of them.
+    # There are 10 possible pairs of indices. If the draw did not depend on the seed, all 20 seeds would give the same pair.
     assert len({indices_of(seed) for seed in range(20)}) > 3
     assert indices_of(7) == indices_of(7)
 

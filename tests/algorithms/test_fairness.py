@@ -1,4 +1,4 @@
-"""Fair algorithms: rounds in NumPy with float64, written from the papers, and what they reduce to."""
+"""Fair algorithms: agreement with rounds in NumPy with float64, written from the papers, and special cases."""
 
 import federation
 import jax
@@ -17,7 +17,7 @@ BATCHES = fedsim.Batches(size=4, epochs=2)
 
 
 def loss_and_gradient(params, x, y, weights=None):
-    """Mean (or weighted mean) softmax cross-entropy of the linear model [x, 1] @ params, and its gradient."""
+    """Returns the mean or weighted mean softmax cross-entropy of the linear model [x, 1] @ params, and its gradient."""
     x = np.concatenate([x.astype(np.float64), np.ones((len(x), 1))], axis=1)
     logits = x @ params
     logits -= logits.max(1, keepdims=True)
@@ -85,7 +85,7 @@ def test_q_fedsgd_follows_algorithm_1(q):
 
 
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
-def test_without_fairness_they_are_fedavg_and_fedsgd(weighting):
+def test_q_fedavg_and_q_fedsgd_with_q_zero_are_fedavg_and_fedsgd(weighting):
     fedavg = algorithms.FedAvg(weighting=weighting, **settings())
     state, (cohort,) = rounds(fedavg, 1)
     fair = algorithms.QFedAvg(q=0.0, weighting=weighting, **settings())
@@ -109,8 +109,8 @@ def test_the_lipschitz_estimate_follows_a_schedule():
     federation.assert_trees_close(state, expected)
 
 
-def test_the_larger_q_the_more_alike_are_the_clients_losses():
-    """Two clients of opposite labels, one three times the other's size: q decides between the mean and the worst."""
+def test_a_larger_q_makes_the_clients_losses_more_equal():
+    """Two clients have opposite labels, and one has three times the examples. A larger q favours the higher loss."""
     x = np.ones((8, 3), np.float32)
     y = np.array([0, 0, 0, 0, 0, 0, 1, 1], np.int32)
     population = fedsim.FederatedData.from_arrays({"x": x, "y": y}, sizes=[6, 2])
@@ -124,8 +124,8 @@ def test_the_larger_q_the_more_alike_are_the_clients_losses():
     assert gaps[0] > 0.9 and gaps[0] > 2 * gaps[1] > 4 * gaps[2]
 
 
-def test_a_client_without_loss_counts():
-    """F^(q-1) would be infinite there."""
+def test_a_client_whose_loss_is_zero_is_aggregated():
+    """F^(q-1) would be infinite for a loss of 0."""
     losses = {"loss": lambda examples, outputs: 0.0 * outputs[:, 0]}
     model = federation.model()
     model = type(model)(**{**vars(model), **losses})
@@ -137,7 +137,7 @@ def test_a_client_without_loss_counts():
 
 
 def population_with_domains(num_domains=3):
-    """The domains of a client's examples are mixed, one client has only one, and one domain is rare."""
+    """Returns clients with several domains each, except for one client with a single domain. One domain is rare."""
     data = federation.data()
     domains = np.minimum(np.random.default_rng(5).integers(0, 6, data.num_examples) // 2, num_domains - 1)
     domains[7:10] = 0
@@ -145,7 +145,7 @@ def population_with_domains(num_domains=3):
 
 
 def nearest_in_simplex(values):
-    """By bisection, unlike the sort in the algorithm."""
+    """Computes the projection by bisection; the algorithm sorts the values."""
     low, high = values.min() - 1, values.max()
     for _ in range(100):
         middle = (low + high) / 2
@@ -197,8 +197,8 @@ def test_agnostic_fedavg_of_one_domain_is_fedavg():
     federation.assert_trees_close(state.params, expected.params)
 
 
-def test_agnostic_fedavg_lowers_the_worst_domain_s_loss():
-    """Nine examples of domain 0 say class 0, and one of domain 1 says class 1: FedAvg all but ignores it."""
+def test_agnostic_fedavg_lowers_the_loss_of_the_worst_domain():
+    """Nine examples of domain 0 have class 0, and one of domain 1 has class 1, which FedAvg almost ignores."""
     x, y = np.ones((20, 3), np.float32), np.array([*[0] * 9, 1] * 2, np.int32)
     population = fedsim.FederatedData.from_arrays({"x": x, "y": y, "domain": y}, sizes=[10, 10])
     cohorts = [federation.cohort(population, round=r) for r in range(300)]
@@ -210,18 +210,18 @@ def test_agnostic_fedavg_lowers_the_worst_domain_s_loss():
         for name, each in {"agnostic": algorithm, "fedavg": fedavg}.items():
             state, _ = each.apply_rounds(each.init(jax.random.key(0)), cohorts)
             losses[name, rate] = loss_and_gradient(stacked(state), x, y)[2].max()
-    # Two domains of one point each: the best worst loss is log 2, where both weigh alike, as they do from the start.
+    # Each domain is one point. The lowest worst loss is log 2, at equal weights, which are also the initial weights.
     assert losses["fedavg", 0.2] > 2
     np.testing.assert_allclose([losses["agnostic", 0.0], losses["agnostic", 0.2]], np.log(2), atol=0.05)
 
 
 @pytest.mark.parametrize("update", ["exponentiated", "projected"])
-def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
+def test_a_domain_without_examples_in_a_round_keeps_its_weight(update):
     population = population_with_domains()
     algorithm = algorithms.AgnosticFedAvg(num_domains=3, domain_update=update, **settings())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(1)), federation.cohort(population))
     before = state
-    only = fedsim.Cohort.of(population, ["client2"], round=1)  # all of domain 0
+    only = fedsim.Cohort.of(population, ["client2"], round=1)  # all examples are of domain 0
     state, _ = algorithm.apply(state, only)
     np.testing.assert_allclose(state.weights, before.weights, rtol=1e-6)
     assert np.all(np.asarray(before.counts) > 3)
@@ -229,8 +229,8 @@ def test_a_domain_that_nobody_has_this_round_keeps_its_weight(update):
 
 
 @pytest.mark.parametrize("came", [["01", "0", "0", "01"], ["0", "01"]], ids=["away for a while", "late"])
-def test_a_domain_that_comes_back_or_for_the_first_time_weighs_no_more_than_the_other(came):
-    """Two clients of as many examples, each a domain of the same weight: this is FedAvg, whoever came before."""
+def test_a_domain_that_returns_or_appears_late_has_no_more_weight_than_the_other(came):
+    """Two clients have the same number of examples, each of its own domain, and equal weights: each round is one of FedAvg."""
     data = federation.data(sizes=(20, 20))
     population = fedsim.FederatedData({**data.columns, "domain": np.repeat(np.int32([0, 1]), 20)}, data.offsets, ["0", "1"])
     agnostic = algorithms.AgnosticFedAvg(num_domains=2, domain_learning_rate=0.0, **settings())
@@ -242,7 +242,7 @@ def test_a_domain_that_comes_back_or_for_the_first_time_weighs_no_more_than_the_
         federation.assert_trees_close(state.params, expected.params)
 
 
-def test_a_domain_keeps_its_last_window_that_had_examples():
+def test_a_domain_keeps_the_counts_of_its_last_window_with_examples():
     data = federation.data(sizes=(20, 10))
     population = fedsim.FederatedData(
         {**data.columns, "domain": np.repeat(np.int32([0, 1]), [20, 10])}, data.offsets, ["0", "1"]
@@ -265,20 +265,20 @@ def test_a_domain_keeps_its_last_window_that_had_examples():
         ({"weighting": "uniform"}, "got weighting='uniform': leave it out"),
     ],
 )
-def test_agnostic_fedavg_refuses(wrong, message):
+def test_invalid_agnostic_fedavg_settings_are_rejected(wrong, message):
     with pytest.raises(ValueError, match=message):
         algorithms.AgnosticFedAvg(**settings(**{"num_domains": 3} | wrong))
 
 
 @pytest.mark.parametrize("wrong", [{"domain": "nothing"}, {"domain": "x"}, {"num_domains": 2}])
-def test_agnostic_fedavg_refuses_data(wrong):
+def test_agnostic_fedavg_rejects_invalid_domains(wrong):
     algorithm = algorithms.AgnosticFedAvg(**settings(**{"num_domains": 3} | wrong))
     with pytest.raises(ValueError, match="an integer in .* name another one by domain, or set num_domains"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population_with_domains()))
 
 
 def clients_and_shares(seed, slots=9, size=5):
-    """More clients than dimensions, two without weight, one of them huge."""
+    """Returns updates of more clients than dimensions, and weights. Two weights are 0; one of these updates is huge."""
     draw = np.random.default_rng(seed)
     rows = draw.normal(size=(slots, size))
     rows[:, 0] += 1
@@ -289,7 +289,7 @@ def clients_and_shares(seed, slots=9, size=5):
 
 
 def shortest(rows, weights, epsilon):
-    """The same quadratic program, by SciPy's sequential quadratic programming."""
+    """Solves the same quadratic program with SciPy's sequential quadratic programming."""
     directions, shares = rows[weights > 0], weights[weights > 0] / weights.sum()
     directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
     found = scipy.optimize.minimize(
@@ -313,7 +313,7 @@ def test_min_norm_solves_its_quadratic_program(epsilon, seed):
     found = fedsim.aggregators.MinNorm(epsilon).combine(update, jnp.asarray(weights, jnp.float32))
     found = np.concatenate([found["a"], found["b"][0]])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    if epsilon == 1:  # nobody loses
+    if epsilon == 1:  # the result is a descent direction for every client
         assert np.all(directions @ found >= found @ found - 1e-5)
 
 
@@ -341,7 +341,7 @@ def test_min_norm_takes_few_steps_also_if_directions_are_similar(noise, absent):
     assert bool(found.converged) and int(found.steps) < 60 and not shares[10:].any()
 
 
-def test_min_norm_of_opposed_clients_is_nothing():
+def test_min_norm_of_opposite_updates_is_zero():
     update = jnp.array([[1.0, 1.0], [-3.0, -3.0], [0.0, 0.0]])
     found = fedsim.aggregators.MinNorm(1.0).combine(update, jnp.array([1.0, 5.0, 1.0]))
     np.testing.assert_allclose(found, [0.0, 0.0], atol=1e-6)
@@ -362,8 +362,8 @@ def test_fedmgda_follows_algorithm_1(epsilon):
         np.testing.assert_allclose(stacked(state), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_fedmgda_without_freedom_is_fedavg_of_directions():
-    """The other way to normalize: one client at a time, by a server that gets its movement alone."""
+def test_fedmgda_with_epsilon_zero_is_fedavg_of_normalized_updates():
+    """The expected value normalizes one update at a time, each from a FedAvg round with a single client."""
     fedavg, mgda = algorithms.FedAvg(**settings()), algorithms.FedMGDA(epsilon=0.0, **settings())
     state, (cohort,) = rounds(fedavg, 1)
     w, total = stacked(state), 0.0
@@ -375,7 +375,7 @@ def test_fedmgda_without_freedom_is_fedavg_of_directions():
     np.testing.assert_allclose(stacked(after), w + total, rtol=1e-5, atol=1e-6)
 
 
-def test_fedmgda_refuses_to_guess_which_epsilon():
+def test_fedmgda_rejects_two_values_of_epsilon():
     with pytest.raises(ValueError, match="got epsilon=0.5 and aggregator=.* inside the aggregator"):
         algorithms.FedMGDA(
             epsilon=0.5, aggregator=fedsim.aggregators.Clipped(1.0, inner=fedsim.aggregators.MinNorm()), **settings()

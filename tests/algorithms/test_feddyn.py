@@ -1,4 +1,4 @@
-"""FedDyn against rounds in float64, written from the paper; and its fixed point."""
+"""FedDyn: agreement with rounds in float64, written from the paper, and its fixed point."""
 
 import federation
 import jax
@@ -11,7 +11,7 @@ from fedsim.algorithms import FedAvg, FedDyn
 
 
 def numpy_feddyn(x, rounds, alpha, weight_of, population_weight):
-    """Acar et al. 2021, Algorithm 1, with SGD for the argmin."""
+    """Computes Algorithm 1 of Acar et al. 2021, with SGD for the argmin."""
     h, kept = np.zeros_like(x), {}
     for cohort in rounds:
         moves, weights = [], []
@@ -36,8 +36,8 @@ def test_feddyn_follows_algorithm_1(weighting):
     assert_differ(end, numpy_feddyn(start, cohorts(), 0.2, weight_of, 2 * whole))
 
 
-def test_feddyn_without_pull_goes_as_fedavg_and_once_more_the_cohort_s_part():
-    """alpha to 0: the first round is FedAvg's, and h / alpha adds |P| / m of its movement."""
+def test_the_first_feddyn_round_with_small_alpha_is_a_scaled_fedavg_round():
+    """As alpha goes to 0, clients train as in FedAvg, and h / alpha adds |P| / m times FedAvg's update."""
     first = [next(cohorts())]
     fedavg = FedAvg(weighting="uniform", **settings())
     start, plain, _ = run(fedavg, first)
@@ -46,8 +46,8 @@ def test_feddyn_without_pull_goes_as_fedavg_and_once_more_the_cohort_s_part():
     assert_close(run(FedDyn(alpha=1e-6, **settings()), first)[1], start + (1 + part) * (plain - start))
 
 
-def test_feddyn_s_fixed_point_is_the_objective_s_however_long_clients_train():
-    """Quadratics of curvatures 1 and 3 around -1 and 2: the optimum of their mean is 5 / 4."""
+def test_feddyn_converges_to_the_optimum_for_any_number_of_local_steps():
+    """The optimum of the mean of two quadratics with curvatures 1 and 3 and optima -1 and 2 is 5 / 4."""
     columns = {"curvature": np.array([1, 3], np.float32), "slope": np.array([1, -6], np.float32)}
     both = fedsim.FederatedData.from_arrays(columns, sizes=(1, 1))
     ends = {}

@@ -1,4 +1,4 @@
-"""FedNova against rounds in float64, written from the paper; and its fixed point."""
+"""FedNova: agreement with rounds in float64, written from the paper, and its fixed point."""
 
 import federation
 import haiku as hk
@@ -14,7 +14,7 @@ from fedsim.algorithms import FedAvg, FedNova, FedProx
 
 
 def numpy_nova(x, rounds, rho, mu):
-    """Wang et al. 2020, Algorithm 1, with a_i for momentum rho or for a proximal term by their closed forms."""
+    """Computes Algorithm 1 of Wang et al. 2020, with the closed forms of a_i for momentum rho or a proximal term."""
     for cohort in rounds:
         directions, lengths, weights = [], [], []
         for _, everything, batches in clients(cohort):
@@ -45,8 +45,8 @@ def test_fednova_with_equal_steps_is_fedavg():
     assert_close(run(FedNova(mu=0.4, **equal), cohorts())[1], run(FedProx(mu=0.4, **equal), cohorts())[1])
 
 
-def test_fednova_s_fixed_point_is_the_objective_s_and_fedavg_s_is_not():
-    """Quadratics around -1 and 1, of a client that takes one step and of one that takes nine: the optimum is 0."""
+def test_fednova_converges_to_the_optimum_and_fedavg_does_not():
+    """One client takes one step on a quadratic around -1, the other nine steps on one around 1. The optimum is 0."""
     x = np.array([-1.0] + [1.0] * 9, np.float32)
     population = fedsim.FederatedData.from_arrays({"x": x}, sizes=(1, 9))
     model = fedsim.Model.from_haiku(

@@ -1,4 +1,4 @@
-"""FedProx, fixed and adaptive, against rounds in float64, written from the paper; its pull; and its stragglers."""
+"""FedProx with fixed and adaptive mu: agreement with rounds in float64, written from the paper, and stragglers."""
 
 import federation
 import jax
@@ -12,7 +12,7 @@ from fedsim.algorithms import AdaptiveFedProx, FedAvg, FedProx
 
 
 def numpy_adaptive_prox(x, rounds, mu, step, patience):
-    """Li et al. 2020, appendix C.3.3, with the loss of the round's clients at the parameters that they are sent."""
+    """Computes appendix C.3.3 of Li et al. 2020, with the loss of the round's clients at the broadcast parameters."""
     last, falls, course = np.nan, 0, []
     for cohort in rounds:
         ends, losses, weights = [], [], []
@@ -35,7 +35,7 @@ def numpy_adaptive_prox(x, rounds, mu, step, patience):
 
 
 @pytest.mark.parametrize(("count", "patience"), [(4, 5), (8, 2)])
-def test_adaptive_fedprox_follows_the_loss(count, patience):
+def test_adaptive_fedprox_changes_mu_with_the_loss(count, patience):
     algorithm = AdaptiveFedProx(mu=0.15, patience=patience, **settings())
     rounds = list(cohorts(count=12, size=count))
     state, course = algorithm.init(jax.random.key(1)), []
@@ -44,12 +44,12 @@ def test_adaptive_fedprox_follows_the_loss(count, patience):
         state, _ = algorithm.apply(state, cohort)
         course.append(float(state.mu))
     x, expected = numpy_adaptive_prox(start, rounds, 0.15, 0.1, patience)
-    assert len(set(np.round(expected, 3))) >= 2  # it does move: up with few clients, down to 0 with all
+    assert len(set(np.round(expected, 3))) >= 2  # mu changes: it increases with few clients and decreases to 0 with all
     np.testing.assert_allclose(course, expected, atol=1e-6)
     assert_close(theta(state), x)
 
 
-def test_fedprox_without_mu_is_fedavg_adaptive_or_not():
+def test_fedprox_and_adaptive_fedprox_with_mu_zero_are_fedavg():
     fedavg = run(FedAvg(**settings()), cohorts())[1]
     assert_close(run(FedProx(mu=0.0, **settings()), cohorts())[1], fedavg)
     first = [next(cohorts())]
@@ -57,8 +57,8 @@ def test_fedprox_without_mu_is_fedavg_adaptive_or_not():
     assert_differ(run(FedProx(mu=0.5, **settings()), cohorts())[1], fedavg)
 
 
-def test_fedprox_reports_the_loss_of_the_data_and_descends_one_that_pulls():
-    """By Polyak steps, which see the value of what they descend: loss / |gradient|^2 along the gradient."""
+def test_fedprox_reports_the_loss_without_the_proximal_term_and_minimizes_it_with_the_term():
+    """Polyak steps need the value of the minimized loss: they are loss / |gradient|^2 along the gradient."""
     population, mu = federation.data(sizes=(10,)), 5.0
     batches = fedsim.Batches(size=10, epochs=2, shuffle=False)
     algorithm = FedProx(model=federation.model(), client_optimizer=optax.polyak_sgd(1.0), batches=batches, mu=mu)
@@ -76,8 +76,8 @@ def test_fedprox_reports_the_loss_of_the_data_and_descends_one_that_pulls():
     np.testing.assert_allclose(info.clients["loss"][0], np.mean(losses), rtol=1e-5)
 
 
-def test_fedprox_takes_what_stragglers_have_and_fedavg_drops_them():
-    """A straggler's update is FedProx's own after fewer steps; one that is dropped is not there."""
+def test_fedprox_uses_partial_work_of_stragglers_or_drops_them():
+    """A straggler's update is that of fewer FedProx steps. A cohort without the straggler has no such update."""
     population = federation.data(sizes=(8, 8, 8))
     work = np.array([1.0, 0.25, 1.0], np.float32)
     late = fedsim.Cohort(population, np.arange(3), 0, fedsim.rng.root(0), work=work)

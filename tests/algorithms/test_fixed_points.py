@@ -1,4 +1,4 @@
-"""Drift correction ends at the optimum of all clients' loss, also where updates are clipped or compressed on their way."""
+"""Drift correction converges to the optimum of all clients' loss, also if updates are clipped or compressed."""
 
 import federation
 import jax
@@ -11,7 +11,7 @@ import fedsim
 from fedsim import aggregators, compressors
 from fedsim.algorithms import SCAFFOLD, FedAvg, FedDyn
 
-# Of curvatures 1, 3 and 2 around -1, 2 and 4: the optimum of their mean is (-1 + 6 + 8) / 6.
+# The curvatures are 1, 3 and 2 and the optima -1, 2 and 4, so the optimum of the mean is (-1 + 6 + 8) / 6.
 QUADRATICS = {"curvature": np.array([1, 3, 2], np.float32), "slope": np.array([1, -6, -8], np.float32)}
 OPTIMUM = 13 / 6
 FOLDS = {
@@ -24,7 +24,7 @@ FOLDS = {
 
 def end(algorithm, rounds=300):
     data = fedsim.FederatedData.from_arrays(QUADRATICS, sizes=(1, 1, 1))
-    draw = np.random.default_rng(1)  # two of three come
+    draw = np.random.default_rng(1)  # two of three clients participate
     cohorts = [fedsim.Cohort(data, draw.permutation(3)[:2], r, fedsim.rng.root(0)) for r in range(rounds)]
     state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)
     return state, float(jax.tree.leaves(state.params)[0][0])
@@ -34,7 +34,7 @@ def end(algorithm, rounds=300):
 @pytest.mark.parametrize(
     ("cls", "options"), [(SCAFFOLD, {"option": "I"}), (SCAFFOLD, {"option": "II"}), (FedDyn, {"alpha": 1.0})]
 )
-def test_the_fixed_point_is_the_optimum_whatever_happens_to_updates(cls, options, fold):
+def test_drift_correction_converges_to_the_optimum_with_clipped_and_compressed_updates(cls, options, fold):
     state, x = end(on_quadratics(cls, 5, aggregator=FOLDS[fold], **options))
     assert x == pytest.approx(OPTIMUM, abs=2e-3)
     rows, seen = jax.device_get(tuple(state.clients))
@@ -43,13 +43,13 @@ def test_the_fixed_point_is_the_optimum_whatever_happens_to_updates(cls, options
     assert seen.all() and float(jax.tree.leaves(kept_by_server)[0][0]) == pytest.approx(kept, abs=1e-4)
 
 
-def test_fedavg_s_is_another():
+def test_fedavg_converges_to_another_point():
     assert abs(end(on_quadratics(FedAvg, 5))[1] - OPTIMUM) > 0.05
 
 
 @pytest.mark.parametrize("cls", [SCAFFOLD, FedDyn])
-def test_a_line_search_is_told_what_is_descended(cls):
-    """Its value falls along the corrected gradient: a Polyak step goes by both."""
+def test_a_line_search_receives_the_corrected_loss(cls):
+    """The gradient of the value must be the corrected gradient, because a Polyak step uses both."""
     seen = []
 
     def update(gradient, state, params, *, value_fn, **_):

@@ -1,4 +1,4 @@
-"""HypCluster and IFCA: against NumPy, one cluster, and their start."""
+"""HypCluster and IFCA: agreement with NumPy, a single cluster, and the initial clusters."""
 
 import federation
 import jax
@@ -56,14 +56,14 @@ def test_one_cluster_is_fedavg():
 
 
 def two_kinds_of_clients():
-    """Ten clients: in one half the label is the sign of x0, in the other the opposite."""
+    """Returns ten clients. For half of them the label is the sign of x0, for the others the opposite."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(200, 3)).astype(np.float32)
     flip = np.repeat(np.arange(10) % 2, 20)
     return fedsim.FederatedData.from_arrays({"x": x, "y": ((x[:, 0] > 0) ^ (flip > 0)).astype(np.int32)}, sizes=[20] * 10)
 
 
-def test_clusters_are_found_from_a_start_that_is_spread_out():
+def test_clusters_are_found_from_initial_models_of_different_clients():
     data = two_kinds_of_clients()
     algorithm = make(algorithms.HypCluster, client_optimizer=optax.sgd(0.5))
     state = algorithm.init_from(data, seed=3)
@@ -77,8 +77,8 @@ def test_clusters_are_found_from_a_start_that_is_spread_out():
     assert fedsim.evaluate(algorithm.model, one, data).overall["accuracy"] < 0.7
 
 
-def test_the_start_of_clusters_is_trained_on_single_clients_and_spread():
-    """The second is drawn from the other half of the clients nearly always: theirs are the losses."""
+def test_initial_models_are_trained_on_single_clients_of_different_kinds():
+    """The second client is almost always drawn from the other half, because those clients have high losses."""
     data = two_kinds_of_clients()
     algorithm = make(algorithms.HypCluster, client_optimizer=optax.sgd(0.5), batches=fedsim.Batches(size=4, epochs=20))
     apart = 0
@@ -94,8 +94,8 @@ def test_the_start_of_clusters_is_trained_on_single_clients_and_spread():
     federation.assert_trees_equal(state, algorithm.init_from(data, seed=5))
 
 
-def test_no_client_starts_two_models():
-    """Three models of the three clients that have examples: each client trains one."""
+def test_no_client_trains_two_initial_models():
+    """There are three models and three clients with examples, so each of these clients trains one model."""
     draw = np.random.default_rng(0)
     data = fedsim.FederatedData.from_arrays(
         {"x": draw.normal(size=(6, 3)).astype(np.float32), "y": np.ones(6, np.int32)}, sizes=[2, 1, 0, 3]
@@ -108,7 +108,7 @@ def test_no_client_starts_two_models():
         make(algorithms.HypCluster, num_clusters=4).init_from(data)
 
 
-def test_a_model_that_went_astray_is_chosen_by_nobody():
+def test_a_diverged_model_is_not_chosen_by_any_client():
     algorithm, population = make(algorithms.HypCluster), federation.data()
     state = algorithm.init(jax.random.key(0))
     broken = jax.tree.map(lambda p: p.at[0].set(jnp.nan), state.params)

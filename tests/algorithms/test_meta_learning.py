@@ -1,4 +1,4 @@
-"""Per-FedAvg and Reptile: against NumPy, and where they reduce to FedAvg."""
+"""Per-FedAvg and Reptile: agreement with NumPy, and special cases that equal FedAvg."""
 
 import dataclasses
 
@@ -38,8 +38,8 @@ def test_per_fedavg_follows_algorithm_1(variant):
 
 
 @pytest.mark.slow
-def test_hessian_free_is_near_the_exact_meta_gradient():
-    """Of w -> f(w - alpha grad f(w)), on a batch of which all thirds are the same examples."""
+def test_hessian_free_approximates_the_exact_meta_gradient():
+    """The meta-objective is w -> f(w - alpha grad f(w)). All thirds of the batch contain the same examples."""
     algorithm = make(algorithms.PerFedAvg, alpha=0.3, variant="hessian_free", batches=fedsim.Batches(size=12, shuffle=False))
     once = federation.data(sizes=(4,))
     population = fedsim.FederatedData.from_arrays({k: np.repeat(c, 3, axis=0) for k, c in once.columns.items()}, sizes=(12,))
@@ -62,8 +62,8 @@ def test_hessian_free_is_near_the_exact_meta_gradient():
 
 
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
-def test_per_fedavg_of_alpha_0_is_fedavg_on_a_part_of_every_batch(variant):
-    """All parts of a batch are the same examples, so that a part's gradient is the batch's."""
+def test_per_fedavg_with_alpha_zero_is_fedavg_on_a_part_of_every_batch(variant):
+    """All parts of a batch contain the same examples, so the gradient of a part is that of the batch."""
     parts = 2 if variant == "first_order" else 3
     once = federation.data()
     columns = {name: np.repeat(column, parts, axis=0) for name, column in once.columns.items()}
@@ -78,7 +78,7 @@ def test_per_fedavg_of_alpha_0_is_fedavg_on_a_part_of_every_batch(variant):
     federation.assert_trees_close(*states)
 
 
-def test_per_fedavg_is_evaluated_after_one_step():
+def test_per_fedavg_is_evaluated_after_one_personal_step():
     algorithm, data = make(algorithms.PerFedAvg, alpha=0.2), federation.data()
     state, _ = run(algorithm)
     found = fedsim.evaluate_personalized(algorithm, state, data, data, seed=3)
@@ -89,7 +89,7 @@ def test_per_fedavg_is_evaluated_after_one_step():
     assert found.overall != fedsim.evaluate(algorithm.model, state.params, data).overall
 
 
-def test_per_fedavg_needs_batches_to_deal_out():
+def test_per_fedavg_needs_batches_that_can_be_split():
     algorithm = make(algorithms.PerFedAvg, variant="hessian_free", batches=fedsim.Batches(size=2))
     with pytest.raises(
         ValueError, match="Expected batches of at least 3 examples, because variant='hessian_free' splits .* got batches of 2"
@@ -103,7 +103,7 @@ def test_reptile_is_fedavg_with_uniform_weights_and_a_server_rate():
     federation.assert_trees_close(run(reptile)[0].params, run(fedavg)[0].params)
 
 
-def test_reptile_follows_algorithm_2_with_a_rate_that_falls():
+def test_reptile_follows_algorithm_2_with_a_decreasing_rate():
     algorithm = make(algorithms.Reptile, server_learning_rate=0.8, decay_rounds=4)
     w = start(algorithm)
     for r, cohort in enumerate(cohorts(federation.data())):

@@ -1,4 +1,4 @@
-"""Mime and MimeLite against rounds in float64, written from the paper; and the two calls of a round of Mime."""
+"""Mime and MimeLite: agreement with rounds in float64, written from the paper, and the two calls of a round of Mime."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ from fedsim.algorithms import FedAvg, Mime, MimeLite
 
 
 def numpy_mime(x, rounds, rho, lite):
-    """Karimireddy et al. 2020 (Mime), Algorithm 1, for U(g, s) = g + rho s, V(c, s) = c + rho s."""
+    """Computes Algorithm 1 of Karimireddy et al. 2020 (Mime), for U(g, s) = g + rho s, V(c, s) = c + rho s."""
     s = np.zeros_like(x)
     for cohort in rounds:
         everybody = list(clients(cohort))
@@ -60,8 +60,8 @@ def test_mimelite_with_sgd_is_fedavg_and_mime_is_not():
     assert_differ(run(Mime(**settings()), cohorts())[1], fedavg)
 
 
-def test_mime_of_one_client_s_whole_data_is_its_own_momentum_sgd():
-    """One client, one step of all its examples a round: c is its gradient, and the server's statistics are those of SGD."""
+def test_mime_of_one_client_with_one_full_batch_is_momentum_sgd():
+    """With one full-batch step per round, c is the client's gradient, and the server statistics are those of SGD."""
     population = federation.data(sizes=(6,))
     rounds = [federation.cohort(population, round=r) for r in range(5)]
     for cls in (Mime, MimeLite):
@@ -81,8 +81,8 @@ def test_mime_of_one_client_with_full_batches_is_mimelite():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
-def test_mime_s_first_call_sees_every_example_once_however_long_the_second_is(how, monkeypatch):
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # either call is cut into programs of its own
+def test_mime_s_first_call_uses_every_example_once_for_any_batches_of_the_second(how, monkeypatch):
+    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # each call takes several programs
     population = federation.data()
     for batches in (fedsim.Batches(size=4, steps=1), fedsim.Batches(size=4, epochs=5)):
         c, _, _ = first_call(batches=batches, execution=how, cohort=federation.cohort(population))
@@ -91,9 +91,9 @@ def test_mime_s_first_call_sees_every_example_once_however_long_the_second_is(ho
 
 
 def first_call(**options):
-    """What Mime's first call makes of everybody's gradients, these, and the state after a round.
+    """Returns c, the aggregated gradient of Mime's first call, the gradient of each client, and the state after one round.
 
-    In the first round, momentum s starts from 0: clients train as without it, and afterwards it is c.
+    In the first round, the momentum s starts from 0: clients train without momentum, and afterwards s is c.
     """
     cohort = options.pop("cohort", None) or federation.cohort(federation.data())
     start, _, state = run(Mime(**settings(client_optimizer=optax.sgd(RATE, 0.6), **options)), [cohort])
@@ -117,7 +117,7 @@ def test_mime_s_first_call_is_as_robust_as_its_aggregator(how):
     assert_differ(c, np.mean(arrived, axis=0))
 
 
-def test_mime_s_calls_keep_what_the_aggregator_keeps_apart():
+def test_each_call_of_mime_has_its_own_aggregator_and_client_memories():
     c, _, state = first_call(aggregator=aggregators.CentredClipping(radius=0.5))
     of_gradients, of_movements = (joined(state.aggregator[call]) for call in ("gradient", "update"))
     assert_close(of_gradients, c)
@@ -134,7 +134,7 @@ def test_mime_s_calls_keep_what_the_aggregator_keeps_apart():
         np.testing.assert_allclose(left[left != 0], g[left != 0], rtol=1e-4, atol=1e-6)
 
 
-def test_mime_s_calls_draw_noise_of_their_own():
+def test_each_call_of_mime_draws_its_own_noise():
     noised = {"aggregator": aggregators.Noised(1.0, norm=1.0)}
     of_gradients = first_call(**noised)[0] - first_call()[0]
     rounds = [federation.cohort(federation.data())]
@@ -143,7 +143,7 @@ def test_mime_s_calls_draw_noise_of_their_own():
     assert_differ(of_gradients, of_movements)
 
 
-def test_mime_s_calls_send_and_attack_with_keys_of_their_own():
+def test_each_call_of_mime_sends_and_attacks_with_its_own_keys():
     keys = {"send": [], "attack": []}
 
     def note(what, key):
@@ -163,7 +163,7 @@ def test_mime_s_calls_send_and_attack_with_keys_of_their_own():
     cohort = fedsim.Cohort(federation.data(), np.array([0, 3]), 0, fedsim.rng.root(0), slots=2)
     cohort = dataclasses.replace(cohort, attack=Noting(), attackers=np.array([True, True]))
     run(Mime(**settings(aggregator=Spying(), execution=fedsim.Debug())), [cohort])
-    for of_each in keys.values():  # of two clients, in two calls
+    for of_each in keys.values():  # two clients in two calls
         assert len(set(of_each)) == 4
 
 
@@ -178,6 +178,6 @@ def test_mime_counts_the_bits_of_both_calls():
     once, twice = (infos[cls].clients for cls in (FedAvg, Mime))
     for name in ("bits_up", "entropy_bits_up"):
         np.testing.assert_array_equal(twice[name], 2 * once[name])
-    # The parameters twice, 16 bits each, c once, which is not compressed, and the round twice.
+    # The parameters are sent twice, with 16 bits each, c once, uncompressed, and the round number twice.
     assert once["bits_down"].tolist() == [16 * parameters + 32 if size else 0 for size in cohort.data.sizes]
     assert twice["bits_down"].tolist() == [(2 * 16 + 32) * parameters + 64 if size else 0 for size in cohort.data.sizes]

@@ -1,4 +1,4 @@
-"""Clients that keep models of their own: against NumPy, and where they reduce to one another."""
+"""Algorithms with personal models: agreement with NumPy, and special cases that equal other algorithms."""
 
 import dataclasses
 import types
@@ -59,7 +59,7 @@ def test_apfl_follows_algorithm_1(alpha, adaptive):
     assert (len({float(row.alpha) for row in rows.values()}) > 1) == adaptive
 
 
-def test_fedper_averages_bodies_and_clients_keep_heads():
+def test_fedper_averages_bodies_and_clients_store_heads():
     algorithm = make(algorithms.FedPer)
     shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
     first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
@@ -80,7 +80,7 @@ def test_fedper_averages_bodies_and_clients_keep_heads():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 def test_fedrep_follows_algorithm_1(fraction):
-    """With momentum, which each half has for itself, from its own steps."""
+    """The optimizer has momentum. Each half has its own momentum, from its own steps."""
     algorithm = make(algorithms.FedRep, head_fraction=fraction, client_optimizer=optax.sgd(RATE, momentum=0.5))
     shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
     first = jax.tree.map(lambda p: np.asarray(p, np.float64), algorithm.client_memory(shared))
@@ -105,20 +105,20 @@ def test_fedrep_follows_algorithm_1(fraction):
 
 
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
-def test_the_server_neither_gets_nor_keeps_a_head(cls):
+def test_the_server_neither_receives_nor_stores_a_head(cls):
     algorithm = make(cls)
     state, info = run(algorithm)
     assert sorted(state.params) == ["linear"]
     body = fedsim.tree.num_bits(state.params)
     took_part = np.asarray(info.clients["num_steps"]) > 0
     assert info.clients["bits_up"].tolist() == (body * took_part).tolist()
-    assert info.clients["bits_down"].tolist() == ((body + 64) * took_part).tolist()  # the round and the seed
+    assert info.clients["bits_down"].tolist() == ((body + 64) * took_part).tolist()  # 64 more bits for the round and the seed
     head = make(cls, head=lambda module, name: module == "linear")
     assert sorted(run(head)[0].params) == ["linear_1"]
 
 
 def local_training(params, rounds):
-    """Every client alone: each round its steps, on from where it was, from a common start."""
+    """Trains each client alone. In each round a client continues from its own parameters, which start from ``params``."""
     alone, own = make(algorithms.FedAvg), {}
     for cohort in cohorts(federation.data(), rounds):
         for client_id, dataset, _ in cohort:
@@ -130,11 +130,11 @@ def local_training(params, rounds):
 
 
 def personal_params(algorithm, shared, memory):
-    """Of a client that keeps this; these algorithms ask for nothing else of it."""
+    """Returns the personal parameters of a client with this memory, which is all that these algorithms need of a client."""
     return algorithm.personal_params(shared, types.SimpleNamespace(memory=memory))
 
 
-def test_apfl_of_alpha_0_is_the_global_model():
+def test_apfl_with_alpha_zero_is_the_global_model():
     algorithm = make(algorithms.APFL, alpha=0.0)
     state, _ = run(algorithm)
     shared = algorithm.broadcast(state.server)
@@ -145,13 +145,13 @@ def test_apfl_of_alpha_0_is_the_global_model():
 @pytest.mark.parametrize(
     ("cls", "settings", "rounds"),
     [
-        # After one round, for later ones start new clients from a server that has moved.
+        # Only one round, because the server state changes and new clients of later rounds would start from it.
         (algorithms.Ditto, {"lam": 0.0}, 1),
         (algorithms.APFL, {"alpha": 1.0}, 1),
         (algorithms.FedPer, {"head": lambda module, name: True}, 3),
     ],
 )
-def test_without_ties_clients_train_alone(cls, settings, rounds):
+def test_without_regularization_or_sharing_clients_train_alone(cls, settings, rounds):
     algorithm = make(cls, **settings)
     shared = algorithm.broadcast(algorithm.init(jax.random.key(1)))
     params = personal_params(algorithm, shared, algorithm.client_memory(shared))
@@ -162,7 +162,7 @@ def test_without_ties_clients_train_alone(cls, settings, rounds):
 
 
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
-def test_an_empty_head_is_fedavg(cls):
+def test_fedper_and_fedrep_with_an_empty_head_are_fedavg(cls):
     settings = {"head_fraction": 0.0} if cls is algorithms.FedRep else {}
     nothing = make(cls, head=lambda module, name: False, **settings)
     fedavg = make(algorithms.FedAvg)
@@ -200,8 +200,8 @@ def test_pfedme_follows_algorithm_1():
     federation.assert_trees_close(client_memories(state), own)
 
 
-def test_limits_of_pfedme():
-    """One local round of one gradient step of rate 1 / lam is a step of SGD; and so is any for a large lam, in the limit."""
+def test_pfedme_reduces_to_sgd():
+    """A local round with one gradient step of rate 1 / lam is a step of SGD, and so is any in the limit of a large lam."""
     one_step = fedsim.Batches(size=4, max_steps=1)
     fedavg, _ = run(make(algorithms.FedAvg, batches=one_step))
     exact, _ = run(make(algorithms.PFedMe, lam=5.0, personal_learning_rate=0.2, personal_steps=1, batches=one_step))
@@ -215,7 +215,7 @@ def test_limits_of_pfedme():
     assert gaps[1] < gaps[0] / 5 < 0.02
 
 
-def test_a_model_of_one_module_needs_to_be_told_its_head():
+def test_a_model_with_one_module_needs_an_explicit_head():
     algorithm = make(algorithms.FedPer, model=federation.model())
     with pytest.raises(ValueError, match="All parameters are in one module, 'linear'"):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
@@ -240,13 +240,13 @@ def test_a_model_of_one_module_needs_to_be_told_its_head():
         (algorithms.HypCluster, {"num_clusters": 0}, "Expected num_clusters >= 1, got num_clusters=0"),
     ],
 )
-def test_hyperparameters_out_of_range(cls, wrong, message):
+def test_hyperparameters_out_of_range_raise_an_error(cls, wrong, message):
     with pytest.raises(ValueError, match=message):
         make(cls, **wrong)
 
 
-def test_apfl_s_alpha_that_stays_takes_no_part_in_a_norm():
-    """One step of a clipped gradient is as long as it may be: all of it is the personal model's."""
+def test_a_constant_alpha_of_apfl_does_not_contribute_to_the_gradient_norm():
+    """A step with a clipped gradient has the length of the bound, and all of it belongs to the personal model."""
     population, bound = federation.data(), 1e-3
     optimizer = optax.chain(optax.clip_by_global_norm(bound), optax.sgd(1.0))
     algorithm = make(algorithms.APFL, client_optimizer=optimizer, batches=fedsim.Batches(size=12, steps=1))
@@ -272,7 +272,7 @@ def test_a_personal_loss_without_its_gradient_is_refused():
 
 
 class Broken(algorithms.APFL):
-    """APFL whose clients keep what no model is."""
+    """APFL with personal parameters that are NaN."""
 
     def client_memory(self, shared):
         own = super().client_memory(shared)
@@ -281,10 +281,10 @@ class Broken(algorithms.APFL):
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.filterwarnings("ignore:.*were left out")
-def test_a_client_whose_own_model_diverges_does_not_count(adaptive):
+def test_a_client_whose_personal_model_diverges_is_dropped(adaptive):
     algorithm = make(Broken, adaptive=adaptive)
     state, info = run(algorithm)
     assert info.num_dropped > 0
     assert info.num_aggregated == 0
-    assert np.all(np.isfinite(info.clients["loss"]))  # of the copy of the global model
+    assert np.all(np.isfinite(info.clients["loss"]))  # the loss of the copy of the global model
     federation.assert_trees_close(state.params, start(algorithm))

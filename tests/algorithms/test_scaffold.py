@@ -1,4 +1,4 @@
-"""SCAFFOLD against rounds in float64, written from the paper; its reduction laws; and its own theory."""
+"""SCAFFOLD: agreement with rounds in float64, written from the paper, special cases, and the paper's theory."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ from fedsim.algorithms import SCAFFOLD, FedAvg, FedDyn
 
 
 def numpy_scaffold(x, rounds, option, weight_of, population_weight):
-    """Karimireddy et al. 2020, Algorithm 1."""
+    """Computes Algorithm 1 of Karimireddy et al. 2020."""
     c, kept = np.zeros_like(x), {}
     for cohort in rounds:
         moves, changes, weights = [], [], []
@@ -58,13 +58,13 @@ def test_scaffold_follows_algorithm_1(option, weighting):
     x, c = numpy_scaffold(start, cohorts(), option, weight_of, whole)
     assert_close(end, x)
     assert_close(theta(type("", (), {"params": state.server.control})), c)
-    # The negative control: two other cohort-to-population ratios end elsewhere.
+    # Another ratio of cohort to population gives another result.
     assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
 
 
 @pytest.mark.parametrize(("cls", "name"), [(SCAFFOLD, "control"), (FedDyn, "h")])
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
-def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, name, weighting):
+def test_the_server_s_control_variate_is_the_mean_of_the_clients(cls, name, weighting):
     population = federation.data()
     on_the_device = settings(execution=fedsim.Jit(memory="resident"))
     _, _, state = run(cls(weighting=weighting, **on_the_device), cohorts(population, 6))
@@ -76,7 +76,7 @@ def test_what_the_server_keeps_is_the_mean_of_what_clients_keep(cls, name, weigh
     federation.assert_trees_close(mean, getattr(state.server, name), rtol=1e-4, atol=1e-6)
 
 
-def test_scaffold_begins_as_fedavg_and_stays_it_on_equal_clients():
+def test_scaffold_is_fedavg_in_the_first_round_and_with_identical_clients():
     first = next(cohorts())
     _, scaffold, _ = run(SCAFFOLD(**settings()), [first])
     _, fedavg, _ = run(FedAvg(weighting="uniform", **settings()), [first])
@@ -91,8 +91,8 @@ def test_scaffold_begins_as_fedavg_and_stays_it_on_equal_clients():
     assert_differ(run(SCAFFOLD(**settings()), unlike)[1], run(FedAvg(weighting="uniform", **settings()), unlike)[1])
 
 
-def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
-    """On a loss with the same gradient everywhere any way to average gives that gradient, and a wrong length would not."""
+def test_scaffold_s_control_variate_with_momentum_is_a_mean_of_gradients():
+    """The gradient is the same everywhere: every weighted mean of gradients equals it, a wrong normalization does not."""
     model = dataclasses.replace(
         federation.model(), loss=lambda examples, outputs: outputs[:, 0] * 3.0 + jnp.zeros_like(examples["x"][:, 0])
     )
@@ -103,7 +103,7 @@ def test_scaffold_s_variate_of_momentum_is_a_mean_of_gradients():
         np.testing.assert_allclose(state.server.control["linear"]["b"], [3, 0, 0, 0], rtol=1e-5)
 
 
-def test_scaffold_refuses_an_optimizer_that_is_not_linear():
+def test_scaffold_rejects_an_optimizer_that_is_not_linear():
     partly = optax.multi_transform({"w": optax.sgd(0.1), "b": optax.sgd(0.2)}, lambda params: {"linear": {"w": "w", "b": "b"}})
     for optimizer in (
         optax.sign_sgd(0.1),
@@ -121,21 +121,21 @@ def test_scaffold_refuses_an_optimizer_that_is_not_linear():
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-def test_scaffold_on_two_quadratics_does_not_see_how_they_differ_and_gains_from_steps(option):
+def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_improves_with_local_steps(option):
     sgd = rounds_to(START**2 / 2 * (1 - STEP) ** (2 * np.arange(90)))
-    assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1, rounds=70)) == 63  # one step a client: the gradient of f
+    assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1, rounds=70)) == 63  # one step per client is the gradient of f
     took = {}
     for steps in (2, 10):
         algorithm = on_quadratics(SCAFFOLD, steps, option=option)
         curves = [curve(algorithm, G, rounds=36) for G in (1, 10, 100)]
         for f in curves[1:]:
-            np.testing.assert_allclose(np.sqrt(f), np.sqrt(curves[0]), rtol=0, atol=5e-5)  # float32 next to G = 100
+            np.testing.assert_allclose(np.sqrt(f), np.sqrt(curves[0]), rtol=0, atol=5e-5)  # float32 rounding at G = 100
         (took[steps],) = {rounds_to(f) for f in curves}
-    # The paper: 2 and 5 times faster.
+    # The paper reports 2 and 5 times fewer rounds.
     assert (took, sgd / took[2], sgd / took[10]) == ({2: 31, 10: 10}, pytest.approx(2, abs=0.1), pytest.approx(6.3, abs=0.1))
 
 
-def test_fedavg_on_two_quadratics_slows_with_their_difference_and_with_steps():
+def test_fedavg_on_two_quadratics_is_slower_with_their_difference_and_with_local_steps():
     def numpy_fedavg(G, steps, rate, rounds):
         x, f = START, []
         for _ in range(rounds):
@@ -152,10 +152,10 @@ def test_fedavg_on_two_quadratics_slows_with_their_difference_and_with_steps():
             f = curve(algorithm, G, rounds=60)
             np.testing.assert_allclose(f, numpy_fedavg(G, steps, STEP, 60), rtol=1e-4)
             ends.append(f[-1])
-        assert min(ends) > 1e-3  # SGD and SCAFFOLD get to 1e-6
-        assert np.allclose(np.divide(ends[1:], ends[:-1]), 100, rtol=0.02)  # the distance to the optimum grows as G
-    # With the best rate for each, until a hundredth of f is left: more rounds for more G, and for more steps at the same rate
-    # no better end.
+        assert min(ends) > 1e-3  # SGD and SCAFFOLD reach 1e-6
+        assert np.allclose(np.divide(ends[1:], ends[:-1]), 100, rtol=0.02)  # the distance to the optimum is proportional to G
+    # With the best rate for each G, a larger G needs more rounds to reduce f to a hundredth. At the same rate, more local steps
+    # do not give a lower final f.
     rates = 0.5 ** np.arange(1, 14)
     best = [min(rounds_to(numpy_fedavg(G, 10, rate, 5000), 0.005) for rate in rates) for G in (1, 10, 100)]
     assert best[0] < best[1] / 3 and best[1] < best[2] / 3

@@ -1,4 +1,4 @@
-"""Rounds with several loops, several calls, maps, and work that is a closure."""
+"""Rounds with several loops, several calls and maps, and client work that is a closure."""
 
 import dataclasses
 import functools

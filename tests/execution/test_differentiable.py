@@ -90,7 +90,7 @@ def test_derivative_by_the_initial_parameters(cls):
     assert float(slope) == pytest.approx(finite_difference(along, 0.0, 1e-2), rel=2e-2)
 
 
-def test_the_result_is_that_of_other_executions_for_cohorts_of_any_size():
+def test_the_result_equals_that_of_other_executions_for_cohorts_of_any_size():
     states = []
     for execution in (EXECUTION, fedsim.Auto(differentiable=True, lanes=3), fedsim.Jit()):
         algorithm = make(fedsim.algorithms.SCAFFOLD, execution=execution)

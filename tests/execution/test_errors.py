@@ -1,4 +1,4 @@
-"""Errors before a round: accumulators that do not fit, states and memories of another form, names that are in use."""
+"""Errors before a round: accumulators too large for memory, states and memories of another form, names already in use."""
 
 import dataclasses
 

@@ -26,7 +26,7 @@ def fedavg(**changes):
     return fedsim.algorithms.FedAvg(**(settings | changes))
 
 
-def test_executor_choice_at_apply_time_is_honoured():
+def test_a_replaced_execution_is_used_in_the_next_round():
     """After ``execution`` is replaced on an algorithm that has run, the next round uses the new one."""
     algorithm = fedavg(execution=fedsim.Jit())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
@@ -93,8 +93,8 @@ def test_memory_mapped_columns_give_the_same_result(tmp_path):
     federation.assert_trees_close(*states)
 
 
-def test_any_client_of_any_round_can_be_repeated_alone():
-    """A cohort of one client changes the server as the client's share in a larger round does."""
+def test_any_client_of_any_round_can_be_run_again_alone():
+    """The client has the same loss alone as in a larger cohort."""
     population = federation.data(sizes=(7, 3, 12))
     algorithm = fedavg(execution=fedsim.Jit())
     state = algorithm.init(jax.random.key(0))
@@ -281,7 +281,7 @@ def test_bad_data_is_rejected_before_anything_is_compiled(columns, message):
         fedsim.evaluate(algorithm.model, algorithm.init(jax.random.key(0)).params, population)
 
 
-def test_an_apply_in_plain_python_runs():
+def test_an_apply_in_plain_python_can_be_run():
     """An algorithm that overrides ``apply`` with a loop over clients in Python."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -418,7 +418,7 @@ def test_windows_cover_every_group_once_in_order(devices, lanes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_devices_of_a_cpu_wait_longer_for_each_other():
+def test_the_timeout_of_collectives_on_a_cpu_is_longer_than_the_default():
     """By default XLA ends the process after 40 seconds. The user's own flags are kept, and XLA accepts the result."""
     code = (
         "import os, fedsim, jax; fedsim.use_all_cores(2); P = jax.sharding.PartitionSpec;"

@@ -35,7 +35,7 @@ def _gpus() -> list[jax.Device]:
 @pytest.mark.skipif(not _gpus(), reason="needs a GPU")
 def test_a_seed_repeats_a_run_bit_for_bit_in_another_process():
     """Each process chooses the fastest implementation of a product, and these differ in the order of sums."""
-    # Without a shared compilation cache, and without the flags of these tests, which are for CPUs.
+    # A shared compilation cache would share that choice, and the flags of these tests are for CPUs.
     ours = {"JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"}
     env = {name: value for name, value in os.environ.items() if name not in ours} | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     of_each = [subprocess.run([sys.executable, "-c", _TRAINS], capture_output=True, text=True, env=env) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Clients that run side by side give the same result, and work after the last step is not inside a step."""
+"""Clients that run in parallel lanes give the same result, and work after the last step is not inside the loop over steps."""
 
 import dataclasses
 import warnings

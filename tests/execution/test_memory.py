@@ -56,7 +56,7 @@ def test_memories_are_the_same_under_every_execution(how, refuse):
         np.testing.assert_allclose(rows[0].total[client], total, rtol=1e-5)
 
 
-def test_an_old_state_keeps_its_memories():
+def test_memories_of_an_old_state_do_not_change():
     population = federation.data()
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="stream"))
     states = [algorithm.init(jax.random.key(0))]
@@ -98,7 +98,7 @@ def after_five_rounds(how, aggregator):
         *((how, one) for how in ("jit, 3 lanes, streamed", "pmap, 2 devices, 2 lanes") for one in (UPPER, DAMPED)),
     ],
 )
-def test_aggregators_with_memory_and_side_by_side(how, aggregator):
+def test_stacking_aggregators_and_aggregators_with_memory(how, aggregator):
     *_, info = after = after_five_rounds(how, aggregator)
     federation.assert_trees_close(after, after_five_rounds("jit", aggregator))
     took_part = info.clients["num_steps"] > 0
@@ -315,7 +315,7 @@ def test_old_states_do_not_change(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
-def test_stragglers_take_a_share_of_their_steps(how):
+def test_stragglers_take_a_fraction_of_their_steps(how):
     population = federation.data(sizes=(12, 12, 12, 12, 0))
     work = np.array([1.0, 0.35, 0.0, 0.01, 1.0])
     cohort = fedsim.Cohort(population, np.arange(5), 0, fedsim.rng.root(0), work=work)

@@ -1,4 +1,4 @@
-"""Rounds that went wrong are reported once, and looking for them does not wait for the device."""
+"""Problems of rounds are reported once, and the check for them does not wait for the device."""
 
 import types
 import warnings
@@ -14,7 +14,7 @@ from fedsim.execution import RoundInfo, watch_problems
 
 
 class Computed:
-    """A count that is computed already: reading it is free, and any further computation waits for the device's queue."""
+    """A count that has been computed. Reading it costs nothing, but computing with it would wait for the device's queue."""
 
     def __array__(self, dtype=None, copy=None):
         return np.zeros([0], dtype or np.int32)
@@ -26,7 +26,7 @@ class Computed:
         raise AssertionError("a sum on the device waits for the rounds under way")
 
 
-def test_counts_are_read_and_not_computed_with():
+def test_counts_are_read_without_further_computation():
     program, info = types.SimpleNamespace(nonfinite="drop"), RoundInfo({}, *(Computed() for _ in range(5)))
     watch_problems(program, info, [])
     assert program._execution["unread"] == []
@@ -45,7 +45,7 @@ def data(*sizes):
 
 
 def messages(algorithm, cohorts):
-    """The warnings of several rounds, and of one more with which the last of them are read."""
+    """Returns the warnings of several rounds, after one more round, in which the last warnings are read."""
     state = algorithm.init(jax.random.key(0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -54,7 +54,7 @@ def messages(algorithm, cohorts):
     return [str(w.message) for w in caught]
 
 
-def test_clients_that_can_never_take_a_step_and_rounds_without_any_are_reported_once():
+def test_clients_that_can_never_take_a_step_and_rounds_without_updates_are_reported_once():
     population, algorithm = data(5, 5, 20, 0), fedavg(size=10, drop_remainder=True)
     cohorts = [fedsim.Cohort.of(population, names, round=r) for r, names in enumerate((["client2"], ["client0", "client1"]))]
     never, idle = messages(algorithm, cohorts)

@@ -217,7 +217,7 @@ def test_a_new_algorithm_reads_the_globals_and_objects_that_its_methods_use(monk
     assert distance_of(make(UsesGlobals, held=settings)) == pytest.approx(6 * once)
 
 
-def test_a_global_of_the_name_of_a_field_does_not_count(monkeypatch):
+def test_a_global_with_the_name_of_a_field_does_not_affect_sharing(monkeypatch):
     programs = []
     for mu in (0.1, 0.2):
         monkeypatch.setitem(globals(), "mu", mu)
@@ -251,7 +251,7 @@ class Nested:
     ],
 )
 def test_contents_of_fields_are_compared_with_their_types(first, second):
-    """Each of the two gives an info of another form or value."""
+    """The two values give infos that differ in structure, dtype or value."""
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
     class Reporting(algorithms.FedAvg):
