@@ -178,7 +178,7 @@ def test_em_agrees_with_scikit_learn(covariance, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("covariance", ["diagonal", "full"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_start_that_is_ten_thousand_standard_deviations_away(seed, covariance):
+def test_a_start_ten_thousand_standard_deviations_from_the_examples(seed, covariance):
     """The rounding error of the first round is as large as the variance, which must be positive; later rounds are accurate."""
     x = np.random.default_rng(seed).normal(size=(sum(SIZES), 3)) @ [[1.0, 0.0, 0.0], [0.8, 0.6, 0.0], [-0.3, 0.2, 0.5]]
     population = fedsim.FederatedData.from_arrays({"x": x.astype(np.float32)}, sizes=SIZES)

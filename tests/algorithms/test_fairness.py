@@ -317,8 +317,8 @@ def test_min_norm_solves_its_quadratic_program(epsilon, seed):
         assert np.all(directions @ found >= found @ found - 1e-5)
 
 
-def test_min_norm_stops_when_a_step_does_not_move():
-    """For four orthogonal directions all shares are 1/4. The first step reaches them, and later steps do not move."""
+def test_min_norm_stops_when_a_step_changes_nothing():
+    """For four orthogonal directions all shares are 1/4. The first step reaches them, and later steps change nothing."""
     start = jnp.array([0.4, 0.3, 0.2, 0.1])
     found = _minimize_norm(jnp.eye(4), start, jnp.zeros(4), jnp.ones(4))
     np.testing.assert_allclose(found.shares, 0.25, atol=1e-6)

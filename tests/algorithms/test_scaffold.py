@@ -121,7 +121,7 @@ def test_scaffold_rejects_an_optimizer_that_is_not_linear():
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_improves_with_local_steps(option):
+def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_gains_from_local_steps(option):
     sgd = rounds_to(START**2 / 2 * (1 - STEP) ** (2 * np.arange(90)))
     assert sgd == rounds_to(curve(on_quadratics(FedAvg, 1), 1, rounds=70)) == 63  # one step per client is the gradient of f
     took = {}
@@ -135,7 +135,7 @@ def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_impr
     assert (took, sgd / took[2], sgd / took[10]) == ({2: 31, 10: 10}, pytest.approx(2, abs=0.1), pytest.approx(6.3, abs=0.1))
 
 
-def test_fedavg_on_two_quadratics_is_slower_with_their_difference_and_with_local_steps():
+def test_fedavg_on_two_quadratics_gets_slower_with_their_difference_and_with_local_steps():
     def numpy_fedavg(G, steps, rate, rounds):
         x, f = START, []
         for _ in range(rounds):

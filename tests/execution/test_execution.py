@@ -26,7 +26,7 @@ def fedavg(**changes):
     return fedsim.algorithms.FedAvg(**(settings | changes))
 
 
-def test_a_replaced_execution_is_used_in_the_next_round():
+def test_executor_choice_at_apply_time_is_honoured():
     """After ``execution`` is replaced on an algorithm that has run, the next round uses the new one."""
     algorithm = fedavg(execution=fedsim.Jit())
     state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
