@@ -102,9 +102,8 @@ def _minimize_norm(products: jax.Array, start: jax.Array, low: jax.Array, high: 
         """
         least = jnp.min(point - high)
         width = jnp.max(point - low) - least
-        for _ in range(
-            _DIVISIONS
-        ):  # In 32 parts at a time, because on so few numbers the number of operations determines the time.
+        # In 32 parts at a time, because on so few numbers the number of operations determines the time.
+        for _ in range(_DIVISIONS):
             width = width / _PARTS
             tried = least + width * jnp.arange(1, _PARTS, dtype=jnp.float32)
             totals = jnp.sum(jnp.clip(point[None] - tried[:, None], low[None], high[None]), axis=1)

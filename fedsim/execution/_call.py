@@ -32,7 +32,7 @@ class Call(NamedTuple):
       shared: what the clients receive.
       bits_down: the size of that message.
       aggregator: of the updates; None for `Clients.map`.
-      fold: folds the updates: the aggregator, or what a colluding attack makes of it; None for `Clients.map`.
+      fold: accumulates the updates: ``aggregator``, or the wrapper that a colluding attack adds to it; None for `Clients.map`.
       aggregator_state: what the server keeps for the aggregator.
       client_keys: the clients' keys, ``[slots]``.
       streams: words ``[slots, 2]`` and step keys ``[slots]`` of the clients' training loops.
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 
 class CallShape(NamedTuple):
-    """Shapes that are known of a call before it runs.
+    """The shapes of a call, which are known before it runs.
 
     Attributes:
       name: of the call.
@@ -112,7 +112,7 @@ def send_down(downlink: Any, shared: Shared, memory: Any, key: jax.Array) -> tup
 
 
 def compressed_floats(shared: Shared) -> list[Any]:
-    """The floats that a downlink compresses: those of ``shared.params``, or all if there is nothing of that name."""
+    """Returns the floats that a downlink compresses: those of ``shared.params``, or all if ``shared`` has no ``params``."""
     return [leaf for leaf in jax.tree.leaves(getattr(shared, "params", shared)) if tree.is_float(leaf)]
 
 
@@ -183,7 +183,7 @@ def send_up(
 
 
 def _is_finite(a: Any) -> jax.Array:
-    """Whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow either."""
+    """Returns whether the squared norm of the floats is finite, ``bool []``. Then sums of weighted updates do not overflow."""
     arrays = map(jnp.asarray, jax.tree.leaves(a))
     return jnp.isfinite(tree.squared_norm([leaf for leaf in arrays if jnp.issubdtype(leaf.dtype, jnp.inexact)]))
 

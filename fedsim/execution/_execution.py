@@ -36,7 +36,7 @@ from fedsim.execution._plan import (
 from fedsim.execution._programs import Programs, RoundPrograms, programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 from fedsim.execution._structure import kept_with
-from fedsim.samplers._checked import check_is_cohort
+from fedsim.samplers._checked import check_is_cohort, same_key
 
 
 class Execution:
@@ -87,8 +87,8 @@ class Jit(Execution):
         on a GPU or TPU, as many as keep the device busy with states of the clients' size, at most 256. If the device runs out
         of memory, the round runs again with half as many, and a warning states the number. With ``differentiable`` there are
         at least 2.
-      memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the cohorts
-        under way, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
+      memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the current
+        cohorts, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
       deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
       differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
         algorithm's numbers. Loops then have a static number of steps, that of the largest client of the population, and
@@ -388,6 +388,5 @@ def runs_with(cohort: Cohort, other: Cohort) -> bool:
     >>> runs_with(second, first), runs_with(UniformSampler(data, clients=1, seed=1).cohort(0), first)
     (True, False)
     """
-    with jax.ensure_compile_time_eval():  # also within a trace
-        same_key = cohort.key is other.key or bool(cohort.key == other.key)
-    return cohort.data is other.data and cohort.slots == other.slots and same_key and cohort.attack == other.attack
+    same_setting = cohort.data is other.data and cohort.slots == other.slots and cohort.attack == other.attack
+    return same_setting and same_key(cohort.key, other.key)

@@ -1,4 +1,4 @@
-"""`Outline`: which calls a round makes to its clients, and what these send and keep, known by shapes before anything runs."""
+"""`Outline`: the calls of a round and the shapes of what clients send and keep, from a trace before anything is compiled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Outline(NamedTuple):
 
 
 def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data: FederatedData) -> Outline:
-    """Traces a round by shapes alone.
+    """Traces a round with shapes instead of arrays, so nothing is computed.
 
     Args:
       algorithm: whose rounds run.
@@ -82,7 +82,7 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 
 
 class _TracedClients(Clients):
-    """Traces one client of every call, and takes note of shapes."""
+    """Traces one client of every call and records shapes."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -137,7 +137,7 @@ class _TracedClients(Clients):
         return self._traced(call, functools.partial(self._result, call, work), lambda: ())[1]
 
     def _traced(self, call: Call, one: Callable[..., Any], sent: Callable[[], Any]) -> tuple[Any, Any, Any]:
-        """Shapes of what arrives from a client and of what it keeps, and everybody's entries, which are zeros."""
+        """Returns the shapes of what a client sends and stores, and zeros as the entries of all clients."""
         batches: list[Batches] = []
         state_bytes = 0
 
@@ -153,7 +153,7 @@ class _TracedClients(Clients):
 
 
 def _initial(keepers: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """What aggregators or downlinks keep before the first round, given what they act on."""
+    """Returns the states of aggregators or downlinks before the first round."""
     return {name: keeper.init(_zeros(shapes)) for name, (keeper, shapes) in keepers.items()}
 
 

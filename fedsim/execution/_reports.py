@@ -35,7 +35,7 @@ def report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Seq
     ...
     FloatingPointError: The update of client 'ann' in round 7 holds a NaN or an infinity. ...
     """
-    # The counts are added up on the host: a sum in JAX would wait for the rounds that are under way on the devices.
+    # The counts are added up on the host: a sum in JAX would wait for the rounds that the devices still run.
     if count := int(np.asarray(info.num_dropped).sum()):
         _report_problems(algorithm, info, cohorts, count)
     idle = np.flatnonzero(np.atleast_1d(np.asarray(info.num_aggregated)) == 0)

@@ -131,9 +131,8 @@ def run(
     if fixed_length is not None:
         checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
     first = checked_cohort(sampler, 0)
-    checked_cohort(
-        sampler, rounds - 1, first
-    )  # A schedule that is too short raises its error now instead of after its last round.
+    # A schedule that is too short raises its error now instead of after its last round.
+    checked_cohort(sampler, rounds - 1, first)
     algorithm.check(first.data)
     key = rng.stream(first.key, "init")
     like = jax.eval_shape(algorithm.init, key)

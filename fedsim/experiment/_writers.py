@@ -119,16 +119,11 @@ def _scalars(line: Line) -> Line:
 
 
 def _record(data: bytes) -> bytes:
-    """A record of a TFRecord file: length, its checksum, data, their checksum."""
+    """Returns a record of a TFRecord file: the length, its checksum, the data, and their checksum."""
+    from tensorboardX.record_writer import masked_crc32c
+
     length = struct.pack("<Q", len(data))
-    return length + _masked_checksum(length) + data + _masked_checksum(data)
-
-
-def _masked_checksum(data: bytes) -> bytes:
-    from tensorboardX.crc32c import crc32c
-
-    checksum = crc32c(data)
-    return struct.pack("<I", (((checksum >> 15) | (checksum << 17)) + 0xA282EAD8) & 0xFFFFFFFF)
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 def _encode(line: Line) -> str:

@@ -55,7 +55,7 @@ def checked_cohort(sampler: Sampler, round: int, first: Cohort | None = None) ->
             f"{call} returned a cohort of another population ({cohort.data.num_clients} clients) than that of round "
             f"{first.round} ({first.data.num_clients} clients): use one FederatedData object for all rounds of a run."
         )
-    if first is not None and not _same_key(cohort.key, first.key):
+    if first is not None and not same_key(cohort.key, first.key):
         raise ValueError(
             f"{call} returned a cohort with another root key than that of round {first.round}: use one key or seed for all "
             "rounds of a run; the round's number already makes the rounds differ."
@@ -82,6 +82,11 @@ def _shown(value: Any) -> str:
     return "None" if value is None else f"the {type(value).__name__} {reprlib.repr(value)}"
 
 
-def _same_key(key: jax.Array, other: jax.Array) -> bool:
+def same_key(key: jax.Array, other: jax.Array) -> bool:
+    """Returns whether two keys are equal.
+
+    >>> same_key(jax.random.key(0), jax.random.key(0)), same_key(jax.random.key(0), jax.random.key(1))
+    (True, False)
+    """
     with jax.ensure_compile_time_eval():  # Also correct inside a trace.
         return key is other or bool(key == other)
