@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
     {"names", "rng", "tree"},
-    {"metrics"},
+    {"metrics", "primitives"},
     {"model", "data", "compressors"},
     {"aggregators", "formats", "text"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
@@ -63,6 +63,7 @@ PUBLIC_MODULES = [
     "fedsim.models",
     "fedsim.partitioners",
     "fedsim.plots",
+    "fedsim.primitives",
     "fedsim.rng",
     "fedsim.text",
     "fedsim.samplers",

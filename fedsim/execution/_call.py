@@ -13,7 +13,7 @@ from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_aux_of
 from fedsim.attacks import Attack
 from fedsim.data import Batches
-from fedsim.execution._client import Client, ClientUpdate
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate
 from fedsim.execution._state import Shared, with_params
 
 # Names that `RoundInfo.clients` has for every algorithm. Where the aggregator sends updates as they are, an algorithm may
@@ -34,8 +34,7 @@ class Call(NamedTuple):
       aggregator: of the updates; None for `Clients.map`.
       fold: accumulates the updates: ``aggregator``, or the wrapper that a colluding attack adds to it; None for `Clients.map`.
       aggregator_state: what the server keeps for the aggregator.
-      client_keys: the clients' keys, ``[slots]``.
-      streams: words ``[slots, 2]`` and step keys ``[slots]`` of the clients' training loops.
+      clients: what is known of each client before its work, `ClientPlan` with leaves ``[slots, ...]``.
     """
 
     name: str
@@ -46,8 +45,7 @@ class Call(NamedTuple):
     aggregator: Aggregator | None
     fold: Aggregator | None
     aggregator_state: Any
-    client_keys: jax.Array
-    streams: tuple[jax.Array, jax.Array]
+    clients: ClientPlan
 
 
 class CallShape(NamedTuple):

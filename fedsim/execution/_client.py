@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng, tree
+from fedsim import rng
 from fedsim.data import Batch, Batches
+from fedsim.primitives import bounded_loop
 
 T = TypeVar("T")
 
 Step = Callable[[T, Batch], T]
 # (batches, number of steps, the batch of a step, the step, initial state) -> the state after the last step.
 Loop = Callable[[Batches, jax.Array, Callable[[jax.Array], Batch], Step, Any], Any]
-
-LANES = "clients"  # the axis of clients that run side by side
 
 
 class ClientUpdate(NamedTuple):
@@ -41,6 +39,32 @@ class ClientUpdate(NamedTuple):
     weight: jax.Array
     info: Mapping[str, jax.Array] = {}
     memory: Any = None
+
+
+class ClientPlan(NamedTuple):
+    """What is known of a client before its work in a call.
+
+    Attributes:
+      slot: the client's index in the cohort, ``int32 []``, as are the next six.
+      position: the client's index in the population.
+      start: the client's first row in the columns.
+      size: its number of examples.
+      most_steps: the most steps of a training loop; a straggler has fewer than it would need.
+      memory: its row in the table of memories.
+      attacker: 1 for an attacker.
+      key: the client's PRNG key of this call.
+      streams: the words that key the shuffle, ``uint32 [2]``, and the key of the steps; both are for training.
+    """
+
+    slot: jax.Array
+    position: jax.Array
+    start: jax.Array
+    size: jax.Array
+    most_steps: jax.Array
+    memory: jax.Array
+    attacker: jax.Array
+    key: jax.Array
+    streams: tuple[jax.Array, jax.Array]
 
 
 class BatchReader(NamedTuple):
@@ -133,41 +157,15 @@ def streams(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rng.words(rng.stream(key, "shuffle")), rng.stream(key, "step")
 
 
-def exact_loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
-    """Takes exactly the client's own number of steps."""
-    return jax.lax.fori_loop(0, num_steps, lambda t, state: step(state, batch_at(t)), state)
+def loop_up_to(most_examples: int | None = None) -> Loop:
+    """Returns the compiled loop over batches, see `fedsim.primitives.bounded_loop`.
 
-
-def lockstep_loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
-    """Takes as many steps as the longest client of a group that runs side by side, inside `jax.vmap` over ``LANES``.
-
-    A client that is done keeps its state. The bound is known before the loop, so a GPU does not report back to the host after
-    every step.
+    Args:
+      most_examples: the most examples of a client, which bound its number of steps in reverse mode; None without reverse mode.
     """
 
-    def masked(t: jax.Array, state: T) -> T:
-        return tree.select(t < num_steps, step(state, batch_at(t)), state)
-
-    return jax.lax.fori_loop(0, jax.lax.pmax(num_steps, LANES), masked, state)
-
-
-def differentiable_loop(most_examples: int) -> Loop:
-    """Returns a loop with a static number of steps, that of a client with ``most_examples``, for reverse-mode derivatives.
-
-    Of n steps, about sqrt(n) states are stored; the backward pass computes the others again.
-    """
-
-    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[..., Batch], step: Step, state: T) -> T:
-        length = int(batches.num_steps(most_examples))
-        inner = max(1, math.isqrt(length))
-
-        def one(state: T, t: jax.Array) -> tuple[T, None]:
-            return tree.select(t < num_steps, step(state, batch_at(t)), state), None
-
-        def several(state: T, first: jax.Array) -> tuple[T, None]:
-            return jax.lax.scan(jax.checkpoint(one), state, first + jnp.arange(inner, dtype=jnp.int32))[0], None
-
-        firsts = inner * jnp.arange(-(-length // inner), dtype=jnp.int32)
-        return jax.lax.scan(jax.checkpoint(several), state, firsts)[0]
+    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
+        most_steps = None if most_examples is None else int(batches.num_steps(most_examples))
+        return bounded_loop(num_steps, lambda t, state: step(state, batch_at(t)), state, most_steps=most_steps)
 
     return loop

@@ -14,14 +14,14 @@ from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
 from fedsim.execution._call import Call, CallShape, send_down, send_up
-from fedsim.execution._client import BatchReader, Client, ClientUpdate, Loop, streams
+from fedsim.execution._client import BatchReader, Client, ClientPlan, ClientUpdate, Loop, streams
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
 
 Row = tuple[Any, dict[str, Any]]  # a client's memory, see `FederatedState.clients`
 
-# (slot, whether there is a client, how it runs loops, the table of memories) -> (received update, entries of the info, row).
-Work = Callable[[jax.Array, jax.Array | bool, Loop, Any], tuple[Any, Any, Any]]
+# (the client, how it runs loops, its row) -> (received update, entries of the info, new row).
+Work = Callable[[ClientPlan, Loop, Row], tuple[Any, Any, Any]]
 
 
 class Clients:
@@ -151,7 +151,8 @@ class Clients:
         if aggregator is not None and self.attack is not None:
             fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker) > 0)
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
-        client_keys = rng.client_keys(key, self.plan.round, self.plan.client)
+        plan, keys = self.plan, rng.client_keys(key, self.plan.round, self.plan.client)
+        slots = jnp.arange(len(keys), dtype=jnp.int32)
         return Call(
             name=name,
             work_name=getattr(work, "__name__", "work"),
@@ -161,8 +162,17 @@ class Clients:
             aggregator=aggregator,
             fold=fold,
             aggregator_state=self.aggregator_states.get(name, ()),
-            client_keys=client_keys,
-            streams=jax.vmap(streams)(client_keys),
+            clients=ClientPlan(
+                slot=slots,
+                position=jnp.asarray(plan.client),
+                start=jnp.asarray(plan.start),
+                size=jnp.asarray(plan.size),
+                most_steps=jnp.asarray(plan.most_steps),
+                memory=jnp.asarray(plan.memory),
+                attacker=jnp.asarray(plan.attacker),
+                key=keys,
+                streams=jax.vmap(streams)(keys),
+            ),
         )
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
@@ -186,39 +196,34 @@ class Clients:
             update, memory = fold.finish_round_devices(folded, call.aggregator_state, key, self.axis)
         return update, self._round_info(call, entries), memory
 
-    def client(self, call: Call, slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any) -> tuple[Client, Row]:
-        """Returns the client of a slot and its row in the table of memories."""
-        plan, attack = self.plan, self.attack if call.aggregator is not None else None
-        row, attacks = self._row(call, slot, table), plan.attacker[slot] > 0
+    def client(self, call: Call, own: ClientPlan, loop: Loop, row: Row) -> Client:
+        """Returns the client that the work of a call gets."""
+        attack = self.attack if call.aggregator is not None else None
 
         def poison(batch: Batch) -> dict[str, jax.Array]:
             assert attack is not None
-            return tree.select(attacks, attack.poison(batch), batch.examples)
+            return tree.select(own.attacker > 0, attack.poison(batch), batch.examples)
 
-        size, most_steps = jnp.where(exists, plan.size[slot], 0), plan.most_steps[slot]
-        own_streams = call.streams[0][slot], call.streams[1][slot]
-        client = Client(
-            position=plan.client[slot],
-            slot=slot,
-            num_examples=size,
-            num_steps=self._num_steps(size, most_steps),
-            key=call.client_keys[slot],
+        return Client(
+            position=own.position,
+            slot=own.slot,
+            num_examples=own.size,
+            num_steps=self._num_steps(own.size, own.most_steps),
+            key=own.key,
             memory=row[0],
-            reader=BatchReader(self.columns, plan.start[slot], own_streams, most_steps, loop, poison if attack else None),
+            reader=BatchReader(self.columns, own.start, own.streams, own.most_steps, loop, poison if attack else None),
         )
-        return client, row
 
     def _num_steps(self, sizes: jax.Array, most_steps: jax.Array) -> jax.Array:
         return jnp.minimum(jnp.asarray(self.algorithm.batches.num_steps(sizes), jnp.int32), most_steps)
 
-    def _row(self, call: Call, slot: jax.Array, table: Any) -> Row:
+    def _row(self, call: Call, own: ClientPlan, table: Any) -> Row:
         """Reads a client's row; before its first round, a client has ``client_memory``."""
         start = self.algorithm.client_memory(call.shared)
         if not isinstance(table, ClientTable):
             return start, {}
-        at = self.plan.memory[slot]
-        seen = at < len(table.seen)
-        at = jnp.where(seen, at, 0)
+        seen = own.memory < len(table.seen)
+        at = jnp.where(seen, own.memory, 0)
         seen &= table.seen[at]
         memory, by_call = jax.tree.map(lambda rows: rows[at], table.rows)
         starts = {
@@ -228,18 +233,15 @@ class Clients:
         }
         return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
 
-    def _result(
-        self, call: Call, work: Callable[..., Any], slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any
-    ) -> tuple[Any, Any, Any]:
-        client, _ = self.client(call, slot, exists, loop, table)
-        return (), jax.tree.map(jnp.asarray, work(call.shared, client)), ()
+    def _result(self, call: Call, work: Callable[..., Any], own: ClientPlan, loop: Loop, row: Row) -> tuple[Any, Any, Any]:
+        return (), jax.tree.map(jnp.asarray, work(call.shared, self.client(call, own, loop, row))), ()
 
     def _update(
-        self, call: Call, work: Callable[..., ClientUpdate], slot: jax.Array, exists: jax.Array | bool, loop: Loop, table: Any
+        self, call: Call, work: Callable[..., ClientUpdate], own: ClientPlan, loop: Loop, row: Row
     ) -> tuple[Any, dict[str, Any], Row]:
-        client, (_, by_call) = self.client(call, slot, exists, loop, table)
-        result, attacks = work(call.shared, client), self.plan.attacker[slot] > 0
-        received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, attacks)
+        client, by_call = self.client(call, own, loop, row), row[1]
+        result = work(call.shared, client)
+        received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, own.attacker > 0)
         if call.name in by_call:
             by_call = {**by_call, call.name: received.aggregator_memory}
         return received.update, received.entries, (received.memory, by_call)

@@ -14,8 +14,8 @@ import numpy as np
 from fedsim.data import Batch, Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._call import Call, CallShape
-from fedsim.execution._client import Client, Loop, Step, exact_loop
-from fedsim.execution._clients import Clients, Row, Work
+from fedsim.execution._client import Client, Loop, Step, loop_up_to
+from fedsim.execution._clients import Clients, Work
 from fedsim.execution._device_clients import put, put_rows
 from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._plan import Layout, plan_round
@@ -113,9 +113,10 @@ class _PythonClients(Clients):
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
             rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
             self.columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
-            arrived, own, row = _stage(
-                call.work_name, name, work, slot, client_id is not None, _loop_of(call.work_name, name), self.table
-            )
+            # The client's columns are only its own.
+            client = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))
+            row = self._row(call, client, self.table)
+            arrived, own, row = _stage(call.work_name, name, work, client, _loop_of(call.work_name, name), row)
             if entries is None:
                 entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
@@ -132,10 +133,6 @@ class _PythonClients(Clients):
             entries = jax.tree.map(functools.partial(put, slot), entries, own)
         return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
 
-    def client(self, call: Call, slot: jax.Array, exists: Any, loop: Loop, table: Any) -> tuple[Client, Row]:
-        client, row = super().client(call, slot, exists, loop, table)
-        return dataclasses.replace(client, reader=client.reader._replace(start=jnp.int32(0))), row
-
     def _no_rows(self) -> dict[str, np.ndarray]:
         return {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in self.cohort.data.columns.items()}
 
@@ -149,7 +146,7 @@ def _loop_of(work_name: str, client: str) -> Loop:
 
     def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
         if isinstance(num_steps, jax.core.Tracer):  # for example inside jax.lax.cond
-            return exact_loop(batches, num_steps, batch_at, step, state)
+            return loop_up_to()(batches, num_steps, batch_at, step, state)
         for t in range(int(num_steps)):
             state = _stage(f"step {t} of {work_name}", client, step, state, batch_at(jnp.int32(t)))
         return state

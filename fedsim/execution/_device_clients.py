@@ -13,11 +13,12 @@ from jax.sharding import Mesh
 from fedsim import tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call
-from fedsim.execution._client import LANES, ClientUpdate, differentiable_loop, exact_loop, lockstep_loop
+from fedsim.execution._client import ClientUpdate, loop_up_to
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
+from fedsim.primitives import bounded_loop
 
 # If an aggregator's accumulator is at most this many times as large as an update, each of the clients that run side by side has
 # an accumulator, and these are merged. Otherwise the updates are accumulated one after another.
@@ -60,8 +61,7 @@ class DeviceClients(Clients):
     def __init__(self, setting: Setting, *args: Any) -> None:
         super().__init__(*args)
         self.layout = setting.layout
-        most = setting.layout.most_examples
-        self.loop = exact_loop if most is None else differentiable_loop(most)
+        self.loop = loop_up_to(setting.layout.most_examples)
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         return self._exchange(call, self._run_groups(call, work, self._empty(call)))
@@ -85,23 +85,24 @@ class DeviceClients(Clients):
             x[device] for x in (self.plan.queue, self.plan.length, self.plan.starts, self.plan.groups)
         )
         for number, width in enumerate(self.layout.widths):
-            if self.layout.most_examples is not None:
-                run = functools.partial(self._run_group, call, work, queue, starts[number], length, width)
-                body = jax.checkpoint(lambda carry, i, run=run: (run(i, carry), None))
-                return jax.lax.scan(body, carry, jnp.arange(-(-self.layout.slots // width), dtype=jnp.int32))[0]
             if width == 1:
                 run = functools.partial(self._run_one, call, work, queue, starts[number])
             else:
                 run = functools.partial(self._run_group, call, work, queue, starts[number], length, width)
             first, last = (0, groups[number]) if window is None else window[device, number]
-            carry = jax.lax.fori_loop(first, last, run, carry)
+
+            def from_first(i: jax.Array, carry: Any, run: Callable[..., Any] = run, first: Any = first) -> Any:
+                return run(first + i, carry)
+
+            carry = bounded_loop(last - first, from_first, carry, most_steps=self.layout.slots)
         return carry
 
     def _run_one(self, call: Call, work: Work, queue: jax.Array, starts: jax.Array, i: jax.Array, carry: Any) -> Any:
         """Runs one client."""
         accumulator, entries, table = carry
         slot = queue[starts[i]]
-        arrived, own, row = work(slot, True, self.loop, table)
+        client = jax.tree.map(lambda x: x[slot], call.clients)
+        arrived, own, row = work(client, self.loop, self._row(call, client, table))
         if call.fold is not None:
             accumulator = call.fold.accumulate(accumulator, arrived, own["weight"], slot)
         entries = jax.tree.map(functools.partial(put, slot), entries, own)
@@ -118,8 +119,9 @@ class DeviceClients(Clients):
         at = starts[i] + jnp.arange(width, dtype=jnp.int32)
         exists = at < length
         slots = queue[jnp.minimum(at, len(queue) - 1)]
-        loop = lockstep_loop if self.layout.most_examples is None else self.loop
-        arrived, own, row = jax.vmap(lambda slot, exists: work(slot, exists, loop, table), axis_name=LANES)(slots, exists)
+        clients = jax.tree.map(lambda x: x[slots], call.clients)
+        clients = clients._replace(size=jnp.where(exists, clients.size, 0))
+        arrived, own, row = jax.vmap(lambda client: work(client, self.loop, self._row(call, client, table)))(clients)
         if call.fold is not None:
             accumulator = self._folded(call, accumulator, arrived, own["weight"], slots)
         slots = jnp.where(exists, slots, len(queue))
@@ -233,4 +235,4 @@ def put_rows(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
         return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row, at, 0), table, written)
 
     # A loop of one step or none writes in place. On a CPU a scatter, or a selection between two tables, copies the table.
-    return jax.lax.fori_loop(0, (at < len(table.seen)).astype(jnp.int32), write, table)
+    return bounded_loop(at < len(table.seen), write, table, most_steps=1)

@@ -85,13 +85,12 @@ class Jit(Execution):
     Attributes:
       lanes: the largest number of clients that run side by side on a device. None chooses: 1 on a CPU, where more are slower;
         on a GPU or TPU, as many as keep the device busy with states of the clients' size, at most 256. If the device runs out
-        of memory, the round runs again with half as many, and a warning states the number. With ``differentiable`` there are
-        at least 2.
+        of memory, the round runs again with half as many, and a warning states the number.
       memory: ``"resident"`` keeps the examples of the whole population on the device, ``"stream"`` only those of the current
         cohorts, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
       deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
       differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
-        algorithm's numbers. Loops then have a static number of steps, that of the largest client of the population, and
+        algorithm's numbers. Programs then depend on the size of the largest client, a round is always one program, and
         ``memory`` is ``"resident"``.
 
     >>> Jit(lanes=4)
@@ -178,13 +177,11 @@ class Jit(Execution):
 
     def _layout(self, programs: Programs, cohort: Cohort, mesh: Mesh) -> Layout:
         slots, state_bytes = rounded_slots(cohort.slots), programs.outline.state_bytes
-        side_by_side = self.differentiable or mesh.devices.flat[0].platform != "cpu"
-        lanes = self.lanes or (lanes_for(state_bytes) if side_by_side else 1)
+        lanes = self.lanes or (1 if mesh.devices.flat[0].platform == "cpu" else lanes_for(state_bytes))
         lanes = min(lanes, -(-slots // mesh.size), programs.fewer_lanes.get(mesh, lanes))
-        if self.differentiable:
-            # At least two lanes, because a vmap over a single client crashes XLA in a scan over rounds (jax 0.10.2).
-            return Layout(slots, mesh.size, (max(2, lanes),), most_examples=int(cohort.data.sizes.max(initial=1)))
-        return Layout(slots, mesh.size, widths_for(lanes), 0.0 if lanes == 1 else overhead_of(state_bytes))
+        overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
+        most_examples = int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
+        return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples)
 
     def _dispatch(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
@@ -208,8 +205,8 @@ class Jit(Execution):
             try:
                 return self._dispatch_as(layout, programs, numbers, mesh, algorithm, state, cohorts, rounds)
             except jax.errors.JaxRuntimeError as error:
-                lanes, fewest = max(layout.widths), 2 if self.differentiable else 1
-                if "RESOURCE_EXHAUSTED" not in str(error) or lanes <= fewest:
+                lanes = max(layout.widths)
+                if "RESOURCE_EXHAUSTED" not in str(error) or lanes <= 1:
                     raise
                 programs.fewer_lanes[mesh] = lanes // 2
                 warnings.warn(

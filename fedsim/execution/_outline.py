@@ -14,14 +14,13 @@ from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
 from fedsim.execution._call import Call, CallShape, check_update, compressed_floats
-from fedsim.execution._client import Client, ClientUpdate, exact_loop
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, loop_up_to
 from fedsim.execution._clients import Clients, Row
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, State
 from fedsim.execution._structure import Numbers, with_numbers
 
 _LAYOUT = Layout(slots=1, devices=1)
-_SLOT = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Outline(NamedTuple):
@@ -99,7 +98,7 @@ class _TracedClients(Clients):
                 self.downlink_states[name] = start
         return super()._begin(name, work, shared, aggregator, downlink)
 
-    def _row(self, call: Call, slot: jax.Array, table: Any) -> Row:
+    def _row(self, call: Call, own: ClientPlan, table: Any) -> Row:
         return self.algorithm.client_memory(call.shared), dict(self._client_memories)
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
@@ -118,10 +117,10 @@ class _TracedClients(Clients):
             for work_name in ("init", "client_memory")
         ):
 
-            def only_work(slot: jax.Array) -> None:
-                with_shapes(call.shared, self.client(call, slot, True, exact_loop, ())[0])
+            def only_work(own: ClientPlan) -> None:
+                with_shapes(call.shared, self.client(call, own, loop_up_to(), self._row(call, own, ())))
 
-            jax.eval_shape(only_work, _SLOT)
+            jax.eval_shape(only_work, _first(call.clients))
             if jax.tree.leaves(start := aggregator.client_memory(sent[0])):
                 self._client_memories[call.name] = start
             if jax.tree.leaves(memory := aggregator.init(_zeros(sent[0]))):
@@ -145,9 +144,9 @@ class _TracedClients(Clients):
             nonlocal state_bytes
             batches.append(of)
             state_bytes = max(state_bytes, tree.num_bits(state) // 8)
-            return exact_loop(of, num_steps, batch_at, step, state)
+            return loop_up_to()(of, num_steps, batch_at, step, state)
 
-        arrived, entries, row = jax.eval_shape(lambda slot: one(slot, True, loop, ()), _SLOT)
+        arrived, entries, row = jax.eval_shape(lambda own: one(own, loop, self._row(call, own, ())), _first(call.clients))
         self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)
         return arrived, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), entries), row
 
@@ -155,6 +154,10 @@ class _TracedClients(Clients):
 def _initial(keepers: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
     """Returns the states of aggregators or downlinks before the first round."""
     return {name: keeper.init(_zeros(shapes)) for name, (keeper, shapes) in keepers.items()}
+
+
+def _first(clients: ClientPlan) -> ClientPlan:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients)
 
 
 def _shapes(value: Any) -> Any:

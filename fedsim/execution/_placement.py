@@ -91,11 +91,14 @@ def streamed_columns(
         new_plans.append(plan._replace(start=start))
     capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, mesh.size)
     columns = {}
+    # On a single device all arrays have the same sharding. Otherwise it would be propagated to results, and programs that get
+    # these would be compiled again.
+    divided = NamedSharding(mesh, P(AXIS) if mesh.size > 1 else P())
     for name, column in data.columns.items():
         host = np.zeros((mesh.size, capacity, *column.shape[1:]), column.dtype)
         for device, of_device in enumerate(clients):
             data.gather(name, np.concatenate(of_device), out=host[device])
-        columns[name] = jax.device_put(host.reshape(-1, *column.shape[1:]), NamedSharding(mesh, P(AXIS)))
+        columns[name] = jax.device_put(host.reshape(-1, *column.shape[1:]), divided)
     return columns, new_plans
 
 

@@ -63,7 +63,7 @@ class Layout:
       devices: number of devices.
       widths: numbers of clients that run side by side in a group, the largest first; ``(1,)`` runs one client after another.
       overhead: the fixed time of a step, in multiples of the time of one client.
-      most_examples: for loops with a static number of steps (for derivatives), the most examples of a client; else None.
+      most_examples: the most examples of a client, which reverse-mode derivatives need; else None.
     """
 
     slots: int
@@ -203,8 +203,6 @@ def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
     similar length run side by side, and a client of unusual length runs alone.
     """
     count, steps, widths = len(work), work.tolist(), layout.widths
-    if layout.most_examples is not None:  # The number of groups is static, too.
-        return [list(range(0, layout.slots, widths[0]))]
     if widths == (1,):
         return [list(range(count))]
     least = [0.0] * (count + 1)  # the time of all clients from this one on

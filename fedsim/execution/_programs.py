@@ -27,6 +27,7 @@ from fedsim.execution._state import (
     parts_of,
 )
 from fedsim.execution._structure import Numbers, Structure, form_of, kept_with, numbers_of, with_numbers
+from fedsim.primitives import bounded_loop
 
 
 class Programs:
@@ -160,14 +161,6 @@ class RoundPrograms:
 
         if not self.setting.stacked:
             return one(columns, table, state, packed[0])
-        if self.setting.layout.most_examples is not None:
-
-            def step(carry: tuple[State, Any], row: jax.Array) -> tuple[tuple[State, Any], Any]:
-                state, table, info = one(columns, carry[1], carry[0], row)
-                return (state, table), info
-
-            (state, table), infos = jax.lax.scan(jax.checkpoint(step), (state, table), packed)
-            return state, table, infos
 
         def body(r: jax.Array, carry: tuple[State, Any, Any]) -> tuple[State, Any, Any]:
             state, table, info = one(columns, carry[1], carry[0], packed[r])
@@ -175,7 +168,7 @@ class RoundPrograms:
 
         shapes = jax.eval_shape(one, columns, table, state, packed[0])[2]
         infos = jax.tree.map(lambda x: jnp.zeros((packed.shape[0], *x.shape), x.dtype), shapes)
-        return jax.lax.fori_loop(0, num_rounds, body, (state, table, infos))
+        return bounded_loop(num_rounds, body, (state, table, infos), most_steps=packed.shape[0])
 
     def _part(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array,

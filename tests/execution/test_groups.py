@@ -62,7 +62,9 @@ def depths(jaxpr, depth=0):
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                for name, levels in depths(inner, depth + (equation.primitive.name in ("while", "scan"))).items():
+                for name, levels in depths(
+                    inner, depth + (equation.primitive.name in ("while", "scan", "bounded_loop"))
+                ).items():
                     found.setdefault(name, set()).update(levels)
     return found
 
@@ -148,7 +150,7 @@ def test_a_device_that_runs_out_of_memory_gets_fewer_lanes(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     monkeypatch.setattr(_execution.Jit, "_dispatch_as", full)
-    for fewest in (fedsim.Jit(lanes=1), fedsim.Jit(lanes=2, differentiable=True)):
+    for fewest in (fedsim.Jit(lanes=1), fedsim.Jit(lanes=1, differentiable=True)):
         algorithm = dataclasses.replace(algorithm, execution=fewest)
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             algorithm.apply(start, federation.cohort())

@@ -1,0 +1,61 @@
+"""`Placement`: a named group of clients, and the devices that their work is divided over."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from fedsim import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """A named group of clients in the wide sense: phones, hospitals, or silos that have clients themselves.
+
+    Attributes:
+      name: appears in jaxprs, plans and error messages.
+      size: the number of clients. There may be none.
+      devices: the devices that the clients are divided over, equally many on each (`jax.shard_map`); None for a single device.
+
+    Raises:
+      ValueError: ``name`` is not an identifier, ``size`` is negative or no multiple of the number of devices.
+
+    >>> Placement("clients", 8)
+    Placement(name='clients', size=8, devices=None)
+    """
+
+    name: str
+    size: int
+    devices: tuple[jax.Device, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"Expected name to be an identifier, got name={self.name!r}: use a name such as 'clients'.")
+        checks.whole(0, size=self.size)
+        if self.devices is not None:
+            object.__setattr__(self, "devices", tuple(self.devices))
+            if not self.devices or self.size % len(self.devices):
+                raise ValueError(
+                    f"Expected size to be a multiple of the number of devices, got size={self.size} and {len(self.devices)} "
+                    "devices: use fewer devices, or add clients whose weight is 0."
+                )
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """The devices as a mesh of one axis with the name of the placement; None for a single device."""
+        return Mesh(np.array(self.devices), (self.name,)) if self.devices and len(self.devices) > 1 else None
+
+    def divided(self, stacked: Any) -> Any:
+        """Divides an array ``[size, ...]``, traced or not, over the devices."""
+        if self.mesh is None:
+            return stacked
+        sharding = NamedSharding(self.mesh, P(self.name))
+        if isinstance(stacked, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(stacked, sharding)
+        return jax.device_put(stacked, sharding)
