@@ -14,6 +14,7 @@ from fedsim import heterogeneity as heterogeneity
 from fedsim import metrics as metrics
 from fedsim import models as models
 from fedsim import partitioners as partitioners
+from fedsim import planning as planning
 from fedsim import plots as plots
 from fedsim import rng as rng
 from fedsim import samplers as samplers
@@ -42,4 +43,6 @@ from fedsim.execution import Pmap as Pmap
 from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.model import Model as Model
+from fedsim.planning import Plan as Plan
+from fedsim.planning import plan as plan
 from fedsim.samplers import UniformSampler as UniformSampler

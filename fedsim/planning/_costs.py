@@ -1,0 +1,230 @@
+"""`plan`: the costs of a round, from shapes, from compiled programs and from a short measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jax.interpreters import partial_eval
+from jax.sharding import Mesh
+
+from fedsim import checks, rng, tree
+from fedsim.algorithm import Algorithm
+from fedsim.data import ClientRows, Cohort, FederatedData
+from fedsim.execution import Jit
+from fedsim.execution._call import send_down
+from fedsim.execution._execution import check_cohorts
+from fedsim.execution._memory import placed
+from fedsim.execution._placement import is_resident, memory_limit
+from fedsim.execution._plan import rounded_slots
+from fedsim.execution._state import parts_of
+from fedsim.planning._collectives import collectives_of
+from fedsim.planning._plan import Plan
+from fedsim.planning._recorded import RecordedCall, record
+from fedsim.planning._timing import seconds_of_round
+
+_MANY = 4  # memory is determined for a second cohort that is this many times as large
+
+
+def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
+    """Determines the costs of a round before any round runs.
+
+    The round is traced with shapes and compiled, but not run.
+
+    - Messages: from shapes, as `RoundInfo` counts them.
+    - Computation: XLA's count of the operations of one local step as it runs on this platform, times the number of steps.
+      What a client does outside of its loops does not count.
+    - Memory: XLA's analysis of the round as one program, for this cohort and for a larger one, with the examples and the
+      clients' memories where the execution places them.
+    - Collectives: those in the text of the compiled program.
+    - Time: a few clients of the cohort take a few steps of the recorded loops, for about a second. Their results are not used.
+      The time of the server's update, and of writing the clients' memories, is not included.
+
+    Args:
+      algorithm: the algorithm to run, with its execution. Its devices may be descriptions, see
+        `jax.experimental.topologies`, without ``measure``.
+      cohort: the clients of a round. Another cohort of the same sampler has nearly the same costs.
+      measure: whether to measure and to estimate the time.
+
+    Raises:
+      ValueError: the algorithm cannot run on these clients.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.datasets.load("digits").train
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+    ...     execution=fedsim.Jit())
+    >>> costs = plan(algorithm, fedsim.UniformSampler(data, clients=5, seed=0).cohort(0), measure=False)
+    >>> costs.parameters, costs.bytes_up, costs.collectives_in_loops, costs.largest_cohort
+    (650, 2600.0, {}, 100)
+    """
+    checks.truth(measure=measure)
+    state = jax.eval_shape(algorithm.init, rng.root(0))
+    execution = algorithm.execution
+    mesh = execution.mesh() if isinstance(execution, Jit) else Jit().mesh()
+    numbers = jax.tree.leaves(getattr(state, "params", state))
+    known = Plan(
+        algorithm=type(algorithm).__name__,
+        platform=mesh.devices.flat[0].platform,
+        devices=mesh.size,
+        population=cohort.data.num_clients,
+        clients=len(cohort),
+        parameters=sum(x.size for x in numbers),
+    )
+    if type(algorithm).apply is not Algorithm.apply:
+        return known
+    check_cohorts(algorithm, [cohort])
+    calls = record(algorithm, state, cohort)
+    fields = _messages(calls, cohort.num_steps(algorithm.batches) > 0) | _computation(algorithm, calls, cohort)
+    if isinstance(execution, Jit):
+        fields |= _compiled(algorithm, execution, cohort, mesh)
+    if measure:
+        fields["seconds"] = seconds_of_round(algorithm, calls, cohort, mesh.size)
+    return dataclasses.replace(known, **fields)
+
+
+def _messages(calls: Sequence[RecordedCall], takes_part: np.ndarray) -> dict[str, Any]:
+    """Returns the sizes of messages, in total over the calls of a round whose updates are aggregated."""
+    sizes = [(_bits_up(call), _bits_down(call)) for call in calls if call.shape.aggregator is not None]
+    fields: dict[str, Any] = {"aggregations": len(calls)}
+    for number, name in enumerate(("up", "down")):
+        each = sum(size[number][0] for size in sizes) / 8
+        fields |= {f"bytes_{name}": each, f"bytes_{name}_per_round": each * int(takes_part.sum())}
+        fields[f"{name}_is_exact"] = all(size[number][1] for size in sizes)
+    return fields
+
+
+def _bits_up(call: RecordedCall) -> tuple[float, bool]:
+    aggregator, update = call.shape.aggregator, call.shape.update
+    assert aggregator is not None
+    if aggregator.sends_unchanged:
+        # An algorithm may report the size itself, see `fedsim.execution.RoundInfo`.
+        return float(tree.num_bits(update)), "bits_up" not in call.shape.entries
+
+    def bits(update: Any, state: Any, memory: Any, key: jax.Array) -> jax.Array:
+        return jnp.asarray(aggregator.send(update, state, memory, key).bits)
+
+    kept = jax.eval_shape(lambda update: (aggregator.init(update), aggregator.client_memory(update)), update)
+    return _size(bits, update, *kept, jax.eval_shape(lambda: rng.root(0)))
+
+
+def _bits_down(call: RecordedCall) -> tuple[float, bool]:
+    if call.downlink is None:
+        return float(tree.num_bits(call.shared)), True
+    floats = [x for x in jax.tree.leaves(getattr(call.shared, "params", call.shared)) if tree.is_float(x)]
+    memory = jax.eval_shape(call.downlink.init, floats)
+
+    def bits(shared: Any, memory: Any, key: jax.Array) -> jax.Array:
+        return send_down(call.downlink, shared, memory, key)[2]
+
+    return _size(bits, call.shared, memory, jax.eval_shape(lambda: rng.root(0)))
+
+
+def _size(bits: Callable[..., jax.Array], *shapes: Any) -> tuple[float, bool]:
+    """Returns the size of a message, and whether it depends only on shapes; otherwise it is that of normal values."""
+    jaxpr = jax.make_jaxpr(bits)(*shapes).jaxpr
+    is_exact = not any(partial_eval.dce_jaxpr(jaxpr, [True])[1])
+    return float(jax.jit(bits)(*_normal(shapes))), is_exact
+
+
+def _normal(shapes: Any) -> Any:
+    draw = np.random.default_rng(0)
+
+    def drawn(x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return rng.root(0)
+        return jnp.asarray(draw.normal(size=x.shape) if tree.is_float(x) else np.zeros(x.shape), x.dtype)
+
+    return jax.tree.map(drawn, shapes)
+
+
+def _computation(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Cohort) -> dict[str, Any]:
+    steps, flops = 0, 0.0
+    for loop in (loop for call in calls for loop in call.loops):
+        own = int(loop.num_steps(cohort, algorithm.batches).sum())
+        steps, flops = steps + own, flops + own * loop.flops
+    clients = max(1, np.count_nonzero(cohort.num_steps(algorithm.batches)))
+    return {
+        "steps_per_round": steps,
+        "steps_per_client": steps / clients,
+        "flops_per_round": flops,
+        "flops_per_client": flops / clients,
+    }
+
+
+def _compiled(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) -> dict[str, Any]:
+    """Returns what compiled programs show: memory, collectives, and the largest cohort that fits."""
+    population, clients, device = cohort.data.num_clients, max(1, len(cohort)), mesh.devices.flat[0]
+    state = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), cohort.data)
+    rows = parts_of(state).clients
+    if rows != () and device in jax.local_devices():
+        rows = parts_of(placed(state, mesh, execution.memory)).clients
+    are_gathered = isinstance(rows, ClientRows) and device in jax.local_devices()
+    other = min(_MANY * clients, population) if clients < population else -(-clients // _MANY)
+    sizes, programs = [clients, other], []
+    needed = []
+    for size in sizes:
+        of = _stand_in(cohort, size, size if are_gathered else population)
+        compiled = execution.lower(algorithm, of).compile()
+        memory = compiled.memory_analysis()
+        in_program = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        in_program -= memory.alias_size_in_bytes
+        if is_resident(cohort.data, mesh, execution.memory):
+            examples = cohort.data.nbytes
+        else:  # The examples of two dispatches, divided among the devices.
+            examples = 2 * of.data.nbytes // mesh.size
+        needed.append(in_program - of.data.nbytes + examples)
+        programs.append(compiled)
+    free = memory_limit(device)
+    if device.platform == "cpu":
+        free = psutil.virtual_memory().available // mesh.size
+    outside, inside = collectives_of(programs[0].as_text())
+    return {
+        "bytes_per_device": needed[0],
+        "free_bytes_per_device": free,
+        "collectives": outside,
+        "collectives_in_loops": inside,
+        "largest_cohort": _largest(population, [rounded_slots(size) for size in sizes], needed, free),
+    }
+
+
+def _stand_in(cohort: Cohort, clients: int, population: int) -> Cohort:
+    """Returns a cohort of so many clients, with the sizes of the given one in turn, whose examples take no memory."""
+    sizes = np.zeros(max(clients, population), np.int64)
+    sizes[:clients] = np.resize(cohort.sizes, clients)
+    columns = {
+        name: np.broadcast_to(np.zeros((), column.dtype), (int(sizes.sum()), *column.shape[1:]))
+        for name, column in cohort.data.columns.items()
+    }
+    data = FederatedData(columns, np.concatenate([[0], np.cumsum(sizes)]), [str(i) for i in range(len(sizes))])
+    attackers = None if cohort.attackers is None else np.resize(cohort.attackers, clients)
+    return Cohort(data, np.arange(clients), cohort.round, cohort.key, attack=cohort.attack, attackers=attackers)
+
+
+def _largest(population: int, slots: Sequence[int], needed: Sequence[int], free: int) -> int:
+    """Returns the largest cohort that fits.
+
+    Args:
+      population: number of clients.
+      slots: the slots of the programs of two cohorts.
+      needed: the bytes that they need, which grow linearly.
+      free: the bytes that there are.
+
+    >>> _largest(10_000, [10, 50], [1_000, 1_400], 7_000)
+    500
+    >>> _largest(300, [10, 50], [1_000, 1_400], 7_000)
+    300
+    """
+    of_each = max(0.0, (needed[1] - needed[0]) / ((slots[1] - slots[0]) or 1))
+    fits = [
+        size
+        for digits in range(len(str(population)))
+        for size in (10**digits, 2 * 10**digits, 5 * 10**digits, 10 ** (digits + 1))
+        if needed[0] + of_each * (size - slots[0]) <= free
+    ]
+    return min(population, max(fits, default=0))

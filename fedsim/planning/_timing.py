@@ -1,0 +1,138 @@
+"""The time of a round, from a short measurement of its clients' steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort
+from fedsim.execution import Client, Clients, ClientUpdate
+from fedsim.planning._recorded import RecordedCall
+
+_SECONDS = 0.8
+_SECONDS_OF_STEPS = 0.1
+_LEAST_REPEATS = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Steps(Algorithm):
+    """Clients that take the steps of another algorithm's clients, on its data, for nothing but their time.
+
+    Execution compiles these loops and the aggregation in the same way as those of the algorithm. The state is a number that
+    depends on all results, so that the compiler keeps them, and for each loop its constants and its first state.
+    """
+
+    calls: Sequence[RecordedCall]
+
+    def round(self, state: Any, clients: Clients) -> tuple[Any, Any]:
+        total, loops = state
+        for call, shared in zip(self.calls, loops, strict=True):
+            if call.shape.aggregator is None:
+                results = clients.map(functools.partial(self._run, call), shared)
+            else:
+                results, _ = clients.aggregate(
+                    functools.partial(self._update, call), shared, aggregator=call.shape.aggregator, downlink=call.downlink
+                )
+            total += _sum(results)
+        return (total, loops), clients.info or ()
+
+    def _run(self, call: RecordedCall, shared: Any, client: Client) -> jax.Array:
+        ends = [
+            client.for_each_batch(loop.batches, functools.partial(loop.step, constants), start)
+            for loop, (constants, start) in zip(call.loops, shared, strict=True)
+        ]
+        return _sum(ends)
+
+    def _update(self, call: RecordedCall, shared: Any, client: Client) -> ClientUpdate:
+        number = jnp.tanh(self._run(call, shared, client))
+        return ClientUpdate(
+            jax.tree.map(lambda x: jnp.broadcast_to(number, x.shape).astype(x.dtype), call.shape.update), jnp.float32(1)
+        )
+
+
+def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Cohort, devices: int) -> float:
+    """Estimates the time of a round.
+
+    A few of the cohort's clients take a few steps each, or none, with the algorithm's execution. The times of a step, of a
+    client without steps and of a round without clients follow. The measurement takes about a second; before it, the program is
+    compiled.
+
+    Args:
+      algorithm: whose rounds run.
+      calls: the calls of its round.
+      cohort: the clients.
+      devices: the number of devices of the execution.
+    """
+    training = algorithm.batches
+    limited = [
+        call._replace(loops=tuple(dataclasses.replace(loop, purpose=None) for loop in call.loops)) for call in calls
+    ]  # Only loops for training can be stopped early.
+    steps = _Steps(batches=training, aggregator=algorithm.aggregator, execution=algorithm.execution, calls=limited)
+    flops = np.array([max(1.0, loop.flops) for call in calls for loop in call.loops])
+    shares = flops / flops.sum()
+
+    def num_steps(of: Sequence[RecordedCall], clients: Cohort) -> np.ndarray:
+        """Returns the number of steps of each client, where a step of every loop together count as one."""
+        loops = [loop for call in of for loop in call.loops]
+        own = [share * loop.num_steps(clients, training) for share, loop in zip(shares, loops, strict=True)]
+        return sum(own, np.zeros(len(clients)))
+
+    most_steps = cohort.num_steps(training)
+    longest = np.argsort(-most_steps, kind="stable")
+
+    def part(of_each_device: int, steps: int) -> Cohort:
+        """Returns the longest clients of the cohort, which stop after a number of steps."""
+        chosen = longest[: of_each_device * devices]
+        work = np.minimum(steps, most_steps[chosen]) / np.maximum(training.num_steps(cohort.sizes[chosen]), 1)
+        return dataclasses.replace(
+            cohort, clients=cohort.clients[chosen], work=work, slots=cohort.slots, attack=None, attackers=None
+        )
+
+    loops = [[jax.tree.map(_zeros, (loop.constants, loop.state)) for loop in call.loops] for call in calls]
+    state = steps.with_memory((jnp.float32(0), loops), cohort.data)
+
+    def seconds(of: Cohort) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(steps.execution.run_one(steps, state, of))
+        return time.perf_counter() - began
+
+    one, started = part(1, 1), part(1, 0)
+    seconds(one)  # compiles
+    rough = max(1e-6, min(seconds(one) for _ in range(3)) - min(seconds(started) for _ in range(3)))
+    each = int(np.clip(_SECONDS_OF_STEPS / rough, 1, most_steps.max(initial=1)))
+    several = int(np.clip(_SECONDS_OF_STEPS / rough / each, 1, max(1, len(cohort) // devices)))
+    parts = [started, part(several, 0), part(1, each), part(several, each)]
+    # The shortest of several times, taken in turns, because other work on the machine only adds time.
+    least, repeats, began = np.full(len(parts), np.inf), 0, time.perf_counter()
+    while repeats < _LEAST_REPEATS or time.perf_counter() - began < _SECONDS:
+        least = np.minimum(least, [seconds(of) for of in parts])
+        repeats += 1
+
+    client = max(0.0, least[1] - least[0]) / max(1, several - 1)
+    taken = [num_steps(limited, of).sum() / devices for of in parts[2:]]
+    alone, together = (max(0.0, time) / max(1e-9, count) for time, count in zip(least[2:] - least[:2], taken, strict=True))
+    own = num_steps(calls, cohort)
+    return float(
+        least[0] - client + client * len(cohort) / devices + max(alone * own.max(initial=0), together * own.sum() / devices)
+    )
+
+
+def _sum(values: Any) -> jax.Array:
+    """Returns a number that depends on all numbers of a pytree, ``float32 []``."""
+    leaves = [x for x in jax.tree.leaves(values) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return sum((jnp.sum(x).astype(jnp.float32) for x in leaves), jnp.float32(0))
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jax.random.split(rng.root(0), shape.shape) if shape.shape else rng.root(0)
+    return jnp.zeros(shape.shape, shape.dtype)
