@@ -31,6 +31,7 @@ _COMMANDS = """\
 usage: fedsim COMMAND ...
 
   run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options
+  plan [OPTIONS]     print what a round of such a run costs (messages, computation, memory, time), without running one
   resume FOLDER      continue a run that was stopped
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_warning, warnings.showwarning = warnings.showwarning, _warning_printer()
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
+        "plan": _plan,
         "resume": _resume,
         "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in models_without_arguments()),
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if command not in commands:
             raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
-        if command in ("run", "resume", "reproduce"):
+        if command in ("run", "plan", "resume", "reproduce"):
             _keep_compiled_programs()
         return commands[command](rest)
     except KeyboardInterrupt:
@@ -119,6 +121,29 @@ def _where(error: BaseException) -> str:
 
 
 def _run(arguments: list[str]) -> int:
+    about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
+    config, settings = _configured(arguments, "fedsim run", about)
+    if settings.folder is None:
+        parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
+        name = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
+        settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
+    return _train(config, settings)
+
+
+def _plan(arguments: list[str]) -> int:
+    about = "Print what a round of the run with these options costs, without running a round or writing a file."
+    config, settings = _configured(arguments, "fedsim plan", about)
+    algorithm, sampler, _ = _built(config, settings)
+    plan = fedsim.plan(algorithm, sampler.cohort(0))
+    print(plan)
+    if plan.seconds is not None:
+        hours, seconds = divmod(plan.seconds * config.rounds, 3600)
+        total = f"{seconds:.0f} s" if not hours else f"{hours:.0f} h {seconds / 60:.0f} min"
+        print(f"{config.rounds:,} rounds: about {total}, without compilation, evaluation and checkpoints")
+    return 0
+
+
+def _configured(arguments: list[str], program: str, about: str) -> tuple[RunConfig, Settings]:
     """Parses the options in two steps: dataset, model, algorithm and ``--from`` determine the other options and defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
@@ -157,12 +182,8 @@ def _run(arguments: list[str]) -> int:
         if base
         else f"Source of the defaults for {dataset} with {algorithm}: {defaults.source}."
     )
-    config, settings = _parse(arguments, cls, {**values, "dataset": dataset, "algorithm": algorithm}, previous, source)
-    if settings.folder is None:
-        parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
-        name = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
-        settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    return _train(config, settings)
+    values |= {"dataset": dataset, "algorithm": algorithm}
+    return _parse(arguments, cls, values, previous, program, f"{about} {source}")
 
 
 def _resume(arguments: list[str]) -> int:
@@ -179,12 +200,16 @@ def _resume(arguments: list[str]) -> int:
     return _train(config, Settings(**chosen, folder=folder))
 
 
-def _train(config: RunConfig, settings: Settings) -> int:
+def _built(config: RunConfig, settings: Settings) -> experiment.Experiment:
     with warnings.catch_warnings():
         # If JAX has started already, the caller has chosen its devices.
         warnings.simplefilter("ignore", UserWarning)
         fedsim.use_all_cores(settings.devices)
-    algorithm, sampler, test_data = experiment.build(config, settings)
+    return experiment.build(config, settings)
+
+
+def _train(config: RunConfig, settings: Settings) -> int:
+    algorithm, sampler, test_data = _built(config, settings)
     result = experiment.run(
         algorithm,
         sampler,
@@ -209,8 +234,9 @@ def _keep_compiled_programs() -> None:
 
 
 def _parse(
-    arguments: list[str], cls: type[fedsim.Algorithm], defaults: Mapping[str, Any], previous: Mapping[str, Any], source: str
-) -> tuple[RunConfig, Settings]:
+    arguments: list[str], cls: type[fedsim.Algorithm], defaults: Mapping[str, Any], previous: Mapping[str, Any], program: str,
+    about: str,
+) -> tuple[RunConfig, Settings]:  # fmt: skip
     fields = {field.name for field in dataclasses.fields(cls)}
     leave_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
     if "client_optimizer" not in fields:
@@ -231,8 +257,7 @@ def _parse(
         "see --trust.",
     )
     options = {"from": origin, "trust": _TRUST} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
-    about = f"Train, evaluate, and write metrics, checkpoints and a picture to a run folder. {source}"
-    chosen = _tyro(options, arguments, "fedsim run", about)
+    chosen = _tyro(options, arguments, program, about)
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
     for name in ("dataset", "algorithm", "model"):
         if general.get(name):
