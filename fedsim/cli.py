@@ -26,6 +26,7 @@ from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
 from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
+from fedsim.planning._plan import duration
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
@@ -137,8 +138,7 @@ def _plan(arguments: list[str]) -> int:
     plan = fedsim.plan(algorithm, sampler.cohort(0))
     print(plan)
     if plan.seconds is not None:
-        hours, seconds = divmod(plan.seconds * config.rounds, 3600)
-        total = f"{seconds:.0f} s" if not hours else f"{hours:.0f} h {seconds / 60:.0f} min"
+        total = duration(plan.seconds * config.rounds)
         print(f"{config.rounds:,} rounds: about {total}, without compilation, evaluation and checkpoints")
     return 0
 

@@ -27,7 +27,16 @@ _QUICK = {
     "test_reproductions",
     "test_examples",
 }
-_QUICK |= {"test_notebooks", "test_readme", "test_cli", "test_client_memory", "test_identity", "test_loop", "test_personal"}
+_QUICK |= {
+    "test_notebooks",
+    "test_readme",
+    "test_cli",
+    "test_client_memory",
+    "test_identity",
+    "test_loop",
+    "test_personal",
+    "test_plan",
+}
 if not _OLDEST:  # With this version, all other tests use the options of users.
     _QUICK = {"algorithms"}
 

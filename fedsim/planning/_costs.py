@@ -22,11 +22,12 @@ from fedsim.execution._execution import check_cohorts
 from fedsim.execution._memory import placed
 from fedsim.execution._placement import is_resident, memory_limit
 from fedsim.execution._plan import rounded_slots
-from fedsim.execution._state import parts_of
+from fedsim.execution._state import FederatedState, parts_of
 from fedsim.planning._collectives import collectives_of
 from fedsim.planning._plan import Plan
 from fedsim.planning._recorded import RecordedCall, record
 from fedsim.planning._timing import seconds_of_round
+from fedsim.samplers._checked import check_is_cohort
 
 _MANY = 4  # memory is determined for a second cohort that is this many times as large
 
@@ -52,7 +53,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
       measure: whether to measure and to estimate the time.
 
     Raises:
-      ValueError: the algorithm cannot run on these clients.
+      ValueError: an argument is of another type, or the algorithm cannot run on these clients.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits").train
@@ -63,6 +64,8 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     >>> costs.parameters, costs.bytes_up, costs.collectives_in_loops, costs.largest_cohort
     (650, 2600.0, {}, 100)
     """
+    checks.instance(Algorithm, "fedsim.algorithms.FedAvg(...)", algorithm=algorithm)
+    check_is_cohort(cohort, "fedsim.plan got")
     checks.truth(measure=measure)
     state = jax.eval_shape(algorithm.init, rng.root(0))
     execution = algorithm.execution
@@ -148,7 +151,7 @@ def _computation(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Co
     for loop in (loop for call in calls for loop in call.loops):
         own = int(loop.num_steps(cohort, algorithm.batches).sum())
         steps, flops = steps + own, flops + own * loop.flops
-    clients = max(1, np.count_nonzero(cohort.num_steps(algorithm.batches)))
+    clients = max(1, int(np.count_nonzero(cohort.num_steps(algorithm.batches))))
     return {
         "steps_per_round": steps,
         "steps_per_client": steps / clients,
@@ -160,37 +163,39 @@ def _computation(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Co
 def _compiled(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) -> dict[str, Any]:
     """Returns what compiled programs show: memory, collectives, and the largest cohort that fits."""
     population, clients, device = cohort.data.num_clients, max(1, len(cohort)), mesh.devices.flat[0]
-    state = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), cohort.data)
-    rows = parts_of(state).clients
-    if rows != () and device in jax.local_devices():
-        rows = parts_of(placed(state, mesh, execution.memory)).clients
-    are_gathered = isinstance(rows, ClientRows) and device in jax.local_devices()
-    other = min(_MANY * clients, population) if clients < population else -(-clients // _MANY)
-    sizes, programs = [clients, other], []
-    needed = []
-    for size in sizes:
-        of = _stand_in(cohort, size, size if are_gathered else population)
-        compiled = execution.lower(algorithm, of).compile()
-        memory = compiled.memory_analysis()
-        in_program = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-        in_program -= memory.alias_size_in_bytes
-        if is_resident(cohort.data, mesh, execution.memory):
-            examples = cohort.data.nbytes
-        else:  # The examples of two dispatches, divided among the devices.
-            examples = 2 * of.data.nbytes // mesh.size
-        needed.append(in_program - of.data.nbytes + examples)
-        programs.append(compiled)
-    free = memory_limit(device)
-    if device.platform == "cpu":
-        free = psutil.virtual_memory().available // mesh.size
-    outside, inside = collectives_of(programs[0].as_text())
+    are_gathered = _are_gathered(algorithm, execution, cohort, mesh)
+    are_resident = is_resident(cohort.data, mesh, execution.memory)
+    another = min(_MANY * clients, population) if clients < population else -(-clients // _MANY)
+    texts, needed = [], []
+    for size in (clients, another):
+        stand_in = _stand_in(cohort, size, size if are_gathered else population)
+        compiled = execution.lower(algorithm, stand_in).compile()
+        texts.append(compiled.as_text() or "")
+        memory: Any = compiled.memory_analysis()
+        own = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+        # Streamed examples are divided among the devices, and those of two dispatches are there at a time.
+        examples = cohort.data.nbytes if are_resident else 2 * stand_in.data.nbytes // mesh.size
+        needed.append(own - memory.alias_size_in_bytes - stand_in.data.nbytes + examples)
+    is_cpu = device.platform == "cpu"
+    free = psutil.virtual_memory().available // mesh.size if is_cpu else memory_limit(device)
+    outside, inside = collectives_of(texts[0])
     return {
         "bytes_per_device": needed[0],
         "free_bytes_per_device": free,
         "collectives": outside,
         "collectives_in_loops": inside,
-        "largest_cohort": _largest(population, [rounded_slots(size) for size in sizes], needed, free),
+        "largest_cohort": _largest(population, (rounded_slots(clients), rounded_slots(another)), needed, free),
     }
+
+
+def _are_gathered(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) -> bool:
+    """Returns whether a device has only the memories of the cohort's clients, and not those of the whole population."""
+    state = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), cohort.data)
+    # Nothing can be placed on devices that are only descriptions.
+    if parts_of(state).clients == () or mesh.devices.flat[0] not in jax.local_devices():
+        return False
+    only_clients = FederatedState((), parts_of(state).clients)
+    return isinstance(placed(only_clients, mesh, execution.memory).clients, ClientRows)
 
 
 def _stand_in(cohort: Cohort, clients: int, population: int) -> Cohort:

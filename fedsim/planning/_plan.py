@@ -41,8 +41,9 @@ class Plan:
       largest_cohort: the largest number of clients whose round fits the memory, at most ``population``.
       seconds: estimated time of a round, without compilation and evaluation.
 
-    >>> Plan(algorithm="FedAvg", platform="cpu", devices=1, population=100, clients=10, parameters=650, bytes_up=2600.0).bytes_up
-    2600.0
+    >>> plan = Plan(algorithm="FedAvg", platform="cpu", devices=1, population=100, clients=10, parameters=650, bytes_up=2600)
+    >>> plan.bytes_up, plan.seconds
+    (2600, None)
     """
 
     algorithm: str
@@ -89,7 +90,7 @@ class Plan:
             "memory": self._memory(),
             "collectives": self._collectives(),
             "largest cohort": self._largest_cohort(),
-            "time": "unknown" if self.seconds is None else f"about {_in_units(self.seconds, _SECONDS)} per round",
+            "time": "unknown" if self.seconds is None else f"about {duration(self.seconds)} per round",
         }
         title = f"{self.algorithm} with {self.clients:,} of {self.population:,} clients per round, on {devices}"
         width = max(map(len, rows)) + 2
@@ -108,10 +109,8 @@ class Plan:
     def _memory(self) -> str:
         if self.bytes_per_device is None or self.free_bytes_per_device is None:
             return "unknown"
-        free = "free for each" if self.platform == "cpu" else "in each"
-        return (
-            f"{_in_units(self.bytes_per_device, _BYTES)} per device, with {_in_units(self.free_bytes_per_device, _BYTES)} {free}"
-        )
+        needed, free = (_in_units(size, _BYTES) for size in (self.bytes_per_device, self.free_bytes_per_device))
+        return f"{needed} per device, with {free} {'free for each' if self.platform == 'cpu' else 'in each'}"
 
     def _collectives(self) -> str:
         if self.collectives is None or self.collectives_in_loops is None:
@@ -130,14 +129,23 @@ class Plan:
 
 _BYTES = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1: "bytes"}
 _FLOPS = {1e12: "TFLOP", 1e9: "GFLOP", 1e6: "MFLOP", 1e3: "kFLOP", 1: "FLOP"}
-_SECONDS = {1: "s", 1e-3: "ms", 1e-6: "µs"}
+_SECONDS = {3600: "h", 60: "min", 1: "s", 1e-3: "ms", 1e-6: "µs"}
+
+
+def duration(seconds: float) -> str:
+    """Writes a time with three digits, in a unit that fits.
+
+    >>> duration(0.0031), duration(90), duration(7200)
+    ('3.1 ms', '1.5 min', '2 h')
+    """
+    return _in_units(seconds, _SECONDS)
 
 
 def _in_units(value: float, units: Mapping[float, str]) -> str:
     """Writes a value with three digits in the largest unit that is not larger.
 
-    >>> _in_units(19_240, _BYTES), _in_units(0.0031, _SECONDS), _in_units(0, _FLOPS)
-    ('19.2 kB', '3.1 ms', '0 FLOP')
+    >>> _in_units(19_240, _BYTES), _in_units(0, _FLOPS)
+    ('19.2 kB', '0 FLOP')
     """
     unit = next((size for size in units if value >= size), min(units))
     shown = value / unit

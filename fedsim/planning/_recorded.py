@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, jaxprs_in_params
 
-from fedsim import tree
 from fedsim.algorithm import Algorithm
 from fedsim.data import Batch, Batches, Cohort
 from fedsim.execution import Client
@@ -81,8 +80,12 @@ def record(algorithm: Algorithm, state: State, cohort: Cohort) -> list[RecordedC
       cohort: the clients of the round.
     """
     seen: list[tuple[Any, Any, list[Loop]]] = []
-    traced = copy.copy(algorithm)
-    object.__setattr__(traced, "round", lambda state, clients: algorithm.round(state, _RecordedClients(algorithm, clients, seen)))
+    traced: Any = copy.copy(algorithm)
+
+    def round(state: State, clients: Any) -> tuple[State, Any]:
+        return algorithm.round(state, _RecordedClients(algorithm, clients, seen))  # type: ignore[arg-type]
+
+    object.__setattr__(traced, "round", round)
     shapes = outline(traced, {}, state, cohort.data).calls
     return [
         RecordedCall(shape, shared, downlink, tuple(loops))
@@ -153,7 +156,8 @@ def _counted_once(jaxpr: Jaxpr) -> float:
     def run(constants: list[Any], inputs: list[Any]) -> Any:
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs)
 
-    shapes = ([jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in of] for of in (jaxpr.constvars, jaxpr.invars))
+    variables: list[list[Any]] = [jaxpr.constvars, jaxpr.invars]
+    shapes = ([jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in of] for of in variables)
     costs: Any = jax.jit(run).lower(*shapes).cost_analysis()
     return float((costs or {}).get("flops", 0.0))
 

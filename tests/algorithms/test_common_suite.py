@@ -152,6 +152,16 @@ def test_execution_never_changes_the_answer(name):
     federation.assert_trees_close(infos, reference(name)[1])
 
 
+def test_a_plan_knows_the_messages_of_a_round(name):
+    plan = fedsim.plan(make(name, execution=fedsim.Debug()), federation.cohort(), measure=False)
+    clients = reference(name)[1][0].clients
+    took_part = clients["num_steps"] > 0
+    assert plan.down_is_exact and (clients["bits_down"] == np.where(took_part, 8 * plan.bytes_down, 0)).all()
+    assert plan.up_is_exact == (name != "dssgd")  # which reports the size of what it selected
+    assert not plan.up_is_exact or (clients["bits_up"] == np.where(took_part, 8 * plan.bytes_up, 0)).all()
+    assert plan.steps_per_round >= clients["num_steps"].sum() and plan.flops_per_round > 0
+
+
 def test_debug_gives_the_same_result_as_compiled_execution(name):
     """`Debug` runs each operation separately, which is slow: this uses three of the eight clients, one without examples."""
     population = federation.data()
