@@ -44,7 +44,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
       clients' memories where the execution places them.
     - Collectives: those in the text of the compiled program.
     - Time: a few clients of the cohort take a few steps of the recorded loops, for about a second. Their results are not used.
-      The time of the server's update, and of writing the clients' memories, is not included.
+      The time of the server's update is not included.
 
     Args:
       algorithm: the algorithm to run, with its execution. Its devices may be descriptions, see
@@ -82,19 +82,19 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     if type(algorithm).apply is not Algorithm.apply:
         return known
     check_cohorts(algorithm, [cohort])
-    calls = record(algorithm, state, cohort)
+    calls, memory = record(algorithm, state, cohort)
     fields = _messages(calls, cohort.num_steps(algorithm.batches) > 0) | _computation(algorithm, calls, cohort)
     if isinstance(execution, Jit):
         fields |= _compiled(algorithm, execution, cohort, mesh)
     if measure:
-        fields["seconds"] = seconds_of_round(algorithm, calls, cohort, mesh.size)
+        fields["seconds"] = seconds_of_round(algorithm, calls, memory, cohort, mesh.size)
     return dataclasses.replace(known, **fields)
 
 
 def _messages(calls: Sequence[RecordedCall], takes_part: np.ndarray) -> dict[str, Any]:
     """Returns the sizes of messages, in total over the calls of a round whose updates are aggregated."""
     sizes = [(_bits_up(call), _bits_down(call)) for call in calls if call.shape.aggregator is not None]
-    fields: dict[str, Any] = {"aggregations": len(calls)}
+    fields: dict[str, Any] = {"passes": len(calls)}
     for number, name in enumerate(("up", "down")):
         each = sum(size[number][0] for size in sizes) / 8
         fields |= {f"bytes_{name}": each, f"bytes_{name}_per_round": each * int(takes_part.sum())}

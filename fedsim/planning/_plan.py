@@ -36,8 +36,8 @@ class Plan:
       free_bytes_per_device: memory of a device; on a CPU, a device's share of the free memory.
       collectives: for every kind of collective operation between devices, the number in a round outside of loops.
       collectives_in_loops: the same for collectives inside loops, where each is counted once.
-      aggregations: the number of times that a round aggregates or maps its clients. On several devices, each of them takes one
-        all-reduce, unless the aggregator itself exchanges more.
+      passes: the number of times that a round aggregates or maps its clients. On several devices, an all-reduce follows each of
+        them: one if everything that is exchanged has the same dtype and the aggregator is a mean.
       largest_cohort: the largest number of clients whose round fits the memory, at most ``population``.
       seconds: estimated time of a round, without compilation and evaluation.
 
@@ -66,7 +66,7 @@ class Plan:
     free_bytes_per_device: int | None = None
     collectives: Mapping[str, int] | None = None
     collectives_in_loops: Mapping[str, int] | None = None
-    aggregations: int | None = None
+    passes: int | None = None
     largest_cohort: int | None = None
     seconds: float | None = None
 
@@ -116,7 +116,7 @@ class Plan:
         if self.collectives is None or self.collectives_in_loops is None:
             return "unknown"
         if self.devices == 1:
-            return f"none on one device; all-reduces on several: {self.aggregations} per round"
+            return f"none on one device; on several, an exchange after each pass over the clients: {self.passes} per round"
         return f"{_counted(self.collectives)} per round outside of loops, {_counted(self.collectives_in_loops)} in loops"
 
     def _largest_cohort(self) -> str:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 from fedsim.algorithm import Algorithm
 from fedsim.data import Batch, Batches, Cohort
@@ -71,13 +72,16 @@ class RecordedCall(NamedTuple):
     loops: tuple[Loop, ...]
 
 
-def record(algorithm: Algorithm, state: State, cohort: Cohort) -> list[RecordedCall]:
-    """Traces a round of an algorithm with shapes instead of arrays, and returns its calls in order.
+def record(algorithm: Algorithm, state: State, cohort: Cohort) -> tuple[list[RecordedCall], Any]:
+    """Traces a round of an algorithm with shapes instead of arrays.
 
     Args:
       algorithm: whose rounds run.
       state: the shapes of a server's state.
       cohort: the clients of the round.
+
+    Returns:
+      The calls of the round in order, and the shapes of ``client.memory``, () if there is none.
     """
     seen: list[tuple[Any, Any, list[Loop]]] = []
     traced: Any = copy.copy(algorithm)
@@ -86,11 +90,12 @@ def record(algorithm: Algorithm, state: State, cohort: Cohort) -> list[RecordedC
         return algorithm.round(state, _RecordedClients(algorithm, clients, seen))  # type: ignore[arg-type]
 
     object.__setattr__(traced, "round", round)
-    shapes = outline(traced, {}, state, cohort.data).calls
-    return [
+    known = outline(traced, {}, state, cohort.data)
+    calls = [
         RecordedCall(shape, shared, downlink, tuple(loops))
-        for shape, (shared, downlink, loops) in zip(shapes, seen, strict=True)
+        for shape, (shared, downlink, loops) in zip(known.calls, seen, strict=True)
     ]
+    return calls, known.row[0] if known.row != () else ()
 
 
 class _RecordedClients:
@@ -143,13 +148,15 @@ class _RecordedClient(Client):
 def flops_of(jaxpr: Jaxpr) -> float:
     """Returns XLA's count of floating-point operations, with the body of every `jax.lax.scan` counted for all of its steps.
 
-    XLA counts the body of a loop once. The body of a loop of unknown length is counted once here, too.
+    XLA counts the body of a loop once. The body of a loop of unknown length is counted once here, too. What the results do not
+    depend on does not count, because XLA removes it.
 
     >>> def steps(x): return jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
     >>> 10 * 2 * 8**3 <= flops_of(jax.make_jaxpr(steps)(jnp.ones([8, 8])).jaxpr) < 10 * 2 * 8**3 + 100
     True
     """
-    return _counted_once(jaxpr) + _in_further_steps(jaxpr)
+    needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return _counted_once(needed) + _in_further_steps(needed)
 
 
 def _counted_once(jaxpr: Jaxpr) -> float:

@@ -32,6 +32,10 @@ class _Steps(Algorithm):
     """
 
     calls: Sequence[RecordedCall]
+    memory: Any
+
+    def client_memory(self, shared: Any) -> Any:
+        return jax.tree.map(_zeros, self.memory)
 
     def round(self, state: Any, clients: Clients) -> tuple[Any, Any]:
         total, loops = state
@@ -53,13 +57,12 @@ class _Steps(Algorithm):
         return _sum(ends)
 
     def _update(self, call: RecordedCall, shared: Any, client: Client) -> ClientUpdate:
-        number = jnp.tanh(self._run(call, shared, client))
-        return ClientUpdate(
-            jax.tree.map(lambda x: jnp.broadcast_to(number, x.shape).astype(x.dtype), call.shape.update), jnp.float32(1)
-        )
+        number = jnp.tanh(self._run(call, shared, client) + _sum(client.memory))
+        filled = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(number, x.shape).astype(x.dtype))
+        return ClientUpdate(filled(call.shape.update), jnp.float32(1), memory=filled(self.memory))
 
 
-def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Cohort, devices: int) -> float:
+def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], memory: Any, cohort: Cohort, devices: int) -> float:
     """Estimates the time of a round.
 
     A few of the cohort's clients take a few steps each, or none, with the algorithm's execution. The times of a step, of a
@@ -69,6 +72,7 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort
     Args:
       algorithm: whose rounds run.
       calls: the calls of its round.
+      memory: the shapes of what a client keeps, () if nothing.
       cohort: the clients.
       devices: the number of devices of the execution.
     """
@@ -76,7 +80,9 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort
     limited = [
         call._replace(loops=tuple(dataclasses.replace(loop, purpose=None) for loop in call.loops)) for call in calls
     ]  # Only loops for training can be stopped early.
-    steps = _Steps(batches=training, aggregator=algorithm.aggregator, execution=algorithm.execution, calls=limited)
+    steps = _Steps(
+        batches=training, aggregator=algorithm.aggregator, execution=algorithm.execution, calls=limited, memory=memory
+    )
     flops = np.array([max(1.0, loop.flops) for call in calls for loop in call.loops])
     shares = flops / flops.sum()
 

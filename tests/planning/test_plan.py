@@ -40,7 +40,7 @@ def test_fedavg_has_one_all_reduce_per_round_and_none_inside_local_steps():
 @pytest.mark.slow
 def test_one_device_has_no_collectives_and_the_plan_says_what_several_would_have():
     plan = fedsim.plan(fedavg(fedsim.algorithms.Mime), federation.cohort(), measure=False)
-    assert (plan.collectives, plan.collectives_in_loops, plan.aggregations) == ({}, {}, 2)
+    assert (plan.collectives, plan.collectives_in_loops, plan.passes) == ({}, {}, 2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -95,6 +95,18 @@ def test_computation_of_a_linear_model_is_that_of_its_matrix_products():
     products = 18 * 2 * 2 * size * inputs * classes  # 18 steps of a product for the outputs and one for the gradient
     assert products < plan.flops_per_round < 1.3 * products and plan.flops_per_client == plan.flops_per_round / 2
     assert plan.parameters == inputs * classes + classes
+
+
+@pytest.mark.slow
+def test_computation_of_an_lstm_counts_every_step_in_time():
+    model, size, length = fedsim.models.shakespeare_lstm(), 4, 80
+    columns = {name: np.zeros_like(column) for name, column in model.dummy_examples(8).items()}
+    assert columns["x"].shape == (8, length)
+    cohort = fedsim.Cohort.of(fedsim.FederatedData.from_arrays(columns, sizes=[8]), ["0"])
+    plan = fedsim.plan(fedavg(model=model, batches=fedsim.Batches(size=size), execution=fedsim.Debug()), cohort, measure=False)
+    weights = [x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))) if x.ndim == 2]
+    # Two operations per weight and character for the outputs, and four for the gradients.
+    assert 1 < plan.flops_per_round / plan.steps_per_round / (6 * size * length * sum(weights)) < 1.1
 
 
 @pytest.mark.slow

@@ -24,11 +24,11 @@ def test_the_estimated_time_is_within_a_factor_of_two_of_a_round(name):
     )
     cohort = fedsim.UniformSampler(data, clients=10, seed=0).cohort(0)
     state = algorithm.init(jax.random.key(0))
-    calls = record(algorithm, jax.eval_shape(algorithm.init, jax.random.key(0)), cohort)
+    calls, memory = record(algorithm, jax.eval_shape(algorithm.init, jax.random.key(0)), cohort)
     jax.block_until_ready(algorithm.apply(state, cohort))  # compiles
     estimated, real = [], []
     for _ in range(3):
-        estimated.append(seconds_of_round(algorithm, calls, cohort, devices=2))
+        estimated.append(seconds_of_round(algorithm, calls, memory, cohort, devices=2))
         for _ in range(5):
             began = time.perf_counter()
             jax.block_until_ready(algorithm.apply(state, cohort))
