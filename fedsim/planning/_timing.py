@@ -116,19 +116,26 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], memory
     rough = max(1e-6, min(seconds(one) for _ in range(3)) - min(seconds(started) for _ in range(3)))
     each = int(np.clip(_SECONDS_OF_STEPS / rough, 1, most_steps.max(initial=1)))
     several = int(np.clip(_SECONDS_OF_STEPS / rough / each, 1, max(1, len(cohort) // devices)))
-    parts = [started, part(several, 0), part(1, each), part(several, each)]
+    # With one client on each device, two of these are the same and are measured once.
+    counts = [(1, 0), (several, 0), (1, each), (several, each)]
+    parts = {count: part(*count) for count in counts}
     # The shortest of several times, taken in turns, because other work on the machine only adds time.
-    least, repeats, began = np.full(len(parts), np.inf), 0, time.perf_counter()
+    least, repeats, began = dict.fromkeys(parts, np.inf), 0, time.perf_counter()
     while repeats < _LEAST_REPEATS or time.perf_counter() - began < _SECONDS:
-        least = np.minimum(least, [seconds(of) for of in parts])
+        least = {count: min(least[count], seconds(of)) for count, of in parts.items()}
         repeats += 1
 
-    client = max(0.0, least[1] - least[0]) / max(1, several - 1)
-    taken = [num_steps(limited, of).sum() / devices for of in parts[2:]]
-    alone, together = (max(0.0, time) / max(1e-9, count) for time, count in zip(least[2:] - least[:2], taken, strict=True))
+    no_steps = least[1, 0]
+    client = max(0.0, least[several, 0] - no_steps) / max(1, several - 1)
+
+    def seconds_of_step(clients_of_each: int) -> float:
+        taken = num_steps(limited, parts[clients_of_each, each]).sum() / devices
+        return max(0.0, least[clients_of_each, each] - least[clients_of_each, 0]) / max(1e-9, taken)
+
+    alone, together = seconds_of_step(1), seconds_of_step(several)
     own = num_steps(calls, cohort)
     return float(
-        least[0] - client + client * len(cohort) / devices + max(alone * own.max(initial=0), together * own.sum() / devices)
+        no_steps - client + client * len(cohort) / devices + max(alone * own.max(initial=0), together * own.sum() / devices)
     )
 
 
