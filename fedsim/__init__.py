@@ -42,6 +42,7 @@ from fedsim.execution import Jit as Jit
 from fedsim.execution import Pmap as Pmap
 from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import use_all_cores as use_all_cores
+from fedsim.experiment import population as population
 from fedsim.model import Model as Model
 from fedsim.planning import Plan as Plan
 from fedsim.planning import plan as plan

@@ -1,0 +1,289 @@
+"""`fedsim.population`: many settings and seeds in one program give the results of separate runs."""
+
+import dataclasses
+import warnings
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from counting import Counting
+
+import fedsim
+from fedsim import algorithms
+from fedsim.execution import _members
+
+DATA = federation.data()
+MODEL = federation.model()
+RATES = [0.05, 0.3, 1.0]
+WAYS = ["devices", "vmap", "sequential"]
+
+
+def sampler(seed):
+    return fedsim.UniformSampler(DATA, clients=4, seed=seed)
+
+
+def fedprox(rate, mu=0.1, **options):
+    settings = dict(model=MODEL, client_optimizer=optax.sgd(rate, momentum=0.9), batches=fedsim.Batches(size=4))
+    return algorithms.FedProx(**(settings | options), mu=mu)
+
+
+def separate(algorithm, own_sampler, rounds):
+    """Runs one member as a user does without `fedsim.population`."""
+    state = algorithm.init(fedsim.rng.stream(own_sampler.key, "init"))
+    infos = []
+    for round in range(rounds):
+        state, info = algorithm.apply(state, own_sampler.cohort(round))
+        infos.append(jax.device_get(info))
+    return federation.plain(state), infos
+
+
+def assert_equals_separate_runs(result, make, own_sampler=sampler):
+    rounds = len(result.infos.num_clients[0, 0])
+    for i, setting in enumerate(result.settings):
+        for j, seed in enumerate(result.seeds):
+            state, infos = separate(make(**setting), own_sampler(seed), rounds)
+            federation.assert_trees_close(federation.plain(result.state_of(i, j)), state)
+            for r, info in enumerate(infos):
+                federation.assert_trees_close(jax.tree.map(lambda x, i=i, j=j, r=r: x[i, j, r, ...], result.infos), info)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_members_equal_separate_runs(how):
+    """Cohorts and initial states differ between seeds; the last dispatch and the last turn of the devices are not full."""
+    result = fedsim.population(
+        fedprox, {"rate": RATES, "mu": [0.1]}, [3, 0, 8], sampler=sampler, rounds=35, how=how, progress=False
+    )
+    assert result.how == how and result.seeds == (3, 0, 8)
+    assert_equals_separate_runs(result, fedprox)
+
+
+def programs_compiled(caplog, make, **options):
+    """Returns the names of the programs that are compiled, one for each compilation."""
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        caplog.clear()
+        fedsim.population(make, sampler=sampler, rounds=3, progress=False, test_data=DATA, **options)
+    messages = [record.getMessage() for record in caplog.records]
+    return [text.split()[1] for text in messages if text.startswith("Compiling ")]
+
+
+@pytest.mark.parametrize(("how", "name"), [("devices", "together"), ("vmap", "together"), ("sequential", "_rounds")])
+def test_all_rates_share_one_compilation_even_if_each_setting_has_a_new_model(how, name, caplog):
+    def make(rate, mu):
+        return fedprox(rate, mu, model=federation.model())
+
+    names = programs_compiled(caplog, make, settings={"rate": RATES, "mu": [0.0, 1.0]}, seeds=2, how=how)
+    assert sum(name in compiled for compiled in names) == 1
+    assert sum("sums" in compiled for compiled in names) == 1  # the evaluation
+
+
+def test_evaluation_is_that_of_separate_runs():
+    def make(rate):
+        return fedprox(rate, model=federation.model())
+
+    result = fedsim.population(make, {"rate": RATES}, 2, sampler=sampler, rounds=3, test_data=DATA, progress=False)
+    for i, rate in enumerate(RATES):
+        for j in range(2):
+            expected = fedsim.evaluate(MODEL, separate(make(rate), sampler(j), 3)[0].params, DATA)
+            np.testing.assert_allclose(result.evaluation["test_loss"][i, j], expected.overall["loss"], rtol=1e-5)
+            assert result.evaluation["test_accuracy"][i, j] == pytest.approx(expected.overall["accuracy"])
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [(algorithms.SCAFFOLD, {}), (Counting, {"refuse": -1.0})],
+    ids=["SCAFFOLD", "two loops and integer memory"],
+)
+def test_memories_of_clients_belong_to_a_member(cls, settings, how):
+    def make(scale):
+        if cls is Counting:
+            return Counting(batches=fedsim.Batches(size=4, epochs=2), refuse=scale)
+        return cls(model=MODEL, client_optimizer=optax.sgd(scale), batches=fedsim.Batches(size=4), **settings)
+
+    values = [-1.0, 3.0] if cls is Counting else [0.1, 0.2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # `Counting` sends a NaN for one client.
+        result = fedsim.population(make, {"scale": values}, 2, sampler=sampler, rounds=4, how=how, progress=False)
+        assert_equals_separate_runs(result, make)
+
+
+@pytest.mark.parametrize("how", ["devices", "vmap"])
+def test_numbers_of_aggregators_and_schedules_are_arguments(how, caplog):
+    def make(rate, decay, clip):
+        return fedprox(
+            rate,
+            client_optimizer=lambda round: optax.sgd(rate * decay**round),
+            aggregator=fedsim.aggregators.Clipped(clip),
+        )
+
+    settings = [{"rate": 0.1, "decay": 0.5, "clip": 0.1}, {"rate": 0.5, "decay": 0.9, "clip": 3}]
+    names = programs_compiled(caplog, make, settings=settings, seeds=1, how=how)
+    assert sum("together" in name for name in names) == 1
+    result = fedsim.population(make, settings, 1, sampler=sampler, rounds=3, how=how, progress=False)
+    assert_equals_separate_runs(result, make)
+
+
+def test_samplers_with_attackers_stragglers_and_varying_cohorts():
+    def own_sampler(seed):
+        poisson = fedsim.samplers.PoissonSampler(DATA, probability=0.4, seed=seed)
+        stragglers = fedsim.samplers.Stragglers(poisson, fraction=0.5, epochs=4)
+        return fedsim.samplers.Attacked(stragglers, fedsim.attacks.SignFlip(), fraction=0.4, seed=seed)
+
+    for how in WAYS:
+        result = fedsim.population(
+            fedprox, {"rate": [0.1, 0.2]}, 2, sampler=own_sampler, rounds=4, how=how, progress=False
+        )
+        assert_equals_separate_runs(result, fedprox, own_sampler)
+
+
+def test_integers_and_strings_are_constants_of_a_program_each(caplog):
+    def make(rate, size, weighting):
+        return fedprox(rate, batches=fedsim.Batches(size=size), weighting=weighting)
+
+    settings = {"rate": [0.1, 0.2], "size": [2, 4], "weighting": ["examples", "uniform"]}
+    result = fedsim.population(make, settings, 1, sampler=sampler, rounds=2, progress=False)
+    assert_equals_separate_runs(result, make)
+    names = programs_compiled(caplog, make, settings=settings, seeds=1, how="devices")
+    assert sum("together" in name for name in names) == 4 or not names  # JAX may have kept the programs of the first call
+
+
+def test_code_that_needs_values_runs_sequentially_with_a_warning():
+    def make(rate):
+        return fedprox(rate if rate > 0.1 else 2 * rate)
+
+    with pytest.warns(UserWarning, match=r"how='sequential'.*needs the values of numbers \(rate\)"):
+        result = fedsim.population(make, {"rate": [0.1, 0.3]}, 1, sampler=sampler, rounds=2, progress=False)
+    assert result.how == "sequential"
+    assert_equals_separate_runs(result, make)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Loop(fedsim.Algorithm):
+    """An algorithm in plain Python: the sum of all examples, times a number."""
+
+    scale: float
+
+    def init(self, key):
+        return np.zeros(())
+
+    def apply(self, state, cohort):
+        total = sum(float(dataset["x"].sum()) for _, dataset, _ in cohort)
+        return state + self.scale * total, {"total": jnp.float32(total)}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda x: Loop(scale=x, batches=fedsim.Batches(size=1)), "Loop.apply, which is not compiled"),
+        (lambda x: fedprox(x, execution=fedsim.Jit(memory="stream")), "the examples are not all on the device"),
+        (lambda x: fedprox(x, execution=fedsim.Debug()), r"its execution is Debug\(\)"),
+    ],
+)
+def test_algorithms_that_cannot_share_a_program_run_sequentially_with_a_warning(make, reason):
+    with pytest.warns(UserWarning, match=reason):
+        result = fedsim.population(make, {"x": [0.5, 2.0]}, 2, sampler=sampler, rounds=2, how="vmap", progress=False)
+    if isinstance(make(0.5), Loop):
+        np.testing.assert_allclose(result.state[1], 4 * result.state[0])
+        assert result.infos["total"].shape == (2, 2, 2)
+    else:
+        assert_equals_separate_runs(result, make)
+
+
+def test_members_that_do_not_fit_the_memory_run_in_turns_with_a_warning(monkeypatch):
+    monkeypatch.setattr("fedsim.experiment._population.most_side_by_side", lambda *_: 1)
+    execution = fedsim.Pmap(devices=2)
+    with pytest.warns(UserWarning, match="The memory suffices for 1 of 2 members side by side"):
+        result = fedsim.population(
+            lambda rate: fedprox(rate, execution=execution), {"rate": RATES}, 1, sampler=sampler, rounds=2, how="vmap",
+            progress=False,
+        )  # fmt: skip
+    assert_equals_separate_runs(result, fedprox)
+
+
+def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(monkeypatch):
+    compile_members = _members._compiled
+
+    def compiled(programs, setting, mesh, side_by_side):
+        def exhausted(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        return exhausted if side_by_side > 1 else compile_members(programs, setting, mesh, side_by_side)
+
+    monkeypatch.setattr(_members, "_compiled", compiled)
+    with pytest.warns(UserWarning, match="out of memory with 3 members side by side"):
+        result = fedsim.population(
+            lambda rate: fedprox(rate, execution=fedsim.Jit()), {"rate": RATES}, 1, sampler=sampler, rounds=2, how="vmap",
+            progress=False,
+        )  # fmt: skip
+    assert_equals_separate_runs(result, fedprox)
+
+
+def test_updates_that_are_not_finite_are_counted_or_raised():
+    def make(rate, nonfinite):
+        return fedprox(rate, nonfinite=nonfinite)
+
+    run = dict(sampler=sampler, seeds=2, rounds=3, progress=False)
+    with pytest.warns(UserWarning, match=r"of 2 of 4 members held a NaN.* the first with rate=1e\+38, nonfinite=drop, seed=0"):
+        result = fedsim.population(make, {"rate": [0.1, 1e38], "nonfinite": ["drop"]}, **run)
+    assert result.infos.num_dropped[0].sum() == 0 and np.all(result.infos.num_dropped[1].sum(-1) > 0)
+    with pytest.raises(FloatingPointError, match="holds a NaN"):
+        fedsim.population(make, {"rate": [0.1, 1e38], "nonfinite": ["raise"]}, **run)
+
+
+def test_the_table_has_a_row_per_member_or_per_round():
+    result = fedsim.population(
+        fedprox, {"rate": [0.1, 0.2], "mu": [0.0]}, [5, 7], sampler=sampler, rounds=3, test_data=DATA, progress=False
+    )
+    table, by_round = result.to_pandas(), result.to_pandas(by_round=True)
+    assert table.index.names == ["rate", "mu", "seed"] and by_round.index.names == ["rate", "mu", "seed", "round"]
+    assert table.loc[(0.2, 0.0, 7), "test_loss"] == result.evaluation["test_loss"][1, 1]
+    clients = result.infos.clients
+    losses = np.average(clients["loss"][1, 1], axis=-1, weights=clients["num_examples"][1, 1])
+    assert_empty = clients["num_steps"][1, 1].min() > 0
+    weights = np.where(clients["num_steps"][1, 1] > 0, clients["num_examples"][1, 1], 0)
+    losses = losses if assert_empty else (clients["loss"][1, 1] * weights).sum(-1) / weights.sum(-1)
+    np.testing.assert_allclose(by_round.loc[(0.2, 0.0, 7), "loss"], losses, rtol=1e-5)
+    assert by_round.loc[(0.2, 0.0, 7)].index.tolist() == [1, 2, 3]
+    assert table.loc[(0.2, 0.0, 7), "loss"] == by_round.loc[(0.2, 0.0, 7, 3), "loss"]
+
+
+def other_data(seed):
+    return fedsim.UniformSampler(federation.data(), clients=4, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings": {"rate": [0.1, -0.1]}}, r"With the setting rate=-0.1: Expected client_optimizer to descend"),
+        ({"settings": {"rate": [0.1], "mu": [-1.0]}}, r"With the setting rate=0.1, mu=-1: Expected mu >= 0"),
+        ({"settings": {"rate": 0.1}}, r"got rate=0.1: give rate=\[...\]"),
+        ({"settings": []}, "at least one setting"),
+        ({"settings": {"rate": []}}, "at least one setting"),
+        ({"settings": [{"rate": 0.1}, {"mu": 0.1}]}, r"got \['mu'\] in setting 1"),
+        ({"settings": [{"rate": 0.1}, {"rate": 0.1}]}, "got rate=0.1 twice"),
+        ({"settings": {"typo": [0.1]}}, r"With the setting typo=0.1: .*typo"),
+        ({"seeds": 0}, "Expected seeds >= 1"),
+        ({"seeds": [1, 1]}, "Expected different seeds"),
+        ({"rounds": 0}, "Expected rounds >= 1"),
+        ({"how": "fast"}, "Expected how to be 'vmap', 'devices' or 'sequential'"),
+        ({"sampler": sampler(0)}, "Expected sampler to be a function from a seed"),
+        ({"sampler": lambda seed: sampler(0)}, "pass the seed on"),
+        ({"sampler": other_data}, "one FederatedData object"),
+    ],
+)
+def test_wrong_arguments_are_named(changes, message):
+    arguments = {"settings": {"rate": [0.1]}, "seeds": 2, "sampler": sampler, "rounds": 2, "progress": False}
+    with pytest.raises((ValueError, TypeError), match=message):
+        fedsim.population(fedprox, **(arguments | changes))
+
+
+def test_settings_with_other_shapes_are_refused():
+    def make(rate, hidden):
+        model = MODEL if hidden == 0 else fedsim.models.dense(shape=[3], num_classes=4, hidden=hidden)
+        return fedprox(rate, model=model)
+
+    with pytest.raises(ValueError, match=r"got other shapes with rate=0.1, hidden=2 than with rate=0.1, hidden=0"):
+        fedsim.population(make, {"rate": [0.1], "hidden": [0, 2]}, 1, sampler=sampler, rounds=1, progress=False)
