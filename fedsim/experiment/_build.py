@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import optax
@@ -14,8 +14,10 @@ import optax
 from fedsim import aggregators, algorithms, attacks, compressors, datasets, models
 from fedsim.algorithm import Algorithm
 from fedsim.data import Batches, FederatedData
+from fedsim.execution._sharing import share_programs
+from fedsim.execution._structure import numbers_of, with_numbers
 from fedsim.experiment._config import RunConfig, Settings
-from fedsim.experiment._schedule import client_optimizer
+from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, make, required
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
@@ -68,7 +70,34 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
     >>> algorithm.mu, sampler.clients
     (0.1, 10)
     """
-    cls = algorithm_class(config.algorithm)
+    (experiment,) = build_members([config], settings)
+    return experiment
+
+
+def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Experiment]:
+    """Builds the objects of several runs on the same data with the same model, which they share.
+
+    Args:
+      configs: one or more, with the same dataset, model and algorithm.
+      settings: see `build`.
+
+    Raises:
+      ValueError: see `build`. If there are several configurations, all are checked before the first run.
+    """
+    first = configs[0]
+    cls = algorithm_class(first.algorithm)
+    description = datasets.describe(first.dataset)
+    has_model = any(field.name == "model" for field in dataclasses.fields(cls))
+    model = _model(first.model or description.default_model, first.dataset) if has_model else None
+    made = [_algorithm(cls, model, config, settings) for config in configs]
+    splits = datasets.load(first.dataset, data=first.data)
+    return [
+        Experiment(algorithm, _sampler(splits.train, config), splits.test)
+        for algorithm, config in zip(made, configs, strict=True)
+    ]
+
+
+def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings) -> Algorithm:
     hyperparameters = algorithm_hyperparameters(cls)
     unknown = sorted(set(config.hyperparameters) - set(hyperparameters))
     if unknown:
@@ -76,24 +105,59 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
         raise ValueError(
             f"{cls.__name__} has no hyperparameter {unknown[0]!r}.{did_you_mean(unknown[0], hyperparameters)} It has: {known}."
         )
-    description = datasets.describe(config.dataset)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": settings.executor()}
-    if "model" in fields:
-        given["model"] = _model(config.model or description.default_model, config.dataset)
-    if "client_optimizer" in fields:
-        given["client_optimizer"] = client_optimizer(config)
     own: dict[str, Any] = dict(config.hyperparameters)
+    rates: dict[str, float] = {}  # of the optimizers, by the optimizer's field
+    if model is not None:
+        given["model"] = model
+    if "client_optimizer" in fields:
+        given["client_optimizer"] = make_client_optimizer(config)
+        rates["client_optimizer"] = config.client_learning_rate
     if "server_optimizer" in fields and "server_learning_rate" not in fields:
-        given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
+        rates["server_optimizer"] = float(own.pop("server_learning_rate", 1.0))
+        given["server_optimizer"] = optax.sgd(rates["server_optimizer"])
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
     given |= _communication(cls, fields["aggregator"], config)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
     algorithm = cls(**given, **own)
-    splits = datasets.load(config.dataset, data=config.data)
-    return Experiment(algorithm, _sampler(splits.train, config), splits.test)
+    if rates and cls.apply is Algorithm.apply:
+        numbers = numbers_of(algorithm)
+        share_programs(algorithm, _WithRates.of(algorithm, config, numbers), numbers | rates)
+    return algorithm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _WithRates:
+    """Makes an algorithm from its numbers and the learning rates of its optimizers, so that runs share programs.
+
+    Attributes:
+      rest: the algorithm without what the numbers determine.
+      client: the configuration of the clients' optimizer, without its learning rate.
+    """
+
+    rest: Algorithm
+    client: RunConfig
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, config: RunConfig, numbers: Mapping[str, Any]) -> _WithRates:
+        left_out = [*numbers, "client_optimizer", "server_optimizer", "execution", "nonfinite"]
+        names = [field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("client_", "rounds"))]
+        if config.client_schedule == "constant":
+            names.remove("rounds")
+        own = {name: getattr(config, name) for name in names if name != "client_learning_rate"}
+        return cls(with_numbers(algorithm, dict.fromkeys(left_out)), RunConfig(**own))
+
+    def __call__(self, client_optimizer: Any = None, server_optimizer: Any = None, **numbers: Any) -> Algorithm:
+        """Returns the algorithm with these numbers and these learning rates of its optimizers."""
+        if client_optimizer is not None:
+            config = dataclasses.replace(self.client, client_learning_rate=client_optimizer)
+            numbers["client_optimizer"] = make_client_optimizer(config)
+        if server_optimizer is not None:
+            numbers["server_optimizer"] = optax.sgd(server_optimizer)
+        return with_numbers(self.rest, numbers)
 
 
 def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: RunConfig) -> dict[str, Any]:

@@ -89,11 +89,8 @@ class Population:
 
         >>> result = Population(settings=[{"mu": 0.1}], seeds=[0, 1], state=(), infos={"loss": np.array([[[9.0], [8.0]]])},
         ...                     evaluation={"test_loss": np.array([[3.0, 4.0]])}, how="vmap")
-        >>> result.to_pandas()
-                  loss  test_loss
-        mu  seed
-        0.1 0      9.0        3.0
-            1      8.0        4.0
+        >>> result.to_pandas().reset_index().to_dict("records")
+        [{'mu': 0.1, 'seed': 0, 'loss': 9.0, 'test_loss': 3.0}, {'mu': 0.1, 'seed': 1, 'loss': 8.0, 'test_loss': 4.0}]
         """
         try:
             import pandas
@@ -332,7 +329,7 @@ def _made(make: Callable[..., Algorithm], setting: Setting, data: FederatedData)
         checks.instance(Algorithm, "fedsim.algorithms.FedAvg(...)", **{"the result of make_algorithm": algorithm})
         algorithm.check(data)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"With the setting {_shown(setting)}: {error}") from error
+        raise ValueError(f"With the setting {_shown(setting)}: {error}") from error
     return algorithm
 
 
