@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import _datasets_command, _reproduce_command, datasets, experiment, models
+from fedsim import _datasets_command, _reproduce_command, checks, datasets, experiment, models
 from fedsim.algorithms import ALGORITHMS
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
@@ -31,9 +31,10 @@ from fedsim.planning._plan import duration
 _COMMANDS = """\
 usage: fedsim COMMAND ...
 
-  run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options
+  run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options;
+                     --client-learning-rate 0.01,0.1 --seeds 3 runs every combination
   plan [OPTIONS]     print what a round of such a run costs (messages, computation, memory, time), without running one
-  resume FOLDER      continue a run that was stopped
+  resume FOLDER      continue a run or a sweep that was stopped
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
@@ -123,18 +124,19 @@ def _where(error: BaseException) -> str:
 
 def _run(arguments: list[str]) -> int:
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
-    config, settings = _configured(arguments, "fedsim run", about)
+    config, settings, varied, seeds = _configured(arguments, "fedsim run", about)
     if settings.folder is None:
         parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
-        name = "-".join([*parts, time.strftime("%Y%m%d-%H%M%S")])
+        name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    return _train(config, settings)
+    return _train(config, settings, varied, seeds)
 
 
 def _plan(arguments: list[str]) -> int:
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
-    config, settings = _configured(arguments, "fedsim plan", about)
-    algorithm, sampler, _ = _built(config, settings)
+    config, settings, *_ = _configured(arguments, "fedsim plan", about)
+    _use_devices(settings)
+    algorithm, sampler, _ = experiment.build(config, settings)
     plan = fedsim.plan(algorithm, sampler.cohort(0))
     print(plan)
     if plan.seconds is not None:
@@ -143,7 +145,9 @@ def _plan(arguments: list[str]) -> int:
     return 0
 
 
-def _configured(arguments: list[str], program: str, about: str) -> tuple[RunConfig, Settings]:
+def _configured(
+    arguments: list[str], program: str, about: str
+) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None]:
     """Parses the options in two steps: dataset, model, algorithm and ``--from`` determine the other options and defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
@@ -183,7 +187,7 @@ def _configured(arguments: list[str], program: str, about: str) -> tuple[RunConf
         else f"Source of the defaults for {dataset} with {algorithm}: {defaults.source}."
     )
     values |= {"dataset": dataset, "algorithm": algorithm}
-    return _parse(arguments, cls, values, previous, program, f"{about} {source}")
+    return _parse(arguments, cls, values, previous, program, f"{about} {source} {_SWEEPS}")
 
 
 def _resume(arguments: list[str]) -> int:
@@ -191,38 +195,32 @@ def _resume(arguments: list[str]) -> int:
         print(_RESUME)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
-    stored = experiment.read_config(folder)
+    stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config = RunConfig.from_json(stored["config"])
     options = _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
-    chosen = _tyro(options, rest, "fedsim resume FOLDER", f"Continue a run with the configuration in its folder. {_RUNS_CODE}")
+    chosen = _tyro(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {_RUNS_CODE}")
     if not chosen.pop("trust"):
         check_trusted(folder, stored)
-    return _train(config, Settings(**chosen, folder=folder))
+    return _train(config, Settings(**chosen, folder=folder), stored.get("varied", {}), stored.get("seeds"))
 
 
-def _built(config: RunConfig, settings: Settings) -> experiment.Experiment:
+def _use_devices(settings: Settings) -> None:
     with warnings.catch_warnings():
         # If JAX has started already, the caller has chosen its devices.
         warnings.simplefilter("ignore", UserWarning)
         fedsim.use_all_cores(settings.devices)
-    return experiment.build(config, settings)
 
 
-def _train(config: RunConfig, settings: Settings) -> int:
-    algorithm, sampler, test_data = _built(config, settings)
-    result = experiment.run(
-        algorithm,
-        sampler,
-        rounds=config.rounds,
-        folder=settings.folder,
-        test_data=test_data if hasattr(algorithm, "model") or hasattr(algorithm, "evaluate") else None,
-        evaluate_every=config.evaluate_every,
-        checkpoint_every=settings.checkpoint_every,
-        progress=settings.progress,
-        config=config,
-        settings=settings,
-        rounds_per_dispatch=settings.rounds_per_dispatch or "auto",
-    )
+def _train(
+    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[float]], seeds: int | Sequence[int] | None
+) -> int:
+    _use_devices(settings)
+    result: Any
+    if varied or seeds:
+        result = experiment.sweep(config, settings, varied, seeds or 1)
+    else:
+        built = experiment.build(config, settings)
+        result = experiment.run_experiment(built, config, settings, progress=settings.progress)
     return 128 + result.interrupted if result.interrupted else 0
 
 
@@ -236,7 +234,8 @@ def _keep_compiled_programs() -> None:
 def _parse(
     arguments: list[str], cls: type[fedsim.Algorithm], defaults: Mapping[str, Any], previous: Mapping[str, Any], program: str,
     about: str,
-) -> tuple[RunConfig, Settings]:  # fmt: skip
+) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None]:  # fmt: skip
+    """Returns the configuration, the settings, the options with several values, and the seeds; None for a single run."""
     fields = {field.name for field in dataclasses.fields(cls)}
     leave_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
     if "client_optimizer" not in fields:
@@ -256,8 +255,16 @@ def _parse(
         "Run folder whose configuration gives the defaults, to repeat that run or to vary it. Code that it names is run, "
         "see --trust.",
     )
-    options = {"from": origin, "trust": _TRUST} | _options(RunConfig, defaults, leave_out) | own | _options(Settings, previous)
+    of_config = _options(RunConfig, defaults, leave_out)
+    options = {"from": origin, "trust": _TRUST} | of_config | {"seeds": _SEEDS} | own | _options(Settings, previous)
+    arguments, varied = _several_values(arguments, {**of_config, **own})
     chosen = _tyro(options, arguments, program, about)
+    seeds = chosen["seeds"]
+    checks.whole(1, or_none=True, seeds=seeds)
+    if "seed" in varied:
+        if seeds is not None:
+            raise ValueError(f"Expected several values of --seed or a number --seeds, got both: leave out --seeds {seeds}.")
+        seeds = varied.pop("seed")
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
     for name in ("dataset", "algorithm", "model"):
         if general.get(name):
@@ -265,7 +272,38 @@ def _parse(
     if general.get("data"):
         general["data"] = str(Path(general["data"]).expanduser().resolve())
     config = RunConfig(**general, hyperparameters={name: chosen[name] for name in own})
-    return config, Settings(**{field.name: chosen[field.name] for field in dataclasses.fields(Settings)})
+    settings = Settings(**{field.name: chosen[field.name] for field in dataclasses.fields(Settings)})
+    return config, settings, varied, seeds
+
+
+def _several_values(arguments: list[str], options: Mapping[str, _Option]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Returns the arguments with the first of several values of an option, and all values by option.
+
+    >>> _several_values(["--rate=0.1,1", "--size", "3"], {"rate": _Option("", float, 1.0, ""), "size": _Option("", int, 1, "")})
+    (['--rate=0.1', '--size', '3'], {'rate': [0.1, 1.0]})
+    """
+    numbers = {
+        f"--{name.replace('_', '-')}": (name, kind)
+        for name, option in options.items()
+        for kind in (float, int)
+        if option.type is kind or set(get_args(option.type)) == {kind, type(None)}
+    }
+    found, varied, option = [], {}, ""
+    for argument in arguments:
+        name, equals, text = argument.partition("=") if argument.startswith("--") else (option, "", argument)
+        option = argument
+        field, kind = numbers.get(name.replace("_", "-"), (None, None))
+        if field and kind and "," in text:
+            try:
+                varied[field] = [kind(value) for value in text.split(",")]
+            except ValueError:
+                kinds = "whole numbers" if kind is int else "numbers"
+                raise ValueError(f"Expected {kinds} separated by commas after {name}, got {text!r}.") from None
+            if len(set(varied[field])) < len(varied[field]):
+                raise ValueError(f"Expected different values of {name}, got {text}: give every value once.")
+            argument = f"{name}={text.partition(',')[0]}" if equals else text.partition(",")[0]
+        found.append(argument)
+    return found, varied
 
 
 class _Option(NamedTuple):
@@ -282,10 +320,15 @@ _RUNS_CODE = (
 _TRUST = _Option(
     "", bool, False, "Run the Python code that the configuration of the folder names, also if you did not write it yourself."
 )
+_SWEEPS = (
+    "Several values of numbers, separated by commas (--client-learning-rate 0.01,0.1), and --seeds make a sweep: a run for "
+    "every combination and seed, in a folder each, and a table of their means and standard deviations."
+)
+_SEEDS = _Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
 _RESUME = f"""\
 usage: fedsim resume FOLDER [OPTIONS]
 
-Continue the run in FOLDER with the configuration that is stored there.
+Continue the run or the sweep in FOLDER with the configuration that is stored there.
 {textwrap.fill(_RUNS_CODE, 100)}
 `fedsim resume FOLDER --help` lists the options."""
 

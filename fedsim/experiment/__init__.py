@@ -11,6 +11,7 @@ from fedsim.experiment._lines import best_round as best_round
 from fedsim.experiment._loop import Result as Result
 from fedsim.experiment._loop import restore as restore
 from fedsim.experiment._loop import run as run
+from fedsim.experiment._loop import run_experiment as run_experiment
 from fedsim.experiment._population import Population as Population
 from fedsim.experiment._population import population as population
 from fedsim.experiment._published import Published as Published
@@ -18,4 +19,8 @@ from fedsim.experiment._published import published as published
 from fedsim.experiment._report import closing_table as closing_table
 from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
 from fedsim.experiment._schedule import client_optimizer as client_optimizer
+from fedsim.experiment._sweep import SweepMember as SweepMember
+from fedsim.experiment._sweep import SweepResult as SweepResult
+from fedsim.experiment._sweep import read_sweep as read_sweep
+from fedsim.experiment._sweep import sweep as sweep
 from fedsim.experiment._writers import read_metrics as read_metrics

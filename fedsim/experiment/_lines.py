@@ -98,18 +98,28 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
     return line
 
 
-def score(line: Line) -> float | None:
-    """Returns a number by which evaluations are ranked, larger is better; None for a line without an evaluation.
+def score_name(line: Line) -> str | None:
+    """Returns the key of the metric by which evaluations are ranked; None for a line without an evaluation.
 
     It is the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise
-    the negative loss, otherwise the first metric.
+    the loss, otherwise the first metric.
+
+    >>> score_name({"round": 1, "test_loss": 0.5, "test_accuracy": 0.9})
+    'test_accuracy'
     """
-    named = {name.removeprefix("test_"): line[name] for name in scalar_metrics(line)}
-    if not named:
-        return None
-    name = next((candidate for candidate in ("personal_accuracy", "accuracy", "loss") if candidate in named), next(iter(named)))
-    value = named[name]
-    return None if value is None else -value if lower_is_better(name) else value
+    names = scalar_metrics(line)
+    preferred = (f"test_{name}" for name in ("personal_accuracy", "accuracy", "loss"))
+    return next((name for name in preferred if name in names), names[0] if names else None)
+
+
+def score(line: Line) -> float | None:
+    """Returns a number by which evaluations are ranked, larger is better, see `score_name`; None if there is none.
+
+    A metric for which lower values are better is negated.
+    """
+    name = score_name(line)
+    value = None if name is None else line[name]
+    return None if value is None else -value if lower_is_better(name or "") else value
 
 
 def scalar_metrics(line: Line) -> list[str]:

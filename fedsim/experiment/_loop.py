@@ -24,8 +24,9 @@ from fedsim.data._client_rows import is_rows
 from fedsim.evaluation import Evaluation, evaluate_personalized
 from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit, RoundInfo, report_problems
+from fedsim.experiment._build import Experiment
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RESUME_COMMAND, RunConfig
+from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings
 from fedsim.experiment._disk import WriteError, explained, is_full
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
@@ -250,6 +251,27 @@ def run(
         history=log.history,
         folder=paths.path if paths else None,
         interrupted=stopped_by,
+    )
+
+
+def run_experiment(
+    experiment: Experiment, config: RunConfig, settings: Settings, *, progress: bool, callbacks: Sequence[Callback] = ()
+) -> Result:
+    """Runs what `build` has built from the configuration, in the folder of the settings; see `run`."""
+    algorithm, sampler, test_data = experiment
+    return run(
+        algorithm,
+        sampler,
+        rounds=config.rounds,
+        folder=settings.folder,
+        test_data=test_data if hasattr(algorithm, "model") or hasattr(algorithm, "evaluate") else None,
+        evaluate_every=config.evaluate_every,
+        checkpoint_every=settings.checkpoint_every,
+        callbacks=callbacks,
+        progress=progress,
+        config=config,
+        settings=settings,
+        rounds_per_dispatch=settings.rounds_per_dispatch or "auto",
     )
 
 

@@ -1,0 +1,345 @@
+"""`sweep`: runs of a configuration with several values of some numbers and several seeds, each in its own run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import math
+import shlex
+import signal
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from fedsim.experiment._build import Experiment, build_members
+from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings
+from fedsim.experiment._disk import writing
+from fedsim.experiment._folder import RunFolder, lock, read_config
+from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
+from fedsim.experiment._loop import run_experiment
+from fedsim.experiment._population import listed_seeds, listed_settings
+from fedsim.experiment._trust import signature
+from fedsim.experiment._writers import read_metrics
+
+_FILE = "sweep.json"
+Setting = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepMember:
+    """One run of a sweep.
+
+    Attributes:
+      setting: the values of the varied fields.
+      seed: the seed.
+      folder: the run folder.
+      line: the last evaluation, as in ``metrics.jsonl``; the last round if there is no evaluation.
+      loss: the training loss of the last round; None if the algorithm has none, or if it is not finite.
+
+    >>> SweepMember(setting={"mu": 0.1}, seed=0, folder=Path("runs/a"), line={"round": 1}).name
+    'mu=0.1,seed=0'
+    """
+
+    setting: Setting
+    seed: int
+    folder: Path
+    line: Line = dataclasses.field(default_factory=dict)
+    loss: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return ",".join(f"{name}={value}" for name, value in {**self.setting, "seed": self.seed}.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """The result of `sweep`.
+
+    Attributes:
+      members: the runs that are finished, in the order of the settings and then of the seeds.
+      folder: the folder of the sweep.
+      interrupted: the signal that ended the sweep early.
+    """
+
+    members: Sequence[SweepMember]
+    folder: Path
+    interrupted: signal.Signals | None = None
+
+    def table(self) -> str:
+        """Returns a table of the last evaluations, with mean and standard deviation over seeds, and the best setting.
+
+        The standard deviation is that of a sample (n - 1).
+
+        >>> lines = [{"round": 9, "test_accuracy": 0.5}, {"round": 9, "test_accuracy": 0.7}, {"round": 9, "test_accuracy": 0.9}]
+        >>> members = [SweepMember(setting={"mu": mu}, seed=seed, folder=Path("s"), line=line)
+        ...            for (mu, seed), line in zip([(0.0, 0), (0.0, 1), (0.1, 0)], lines)]
+        >>> print(SweepResult(members=members, folder=Path("s")).table())
+        mu   seeds         accuracy
+        0.0      2  0.6000 ± 0.1414
+        0.1      1           0.9000
+        <BLANKLINE>
+        best  mu=0.1: accuracy 0.9000
+        """
+        groups: dict[tuple[Any, ...], list[SweepMember]] = {}
+        for member in self.members:
+            groups.setdefault(tuple(member.setting.values()), []).append(member)
+        if not groups:
+            return "no run is finished"
+        names = list(self.members[0].setting)
+        metrics = scalar_metrics(self.members[0].line)
+        columns = [*names, "seeds", *(name.removeprefix("test_") for name in metrics), "training loss"]
+        shown: list[Any] = [*(lambda member, name=name: member.line.get(name) for name in metrics), lambda member: member.loss]
+        rows = [
+            [*map(str, values), str(len(own)), *(_spread([value(member) for member in own]) for value in shown)]
+            for values, own in groups.items()
+        ]
+        if all(row[-1] == "-" for row in rows):
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        lines = []
+        for row in [columns, *rows]:
+            cells = [
+                cell.ljust(width) if i < len(names) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        if metrics and names:
+            lines += ["", self._best(groups)]
+        return "\n".join(lines)
+
+    def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> str:
+        def mean_score(own: Sequence[SweepMember]) -> float:
+            scores = [score(member.line) for member in own]
+            return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[type-var, arg-type]
+
+        own = max(groups.values(), key=mean_score)
+        if mean_score(own) == -math.inf:
+            return "best  none: every setting has a run whose evaluation is not finite"
+        name = score_name(own[0].line) or ""
+        setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
+        return f"best  {setting}: {name.removeprefix('test_')} {_spread([member.line.get(name) for member in own])}"
+
+
+def sweep(
+    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: int | Sequence[int] = 1
+) -> SweepResult:
+    """Runs a configuration with all combinations of some values and with several seeds.
+
+    Every run has a folder with the same content, bit for bit, as that of a separate run. The runs have a common model and common
+    data, and share compiled programs unless the varied values determine shapes or the code. They run one after another, each on
+    all devices. If the folder holds this sweep already, finished runs are left as they are, and an interrupted run continues.
+
+    The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
+    last evaluation of every run).
+
+    Args:
+      config: the configuration.
+      settings: the settings of all runs; ``folder`` is the folder of the sweep, and ``progress`` also prints the table.
+      varied: fields of `RunConfig` and hyperparameters of the algorithm, with the values to try.
+      seeds: the seeds; a number n means n seeds from ``config.seed`` on.
+
+    Raises:
+      ValueError: a configuration is not valid (the message names its values), or the folder holds something else.
+
+    >>> import tempfile
+    >>> config = RunConfig(model="digits_logistic", rounds=2, clients=2)
+    >>> folder = Path(tempfile.mkdtemp()) / "sweep"
+    >>> result = sweep(config, Settings(folder=str(folder), progress=False), {"client_learning_rate": [0.05, 0.1]})
+    >>> [member.name for member in result.members]
+    ['client_learning_rate=0.05,seed=0', 'client_learning_rate=0.1,seed=0']
+    >>> sorted(path.name for path in folder.iterdir() if path.is_file() and path.name != ".lock")
+    ['members.csv', 'sweep.json', 'table.txt']
+    """
+    began = time.perf_counter()
+    if settings.folder is None:
+        raise ValueError("Expected settings with a folder, got folder=None: give the folder of the sweep.")
+    chosen_seeds = listed_seeds(seeds, config.seed)
+    if "seed" in varied:
+        raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
+    folder = Path(settings.folder)
+    members = [
+        SweepMember(setting=setting, seed=seed, folder=folder)
+        for setting, seed in itertools.product(listed_settings(varied), chosen_seeds)
+    ]
+    members = [dataclasses.replace(member, folder=folder / member.name) for member in members]
+    configs = [_config_of(config, member) for member in members]
+    experiments = build_members(configs, settings)
+    for member, experiment in zip(members, experiments, strict=True):
+        with _named(member):
+            experiment.algorithm.check(experiment.sampler.data)
+    with _locked(folder):
+        _initialize(folder, config, settings, varied, chosen_seeds)
+        finished, stopped = _run_all(members, configs, experiments, settings)
+        result = SweepResult(members=finished, folder=folder, interrupted=stopped)
+        _write(folder / "members.csv", _csv(result))
+        _write(folder / "table.txt", result.table() + "\n")
+    if stopped:
+        print(f"The sweep ended after {len(finished)} of {len(members)} runs.", file=sys.stderr)
+        print(f"To continue it: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
+    elif settings.progress:
+        print(
+            f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
+            f"{result.table()}\n\nwall time  {time.perf_counter() - began:.1f} s\nwritten    {folder}/\n"
+            f"             {_FILE}, members.csv, table.txt\n             {len(members)} run folders: {members[0].name}/, ..."
+        )
+    return result
+
+
+def read_sweep(folder: str | Path) -> dict[str, Any] | None:
+    """Returns the content of ``sweep.json``: config, varied, seeds, settings, versions; None if the folder has none.
+
+    Raises:
+      ValueError: the file cannot be read.
+
+    >>> read_sweep("no such folder") is None
+    True
+    """
+    path = Path(folder) / _FILE
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"There is no sweep in {folder}: cannot read {path} ({type(error).__name__}).") from error
+
+
+def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:
+    """Returns the configuration of a member, which is that of a separate run."""
+    fields = {field.name for field in dataclasses.fields(RunConfig)} - {"hyperparameters"}
+    general = {name: value for name, value in member.setting.items() if name in fields}
+    own = {name: value for name, value in member.setting.items() if name not in fields}
+    with _named(member):
+        return dataclasses.replace(config, **general, seed=member.seed, hyperparameters={**config.hyperparameters, **own})
+
+
+@contextlib.contextmanager
+def _named(member: SweepMember) -> Iterator[None]:
+    """Adds the member to the message of a ``ValueError``, and to warnings."""
+    show = warnings.showwarning
+
+    def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
+        show(f"{member.name}: {message}", *arguments, **keywords)
+
+    warnings.showwarning = show_with_name
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{member.name}: {error}") from error
+    finally:
+        warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with lock(folder):
+        yield
+
+
+def _initialize(
+    folder: Path, config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int]
+) -> None:
+    """Writes ``sweep.json``, or checks that an existing one is of the same sweep."""
+    new = json.loads(json.dumps({"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": seeds}))
+    stored = read_sweep(folder)
+    if stored is None and RunFolder(folder).config.exists():
+        raise ValueError(f"The folder {folder} holds a run and not a sweep: choose another folder.")
+    if stored is not None:
+        entries = [{**sweep["config"], "varied": sweep["varied"], "seeds": sweep["seeds"]} for sweep in (new, stored)]
+        if differences := [name for name in entries[0] if entries[0][name] != entries[1].get(name)]:
+            lines = [f"  {name}: {entries[0][name]} now, {entries[1].get(name)} in the folder" for name in differences]
+            raise ValueError(
+                f"The folder {folder} holds another sweep:\n"
+                + "\n".join(lines)
+                + "\nChoose another folder, or repeat its options."
+            )
+    if signed := signature(new["config"]):
+        new["signature"] = signed
+    _write(folder / _FILE, json.dumps({**new, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    with writing(path):
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+
+
+def _run_all(
+    members: Sequence[SweepMember], configs: Sequence[RunConfig], experiments: Sequence[Experiment], settings: Settings
+) -> tuple[list[SweepMember], signal.Signals | None]:
+    """Returns the finished members, and the signal that ended the sweep."""
+    finished: list[SweepMember] = []
+    total = sum(config.rounds for config in configs)
+    with tqdm(total=total, unit="round", disable=not settings.progress, dynamic_ncols=True) as bar:
+        for number, (member, config, experiment) in enumerate(zip(members, configs, experiments, strict=True), start=1):
+            bar.set_description(f"run {number} of {len(members)}: {member.name}")
+            if not _is_finished(member, config):
+
+                def advance(line: Line, state: Any) -> None:
+                    bar.update("seconds" in line)  # a line of a round, and not of an evaluation
+
+                own = dataclasses.replace(settings, folder=str(member.folder))
+                with _named(member):
+                    result = run_experiment(experiment, config, own, progress=False, callbacks=[advance])
+                if result.interrupted:
+                    return finished, result.interrupted
+            bar.update(sum(config.rounds for config in configs[:number]) - bar.n)  # with rounds of earlier processes
+            finished.append(_with_result(member))
+    return finished, None
+
+
+def _is_finished(member: SweepMember, config: RunConfig) -> bool:
+    """Returns whether the folder of a member has all that a finished run has."""
+    paths = RunFolder(member.folder)
+    history = read_metrics(paths.metrics)
+    if not paths.config.exists() or not history or history[-1]["round"] < config.rounds:
+        return False
+    if read_config(member.folder)["config"] != json.loads(json.dumps(dataclasses.asdict(config))):
+        return False  # The run then raises an error that names the differences.
+    saved = not Checkpoints.available() or config.rounds in Checkpoints(paths.checkpoints).rounds()
+    return saved and (paths.picture.exists() or importlib.util.find_spec("matplotlib") is None)
+
+
+def _with_result(member: SweepMember) -> SweepMember:
+    history = read_metrics(RunFolder(member.folder).metrics)
+    evaluated = [line for line in history if scalar_metrics(line)]
+    losses = [line.get("loss") for line in history if "seconds" in line]
+    return dataclasses.replace(member, line=(evaluated or history)[-1], loss=losses[-1] if losses else None)
+
+
+def _csv(result: SweepResult) -> str:
+    """Returns a row per member: the varied values, the seed, the folder, the training loss and the last evaluation."""
+    rows = [
+        {**member.setting, "seed": member.seed, "folder": member.folder.name, "training_loss": member.loss}
+        | {name: value for name, value in member.line.items() if not isinstance(value, list)}
+        for member in result.members
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    """Returns the mean of some numbers and, of several, their standard deviation; "-" if one is not finite or missing."""
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return "-"
+    mean = f"{statistics.fmean(numbers):.4f}"
+    return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):.4f}"
