@@ -138,9 +138,10 @@ def sweep(
 ) -> SweepResult:
     """Runs a configuration with all combinations of some values and with several seeds.
 
-    Every run has a folder with the same content, bit for bit, as that of a separate run. The runs have a common model and common
-    data, and share compiled programs unless the varied values determine shapes or the code. They run one after another, each on
-    all devices. If the folder holds this sweep already, finished runs are left as they are, and an interrupted run continues.
+    Every run has a folder with the same content, bit for bit, as that of a separate run. The runs have the same model and data
+    in memory, and share compiled programs unless the varied values determine shapes or the code. They run one after another,
+    each on all devices. If the folder holds this sweep already, finished runs are left as they are, and an interrupted run
+    continues.
 
     The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
     last evaluation of every run).

@@ -1,0 +1,207 @@
+"""Sweeps: a run folder for each combination of values and seed, with the content of a separate run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import federation
+import jax
+import numpy as np
+import pytest
+
+from fedsim import experiment
+from fedsim.cli import main
+from fedsim.experiment import RunConfig, Settings, build, read_config, read_metrics, restore
+from fedsim.experiment._build import build_members
+
+SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
+ONE_DEVICE = ["--execution", "jit"]
+SWEEP = [*SMALL, *ONE_DEVICE, "--algorithm", "fedprox", "--client-learning-rate", "0.05,0.5", "--mu=0.1,1", "--seeds", "2"]
+NAMES = [f"client_learning_rate={rate},mu={mu},seed={seed}" for rate in (0.05, 0.5) for mu in (0.1, 1.0) for seed in (0, 1)]
+
+
+def bits(folder):
+    """Returns the bits of the last state, and the metrics without times."""
+    stored = read_config(folder)
+    algorithm = build(RunConfig.from_json(stored["config"]), Settings(**stored["settings"])).algorithm
+    state, round = restore(folder, algorithm)
+    lines = [{k: v for k, v in line.items() if k != "seconds"} for line in read_metrics(folder / "metrics.jsonl")]
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], round, lines
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweeps") / "finished"
+    assert main(["run", *SWEEP, "--folder", str(folder), "--no-progress"]) == 0
+    return folder
+
+
+def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
+    assert sorted(path.name for path in finished.iterdir() if path.is_dir()) == sorted(NAMES)
+    separate = tmp_path / "separate"
+    options = ["--client-learning-rate", "0.5", "--mu", "0.1", "--seed", "1", "--algorithm", "fedprox"]
+    assert main(["run", *SMALL, *ONE_DEVICE, *options, "--folder", str(separate), "--no-progress"]) == 0
+    member = finished / "client_learning_rate=0.5,mu=0.1,seed=1"
+    assert read_config(member)["config"] == read_config(separate)["config"]
+    assert bits(member) == bits(separate)
+    files = [{path.name for path in folder.iterdir()} for folder in (member, separate)]
+    assert files[0] == files[1]
+
+
+def test_members_share_programs_whatever_their_learning_rates():
+    for algorithm in ("fedavg", "fedadam"):
+        configs = [
+            RunConfig(algorithm=algorithm, model="digits_logistic", client_learning_rate=rate, client_schedule="cosine")
+            for rate in (0.1, 0.3)
+        ]
+        programs = set()
+        for built in build_members(configs, Settings(execution="jit")):
+            state = built.algorithm.init(jax.random.key(0))
+            built.algorithm.apply(state, built.sampler.cohort(0))
+            programs |= {id(of_setting) for of_setting in federation.round_programs(built.algorithm)}
+        assert len(programs) == 1
+    momenta = [RunConfig(model="digits_logistic", client_momentum=momentum) for momentum in (0.0, 0.9)]
+    shared = [built.algorithm._execution["programs"][0] for built in build_members(momenta, Settings(execution="jit"))]
+    assert shared[0] is not shared[1]
+
+
+def test_the_table_has_means_and_deviations_and_names_the_best_setting(finished):
+    with (finished / "members.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["folder"] for row in rows] == NAMES
+    accuracies = {}
+    for name in NAMES:
+        (line,) = [
+            line for line in read_metrics(finished / name / "metrics.jsonl") if line["round"] == 4 and "test_loss" in line
+        ]
+        accuracies.setdefault(name.rpartition(",")[0], []).append(line["test_accuracy"])
+    table = (finished / "table.txt").read_text().splitlines()
+    assert table[0].split() == ["client_learning_rate", "mu", "seeds", "loss", "accuracy", "training", "loss"]
+    for row, values in zip(table[1:5], accuracies.values(), strict=True):
+        assert f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}" in row
+    best = max(accuracies, key=lambda name: statistics.fmean(accuracies[name]))
+    assert table[-1].startswith(f"best  {best.replace(',', ' ')}: accuracy {statistics.fmean(accuracies[best]):.4f} ± ")
+
+
+def test_a_sweep_goes_on_with_the_runs_that_are_not_finished(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "sweep")
+    shutil.rmtree(folder / NAMES[2])  # never started
+    (folder / NAMES[5] / "metrics.jsonl").write_text("")  # killed before its first checkpoint
+    shutil.rmtree(folder / NAMES[5] / "checkpoints")
+    (folder / "table.txt").unlink()
+    times = {name: (folder / name / "metrics.jsonl").stat().st_mtime_ns for name in NAMES if (folder / name).exists()}
+    assert main(["resume", str(folder), "--progress"]) == 0
+    assert "best  client_learning_rate=" in capsys.readouterr().out
+    changed = [name for name in NAMES if times.get(name) != (folder / name / "metrics.jsonl").stat().st_mtime_ns]
+    assert changed == [NAMES[2], NAMES[5]]
+    assert (folder / "table.txt").read_text() == (finished / "table.txt").read_text()
+    for name in changed:
+        assert bits(folder / name) == bits(finished / name)
+
+
+def test_the_same_command_again_continues_and_another_sweep_is_refused(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "sweep")
+    assert main(["run", *SWEEP, "--folder", str(folder), "--no-progress"]) == 0
+    assert main(["run", *SWEEP, "--seeds", "3", "--folder", str(folder), "--no-progress"]) == 2
+    assert "seeds: [0, 1, 2] now, [0, 1] in the folder" in capsys.readouterr().err
+    assert main(["run", *SWEEP, "--folder", str(folder / NAMES[0]), "--no-progress"]) == 2
+    assert "holds a run and not a sweep" in capsys.readouterr().err
+
+
+def test_seeds_alone_make_a_sweep(tmp_path, capsys):
+    options = ["--rounds", "2", "--seed", "5", "--seeds", "2", "--folder", str(tmp_path / "s")]
+    assert main(["run", *SMALL, *ONE_DEVICE, *options]) == 0
+    assert {path.name for path in (tmp_path / "s").iterdir() if path.is_dir()} == {"seed=5", "seed=6"}
+    out = capsys.readouterr().out
+    assert "2 runs of 2 rounds" in out and "±" in out and "best" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--client-learning-rate", "0.1,-1"], "client_learning_rate=-1.0,seed=0: Expected client_learning_rate > 0"),
+        (["--client-learning-rate", "0.1,fast"], "Expected numbers separated by commas after --client-learning-rate"),
+        (["--epochs", "1,2.5"], "Expected whole numbers separated by commas after --epochs, got '1,2.5'"),
+        (["--client-learning-rate", "0.1,0.1"], "Expected different values of --client-learning-rate, got 0.1,0.1"),
+        (["--seeds", "0"], "Expected seeds >= 1"),
+        (["--seed", "1,2", "--seeds", "2"], "Expected several values of --seed or a number --seeds, got both"),
+        (["--clients", "3,101"], "A cohort of clients=101 is larger than the population of 100"),
+        (["--algorithm", "fedprox", "--mu", "0.1,-1"], "Expected mu >= 0 and finite, got mu=-1.0"),
+    ],
+)
+def test_wrong_values_are_found_before_the_first_run(options, message, tmp_path, capsys):
+    assert main(["run", *SMALL, *options, "--folder", str(tmp_path / "s"), "--no-progress"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+
+
+def test_only_numbers_can_have_several_values(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", *SMALL, "--weighting", "examples,uniform", "--folder", str(tmp_path / "s")])
+    with pytest.raises(SystemExit):
+        main(["run", *SMALL, "--lanes", "1,2", "--folder", str(tmp_path / "s")])
+    assert main(["run", *SMALL, "--dataset", "digits(alpha=0.1,clients=20)", "--rounds", "1", "--folder", str(tmp_path / "r"),
+                 "--no-progress"]) == 0  # fmt: skip
+    assert read_config(tmp_path / "r")["config"]["dataset"] == "digits(alpha=0.1,clients=20)"
+
+
+def test_code_of_another_user_needs_trust(finished, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(finished, tmp_path / "sweep")
+    stored = json.loads((folder / "sweep.json").read_text())
+    stored["config"]["attack"] = "os:system(command='false')"
+    (folder / "sweep.json").write_text(json.dumps(stored))
+    assert main(["resume", str(folder), "--no-progress"]) == 2
+    assert "os:system" in capsys.readouterr().err
+
+
+def test_a_setting_without_a_finite_evaluation_is_not_the_best():
+    lines = {(0.1, 0): 0.5, (0.1, 1): 0.7, (9.0, 0): 0.9, (9.0, 1): None}
+    members = [
+        experiment.SweepMember(setting={"rate": rate}, seed=seed, folder=Path("f"), line={"round": 1, "test_accuracy": value})
+        for (rate, seed), value in lines.items()
+    ]
+    table = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()
+    assert table[2].split() == ["9.0", "2", "-"] and table[-1].startswith("best  rate=0.1: accuracy 0.6000")
+
+
+def _sweep(folder: str, rounds: str) -> None:
+    raise SystemExit(main(["run", *SMALL, *ONE_DEVICE, "--rounds", rounds, "--evaluate-every", "50", "--checkpoint-every", "10",
+                           "--client-learning-rate", "0.05,0.5", "--folder", folder, "--no-progress"]))  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_sweep_ends_with_the_bits_of_an_unbroken_one(number, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    rounds = "2000"
+    process = context.Process(target=_sweep, args=(str(unbroken), rounds))
+    process.start()
+    process.join(timeout=300)
+    assert process.exitcode == 0
+    process = context.Process(target=_sweep, args=(str(killed), rounds))
+    process.start()
+    second = killed / "client_learning_rate=0.5,seed=0" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not second.exists() or second.read_bytes().count(b"\n") < 20:
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, number)
+    process.join(timeout=60)
+    assert process.exitcode == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+    assert second.read_bytes().count(b"\n") < 2000
+    first = killed / "client_learning_rate=0.05,seed=0" / "metrics.jsonl"
+    before = first.stat().st_mtime_ns
+    assert main(["resume", str(killed), "--no-progress"]) == 0
+    assert first.stat().st_mtime_ns == before
+    for name in ("client_learning_rate=0.05,seed=0", "client_learning_rate=0.5,seed=0"):
+        assert bits(killed / name) == bits(unbroken / name)
