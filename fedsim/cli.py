@@ -24,6 +24,7 @@ from fedsim.algorithms import ALGORITHMS
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
+from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 from fedsim.planning._plan import duration
@@ -220,7 +221,7 @@ def _train(
         result = experiment.sweep(config, settings, varied, seeds or 1)
     else:
         built = experiment.build(config, settings)
-        result = experiment.run_experiment(built, config, settings, progress=settings.progress)
+        result = run_experiment(built, config, settings, progress=settings.progress)
     return 128 + result.interrupted if result.interrupted else 0
 
 

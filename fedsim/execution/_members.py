@@ -59,7 +59,7 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
     """
     execution, data = getattr(algorithm, "execution", None), cohort.data
     if not isinstance(execution, Jit) or execution.differentiable:
-        return f"its execution is {execution}"
+        return f"their execution is {execution}"
     mesh = execution.mesh()
     if not _placement.is_resident(data, mesh, execution.memory):
         return "the examples are not all on the device"
@@ -72,7 +72,7 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
         plan = plan_round(cohort, alone, algorithm.batches, outline.loops)
         for call in outline.calls:
             if len(windows(plan, alone, num_steps(plan.size, plan.most_steps, algorithm.batches, call.batches))) > 1:
-                return "its rounds are so long that a CPU runs each as several programs"
+                return "their rounds are so long that a CPU runs each as several programs"
     return None
 
 

@@ -33,7 +33,7 @@ class Made:
         return self.make(**self.numbers)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("numbers", "make"):  # They are missing only in an object that is being copied.
+        if name in ("numbers", "make", "made"):  # missing in a copy that is not complete, or ``make`` raised AttributeError
             raise AttributeError(name)
         return getattr(self.made, name)
 

@@ -118,7 +118,7 @@ class _Group(NamedTuple):
     """Settings that share programs: they differ only in numbers. ``settings`` are their indices."""
 
     settings: list[int]
-    numbers: list[dict[str, float]]
+    numbers: list[dict[str, Any]]
     make: Callable[..., Algorithm]
 
 
@@ -235,13 +235,10 @@ def population(
         evaluation_line(evaluation(result.state_of(i, j)), rounds)
         for (i, evaluation), j in itertools.product(enumerate(evaluations), range(count))
     ]
-    values = {
-        # None stands for a number that is not finite.
-        name: np.array([line[name] for line in lines], np.float64)
-        for name in lines[0]
-        if name != "round"
-    }
-    shaped = {name: rows.reshape(len(listed), count, *rows.shape[1:]) for name, rows in values.items()}
+    names = [name for name in lines[0] if name != "round"]
+    # None stands for a number that is not finite.
+    scores = {name: np.array([line[name] for line in lines], np.float64) for name in names}
+    shaped = {name: rows.reshape(len(listed), count, *rows.shape[1:]) for name, rows in scores.items()}
     return dataclasses.replace(result, evaluation=shaped)
 
 
@@ -326,7 +323,8 @@ def _made(make: Callable[..., Algorithm], setting: Setting, data: FederatedData)
     """Returns the algorithm of a setting, after all checks that need concrete numbers."""
     try:
         algorithm = make(**setting)
-        checks.instance(Algorithm, "fedsim.algorithms.FedAvg(...)", **{"the result of make_algorithm": algorithm})
+        if not isinstance(algorithm, Algorithm):
+            raise ValueError(f"Expected make_algorithm to return a fedsim.Algorithm, got a {type(algorithm).__name__}.")
         algorithm.check(data)
     except (ValueError, TypeError) as error:
         raise ValueError(f"With the setting {_shown(setting)}: {error}") from error
@@ -390,7 +388,7 @@ def _way(
     reason = next((text for group in groups if (text := _obstacle(group, algorithms, shapes, first))), None)
     if reason is None:
         return how or ("devices" if jax.default_backend() == "cpu" else "vmap")
-    warnings.warn(f"The members run one after another (how='sequential'), because of {reason}.", stacklevel=3)
+    warnings.warn(f"The members run one after another (how='sequential'), because {reason}.", stacklevel=3)
     return "sequential"
 
 
@@ -398,12 +396,12 @@ def _obstacle(group: _Group, algorithms: Sequence[Algorithm], shapes: Sequence[S
     for i in group.settings:
         algorithm = algorithms[i]
         if type(algorithm).apply is not Algorithm.apply:
-            return f"{type(algorithm).__name__}.apply, which is not compiled"
+            return f"{type(algorithm).__name__}.apply is not compiled"
         if reason := obstacle(algorithm, shapes[i], first):
             return reason
         if group.numbers[0] and not vars(algorithm)["_execution"]["programs"][1]:
             names = ", ".join(group.numbers[0])
-            return f"code that needs the values of numbers ({names}): it is compiled for every setting"
+            return f"the code needs the values of numbers ({names}), so it is compiled for every setting"
     return None
 
 

@@ -123,7 +123,7 @@ class SweepResult:
     def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> str:
         def mean_score(own: Sequence[SweepMember]) -> float:
             scores = [score(member.line) for member in own]
-            return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[type-var, arg-type]
+            return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
 
         own = max(groups.values(), key=mean_score)
         if mean_score(own) == -math.inf:
