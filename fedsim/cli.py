@@ -322,7 +322,7 @@ _TRUST = _Option(
     "", bool, False, "Run the Python code that the configuration of the folder names, also if you did not write it yourself."
 )
 _SWEEPS = (
-    "Several values of numbers, separated by commas (--client-learning-rate 0.01,0.1), and --seeds make a sweep: a run for "
+    "Several values of numbers, separated by commas (--batch-size 10,20), and --seeds make a sweep: a run for "
     "every combination and seed, in a folder each, and a table of their means and standard deviations."
 )
 _SEEDS = _Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")

@@ -189,7 +189,7 @@ def sweep(
         _write(folder / "table.txt", result.table() + "\n")
     if stopped:
         print(f"The sweep ended after {len(finished)} of {len(members)} runs.", file=sys.stderr)
-        print(f"To continue it: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
+        print(f"To continue the sweep: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
     elif settings.progress:
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
