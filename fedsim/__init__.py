@@ -6,6 +6,7 @@ from fedsim import attacks as attacks
 from fedsim import compressors as compressors
 from fedsim import data as data
 from fedsim import datasets as datasets
+from fedsim import differentiation as differentiation
 from fedsim import evaluation as evaluation
 from fedsim import execution as execution
 from fedsim import experiment as experiment
@@ -29,6 +30,8 @@ from fedsim.data import Batches as Batches
 from fedsim.data import ClientDataset as ClientDataset
 from fedsim.data import Cohort as Cohort
 from fedsim.data import FederatedData as FederatedData
+from fedsim.differentiation import differentiable as differentiable
+from fedsim.differentiation import tune as tune
 from fedsim.evaluation import Evaluation as Evaluation
 from fedsim.evaluation import evaluate as evaluate
 from fedsim.evaluation import evaluate_personalized as evaluate_personalized

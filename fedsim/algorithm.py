@@ -115,6 +115,11 @@ class Algorithm:
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
                 self._check_aggregator(field.default_factory())
 
+    @property
+    def not_differentiable(self) -> str:
+        """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
+        return ""
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is copied and pickled. Compiled programs are left out."""
         return {name: value for name, value in vars(self).items() if name != "_execution"}

@@ -50,6 +50,11 @@ class Aggregator:
         """Whether clients send their updates unchanged. If True, `send` is not called."""
         return type(self).send is Aggregator.send
 
+    @property
+    def not_differentiable(self) -> str:
+        """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
+        return ""
+
     def check(self, update: Update, slots: int) -> None:
         """Raises ``ValueError`` before the first round if cohorts of up to ``slots`` such updates cannot be aggregated."""
 

@@ -37,6 +37,8 @@ class Bulyan(StackAggregator):
     True
     """
 
+    not_differentiable = "selects updates"
+
     attackers: int
 
     def __post_init__(self) -> None:

@@ -31,6 +31,8 @@ class CoordinateMedian(StackAggregator):
     [2.0, 5.0]
     """
 
+    not_differentiable = "sorts the updates"
+
     def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
         exists = weights != 0
         return jax.tree.map(lambda rows: median_of_sorted(sort_rows(widen(rows), exists), jnp.sum(exists)), updates)

@@ -47,6 +47,8 @@ class Krum(StackAggregator):
     True
     """
 
+    not_differentiable = "selects updates"
+
     attackers: int
     selected: int = 1
 

@@ -65,6 +65,8 @@ class TrimmedMean(StackAggregator):
     3.0
     """
 
+    not_differentiable = "sorts the updates"
+
     trim: float = 0.1
 
     def __post_init__(self) -> None:

@@ -118,6 +118,11 @@ class DSSGD(FedAvg):
         if self.epsilon is not None and (self.clip is None or self.selection != "random"):
             raise ValueError(f"Noise with epsilon={self.epsilon} needs clip, which bounds the changes, and selection='random'.")
 
+    @property
+    def not_differentiable(self) -> str:
+        sends_all = self.theta_u == 1 and (self.selection == "largest" or self.threshold == 0)
+        return "" if sends_all and self.theta_d == 1 and self.epsilon is None else "selects coordinates"
+
     def _check_aggregator(self, own: Aggregator) -> None:
         if type(self.aggregator) is not type(own):
             raise ValueError(

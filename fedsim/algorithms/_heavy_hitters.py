@@ -68,6 +68,8 @@ class HeavyHitters(Statistics):
     [[7, 3], [3.0, 2.0]]
     """
 
+    not_differentiable = "counts values"
+
     num_items: int
     sketch: Literal["count-min", "count-sketch"] = "count-min"
     width: int = 1024

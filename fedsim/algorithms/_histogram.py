@@ -53,6 +53,8 @@ class Histogram(Statistics):
     [0, 2, 2, 1]
     """
 
+    not_differentiable = "counts values"
+
     low: float = 0.0
     high: float = 1.0
     bins: int = 10

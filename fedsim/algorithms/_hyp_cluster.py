@@ -52,6 +52,8 @@ class HypCluster(FedAvg):
     (3, 10)
     """
 
+    not_differentiable = "lets each client choose the model with the smallest loss"
+
     capabilities = Capabilities(minimizes=False)  # There are several models, each for a part of the clients.
 
     num_clusters: int = 2

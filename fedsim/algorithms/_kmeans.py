@@ -46,6 +46,8 @@ class KMeans(Clusters):
     ([[0.5], [11.0]], {'cost': 0.625})
     """
 
+    not_differentiable = "assigns each example to the nearest mean"
+
     def init(self, key: jax.Array) -> KMeansState:
         return KMeansState(*self.points())
 

@@ -74,6 +74,8 @@ class Quantiles(Statistics):
     0.6
     """
 
+    not_differentiable = "counts values"
+
     fractions: Sequence[float] = (0.25, 0.5, 0.75)
     low: float = 0.0
     high: float = 1.0

@@ -27,6 +27,8 @@ class Cast(Compressor):
     ([0.0999755859375, 65504.0], 32)
     """
 
+    not_differentiable = "rounds"
+
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
 
     def __post_init__(self) -> None:

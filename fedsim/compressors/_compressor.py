@@ -57,6 +57,11 @@ class Compressor:
         bits.
     """
 
+    @property
+    def not_differentiable(self) -> str:
+        """What makes its derivatives zero or wrong, such as "rounds", for `fedsim.differentiable`; "" if they are right."""
+        return ""
+
     def init(self, value: Value) -> Memory:
         """Returns the sender's memory before its first transmission. Only the shapes of ``value`` matter."""
         return _empty_if_none([self.init_tensor(tensor) for tensor in self._tensors(value)])

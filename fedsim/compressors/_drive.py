@@ -52,6 +52,8 @@ class Drive(VectorCompressor):
     (0.4, 4128)
     """
 
+    not_differentiable = "sends signs"
+
     unbiased: bool = True
     per_tensor: bool = False
 

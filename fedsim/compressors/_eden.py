@@ -48,6 +48,8 @@ class Eden(VectorCompressor):
     (0.1, 8224)
     """
 
+    not_differentiable = "rounds"
+
     bits: int = 1
     unbiased: bool = True
     per_tensor: bool = False

@@ -51,6 +51,8 @@ class IntegerQuantizer(Compressor):
     320
     """
 
+    not_differentiable = "rounds"
+
     bits: int = 8
 
     def __post_init__(self) -> None:

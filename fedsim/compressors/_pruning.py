@@ -47,6 +47,8 @@ class MagnitudePruning(VectorCompressor):
     ([0.0, -3.0, 2.0, 0.0], 68)
     """
 
+    not_differentiable = "keeps the largest coordinates"
+
     threshold: float = 2.0
 
     def __post_init__(self) -> None:

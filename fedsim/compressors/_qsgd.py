@@ -44,6 +44,8 @@ class QSGD(VectorCompressor):
     ([0.0, -2.0, 0.0, 0.0], 40)
     """
 
+    not_differentiable = "rounds"
+
     levels: int = 7
 
     def __post_init__(self) -> None:

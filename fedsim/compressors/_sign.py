@@ -37,6 +37,8 @@ class ScaledSign(VectorCompressor):
     ([2.0, -2.0], 34)
     """
 
+    not_differentiable = "sends signs"
+
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Signs:
         return Signs(pack(x < 0, 1), jnp.mean(jnp.abs(x)))
 

@@ -38,6 +38,8 @@ class TernGrad(VectorCompressor):
     ([0.0, -2.0, 2.0], 38)
     """
 
+    not_differentiable = "rounds"
+
     clip: float | None = None
 
     def __post_init__(self) -> None:

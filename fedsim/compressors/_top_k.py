@@ -49,6 +49,8 @@ class TopK(VectorCompressor):
     ([0.0, -3.0, 2.0, 0.0], 68)
     """
 
+    not_differentiable = "keeps the largest coordinates"
+
     fraction: float = 0.01
     layout: Literal["shortest", "mask", "places"] = "shortest"
     per_tensor: bool = False

@@ -43,6 +43,8 @@ class UniformQuantizer(VectorCompressor):
     ([-1.0, 3.0, 3.0, -1.0], 68)
     """
 
+    not_differentiable = "rounds"
+
     levels: int = 256
 
     def __post_init__(self) -> None:

@@ -10,3 +10,4 @@ from fedsim.plots._examples import plot_examples as plot_examples
 from fedsim.plots._labels import plot_labels as plot_labels
 from fedsim.plots._overview import plot_overview as plot_overview
 from fedsim.plots._sizes import plot_sizes as plot_sizes
+from fedsim.plots._tuning import plot_tuning as plot_tuning
