@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.aggregators._rows import mean, squared_norms, widen
+from fedsim.aggregators._rows import fixed_point, mean, squared_norms, widen
 from fedsim.aggregators._stack import AllReduce, StackAggregator, Update
 
 
@@ -59,14 +59,18 @@ class GeometricMedian(StackAggregator):
         def centre(weights: jax.Array) -> Update:
             return jax.tree.map(lambda rows: mean(rows, weights), updates)
 
-        def step(carry: tuple[jax.Array, Update, jax.Array]) -> tuple[jax.Array, Update, jax.Array]:
-            done, v, _ = carry
-            distance = jnp.sqrt(all_reduce(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v))))
-            scaled = share / jnp.maximum(distance, self.smoothing)
-            after = centre(scaled)
+        def scaled(v: Update) -> jax.Array:
+            squares = all_reduce(squared_norms(jax.tree.map(lambda rows, v: rows - v[None], updates, v)))
+            return share / jnp.sqrt(jnp.maximum(squares, jnp.square(self.smoothing)))
+
+        def step(carry: tuple[jax.Array, Update, jax.Array, jax.Array]) -> tuple[jax.Array, Update, jax.Array, jax.Array]:
+            done, v, _, _ = carry
+            weights = scaled(v)
+            after = centre(weights)
             step_length = jnp.sqrt(all_reduce(tree.squared_norm(tree.subtract(after, v))))
             # With the arithmetic mean of the distances, a single distant update would make every step look short.
-            return done + 1, after, step_length * jnp.sum(scaled) > self.tolerance
+            return done + 1, after, weights, step_length * jnp.sum(weights) > self.tolerance
 
-        start = jnp.int32(0), centre(share), jnp.array(True)
-        return jax.lax.while_loop(lambda carry: carry[2] & (carry[0] < self.iterations), step, start)[1]
+        first = jnp.int32(0), *jax.lax.stop_gradient((centre(share), share)), jnp.array(True)
+        found = jax.lax.while_loop(lambda carry: carry[3] & (carry[0] < self.iterations), step, first)[2]
+        return centre(fixed_point(lambda weights: scaled(centre(weights)), found))

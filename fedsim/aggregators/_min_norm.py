@@ -11,6 +11,7 @@ stays zero.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 
 from fedsim import checks
 from fedsim.aggregators._aggregator import Update
-from fedsim.aggregators._rows import inner_products, total, widen
+from fedsim.aggregators._rows import fixed_point, inner_products, total, widen
 from fedsim.aggregators._stack import AllReduce, StackAggregator
 
 _STEPS = 300
@@ -52,12 +53,14 @@ class MinNorm(StackAggregator):
         weight = jnp.sum(weights)
         shares = weights / jnp.where(weight == 0, 1, weight)
         products = all_reduce(inner_products(updates, lambda rows: rows))
-        norms = jnp.sqrt(jnp.diagonal(products))
-        per_norm = jnp.where(norms > 0, 1 / jnp.where(norms > 0, norms, 1), 0)
+        squares = jnp.diagonal(products)
+        per_norm = jnp.where(squares > 0, 1 / jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
         products = per_norm[:, None] * products * per_norm[None, :]
         low = jnp.maximum(shares - self.epsilon, 0)
         high = jnp.where(weights > 0, jnp.minimum(shares + self.epsilon, 1), 0)
-        shares = _minimize_norm(products, shares, low, high).shares if self.epsilon else shares
+        if isinstance(self.epsilon, jax.core.Tracer) or self.epsilon:
+            problem = products, shares, low, high
+            shares = _with_derivative(_minimize_norm(*problem).shares, *problem)
         return jax.tree.map(lambda rows: total(widen(rows), shares * per_norm), updates)
 
 
@@ -81,38 +84,12 @@ class _SolverState(NamedTuple):
 
 def _minimize_norm(products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> _SolverState:
     """Finds the ``shares`` λ in [low, high], with the same sum as ``start``, that minimize λ' products λ."""
-    total_share = jnp.sum(start)
-    # All feasible λ have the same sum. So only differences of the gradient between clients matter, and the common part, which
-    # would dominate the rounding errors, is removed. Steps can then be as long as the curvature within the simplex allows. If
-    # updates are similar, this curvature is a fraction of the curvature along the sum.
-    free = jnp.asarray(high > 0, jnp.float32)
-    uniform = free / jnp.maximum(jnp.sum(free), 1)
-    means = products @ uniform
-    curvature = (products - means[:, None] - means[None, :] + uniform @ means) * free[:, None] * free[None, :]
-    slope = total_share * (means - uniform @ means) * free
-    # The largest row sum bounds the largest eigenvalue. The row sum of the fourth power gives a bound within a fifth of it, and
-    # the row sum of the matrix itself a bound within a factor of 2.
-    fourth = jnp.linalg.matrix_power(curvature, 4)
-    rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(fourth), axis=1)) ** 0.25, 1e-6)
-
-    def nearest(point: jax.Array) -> jax.Array:
-        """Returns the feasible λ nearest to a point: the point minus a scalar, clipped to the bounds.
-
-        The scalar is found by repeated division of an interval.
-        """
-        least = jnp.min(point - high)
-        width = jnp.max(point - low) - least
-        # In 32 parts at a time, because on so few numbers the number of operations determines the time.
-        for _ in range(_DIVISIONS):
-            width = width / _PARTS
-            tried = least + width * jnp.arange(1, _PARTS, dtype=jnp.float32)
-            totals = jnp.sum(jnp.clip(point[None] - tried[:, None], low[None], high[None]), axis=1)
-            least = least + width * jnp.sum(totals > total_share, dtype=jnp.float32)
-        return jnp.clip(point - (least + width / 2), low, high)
+    products, start, low, high = jax.lax.stop_gradient((products, start, low, high))
+    move = _gradient_step(products, start, high)
 
     def step(state: _SolverState) -> _SolverState:
         shares, extrapolated, momentum, steps, _ = state
-        new = nearest(extrapolated - rate * (curvature @ extrapolated + slope))
+        new = _nearest(move(extrapolated), jnp.sum(start), low, high)
         restart = jnp.vdot(extrapolated - new, new - shares) > 0
         momentum = jnp.where(restart, 1.0, momentum)
         faster = (1 + jnp.sqrt(1 + 4 * momentum**2)) / 2
@@ -122,3 +99,51 @@ def _minimize_norm(products: jax.Array, start: jax.Array, low: jax.Array, high: 
 
     first = _SolverState(start, start, jnp.float32(1), jnp.int32(0), jnp.bool_(False))
     return jax.lax.while_loop(lambda state: (state.steps < _STEPS) & ~state.converged, step, first)
+
+
+def _with_derivative(shares: jax.Array, products: jax.Array, start: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns the result of `_minimize_norm` with its derivative, for which the bounds that apply stay the same."""
+    move = _gradient_step(products, start, high)
+
+    def step(shares: jax.Array) -> jax.Array:
+        point = move(shares)
+        near = jax.lax.stop_gradient(_nearest(point, jnp.sum(start), low, high))
+        inside = (near > low) & (near < high)
+        bound = jnp.where(near > low, high, low)
+        excess = jnp.sum(jnp.where(inside, point, bound)) - jnp.sum(start)
+        return jnp.where(inside, point - excess / jnp.maximum(jnp.sum(inside, dtype=jnp.float32), 1), bound)
+
+    return fixed_point(step, shares)
+
+
+def _gradient_step(products: jax.Array, start: jax.Array, high: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Returns the function from λ to λ after a step along the gradient of λ' products λ / 2, before it is projected."""
+    # All feasible λ have the same sum. So only differences of the gradient between clients matter, and the common part, which
+    # would dominate the rounding errors, is removed. Steps can then be as long as the curvature within the simplex allows. If
+    # updates are similar, this curvature is a fraction of the curvature along the sum.
+    free = jnp.asarray(high > 0, jnp.float32)
+    uniform = free / jnp.maximum(jnp.sum(free), 1)
+    means = products @ uniform
+    curvature = (products - means[:, None] - means[None, :] + uniform @ means) * free[:, None] * free[None, :]
+    slope = jnp.sum(start) * (means - uniform @ means) * free
+    # The largest row sum bounds the largest eigenvalue. The row sum of the fourth power gives a bound within a fifth of it, and
+    # the row sum of the matrix itself a bound within a factor of 2.
+    fourth = jnp.linalg.matrix_power(jax.lax.stop_gradient(curvature), 4)
+    rate = 1 / jnp.maximum(jnp.max(jnp.sum(jnp.abs(fourth), axis=1)) ** 0.25, 1e-6)
+    return lambda shares: shares - rate * (curvature @ shares + slope)
+
+
+def _nearest(point: jax.Array, sum: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns the λ in [low, high] with this sum that is nearest to a point: the point minus a scalar, clipped to the bounds.
+
+    The scalar is found by repeated division of an interval.
+    """
+    least = jnp.min(point - high)
+    width = jnp.max(point - low) - least
+    # In 32 parts at a time, because on so few numbers the number of operations determines the time.
+    for _ in range(_DIVISIONS):
+        width = width / _PARTS
+        tried = least + width * jnp.arange(1, _PARTS, dtype=jnp.float32)
+        totals = jnp.sum(jnp.clip(point[None] - tried[:, None], low[None], high[None]), axis=1)
+        least = least + width * jnp.sum(totals > sum, dtype=jnp.float32)
+    return jnp.clip(point - (least + width / 2), low, high)

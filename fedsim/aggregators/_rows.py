@@ -51,6 +51,25 @@ def mean(rows: jax.Array, weights: jax.Array) -> jax.Array:
     return total(rows, weights / jnp.where(weight == 0, 1, weight))
 
 
+def fixed_point(function: Callable[[jax.Array], jax.Array], found: jax.Array) -> jax.Array:
+    """Returns ``found``, a fixed point of ``function``, a vector ``[n]``, with the derivative of the fixed point.
+
+    The derivative follows from the implicit function theorem, so ``found`` may be the result of a loop that cannot be
+    differentiated in reverse.
+
+    >>> def root(a): return fixed_point(lambda x: (x + a / x) / 2, jnp.sqrt(a))
+    >>> jax.jacobian(root)(jnp.array([4.0])).tolist()
+    [[0.25]]
+    """
+
+    def solve(linear: Callable[[jax.Array], jax.Array], y: jax.Array) -> jax.Array:
+        # The pseudoinverse, because shares of updates that depend on each other linearly are not unique.
+        return jnp.matmul(jnp.linalg.pinv(jax.jacobian(linear)(y)), y, precision=jax.lax.Precision.HIGHEST)
+
+    found = jax.lax.stop_gradient(found)
+    return jax.lax.custom_root(lambda x: function(x) - x, found, lambda _, found: found, solve)
+
+
 def squared_norms(updates: Update) -> jax.Array:
     """Returns the squared norm of every row over all leaves, ``float32 [slots]``."""
 

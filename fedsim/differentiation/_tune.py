@@ -8,6 +8,7 @@ https://arxiv.org/abs/1502.03492. Deviations: the steps of a run are not reverse
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -145,8 +146,8 @@ def tune(
         state, info = algorithm.apply_rounds(algorithm.init(jax.random.key(seed)), cohorts)
         return objective(state), jnp.sum(info.num_dropped) if isinstance(info, RoundInfo) else jnp.int32(0)
 
-    evaluate = jax.jit(jax.value_and_grad(run, has_aux=True))
     at = {name: jnp.float32(math.log(value) if name in positive else value) for name, value in start.items()}
+    evaluate = _compiled(jax.value_and_grad(run, has_aux=True), at)
     optimizer_state, path, before = optimizer.init(at), [], at
     for _ in range(steps):
         numbers = {name: float(x) for name, x in numbers_at(at).items()}
@@ -154,7 +155,8 @@ def tune(
         hypergradient = {name: float(x) for name, x in slope.items()}
         if not dropped and all(map(math.isfinite, (float(value), *hypergradient.values()))):
             path.append(TunedRun(numbers, float(value), hypergradient))
-            updates, optimizer_state = optimizer.update(slope, optimizer_state, at)
+            with jax.numpy_dtype_promotion("standard"):  # which optax.adam requires
+                updates, optimizer_state = optimizer.update(slope, optimizer_state, at)
             before, at = at, optax.apply_updates(at, updates)
             continue
         problem = f"The run with {_shown(numbers)} diverged: {_reason(float(value), int(dropped))}"
@@ -164,6 +166,21 @@ def tune(
         at = jax.tree.map(lambda a, b: (a + b) / 2, before, at)
         warnings.warn(f"{problem}. The next run takes half of the step.", stacklevel=2)
     return Tuned(tuple(path))
+
+
+def _compiled(function: Callable[..., Any], argument: Any) -> Callable[..., Any]:
+    """Compiles a function of one argument like this one. Arrays that it closes over are arguments of the program.
+
+    As constants, the examples of a population would be part of the program's text.
+    """
+    traced, result = jax.make_jaxpr(function, return_shape=True)(argument)
+    structure = jax.tree.structure(result)
+
+    @jax.jit
+    def program(constants: Any, argument: Any) -> Any:
+        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(traced.jaxpr, constants, *jax.tree.leaves(argument)))
+
+    return functools.partial(program, traced.consts)
 
 
 def _shown(numbers: Mapping[str, float]) -> str:

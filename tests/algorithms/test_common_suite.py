@@ -19,7 +19,9 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, compressors
+from fedsim.execution._structure import numbers_of
 from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.tree import is_float
 
 BATCHES = fedsim.Batches(size=4, epochs=2)
 
@@ -345,6 +347,55 @@ def test_converges_on_a_quadratic_with_a_known_optimum(name):
     algorithm = make(name, **(settings | dict(capabilities.quadratic)))
     state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), rounds(population, 400))
     np.testing.assert_allclose(np.asarray(jax.tree.leaves(state.params)[0]), x.mean(0), atol=0.02)
+
+
+def check_derivatives(cls_name, **changes):
+    """Compares derivatives after two rounds with central differences, or expects an error that names the algorithm.
+
+    The derivatives are by the rates of the optimizers, by every number in the algorithm's fields, and by the initial parameters
+    (or state, if there are no parameters) along a random direction.
+    """
+    algorithm = make(cls_name, **changes)
+    if algorithm.not_differentiable:
+        with pytest.raises(ValueError, match=f"{type(algorithm).__name__} itself, which {algorithm.not_differentiable}"):
+            fedsim.differentiable(algorithm)
+        return
+    names = {field.name for field in dataclasses.fields(algorithm) if field.init}
+    # The result is far from linear in b2 at its default, 0.99.
+    numbers = {name: 0.5 if name == "b2" else value for name, value in numbers_of(algorithm).items() if value}
+    numbers |= {name: rate for name, rate in {"client_optimizer": 0.2, "server_optimizer": 0.7}.items() if name in names}
+    draw, state = np.random.default_rng(0), algorithm.init(jax.random.key(1))
+    start = getattr(state, "params", state)
+    direction = jax.tree.map(lambda x: jnp.asarray(0.2 * draw.normal(size=x.shape) * is_float(x), x.dtype), start)
+    cohorts = rounds(federation.data())
+
+    def objective(at):
+        """Takes factors of the numbers, and how far the initial parameters move along the direction."""
+        values = {name: factor * numbers[name] for name, factor in at.items() if name in numbers}
+        momentum = {"client_optimizer": 0.5, "server_optimizer": None}
+        made = {name: optax.sgd(x, momentum[name]) if name in momentum else x for name, x in values.items()}
+        moved = jax.tree.map(lambda x, d: x + at[""] * d if is_float(x) else x, start, direction)
+        moved = state._replace(params=moved) if hasattr(state, "params") else moved
+        after, _ = fedsim.differentiable(make(cls_name, **{**changes, **made})).apply_rounds(moved, cohorts)
+        return sum(jnp.mean(jnp.sin(2 * x + 1)) for x in jax.tree.leaves(after) if is_float(x))
+
+    at = dict.fromkeys(numbers, 1.0) | {"": 0.0}
+    value_and_slopes = jax.jit(jax.value_and_grad(objective))
+    _, slopes = value_and_slopes(at)
+    for name in at:
+        above, below = (value_and_slopes(at | {name: at[name] + step})[0] for step in (0.01, -0.01))
+        assert float(slopes[name]) == pytest.approx(float(above - below) / 0.02, rel=0.02, abs=1e-3), name
+    assert max(abs(float(slope)) for slope in slopes.values()) > 0.01
+
+
+@pytest.fixture
+def without_options(monkeypatch):
+    """Removes the options of conftest, which only an outermost jit may have."""
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
+
+
+def test_derivatives_agree_with_finite_differences(name, without_options):
+    check_derivatives(name)
 
 
 def test_registry_and_docs_list_every_algorithm_module(name):

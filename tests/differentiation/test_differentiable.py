@@ -1,0 +1,208 @@
+"""What `fedsim.differentiable` accepts and refuses, the derivatives of aggregators, and straight-through derivatives."""
+
+import dataclasses
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import aggregators, compressors
+from fedsim.differentiation._straight_through import StraightThroughCompressor, with_straight_through
+
+POPULATION = federation.data()
+COHORTS = [federation.cohort(POPULATION, round=round) for round in range(2)]
+BATCHES = fedsim.Batches(size=4, epochs=2)
+
+# Functions from a number to an aggregator, and the number. Derivatives are by this number, too.
+DIFFERENTIABLE = {
+    "mean": (lambda _: aggregators.Mean(), 1.0),
+    "sum": (lambda _: aggregators.Sum(), 1.0),
+    "clipped": (lambda norm: aggregators.Clipped(norm), 0.1),
+    "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),
+    "noised": (lambda multiplier: aggregators.Noised(multiplier), 0.1),
+    "geometric median": (lambda _: aggregators.GeometricMedian(), 1.0),
+    "min norm": (lambda epsilon: aggregators.MinNorm(epsilon), 0.05),
+    "random-k": (lambda _: aggregators.Compressed(compressors.RandomK(fraction=0.5)), 1.0),
+    "power sgd": (lambda _: aggregators.Compressed(compressors.PowerSGD(rank=1)), 1.0),
+    "identity, with feedback": (lambda _: aggregators.Compressed(compressors.ErrorFeedback(compressors.Identity())), 1.0),
+    "clipped geometric median": (lambda norm: aggregators.Clipped(norm, inner=aggregators.GeometricMedian()), 0.3),
+}
+REFUSED = {
+    "sorts the updates": [aggregators.CoordinateMedian(), aggregators.TrimmedMean(0.2)],
+    "selects updates": [aggregators.Krum(attackers=0), aggregators.Bulyan(attackers=0)],
+    "keeps the largest coordinates": [compressors.TopK(fraction=0.3), compressors.MagnitudePruning()],
+    "sends signs": [compressors.ScaledSign(), compressors.Drive()],
+    "rounds": [
+        compressors.Cast(), compressors.UniformQuantizer(), compressors.IntegerQuantizer(), compressors.QSGD(),
+        compressors.RotatedUniformQuantizer(), compressors.TernGrad(), compressors.Eden(),
+    ],
+}  # fmt: skip
+ATTACKS = {
+    "sign flip": fedsim.attacks.SignFlip(),
+    "noise": fedsim.attacks.GaussianNoise(),
+    "inner product": fedsim.attacks.InnerProduct(),
+    "alie": fedsim.attacks.ALIE(),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_options(monkeypatch):
+    """Removes the options of conftest, which only an outermost jit may have."""
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
+
+
+def make(rate=0.2, **options):
+    return fedsim.algorithms.FedAvg(
+        model=federation.model(), client_optimizer=optax.sgd(rate), batches=BATCHES, weighting="uniform", **options
+    )
+
+
+START = make().init(jax.random.key(1))
+
+
+def loss_of(state):
+    """A smooth function of the parameters, which does not have a small derivative by accident."""
+    return sum(jnp.sum(jnp.sin(2 * x + 1)) for x in jax.tree.leaves(state.params))
+
+
+def assert_derivatives_agree(loss, *at, step=0.005):
+    value_and_slopes = jax.jit(jax.value_and_grad(loss, tuple(range(len(at)))))
+    _, slopes = value_and_slopes(*at)
+    for i, slope in enumerate(slopes):
+        above, below = (value_and_slopes(*(x + sign * (i == j) for j, x in enumerate(at)))[0] for sign in (step, -step))
+        assert float(slope) == pytest.approx(float(above - below) / (2 * step), rel=0.02, abs=3e-3)
+    assert abs(float(slopes[0])) > 0.01
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("mean", "clipped"))) for k in DIFFERENTIABLE])
+def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
+    aggregator_of, number = DIFFERENTIABLE[kind]
+
+    def loss(factor, of_number):
+        algorithm = fedsim.differentiable(make(0.2 * factor, aggregator=aggregator_of(number * of_number)))
+        return loss_of(algorithm.apply_rounds(START, COHORTS)[0])
+
+    assert_derivatives_agree(loss, 1.0, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_derivatives_through_attacks_agree_with_finite_differences(kind):
+    attacked = [dataclasses.replace(cohort, attack=ATTACKS[kind], attackers=np.arange(8) % 4 == 0) for cohort in COHORTS]
+
+    def loss(factor):
+        return loss_of(fedsim.differentiable(make(0.2 * factor)).apply_rounds(START, attacked)[0])
+
+    assert_derivatives_agree(loss, 1.0)
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_parts_without_a_useful_derivative_say_so(reason):
+    for part in REFUSED[reason]:
+        is_compressor = isinstance(part, compressors.Compressor)
+        aggregator = aggregators.Compressed(compressors.ErrorFeedback(part)) if is_compressor else part
+        name = "aggregator.inner.compressor.compressor" if is_compressor else "aggregator.inner"
+        with pytest.raises(ValueError, match="Use straight_through=True") as caught:
+            fedsim.differentiable(make(aggregator=aggregators.Clipped(1.0, inner=aggregator)))
+        assert f"{name}={part}, which {reason}" in str(caught.value)
+
+
+def test_one_error_names_all_parts():
+    refused = make(aggregator=aggregators.Clipped(1.0, inner=aggregators.TrimmedMean(0.2)), downlink=compressors.Cast())
+    expected = r"got aggregator.inner=TrimmedMean\(.*\), which sorts the updates; downlink=Cast\(.*\), which rounds"
+    with pytest.raises(ValueError, match=expected):
+        fedsim.differentiable(refused)
+
+
+def test_every_compressor_and_aggregator_is_covered():
+    """A new part must pass finite differences, or say that it has no useful derivative."""
+    refused = {type(part) for parts in REFUSED.values() for part in parts}
+    known = {*compressors.COMPRESSORS.values(), *aggregators.AGGREGATORS.values()}
+    used = {type(aggregator_of(number).innermost) for aggregator_of, number in DIFFERENTIABLE.values()}
+    assert known - refused - used == {compressors.Identity, compressors.RandomK, compressors.PowerSGD}
+    assert not refused & used
+
+
+@pytest.mark.parametrize("name", compressors.COMPRESSORS)
+def test_straight_through_compressors_send_the_same_bits_and_have_the_derivative_of_no_compression(name):
+    plain, key = compressors.COMPRESSORS[name](), jax.random.key(3)
+    through = with_straight_through(plain)
+    if not plain.not_differentiable:
+        assert through is plain
+        return
+    assert isinstance(through, StraightThroughCompressor)
+    draw = np.random.default_rng(0)
+    x, direction = (jnp.asarray(draw.normal(size=(6, 8)), jnp.float32) for _ in range(2))
+    sent, slope = jax.jvp(lambda x: through.transmit(x, key, through.init(x)).value, (x,), (direction,))
+    expected = plain.transmit(x, key, plain.init(x))
+    np.testing.assert_array_equal(sent, expected.value)
+    np.testing.assert_array_equal(slope, direction)
+    assert through.transmit(x, key, through.init(x)).bits == expected.bits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregator": aggregators.Compressed(compressors.ErrorFeedback(compressors.ScaledSign()))},
+        pytest.param({"aggregator": aggregators.CoordinateMedian()}, marks=pytest.mark.slow),
+        pytest.param({"aggregator": aggregators.Bulyan(attackers=0)}, marks=pytest.mark.slow),
+        pytest.param({"downlink": compressors.TopK(fraction=0.3)}, marks=pytest.mark.slow),
+    ],
+)
+def test_straight_through_rounds_have_the_same_result(options):
+    """For one round with a linear loss and without a downlink, the derivative is that of the plain mean."""
+    draw = np.random.default_rng(0)
+    slopes = jax.tree.map(lambda x: jnp.asarray(draw.normal(size=x.shape), x.dtype), START.params)
+
+    def loss(factor, options):
+        algorithm = fedsim.differentiable(make(0.2 * factor, **options), straight_through=True)
+        state, _ = algorithm.apply(START, COHORTS[0])
+        return fedsim.tree.dot(slopes, state.params), state.params
+
+    (_, params), slope = jax.jit(jax.value_and_grad(lambda factor: loss(factor, options), has_aux=True))(1.0)
+    expected, _ = make(**options).apply(START, COHORTS[0])
+    federation.assert_trees_close(params, expected.params)
+    if "downlink" not in options:
+        plain, _ = jax.jit(jax.grad(lambda factor: loss(factor, {}), has_aux=True))(1.0)
+        assert float(slope) == pytest.approx(float(plain), rel=1e-4)
+        assert abs(float(plain)) > 0.01
+    assert np.isfinite(slope) and slope != 0
+
+
+def test_algorithms_that_choose_are_accepted_with_fixed_choices():
+    clusters = fedsim.algorithms.HypCluster(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=BATCHES)
+    with pytest.raises(ValueError, match="HypCluster itself, which lets each client choose"):
+        fedsim.differentiable(clusters)
+    assert fedsim.differentiable(clusters, straight_through=True).num_clusters == 2
+    settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": BATCHES}
+    with pytest.raises(ValueError, match="DSSGD itself, which selects coordinates"):
+        fedsim.differentiable(fedsim.algorithms.DSSGD(**settings))
+    assert fedsim.differentiable(fedsim.algorithms.DSSGD(**settings, theta_u=1.0)).theta_u == 1.0
+
+
+def test_a_round_in_plain_python_is_refused():
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Looping(fedsim.Algorithm):
+        def apply(self, state, cohort):
+            return state, None
+
+    with pytest.raises(ValueError, match="got Looping, which overrides apply: define client_update or round instead"):
+        fedsim.differentiable(Looping(batches=BATCHES))
+    with pytest.raises(ValueError, match="Expected algorithm to be an instance of Algorithm"):
+        fedsim.differentiable(3)
+
+
+def test_the_copy_keeps_settings_and_the_original_does_not_change():
+    algorithm = fedsim.algorithms.FedMGDA(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=BATCHES, epsilon=0.2, execution=fedsim.Jit(lanes=3)
+    )
+    copy = fedsim.differentiable(algorithm)
+    assert copy.execution == fedsim.Jit(lanes=3, differentiable=True) and algorithm.execution == fedsim.Jit(lanes=3)
+    assert type(copy) is fedsim.algorithms.FedMGDA and copy.aggregator is algorithm.aggregator
+    assert fedsim.differentiable(copy).execution is copy.execution
+    adam = fedsim.algorithms.FedAdam(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=BATCHES, tau=0.5)
+    assert fedsim.differentiable(adam).tau == 0.5
