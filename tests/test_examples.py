@@ -61,7 +61,7 @@ def test_example_trains_and_prints_its_name(name, capsys):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate", "tune_rates"}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -125,6 +125,13 @@ def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
     assert derivative == pytest.approx(difference, rel=5e-3) and abs(derivative) > 0.1
     losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert losses[1] < losses[0]
+
+
+def test_tuned_rates_are_better_than_a_grid_of_few_runs(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
+    tuned, best = load("tune_rates").main(rounds=10, steps=4, grid=(0.01, 0.1), picture=None)
+    assert tuned < best
+    assert "grid: loss" in capsys.readouterr().out
 
 
 def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys):

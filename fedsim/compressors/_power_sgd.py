@@ -51,6 +51,8 @@ class PowerSGD(Compressor):
     (True, 1600)
     """
 
+    not_differentiable = "orthogonalizes factors, which are zero for an update of zeros"
+
     rank: int = 2
 
     def __post_init__(self) -> None:

@@ -27,7 +27,6 @@ DIFFERENTIABLE = {
     "geometric median": (lambda _: aggregators.GeometricMedian(), 1.0),
     "min norm": (lambda epsilon: aggregators.MinNorm(epsilon), 0.05),
     "random-k": (lambda _: aggregators.Compressed(compressors.RandomK(fraction=0.5)), 1.0),
-    "power sgd": (lambda _: aggregators.Compressed(compressors.PowerSGD(rank=1)), 1.0),
     "identity, with feedback": (lambda _: aggregators.Compressed(compressors.ErrorFeedback(compressors.Identity())), 1.0),
     "clipped geometric median": (lambda norm: aggregators.Clipped(norm, inner=aggregators.GeometricMedian()), 0.3),
 }
@@ -35,6 +34,7 @@ REFUSED = {
     "sorts the updates": [aggregators.CoordinateMedian(), aggregators.TrimmedMean(0.2)],
     "selects updates": [aggregators.Krum(attackers=0), aggregators.Bulyan(attackers=0)],
     "keeps the largest coordinates": [compressors.TopK(fraction=0.3), compressors.MagnitudePruning()],
+    "orthogonalizes factors": [compressors.PowerSGD(rank=1)],
     "sends signs": [compressors.ScaledSign(), compressors.Drive()],
     "rounds": [
         compressors.Cast(), compressors.UniformQuantizer(), compressors.IntegerQuantizer(), compressors.QSGD(),
@@ -43,9 +43,9 @@ REFUSED = {
 }  # fmt: skip
 ATTACKS = {
     "sign flip": fedsim.attacks.SignFlip(),
-    "noise": fedsim.attacks.GaussianNoise(),
+    "noise": fedsim.attacks.GaussianNoise(deviation=0.1),
     "inner product": fedsim.attacks.InnerProduct(),
-    "alie": fedsim.attacks.ALIE(),
+    "alie": fedsim.attacks.ALittleIsEnough(),
 }
 
 
@@ -75,7 +75,7 @@ def assert_derivatives_agree(loss, *at, step=0.005):
     for i, slope in enumerate(slopes):
         above, below = (value_and_slopes(*(x + sign * (i == j) for j, x in enumerate(at)))[0] for sign in (step, -step))
         assert float(slope) == pytest.approx(float(above - below) / (2 * step), rel=0.02, abs=3e-3)
-    assert abs(float(slopes[0])) > 0.01
+    assert max(abs(float(slope)) for slope in slopes) > 0.01
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("mean", "clipped"))) for k in DIFFERENTIABLE])
@@ -123,7 +123,7 @@ def test_every_compressor_and_aggregator_is_covered():
     refused = {type(part) for parts in REFUSED.values() for part in parts}
     known = {*compressors.COMPRESSORS.values(), *aggregators.AGGREGATORS.values()}
     used = {type(aggregator_of(number).innermost) for aggregator_of, number in DIFFERENTIABLE.values()}
-    assert known - refused - used == {compressors.Identity, compressors.RandomK, compressors.PowerSGD}
+    assert known - refused - used == {compressors.Identity, compressors.RandomK}
     assert not refused & used
 
 
