@@ -23,8 +23,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
     - the state before the first round, such as the initial parameters.
     - weights of clients and examples, which are arrays in a method or in the model's loss, as below.
 
-    A round gives the same result as without, up to the order of floating-point sums. It runs on one device, and clients take as
-    many steps as the largest client of the population, of which the steps beyond a client's own are ignored.
+    A round gives the same result as without, up to the order of floating-point sums. It runs on one device. Every client takes
+    as many steps as the largest client of the population, and those beyond its own number are ignored.
 
     Args:
       algorithm: an algorithm that does not override `apply`.
@@ -33,8 +33,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
         aggregator. The values do not change. What the algorithm itself chooses, such as a cluster, is held fixed.
 
     Raises:
-      ValueError: the algorithm overrides `apply`; or a part has no useful derivative and ``straight_through`` is False. The error
-        names all such parts.
+      ValueError: the algorithm overrides `apply`; or parts have no useful derivative and ``straight_through`` is False. The
+        error names all such parts.
 
     The derivative of a loss after two rounds with respect to the clients' learning rate:
 
@@ -74,8 +74,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
     name = type(algorithm).__name__
     if type(algorithm).apply is not Algorithm.apply:
         raise ValueError(
-            f"Expected an algorithm whose rounds are compiled, got {name}, which overrides apply: define client_update or round "
-            "instead, in plain JAX."
+            f"Expected an algorithm whose rounds are compiled, got {name}, which overrides apply: define client_update or "
+            "round instead, in plain JAX."
         )
     parts = {"aggregator": algorithm.aggregator, "downlink": algorithm.downlink}
     parts = {part: value for part, value in parts.items() if value is not None}
@@ -86,8 +86,9 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
         problems += [text for part, value in parts.items() for text in not_differentiable(value, part)]
         if problems:
             raise ValueError(
-                f"Expected parts with a useful derivative, got {'; '.join(problems)}. Use straight_through=True, whose derivative "
-                "is that of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the derivative as it is."
+                f"Expected parts with a useful derivative, got {'; '.join(problems)}. Use straight_through=True, which takes "
+                "the derivative of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the derivative as it "
+                "is."
             )
     execution = algorithm.execution
     if not (isinstance(execution, Jit) and execution.differentiable):

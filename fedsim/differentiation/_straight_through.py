@@ -1,13 +1,12 @@
 """Straight-through derivatives: the value of one computation with the derivative of another.
 
-Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for conditional computation",
-2013, section 4 (the straight-through estimator): https://arxiv.org/abs/1308.3432.
+Y. Bengio, N. Léonard, A. Courville, "Estimating or propagating gradients through stochastic neurons for conditional
+computation", 2013, section 4 (the straight-through estimator): https://arxiv.org/abs/1308.3432.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax

@@ -89,9 +89,8 @@ def tune(
 ) -> Tuned:
     """Tunes numbers of an algorithm by gradient descent on the result of whole runs (hypergradient descent).
 
-    Every step runs ``rounds`` rounds from the same initial state with the same cohorts, and differentiates the objective through
-    the whole run. So a step is one run, and takes about four times as long as a run without derivatives. All runs share one
-    compiled program.
+    Every step is one run: ``rounds`` rounds from the same initial state with the same cohorts, and the derivative of the
+    objective through all of them, which takes several times as long as the rounds alone. All runs share one compiled program.
 
     A positive number, such as a learning rate, stays positive, because its logarithm is tuned. Other numbers have no bounds.
 
@@ -130,7 +129,9 @@ def tune(
     """
     checks.whole(1, rounds=rounds, steps=steps)
     if not isinstance(start, Mapping) or not start:
-        raise ValueError(f"Expected start to map names to numbers, got start={start!r}: give {{'client_rate': 0.1}}, for example.")
+        raise ValueError(
+            f"Expected start to map names to numbers, got start={start!r}: give {{'client_rate': 0.1}}, for example."
+        )
     checks.number(**start)
     optimizer = optax.adam(0.3) if optimizer is None else optimizer
     checks.optimizer(optimizer=optimizer)

@@ -78,7 +78,9 @@ def assert_derivatives_agree(loss, *at, step=0.005):
     assert max(abs(float(slope)) for slope in slopes) > 0.01
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("mean", "clipped"))) for k in DIFFERENTIABLE])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in ("mean", "clipped"))) for k in DIFFERENTIABLE]
+)
 def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
     aggregator_of, number = DIFFERENTIABLE[kind]
 

@@ -61,7 +61,9 @@ def test_the_rate_becomes_the_inverse_of_the_curvature_in_one_compilation():
         return CURVATURE / 2 * np.mean((2 * (1 - (1 - np.exp(log_rate) * CURVATURE) ** 2) - np.array([1, 3])) ** 2)
 
     first = found.path[0]
-    assert first.numbers == {"rate": pytest.approx(0.05)} and first.objective == pytest.approx(objective(np.log(0.05)), rel=1e-5)
+    assert first.numbers == {"rate": pytest.approx(0.05)} and first.objective == pytest.approx(
+        objective(np.log(0.05)), rel=1e-5
+    )
     slope = (objective(np.log(0.05) + 1e-5) - objective(np.log(0.05) - 1e-5)) / 2e-5
     assert first.hypergradient["rate"] == pytest.approx(slope, rel=1e-4)
 
@@ -96,7 +98,11 @@ def test_arguments_are_checked_before_anything_runs():
 
 
 def test_the_best_run_is_not_always_the_last():
-    path = TunedRun({"rate": 0.1}, 2.0, {"rate": 1.0}), TunedRun({"rate": 0.2}, 1.0, {"rate": 0.1}), TunedRun({"rate": 1.0}, np.inf, {})
+    path = (
+        TunedRun({"rate": 0.1}, 2.0, {"rate": 1.0}),
+        TunedRun({"rate": 0.2}, 1.0, {"rate": 0.1}),
+        TunedRun({"rate": 1.0}, np.inf, {}),
+    )
     assert Tuned(path).numbers == {"rate": 0.2} and Tuned(path).objective == 1.0
 
 
