@@ -1,8 +1,8 @@
 """The two learning rates of FedAdam, tuned by the derivative of the validation loss through whole runs.
 
 A grid tries pairs of rates. `fedsim.tune` follows the derivative of the loss after all rounds, so it needs fewer runs. Each of
-them takes longer, because it also computes the derivative. With ``--worst 0.1``, the objective is the mean loss over the tenth of
-the clients with the largest losses. The path is drawn to ``tuning.png``.
+them takes longer, because it also computes the derivative. With ``--worst 0.1``, the objective is the mean loss over the tenth
+of the clients with the largest losses. The path is drawn to ``tuning.png``.
 
 Run it with ``python examples/tune_rates.py``, or on Federated EMNIST with ``python examples/tune_rates.py --data DIR``.
 """

@@ -87,8 +87,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
         if problems:
             raise ValueError(
                 f"Expected parts with a useful derivative, got {'; '.join(problems)}. Use straight_through=True, which takes "
-                "the derivative of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the derivative as it "
-                "is."
+                "the derivative of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the derivative "
+                "as it is."
             )
     execution = algorithm.execution
     if not (isinstance(execution, Jit) and execution.differentiable):

@@ -132,7 +132,8 @@ def tune(
         raise ValueError(
             f"Expected start to map names to numbers, got start={start!r}: give {{'client_rate': 0.1}}, for example."
         )
-    checks.number(**start)
+    for name, value in start.items():
+        checks.number(**{name: value})  # type: ignore[arg-type]
     optimizer = optax.adam(0.3) if optimizer is None else optimizer
     checks.optimizer(optimizer=optimizer)
     positive = {name for name, value in start.items() if value > 0}

@@ -50,7 +50,8 @@ def plot_tuning(numbers: Sequence[Mapping[str, float]], objectives: Sequence[flo
     if len(names) == 2:
         x, y = ([float(of_run[name]) for of_run in numbers] for name in names)
         right.plot(*_where(finite, x, y), color=BLUE, marker="o", markersize=4)
-        right.plot(*_where([not good for good in finite], x, y), color=GREY, marker="x", linestyle="none", label="diverged")
+        if not all(finite):
+            right.plot(*_where([not good for good in finite], x, y), color=GREY, marker="x", linestyle="none", label="diverged")
         right.plot(x[:1], y[:1], color=BLUE, marker="s", markersize=8, fillstyle="none", linestyle="none", label="start")
         at = ", ".join(f"{value[best]:.3g}" for value in (x, y))
         right.plot([x[best]], [y[best]], color=ORANGE, marker="o", linestyle="none", label=f"best: {at}")
