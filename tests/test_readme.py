@@ -38,7 +38,9 @@ def test_quickstart_runs_and_is_short(namespace, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:JAX had already started")
-def test_the_other_python_blocks_run(namespace):
+def test_the_other_python_blocks_run(namespace, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # for the plot of tuned rates
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
     code = blocks("python")
     if "data" not in namespace:  # the test of the quickstart did not run before this test
         exec(code[0].replace("rounds(100)", "rounds(1)"), namespace)

@@ -86,9 +86,9 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
         problems += [text for part, value in parts.items() for text in not_differentiable(value, part)]
         if problems:
             raise ValueError(
-                f"Expected parts with a useful derivative, got {'; '.join(problems)}. Use straight_through=True, which takes "
-                "the derivative of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the derivative "
-                "as it is."
+                f"Expected parts with a useful derivative, got {'; '.join(problems)}. Use straight_through=True, which "
+                "takes the derivative of a part that changes nothing, or execution=fedsim.Jit(differentiable=True) for the "
+                "derivative as it is."
             )
     execution = algorithm.execution
     if not (isinstance(execution, Jit) and execution.differentiable):

@@ -34,6 +34,9 @@ class TunedRun(NamedTuple):
       objective: the objective after its last round; infinity if the run diverged.
       hypergradient: the derivative of the objective with respect to the logarithm of each positive number, and to each other
         number itself; empty if the run diverged.
+
+    >>> TunedRun({"rate": 0.1}, objective=2.0, hypergradient={"rate": -0.5}).numbers["rate"]
+    0.1
     """
 
     numbers: dict[str, float]
