@@ -47,6 +47,8 @@ from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.experiment import population as population
 from fedsim.model import Model as Model
+from fedsim.planning import Audit as Audit
 from fedsim.planning import Plan as Plan
+from fedsim.planning import audit as audit
 from fedsim.planning import plan as plan
 from fedsim.samplers import UniformSampler as UniformSampler

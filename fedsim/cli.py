@@ -143,6 +143,8 @@ def _plan(arguments: list[str]) -> int:
     if plan.seconds is not None:
         total = duration(plan.seconds * config.rounds)
         print(f"{config.rounds:,} rounds: about {total}, without compilation, evaluation and checkpoints")
+    if type(algorithm).apply is fedsim.Algorithm.apply:
+        print(fedsim.audit(algorithm, sampler.cohort(0)))
     return 0
 
 

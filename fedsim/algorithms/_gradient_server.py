@@ -107,7 +107,7 @@ class GradientServer(Algorithm):
         equal.
         """
         whole = info.population_examples if self.weighting == "examples" else info.num_population
-        return jnp.sum(info.clients["weight"]) / jnp.maximum(whole, 1).astype(jnp.float32)
+        return info.total("weight") / jnp.maximum(whole, 1).astype(jnp.float32)
 
     def mean_loss(self, shared: Any, client: Client) -> jax.Array:
         """Returns a client's mean training loss over all its examples at the server's parameters, ``float32 []``.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng, tree
+from fedsim import primitives, rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
@@ -17,11 +17,12 @@ from fedsim.execution._call import Call, CallShape, send_down, send_up
 from fedsim.execution._client import BatchReader, Client, ClientPlan, ClientUpdate, Loop, streams
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
+from fedsim.primitives import Placed, Placement
 
 Row = tuple[Any, dict[str, Any]]  # a client's memory, see `FederatedState.clients`
 
-# (the client, how it runs loops, its row) -> (received update, entries of the info, new row).
-Work = Callable[[ClientPlan, Loop, Row], tuple[Any, Any, Any]]
+# (the call, the client, how it runs loops, its row) -> (received update, entries of the info, new row).
+Work = Callable[[Call, ClientPlan, Loop, Row], tuple[Any, Any, Any]]
 
 
 class Clients:
@@ -177,11 +178,11 @@ class Clients:
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
         """Returns the aggregate, the info and the aggregator's new state."""
-        folded, entries = self._run(call, functools.partial(self._update, call, work))
+        folded, entries = self._run(call, functools.partial(self._update, work))
         return self._conclude(call, folded, entries)
 
     def _map(self, call: Call, work: Callable[..., Any]) -> Any:
-        return self._run(call, functools.partial(self._result, call, work))[1]
+        return self._run(call, functools.partial(self._result, work))[1]
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         """Runs every client; returns the accumulated updates, one per device, and the clients' entries ``[slots, ...]``."""
@@ -233,11 +234,11 @@ class Clients:
         }
         return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
 
-    def _result(self, call: Call, work: Callable[..., Any], own: ClientPlan, loop: Loop, row: Row) -> tuple[Any, Any, Any]:
+    def _result(self, work: Callable[..., Any], call: Call, own: ClientPlan, loop: Loop, row: Row) -> tuple[Any, Any, Any]:
         return (), jax.tree.map(jnp.asarray, work(call.shared, self.client(call, own, loop, row))), ()
 
     def _update(
-        self, call: Call, work: Callable[..., ClientUpdate], own: ClientPlan, loop: Loop, row: Row
+        self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, loop: Loop, row: Row
     ) -> tuple[Any, dict[str, Any], Row]:
         client, by_call = self.client(call, own, loop, row), row[1]
         result = work(call.shared, client)
@@ -269,10 +270,11 @@ class Clients:
             earlier = [before.clients[name]] if before else []
             entries[name] = tree.add_bits(*earlier, entries[name], most=most)
         dropped = dropped | before.clients["dropped"] if before else dropped
+        placement = Placement("clients", len(dropped))
         return RoundInfo(
             clients=entries | {"num_examples": jnp.asarray(plan.size), "num_steps": num_steps, "dropped": dropped},
-            num_dropped=jnp.sum(dropped, dtype=jnp.int32),
-            num_aggregated=jnp.sum(entries["weight"] != 0, dtype=jnp.int32),
+            num_dropped=primitives.count(Placed(dropped, placement)),
+            num_aggregated=primitives.count(Placed(entries["weight"], placement)),
             num_clients=self.num_clients,
             num_population=jnp.asarray(plan.population[0]),
             population_examples=jnp.asarray(plan.population[1]),

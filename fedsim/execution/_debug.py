@@ -116,7 +116,9 @@ class _PythonClients(Clients):
             # The client's columns are only its own.
             client = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))
             row = self._row(call, client, self.table)
-            arrived, own, row = _stage(call.work_name, name, work, client, _loop_of(call.work_name, name), row)
+            arrived, own, row = _stage(
+                call.work_name, name, functools.partial(work, call), client, _loop_of(call.work_name, name), row
+            )
             if entries is None:
                 entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))

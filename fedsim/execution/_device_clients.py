@@ -102,7 +102,7 @@ class DeviceClients(Clients):
         accumulator, entries, table = carry
         slot = queue[starts[i]]
         client = jax.tree.map(lambda x: x[slot], call.clients)
-        arrived, own, row = work(client, self.loop, self._row(call, client, table))
+        arrived, own, row = work(call, client, self.loop, self._row(call, client, table))
         if call.fold is not None:
             accumulator = call.fold.accumulate(accumulator, arrived, own["weight"], slot)
         entries = jax.tree.map(functools.partial(put, slot), entries, own)
@@ -121,7 +121,7 @@ class DeviceClients(Clients):
         slots = queue[jnp.minimum(at, len(queue) - 1)]
         clients = jax.tree.map(lambda x: x[slots], call.clients)
         clients = clients._replace(size=jnp.where(exists, clients.size, 0))
-        arrived, own, row = jax.vmap(lambda client: work(client, self.loop, self._row(call, client, table)))(clients)
+        arrived, own, row = jax.vmap(lambda client: work(call, client, self.loop, self._row(call, client, table)))(clients)
         if call.fold is not None:
             accumulator = self._folded(call, accumulator, arrived, own["weight"], slots)
         slots = jnp.where(exists, slots, len(queue))

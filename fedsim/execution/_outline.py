@@ -127,13 +127,13 @@ class _TracedClients(Clients):
                 self.aggregators[call.name] = aggregator, sent[0]
                 self.aggregator_states[call.name] = memory
                 call = call._replace(aggregator_state=memory)
-        arrived, entries, row = self._traced(call, functools.partial(self._update, call, with_shapes), lambda: sent[-1])
+        arrived, entries, row = self._traced(call, functools.partial(self._update, with_shapes), lambda: sent[-1])
         if jax.tree.leaves(row):
             self.row = row
         return self._conclude(call, fold.zero(arrived, 1), entries)
 
     def _map(self, call: Call, work: Callable[..., Any]) -> Any:
-        return self._traced(call, functools.partial(self._result, call, work), lambda: ())[1]
+        return self._traced(call, functools.partial(self._result, work), lambda: ())[1]
 
     def _traced(self, call: Call, one: Callable[..., Any], sent: Callable[[], Any]) -> tuple[Any, Any, Any]:
         """Returns the shapes of what a client sends and stores, and zeros as the entries of all clients."""
@@ -146,7 +146,7 @@ class _TracedClients(Clients):
             state_bytes = max(state_bytes, tree.num_bits(state) // 8)
             return loop_up_to()(of, num_steps, batch_at, step, state)
 
-        arrived, entries, row = jax.eval_shape(lambda own: one(own, loop, self._row(call, own, ())), _first(call.clients))
+        arrived, entries, row = jax.eval_shape(lambda own: one(call, own, loop, self._row(call, own, ())), _first(call.clients))
         self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)
         return arrived, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), entries), row
 

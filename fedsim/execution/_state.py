@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
-from fedsim import tree
+from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
 
@@ -108,6 +108,18 @@ class RoundInfo(NamedTuple):
     num_clients: jax.Array
     num_population: jax.Array
     population_examples: jax.Array
+
+    def total(self, name: str) -> jax.Array:
+        """Returns the sum over the cohort of an entry of ``clients``, for ``server_update``.
+
+        It is a reduction of `fedsim.primitives`, so `fedsim.audit` knows that the server reads no value of a single client.
+
+        >>> counts = {"weight": jax.numpy.array([3.0, 1.0])}
+        >>> float(RoundInfo(counts, *[jax.numpy.int32(0)] * 5).total("weight"))
+        4.0
+        """
+        values = self.clients[name]
+        return primitives.sum(primitives.Placed(values, primitives.Placement("clients", len(values))))
 
 
 def server_state(state: State) -> State:

@@ -1,4 +1,6 @@
-"""The costs of a round, determined before any round runs: messages, computation, memory, collectives, time."""
+"""What a round costs and what the server learns in it, determined before any round runs."""
 
+from fedsim.planning._audit import Audit as Audit
+from fedsim.planning._audit import audit as audit
 from fedsim.planning._costs import plan as plan
 from fedsim.planning._plan import Plan as Plan

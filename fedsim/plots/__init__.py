@@ -1,4 +1,4 @@
-"""Plots of a population (sizes, labels, examples; each takes a `FederatedData`) and of runs.
+"""Plots of a population (sizes, labels, examples; each takes a `FederatedData`), of runs and of federated programs.
 
 Every function returns a `matplotlib` figure. Save it by ``figure.savefig("sizes.png")``; a notebook displays it. The functions
 need matplotlib (``pip install matplotlib``), do not change its global state, and do not change the data. Colours are those of
@@ -10,4 +10,5 @@ from fedsim.plots._examples import plot_examples as plot_examples
 from fedsim.plots._labels import plot_labels as plot_labels
 from fedsim.plots._overview import plot_overview as plot_overview
 from fedsim.plots._sizes import plot_sizes as plot_sizes
+from fedsim.plots._stages import plot_stages as plot_stages
 from fedsim.plots._tuning import plot_tuning as plot_tuning

@@ -22,6 +22,11 @@ from fedsim.primitives._placed import max as max
 from fedsim.primitives._placed import mean as mean
 from fedsim.primitives._placed import min as min
 from fedsim.primitives._placed import place as place
+from fedsim.primitives._placed import reduce as reduce
 from fedsim.primitives._placed import sum as sum
 from fedsim.primitives._placed import weighted_mean as weighted_mean
 from fedsim.primitives._placement import Placement as Placement
+from fedsim.primitives._stages import Leak as Leak
+from fedsim.primitives._stages import Program as Program
+from fedsim.primitives._stages import Stage as Stage
+from fedsim.primitives._stages import stages as stages

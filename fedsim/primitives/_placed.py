@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.primitives._placement import Placement
-from fedsim.primitives._primitives import bind_map, broadcast_p, max_p, mean_p, min_p, sum_p
+from fedsim.primitives._primitives import bind_map, bind_reduction, broadcast_p, max_p, mean_p, min_p, sum_p
 
 
 class Placed(np.lib.mixins.NDArrayOperatorsMixin):
@@ -62,13 +62,13 @@ sends it to the clients, and a reduction such as mean brings theirs to the serve
                 function, *[next(rest) if _is_placed(x) else jax.tree.map(lambda _, x=x: x, own[0]) for x in inputs]
             )
 
-        return map(of_client, *filter(_is_placed, inputs))
+        return map(of_client, *[x for x in inputs if isinstance(x, Placed)])
 
 
 jax.tree_util.register_pytree_with_keys(
     Placed,
     lambda value: (((jax.tree_util.GetAttrKey("stacked"), value.stacked),), value.placement),
-    lambda placement, children: Placed(*children, placement),
+    lambda placement, children: Placed(next(iter(children)), placement),
 )
 
 
@@ -243,6 +243,33 @@ def min(value: Placed) -> Any:
     [1, 2]
     """
     return _reduced(min_p, value, lambda x: x)
+
+
+def reduce(function: Callable[[Any], Any], value: Placed, *, name: str) -> Any:
+    """Returns ``function(value.stacked)``, a reduction of the clients' values that none of the other functions gives.
+
+    A check of what the server learns (`fedsim.audit`) lists it under its name. Derivatives are those of the function.
+
+    Args:
+      function: takes arrays ``[size, ...]``, which no server sees outside of it.
+      value: a pytree of arrays at a placement.
+      name: of the reduction.
+
+    >>> x = place(jnp.array([3.0, 1.0, 9.0]), Placement("clients", 3))
+    >>> reduce(lambda x: jnp.median(x, axis=0), x, name="median").item()
+    3.0
+    """
+    placement = _common_placement("reduce", value)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, value.stacked))
+    out_structure = None
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal out_structure
+        out, out_structure = jax.tree.flatten(function(jax.tree.unflatten(structure, leaves)))
+        return [jnp.asarray(x) for x in out]
+
+    out = bind_reduction(flat, leaves, name, placement)
+    return jax.tree.unflatten(out_structure, out)
 
 
 def count(condition: Placed) -> Any:

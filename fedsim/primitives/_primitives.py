@@ -153,6 +153,37 @@ ad.primitive_jvps[max_p] = functools.partial(_extremum_jvp, max_p)
 ad.primitive_jvps[min_p] = functools.partial(_extremum_jvp, min_p)
 
 
+# ---- Other reductions, which are declared by whoever writes them.
+
+
+def bind_reduction(function: Callable[..., Sequence[Any]], stacked: Sequence[Any], name: str, placement: Placement) -> Arrays:
+    """Runs a reduction of arrays ``[size, ...]`` to a sequence of arrays, with what it closes over as further arguments."""
+    jaxpr, consts = _closed(function, [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in stacked])
+    return reduce_p.bind(*consts, *stacked, jaxpr=jaxpr, name=name, placement=placement)
+
+
+def _reduce(*stacked: Any, jaxpr: ClosedJaxpr, name: str, placement: Placement) -> Arrays:
+    return jaxpr_as_fun(jaxpr)(*stacked)
+
+
+def _reduce_avals(*stacked: Any, jaxpr: ClosedJaxpr, name: str, placement: Placement) -> tuple[Arrays, Any]:
+    return [_shaped(aval.shape, aval) for aval in jaxpr.out_avals], jaxpr.effects
+
+
+def _reduce_batch(primitive: Primitive, axis: Any, args: Sequence[Any], dims: Sequence[Any], **static: Any) -> Any:
+    out = jax.vmap(functools.partial(_reduce, **static), in_axes=list(dims), axis_size=axis.size)(*args)
+    return out, [0] * len(out)
+
+
+def _reduce_jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> tuple[Arrays, Arrays]:
+    run = functools.partial(_reduce, **static)
+    return jax.jvp(run, tuple(primals), tuple(ad.instantiate_zeros(dot) for dot in tangents))
+
+
+reduce_p = _primitive("reduce", _reduce, _reduce_avals, _reduce_batch)
+ad.primitive_jvps[reduce_p] = _reduce_jvp
+
+
 # ---- The clients' work.
 
 
@@ -182,20 +213,26 @@ def bind_map(
         jax.ShapeDtypeStruct(jnp.shape(x)[0 if whole else 1 :], jax.typeof(x).dtype)
         for x, whole in zip(args, shared, strict=True)
     ]
-    traced = jax.make_jaxpr(function)(*one)
+    jaxpr, consts = _closed(function, one)
+    return map_p.bind(
+        *consts,
+        *args,
+        jaxpr=jaxpr,
+        shared=(*[True] * len(consts), *shared),
+        summed=tuple(summed or [False] * len(jaxpr.out_avals)),
+        placement=placement,
+    )
+
+
+def _closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[ClosedJaxpr, Arrays]:
+    """Traces a function; returns a jaxpr whose first arguments are what the function closes over, and these values."""
+    traced = jax.make_jaxpr(function)(*args)
     consts = traced.consts
 
     def with_consts(*values: Any) -> Arrays:
         return jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, list(values[: len(consts)])))(*values[len(consts) :])
 
-    return map_p.bind(
-        *consts,
-        *args,
-        jaxpr=jax.make_jaxpr(with_consts)(*consts, *one),
-        shared=(*[True] * len(consts), *shared),
-        summed=tuple(summed or [False] * len(traced.out_avals)),
-        placement=placement,
-    )
+    return jax.make_jaxpr(with_consts)(*consts, *args), consts
 
 
 def _map_run(

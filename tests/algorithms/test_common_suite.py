@@ -19,6 +19,8 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, compressors
+from fedsim.execution._federated_clients import federated_round
+from fedsim.execution._state import parts_of
 from fedsim.execution._structure import numbers_of
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.tree import is_float
@@ -123,6 +125,28 @@ def run(algorithm, cohorts):
         state, info = algorithm.apply(state, cohort)
         infos.append(info)
     return federation.plain(state), jax.device_get(infos)
+
+
+def check_stages(name):
+    """The round of a program in stages, where every client's work is a call of its own, is the round of `apply`."""
+    algorithm, cohort = compiled(name), federation.cohort()
+    audit, start = fedsim.audit(algorithm, cohort), algorithm.init(jax.random.key(0))
+    assert audit.leaks == ()
+    arguments = federated_round(algorithm, start, cohort)[1]
+    state, info, _ = audit.program.run(*arguments)
+    expected_state, expected_info = algorithm.apply(start, cohort)
+    without_memories = [parts_of(each)._replace(clients=()) for each in (state, expected_state)]
+    federation.assert_trees_close(*without_memories)
+    federation.assert_trees_close(info, expected_info)
+
+
+def test_rounds_run_stage_by_stage_without_leaks(name):
+    check_stages(name)
+
+
+@pytest.mark.slow
+def test_rounds_with_any_aggregator_run_stage_by_stage_without_leaks(composed):
+    check_stages(composed)
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""A round as a program of `fedsim.primitives`, which can be taken apart and checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import primitives
+from fedsim.data import Cohort
+from fedsim.execution._call import Call
+from fedsim.execution._client import ClientPlan, loop_up_to
+from fedsim.execution._clients import Clients, Work
+from fedsim.execution._device_clients import put_rows
+from fedsim.execution._memory import remembered
+from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._programs import finished, programs_for
+from fedsim.execution._state import ClientTable, FederatedAlgorithm, State, parts_of, server_state
+from fedsim.execution._structure import with_numbers
+from fedsim.primitives import Placed, Placement
+
+
+def federated_round(
+    algorithm: FederatedAlgorithm, state: State, cohort: Cohort
+) -> tuple[Callable[..., tuple[State, Any, Any]], tuple[Any, ...]]:
+    """Returns a round as a federated program, and its arguments.
+
+    The program takes the algorithm's numbers, the state without the clients' memories, the root key, and the clients' examples
+    ``[slots, most examples, ...]`` and memories, each at its client. It returns the state, the round's info, and the memories.
+    The result is that of `fedsim.Algorithm.apply`, up to the order of sums.
+
+    Args:
+      algorithm: whose round it is; it must not override ``apply``.
+      state: the state before the round.
+      cohort: the clients.
+    """
+    data, state = cohort.data, remembered(algorithm, state, cohort.data)
+    programs, numbers = programs_for(algorithm, server_state(state), data)
+    shapes, placement = programs.outline.shapes, Placement("clients", cohort.slots)
+    plan = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches)
+    most = max(1, int(cohort.sizes.max(initial=1)))
+    columns = {name: np.zeros((cohort.slots, most, *c.shape[1:]), c.dtype) for name, c in data.columns.items()}
+    for slot, client in enumerate(cohort.clients):
+        for name, rows in data.client(int(client)).examples.items():
+            columns[name][slot, : len(rows)] = rows
+    row = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), programs.outline.row)
+    seen = jnp.zeros(cohort.slots, bool)
+    memories = ClientTable(row, seen) if jax.tree.leaves(row) else ()
+
+    def program(numbers: Any, state: State, key: jax.Array, columns: Placed, memories: Any) -> tuple[State, Any, Any]:
+        table = memories.stacked if isinstance(memories, Placed) else ()
+        own_plan = jax.tree.map(jnp.asarray, plan._replace(memory=np.arange(cohort.slots, dtype=np.int32)))
+        own = with_numbers(algorithm, numbers)
+        clients = FederatedClients(columns, own, own_plan, key, parts_of(state), {}, table, shapes, cohort.attack)
+        server, info = own.round(parts_of(state).server, clients)
+        after = finished(own, state, clients, server, info)
+        return after, info, Placed(clients.table, placement) if table != () else ()
+
+    state = state._replace(clients=()) if parts_of(state).clients != () else state
+    at_clients = functools.partial(primitives.place, placement=placement)
+    own_memories = at_clients(memories) if memories != () else ()
+    return program, (numbers, state, cohort.key, at_clients(columns), own_memories)
+
+
+class FederatedClients(Clients):
+    """Clients whose work is one `fedsim.primitives.map` for each call, and whose updates meet in one reduction.
+
+    Args:
+      examples: each client's examples.
+      *args: see `Clients`.
+    """
+
+    def __init__(self, examples: Placed, *args: Any) -> None:
+        super().__init__(*args)
+        self.examples = examples
+
+    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
+        placement = self.examples.placement
+
+        def of_client(shared: Any, own: ClientPlan, columns: Any, row: Any) -> Any:
+            received = call._replace(shared=shared)
+            self.columns = columns  # A client has the columns of its own examples.
+            table = ClientTable(*jax.tree.map(lambda x: x[None], (row.rows, row.seen))) if row != () else ()
+            own = own._replace(start=jnp.int32(0))
+            return work(received, own, loop_up_to(), self._row(received, own._replace(memory=jnp.int32(0)), table))
+
+        sent = primitives.broadcast(call.shared, placement)
+        plans, rows = Placed(call.clients, placement), Placed(self.table, placement)
+        arrived, own, row = primitives.map(of_client, sent, plans, self.examples, rows).stacked
+        if call.fold is None:
+            return (), own
+        fold, arrived_shapes = call.fold, self.shapes[call.name].arrived
+
+        def accumulate(updates: Any) -> Any:
+            zero = fold.zero(arrived_shapes, placement.size)
+            return jax.lax.scan(lambda total, one: (fold.accumulate(total, *one), None), zero, updates)[0]
+
+        updates = Placed((arrived, own["weight"], call.clients.slot), placement)
+        if isinstance(self.table, ClientTable):
+            at = jnp.where(own["weight"] != 0, call.clients.slot, placement.size)
+            self.table = put_rows(self.table, at, row)
+        return primitives.reduce(accumulate, updates, name=type(fold.innermost).__name__), own

@@ -1,0 +1,95 @@
+"""`audit`: what the server learns of single clients in a round."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from fedsim.aggregators import StackAggregator
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort
+from fedsim.execution._execution import check_cohorts
+from fedsim.execution._federated_clients import federated_round
+from fedsim.primitives import Leak, Program, stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What the server learns of single clients in a round of an algorithm.
+
+    Attributes:
+      algorithm: the name of the algorithm.
+      program: the round in stages.
+      leaks: how values of single clients reach the server's state other than through a reduction.
+      reported: the entries of the round's info that have one value per client, for plots and logs.
+      collects: the name of the aggregator, if it needs the updates of all clients side by side; "" otherwise.
+
+    >>> program = stages(lambda x: x + 1, jax.numpy.zeros(()))
+    >>> print(Audit("Mine", program, (Leak("state", "argmax", "mine.py:7"),), (), ""))
+    Mine: values of single clients reach the server's state
+      state depends on values of single clients through 'argmax' at mine.py:7
+    """
+
+    algorithm: str
+    program: Program
+    leaks: tuple[Leak, ...]
+    reported: tuple[str, ...]
+    collects: str
+
+    def __str__(self) -> str:
+        names = [name for stage in self.program.stages if stage.kind == "reduction" for name in stage.name.split(", ")]
+        reductions = ", ".join(dict.fromkeys(names))
+        if self.leaks:
+            lines = [f"{self.algorithm}: values of single clients reach the server's state", *[f"  {x}" for x in self.leaks]]
+        else:
+            lines = [
+                f"{self.algorithm}: the server's state depends on single clients only through these reductions: {reductions}"
+            ]
+        if self.collects:
+            lines.append(f"  {self.collects} needs every client's update, so the server must be trusted with them")
+        if self.reported:
+            lines.append(f"  the round's info reports per client: {', '.join(self.reported)}")
+        return "\n".join(lines)
+
+
+def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
+    """Checks that the server's state after a round depends on the clients only through reductions.
+
+    The check follows every value through the traced program of the round, so it holds for all data. It names the operation and
+    the line of source of a violation. ``audit(...).program.run(...)`` runs the round stage by stage, see
+    `fedsim.primitives.stages`.
+
+    Args:
+      algorithm: the algorithm.
+      cohort: the clients of the round.
+
+    Raises:
+      ValueError: the algorithm overrides ``apply``, so its round is not a traced program.
+
+    >>> import optax, fedsim
+    >>> data = fedsim.datasets.load("digits(clients=5)").train
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    >>> print(audit(algorithm, fedsim.UniformSampler(data, clients=2, seed=0).cohort(0)))
+    FedAvg: the server's state depends on single clients only through these reductions: Mean, sum
+      the round's info reports per client: dropped, loss, weight
+    """
+    if type(algorithm).apply is not Algorithm.apply:
+        raise ValueError(
+            f"{type(algorithm).__name__} overrides apply with a Python loop, so there is no program to check: define round or "
+            "client_update instead."
+        )
+    check_cohorts(algorithm, [cohort])
+    function, args = federated_round(algorithm, algorithm.init(jax.random.key(0)), cohort)
+    program = stages(function, *args)
+    of_state = tuple(leak for leak in program.leaks if leak.result.startswith("result[0]"))
+    named = [leak.result.removeprefix("result[1]").removeprefix(".clients") for leak in program.leaks if leak not in of_state]
+    inner = algorithm.aggregator.innermost
+    return Audit(
+        algorithm=type(algorithm).__name__,
+        program=program,
+        leaks=tuple(dataclasses.replace(leak, result=f"state{leak.result.removeprefix('result[0]')}") for leak in of_state),
+        reported=tuple(sorted(name.strip("[]'") for name in named)),
+        collects=type(inner).__name__ if isinstance(inner, StackAggregator) else "",
+    )
