@@ -77,7 +77,6 @@ WITHOUT_EXAMPLE: set[str] = {
     # Records, protocols, errors and base classes: the examples are those of the functions that return or accept them.
     "fedsim.Batch",
     "fedsim.Execution",
-    "fedsim.RoundInfo",
     "fedsim.aggregators.Aggregator",
     "fedsim.aggregators.Groups",
     "fedsim.aggregators.Member",

@@ -29,4 +29,5 @@ from fedsim.primitives._placement import Placement as Placement
 from fedsim.primitives._stages import Leak as Leak
 from fedsim.primitives._stages import Program as Program
 from fedsim.primitives._stages import Stage as Stage
+from fedsim.primitives._stages import program as program
 from fedsim.primitives._stages import stages as stages

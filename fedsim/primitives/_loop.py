@@ -212,7 +212,7 @@ def _loop_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **static: A
         for leaf, mark, now in zip(leaves, marks[len(consts) :], of_leaves, strict=True)
     ]
     if steps_differ:
-        num_steps, consts = jnp.max(num_steps), [num_steps, *consts]
+        num_steps, consts = jnp.max(num_steps, initial=0), [num_steps, *consts]
     out = _axes(of_leaves)
     return loop.bind(num_steps, consts, leaves), out
 
@@ -456,7 +456,7 @@ def _tangent_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **static
     loop, _ = tangent.loop.batched(axis, steps_differ, [True] * len(values))
     new_marks = tangent.marks
     if steps_differ:
-        num_steps, values, new_marks = jnp.max(num_steps), [num_steps, *values], (False, *new_marks)
+        num_steps, values, new_marks = jnp.max(num_steps, initial=0), [num_steps, *values], (False, *new_marks)
     batched = _Tangent(loop, new_marks)
     if loop.most_steps is not None:
         # The batched loop may need other leaves, so it stores its own.

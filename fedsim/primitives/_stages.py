@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from fedsim.primitives._placed import Placed
 from fedsim.primitives._placement import Placement
+from fedsim.primitives._primitives import bind_map
+
+T = TypeVar("T")
 
 # Equations whose inner jaxpr is evaluated as if it stood in their place.
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -93,9 +97,10 @@ class _Operation(NamedTuple):
         """The inputs that are not literals."""
         return [x for x in self.inputs if isinstance(x, _Value)]
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, inputs: Sequence[Any], together: bool = False) -> list[Any]:
+        """Runs the operation, with one client's work after another as calls of their own, or all ``together``."""
         primitive, params = self.equation.primitive, self.equation.params
-        if primitive.name == "map":
+        if primitive.name == "map" and not together:
             return _client_by_client(inputs, **params)
         bound = primitive.get_bind_params(params)
         subfunctions, params = bound if isinstance(bound, tuple) else ((), bound)
@@ -245,6 +250,119 @@ class Program:
                 outputs = operation.run([read(x) for x in operation.inputs])
                 values |= dict(zip(operation.outputs, outputs, strict=True))
         return jax.tree.unflatten(self._out_structure, [read(x) for x in self._outputs])
+
+    def run_fused(self, *args: Any) -> Any:
+        """Runs the program as `program` does."""
+        values = {**self._consts, **dict(zip(self._inputs, jax.tree.leaves(args), strict=True))}
+        sources: dict[_Value, Any] = {}  # what was broadcast, until someone needs the copies
+        totals: set[_Value] = set()  # results of clients whose sum is known instead
+        users: dict[_Value, list[_Operation]] = {}
+        for operation in self._operations:
+            for value in operation.values:
+                users.setdefault(value, []).append(operation)
+        results = {value for value in self._outputs if isinstance(value, _Value)}
+
+        def read(x: Any) -> Any:
+            if not isinstance(x, _Value):
+                return x.val
+            if x not in values:
+                source, operation = sources[x]
+                (values[x],) = operation.run([source])
+            return values[x]
+
+        def is_only_summed(x: _Value) -> bool:
+            names = [user.equation.primitive.name for user in users.get(x, []) if user.kind == "reduction"]
+            return x not in results and len(names) == len(users.get(x, [])) and set(names) <= {"sum", "mean"}
+
+        for kind, group in self._groups:
+            if kind == "clients":
+                inside = {value for operation in group for value in operation.outputs}
+                wanted = [
+                    value
+                    for operation in group
+                    for value in operation.outputs
+                    if value in results or any(user not in group for user in users.get(value, []))
+                ]
+                summed = [is_only_summed(value) for value in wanted]
+                done = _one_function(group, inside, wanted, summed, read, sources)
+                values |= dict(zip(wanted, done, strict=True))
+                totals |= set(_only(wanted, summed))
+                continue
+            for operation in group:
+                (first, *_) = operation.inputs or [None]
+                if kind == "broadcast":
+                    sources[operation.outputs[0]] = read(first), operation
+                elif kind == "reduction" and first in totals:
+                    total, name = values[first], operation.equation.primitive.name
+                    size = operation.equation.params["placement"].size
+                    values[operation.outputs[0]] = total if name == "sum" else total / jnp.asarray(max(size, 1), total.dtype)
+                else:
+                    outputs = operation.run([read(x) for x in operation.inputs], together=True)
+                    values |= dict(zip(operation.outputs, outputs, strict=True))
+        return jax.tree.unflatten(self._out_structure, [read(x) for x in self._outputs])
+
+
+def _one_function(
+    group: Sequence[_Operation], inside: set[_Value], wanted: Sequence[_Value], summed: Sequence[bool], read: Any, sources: Any
+) -> list[Any]:
+    """Runs all maps of a stage as one, which gets what was broadcast without copies and sums results on the way."""
+    operands: dict[tuple[Any, bool], Any] = {}
+    for operation in group:
+        for x, whole in zip(operation.inputs, operation.equation.params["shared"], strict=True):
+            if not isinstance(x, _Value) or x in inside:
+                continue
+            if not whole and x in sources:
+                operands[x, False] = sources[x][0], True
+            else:
+                operands[x, whole] = read(x), whole
+    keys = list(operands)
+
+    def work(*own: Any) -> list[Any]:
+        known = dict(zip(keys, own, strict=True))
+        for operation in group:
+            marks = operation.equation.params["shared"]
+            args = [
+                known[x, mark and x not in inside] if isinstance(x, _Value) else x.val
+                for x, mark in zip(operation.inputs, marks, strict=True)
+            ]
+            for value, result in zip(operation.outputs, jaxpr_as_fun(operation.equation.params["jaxpr"])(*args), strict=True):
+                known[value, False] = result
+        return [known[value, False] for value in wanted]
+
+    marks = [whole for _, whole in operands.values()]
+    placement = group[0].equation.params["placement"]
+    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed)
+
+
+def program(function: Callable[..., T]) -> Callable[..., T]:
+    """Returns a federated program that runs in as few passes over the clients as possible, with the same results.
+
+    All work between a broadcast and a reduction is one `map`. It reads what was broadcast without a copy for each client, and
+    sums and means are added up client by client, so that memory does not grow with the number of clients. The function
+    composes with JAX's transformations like any other.
+
+    Args:
+      function: a function of values of the server and of clients. Federated operations within its loops and conditions are not
+        possible; put the loop around the program.
+
+    Raises:
+      ValueError: when it is called, if a federated operation lies within a loop or a condition.
+
+    >>> from fedsim import primitives as fed
+    >>> clients = fed.Placement("clients", 3)
+    >>> @program
+    ... def step(params, x):
+    ...     own = fed.map(lambda p, x: p - 0.5 * (p - x), fed.broadcast(params, clients), x)
+    ...     return fed.mean(own)
+    >>> step(jnp.zeros(2), fed.place(jnp.arange(6.0).reshape(3, 2), clients)).tolist()
+    [1.0, 1.5]
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> T:
+        return Program(function, args).run_fused(*args)
+
+    return run
 
 
 def stages(function: Callable[..., Any], *args: Any) -> Program:

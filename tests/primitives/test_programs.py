@@ -230,8 +230,9 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(CLIENT_STEPS)), st.sampled_
 AT = np.array([0.1, -0.2, 0.4])
 
 
-def check_random_program(steps, transformations):
+def check_random_program(steps, transformations, fused=False):
     ours, expected = program_of(steps, plain=False), program_of(steps, plain=True)
+    ours = fed.program(ours) if fused else ours
     for name in transformations:
         ours, expected = TRANSFORMATIONS[name](ours), TRANSFORMATIONS[name](expected)
     np.testing.assert_allclose(jax.jit(ours)(AT), jax.jit(expected)(AT), rtol=1e-8, atol=1e-10)
@@ -242,8 +243,26 @@ def test_two_transformations(inner, outer):
     check_random_program([("loop", "weighted")], [inner, outer])
 
 
+@pytest.mark.parametrize("transformation", ["jit", "grad", "jvp", "vmap"])
+def test_a_fused_program_has_the_same_derivatives(transformation):
+    check_random_program([("loop", "weighted"), ("sine", "max")], [transformation], fused=True)
+
+
+def test_a_fused_program_stores_neither_copies_nor_results_of_clients():
+    rate, params, x, y, weights = fedavg_inputs()
+    fused = fed.program(fedavg)
+    assert float(fused(rate, params, x, y, weights)) == pytest.approx(float(fedavg(rate, params, x, y, weights)))
+    equations = jax.make_jaxpr(fused)(rate, params, x, y, weights).jaxpr.eqns
+    federated = [e for e in equations if "placement" in e.params]
+    assert [e.primitive.name for e in federated] == ["map", "map"]  # one for each round
+    assert all(all(e.params["summed"]) for e in federated)
+    kept = fed.program(lambda x: (fed.mean(x), fed.sum(fed.map(jnp.square, x)), fed.map(jnp.square, x)))(x)
+    np.testing.assert_allclose(kept[1], np.sum(x.stacked**2, 0))
+    np.testing.assert_allclose(kept[2].stacked, x.stacked**2)
+
+
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(PROGRAMS, st.lists(st.sampled_from(sorted(TRANSFORMATIONS)), max_size=3))
-def test_random_programs_under_random_transformations(steps, transformations):
-    check_random_program(steps, transformations)
+@given(PROGRAMS, st.lists(st.sampled_from(sorted(TRANSFORMATIONS)), max_size=3), st.booleans())
+def test_random_programs_under_random_transformations(steps, transformations, fused):
+    check_random_program(steps, transformations, fused)

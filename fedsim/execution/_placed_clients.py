@@ -1,0 +1,101 @@
+"""`place_clients`: a cohort's clients, with datasets of any sizes, as values of `fedsim.primitives`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import rng
+from fedsim.data import Batches, Cohort
+from fedsim.execution._client import BatchReader, Client, ClientPlan, loop_up_to, streams
+from fedsim.execution._plan import Layout, plan_round
+from fedsim.primitives import Placed, Placement
+from fedsim.samplers._checked import check_is_cohort
+
+
+class PlacedClients(Placed):
+    """Clients at a placement: a function that is mapped over them gets each as a `Client`."""
+
+    def __init__(
+        self, stacked: ClientPlan, columns: Mapping[str, Any], batches: Batches, most: int, placement: Placement
+    ) -> None:
+        super().__init__(stacked, placement)
+        self.columns, self.batches, self.most_examples = columns, batches, most
+
+    def of_client(self, own: ClientPlan) -> Client:
+        num_steps = jnp.minimum(jnp.asarray(self.batches.num_steps(own.size), jnp.int32), own.most_steps)
+        return Client(
+            position=own.position,
+            slot=own.slot,
+            num_examples=own.size,
+            num_steps=num_steps,
+            key=own.key,
+            reader=BatchReader(self.columns, own.start, own.streams, own.most_steps, loop_up_to(self.most_examples)),
+        )
+
+
+jax.tree_util.register_pytree_node(
+    PlacedClients,
+    lambda value: ((value.stacked, value.columns), (value.batches, value.most_examples, value.placement)),
+    lambda static, children: PlacedClients(*children, *static),
+)
+
+
+def place_clients(
+    cohort: Cohort, batches: Batches | None = None, *, name: str = "clients", devices: Sequence[jax.Device] | None = None
+) -> PlacedClients:
+    """Returns a cohort's clients as a value of `fedsim.primitives`, each with its own dataset, number of steps and key.
+
+    `fedsim.primitives.map` gives each to its function as a `Client`. Its ``for_each_batch`` takes exactly the client's own
+    steps, in derivatives, too. Shuffles and keys are those of a round of an algorithm.
+
+    Args:
+      cohort: the clients.
+      batches: what ``client.num_steps`` counts; default: one example at a time.
+      name: of the placement.
+      devices: the devices that the clients are divided over; None for a single device. Every device gets the examples of all.
+
+    Raises:
+      ValueError: the number of clients is no multiple of the number of devices.
+
+    >>> import fedsim
+    >>> from fedsim import primitives as fed
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([1.0, 2.0, 6.0], np.float32)}, sizes=[2, 1])
+    >>> clients = place_clients(fedsim.Cohort.of(data, ["0", "1"]))
+    >>> def total(scale, client):
+    ...     def add(total, batch): return total + jnp.sum(scale * batch.examples["x"], where=batch.mask)
+    ...     return client.for_each_batch(fedsim.Batches(size=1), add, jnp.zeros(()))
+    >>> def mean(scale): return fed.mean(fed.map(lambda client: total(scale, client), clients))
+    >>> mean(1.0).item(), jax.grad(mean)(1.0).item()
+    (4.5, 4.5)
+    """
+    check_is_cohort(cohort, "place_clients got")
+    batches = batches or Batches(size=1, shuffle=False)
+    data, slots = cohort.data, len(cohort)
+    plan = plan_round(cohort, Layout(max(slots, 1), 1), batches)
+    keys = rng.client_keys(cohort.key, cohort.round, jnp.asarray(cohort.clients, jnp.int32))
+    sizes, first_rows = cohort.sizes, data.offsets[cohort.clients]
+    ranges = [np.arange(first, first + size) for first, size in zip(first_rows, sizes, strict=True)]
+    rows = np.concatenate([np.zeros(0, np.int64), *ranges])  # only the examples of the cohort
+    columns = {
+        column: jnp.asarray(values[rows] if len(rows) else np.zeros((1, *values.shape[1:]), values.dtype))
+        for column, values in data.columns.items()
+    }
+    placement = Placement(name, slots, None if devices is None else tuple(devices))
+    own = ClientPlan(
+        slot=jnp.arange(slots, dtype=jnp.int32),
+        position=jnp.asarray(cohort.clients, jnp.int32),
+        start=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32),
+        size=jnp.asarray(sizes, jnp.int32),
+        most_steps=jnp.asarray(plan.most_steps[:slots]),
+        memory=jnp.arange(slots, dtype=jnp.int32),
+        attacker=jnp.zeros(slots, jnp.int32),
+        key=keys,
+        streams=jax.vmap(streams)(keys),
+    )
+    own = jax.tree.map(placement.divided, own)
+    return PlacedClients(own, columns, batches, int(sizes.max(initial=1)), placement)

@@ -1,0 +1,70 @@
+"""Clients with datasets of different sizes in federated programs: FedAvg written with primitives is `FedAvg`."""
+
+import federation
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import primitives as fed
+
+BATCHES = fedsim.Batches(size=4, epochs=2)
+MODEL = federation.model()
+
+
+def round_of(rate, params, clients):
+    def train(params, client):
+        def step(params, batch):
+            def loss(params):
+                losses = MODEL.loss(batch.examples, MODEL.apply_for_train(params, batch.examples, batch.key))
+                return jnp.mean(losses, where=batch.mask)
+
+            return jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(loss)(params))
+
+        return client.for_each_batch(BATCHES, step, params), client.num_examples
+
+    trained = fed.map(train, fed.broadcast(params, clients.placement), clients)
+    models, sizes = (fed.Placed(part, clients.placement) for part in trained.stacked)
+    return fed.weighted_mean(models, sizes)
+
+
+def test_fedavg_in_ten_lines_is_fedavg():
+    algorithm = fedsim.algorithms.FedAvg(model=MODEL, client_optimizer=optax.sgd(0.1), batches=BATCHES, execution=fedsim.Jit())
+    state, cohort = algorithm.init(jax.random.key(0)), federation.cohort(round=3)
+    params = jax.jit(round_of)(0.1, state.params, fedsim.place_clients(cohort, BATCHES))
+    federation.assert_trees_close(params, algorithm.apply(state, cohort)[0].params)
+
+
+def test_hypergradient_through_ragged_clients():
+    clients = fedsim.place_clients(federation.cohort(), BATCHES)
+    start = MODEL.init(jax.random.key(0))
+
+    def objective(rate):
+        return fedsim.tree.squared_norm(round_of(rate, round_of(rate, start, clients), clients))
+
+    value, slope = jax.jit(jax.value_and_grad(objective))(jnp.float32(0.3))
+    up, down = (float(jax.jit(objective)(jnp.float32(0.3 + h))) for h in (1e-2, -1e-2))
+    assert float(slope) == pytest.approx((up - down) / 2e-2, rel=1e-2)
+    assert float(value) == pytest.approx(float(objective(0.3)), rel=1e-5)
+
+
+def test_clients_without_examples_and_empty_cohorts():
+    data = fedsim.FederatedData.from_arrays({"x": np.array([1.0, 2.0, 4.0], np.float32)}, sizes=[2, 0, 1])
+
+    def total(client):
+        def add(total, batch):
+            return total + jnp.sum(batch.examples["x"], where=batch.mask)
+
+        return client.for_each_batch(fedsim.Batches(size=2), add, jnp.zeros(()))
+
+    everyone = fedsim.place_clients(fedsim.Cohort.of(data, ["2", "1", "0"]), fedsim.Batches(size=2))
+    assert fed.map(total, everyone).stacked.tolist() == [4.0, 0.0, 3.0]
+    assert fed.map(lambda client: client.num_steps, everyone).stacked.tolist() == [1, 0, 1]
+    assert (
+        fed.sum(
+            fed.map(total, fedsim.place_clients(fedsim.Cohort(data, np.zeros(0, np.int32), 0, fedsim.rng.root(0), slots=2)))
+        )
+        == 0
+    )
