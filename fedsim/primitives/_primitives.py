@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
+from fedsim import tree
 from fedsim.primitives._placement import Placement
 
 Arrays = list[Any]
@@ -259,7 +260,7 @@ def _map_run(
             out = jax.vmap(work, axis_size=share)(*own)
             sums = iter([jnp.sum(x, axis=0, dtype=_wide(x.dtype)) for x in _only(out, summed)])
             stacked = iter(_only(out, [not mark for mark in summed]))
-        sums = iter(jax.lax.psum(list(sums), placement.name)) if placement.mesh else sums
+        sums = iter(tree.psum(list(sums), placement.name)) if placement.mesh else sums
         return [
             next(sums).astype(aval.dtype) if mark else next(stacked) for aval, mark in zip(jaxpr.out_avals, summed, strict=True)
         ]
