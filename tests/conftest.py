@@ -29,6 +29,7 @@ _QUICK = {
 }
 _QUICK |= {
     "test_notebooks",
+    "test_pages",
     "test_readme",
     "test_cli",
     "test_client_memory",

@@ -61,7 +61,7 @@ def test_example_trains_and_prints_its_name(name, capsys):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate", "tune_rates"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate", "tune_rates", "hierarchical"}
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -132,6 +132,30 @@ def test_tuned_rates_are_better_than_a_grid_of_few_runs(monkeypatch, capsys):
     tuned, best = load("tune_rates").main(rounds=10, steps=4, grid=(0.01, 0.1), picture=None)
     assert tuned < best
     assert "grid: loss" in capsys.readouterr().out
+
+
+def test_hierarchical_example_against_numpy(monkeypatch, capsys):
+    """A server's round with one round per silo is FedAvg over all clients, here in NumPy; more rounds per silo train faster."""
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
+    example = load("hierarchical")
+    once, often = example.main(rounds=5)
+    assert 0.6 < once < often
+    assert "4 round(s) in each silo" in capsys.readouterr().out
+
+    data = fedsim.datasets.load("digits", clients=20).train
+    start = example.MODEL.init(jax.random.key(0))
+    trained = example.train(start, example.stacked(data), 0.2, rounds=1, silo_rounds=1)["linear"]
+    models = []
+    for client in data:
+        x, labels = client["x"].reshape(len(client), -1) / 16, np.eye(10)[client["y"]]
+        w, b = (np.asarray(start["linear"][name], np.float64) for name in ("w", "b"))
+        for _ in range(5):
+            exponentials = np.exp(x @ w + b)
+            error = (exponentials / exponentials.sum(1, keepdims=True) - labels) / len(client)
+            w, b = w - 0.2 * x.T @ error, b - 0.2 * error.sum(0)
+        models.append((w, b))
+    for name, rows in zip(("w", "b"), zip(*models, strict=True), strict=True):
+        np.testing.assert_allclose(trained[name], np.average(rows, axis=0, weights=data.sizes), rtol=1e-4, atol=1e-5)
 
 
 def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys):

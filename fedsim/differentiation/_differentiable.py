@@ -24,7 +24,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
     - weights of clients and examples, which are arrays in a method or in the model's loss, as below.
 
     A round gives the same result as without, up to the order of floating-point sums. It runs on one device. Every client takes
-    as many steps as the largest client of the population, and those beyond its own number are ignored.
+    its own number of steps, also in the backward pass. Up to 32 states of its steps are stored for it, or about the square
+    root of the number of steps of the population's largest client, if that is more than 32 steps.
 
     Args:
       algorithm: an algorithm that does not override `apply`.

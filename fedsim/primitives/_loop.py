@@ -384,8 +384,8 @@ class _Tangent:
             return bounded_loop(count, back, carry, most_steps=interval)
 
         num_segments = -(-num_steps // interval)
-        moving_consts = [x for x, mark in zip(consts, self.marks, strict=False) if mark]
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in moving_consts]
+        moving_consts = [aval for aval, mark in zip(loop.split(loop.avals)[0], self.marks, strict=False) if mark]
+        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in moving_consts]
         of_consts, of_leaves = bounded_loop(
             num_segments, segment, (zeros, cotangents), most_steps=-(-loop.most_steps // interval)
         )

@@ -72,12 +72,15 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def _described(value: Any) -> str:
-    stacked = value.stacked if isinstance(value, Placed) else value
-    at = 1 if isinstance(value, Placed) else 0
-    shapes = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x)[at:])}", stacked)
-    text = str(shapes).replace("'", "")
-    return f"{text} at each of {value.placement.size} {value.placement.name}" if isinstance(value, Placed) else text
+def _described(value: Any, axes: int = 0) -> str:
+    """Describes a value whose arrays have ``axes`` axes of clients."""
+    if isinstance(value, Placed):
+        return f"{_described(value.stacked, axes + 1)} at each of {value.placement.size} {value.placement.name}"
+
+    def leaf(x: Any) -> str:
+        return _described(x, axes) if _is_placed(x) else f"{jnp.result_type(x)}{list(np.shape(x)[axes:])}"
+
+    return str(jax.tree.map(leaf, value, is_leaf=_is_placed)).replace("'", "")
 
 
 def place(stacked: Any, placement: Placement) -> Placed:

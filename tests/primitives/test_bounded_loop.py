@@ -129,3 +129,10 @@ def test_a_step_that_returns_another_kind_of_state():
         bounded_loop(3, lambda t, state: {"w": state["w"].astype(jnp.float32)}, {"w": jnp.zeros(2)})
     with pytest.raises(TypeError, match="Expected a step to return a state like the first one"):
         bounded_loop(3, lambda t, state: (state, state), jnp.zeros(2))
+
+
+def test_a_python_number_in_the_step_outside_of_jit():
+    def power(base, exponent):
+        return bounded_loop(exponent, lambda t, product: product * base, 1.0, most_steps=4)
+
+    assert [float(jax.grad(power)(2.0, n)) for n in (0, 1, 3)] == [0, 1, 12]

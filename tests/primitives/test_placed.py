@@ -110,6 +110,16 @@ def test_a_value_of_the_server_needs_a_broadcast(server):
         jnp.add(server, own)
 
 
+def test_nested_values_are_described():
+    nested = fed.place({"x": fed.place(jnp.ones([3, 2, 5]), CLIENTS).stacked, "y": jnp.ones(3)}, OTHERS)
+    assert repr(nested) == "Placed({x: float32[2, 5], y: float32[]} at each of 3 hospitals)"
+    clients = fed.Placement("clients", 2)
+    nested = fed.map(lambda own: {"x": fed.place(own["x"], clients), "y": own["y"]}, nested)
+    assert repr(nested) == "Placed({x: float32[5] at each of 2 clients, y: float32[]} at each of 3 hospitals)"
+    with pytest.raises(ValueError, match=r"Expected a value of the server, got .*float32\[5\] at each of 2 clients"):
+        fed.broadcast(nested, CLIENTS)
+
+
 def test_other_bad_input():
     with pytest.raises(ValueError, match=r"one entry per client, got shape \[2\] at stacked\['x'\]"):
         fed.place({"x": np.zeros(2)}, CLIENTS)

@@ -1,0 +1,71 @@
+"""The Python blocks of pages in docs/ run and print what their comments say; the names in their tables exist and are used."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import fedsim
+
+ROOT = Path(__file__).parents[1]
+
+
+def page(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    return text, re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["primitives", "migration"])
+def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
+    namespace = {"__name__": "page"}
+    _, blocks = page(name)
+    assert len(blocks) >= 5
+    for block in blocks:
+        capsys.readouterr()
+        exec(block, namespace)
+        comments = re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE)
+        assert capsys.readouterr().out.splitlines() == comments, block
+        assert len(comments) == block.count("print("), block
+
+
+@pytest.mark.parametrize("name", ["primitives", "migration"])
+def test_links_of_a_page_have_targets(name):
+    text, _ = page(name)
+    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
+    assert [target for target in targets if not (ROOT / "docs" / target).exists()] == []
+
+
+def counterparts():
+    """Returns the names of fedsim in the second columns of the tables of the page on migration."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", page("migration")[0], re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"fedsim(?:\.\w+)+", row)}
+
+
+def test_every_counterpart_exists_and_is_used_in_a_block():
+    names = counterparts()
+    assert len(names) > 60
+    code = "\n".join(page("migration")[1])
+    for name in sorted(names):
+        value = fedsim
+        for part in name.split(".")[1:]:
+            value = getattr(value, part)
+        assert re.search(rf"\b{name.split('.')[-1]}\b", code), f"{name} is not used in any block"
+
+
+def test_every_function_of_primitives_is_on_its_page():
+    text, _ = page("primitives")
+    public = [name for name in vars(fedsim.primitives) if not name.startswith("_")]
+    assert [name for name in public if f"`{name}" not in text] == []
+
+
+def test_the_page_on_primitives_lists_what_is_not_differentiable():
+    table = page("primitives")[0].split("| part | reason |")[1].split("\n\n")[0]
+    listed = {name for row in table.splitlines() for name in re.findall(r"`([A-Z]\w+)`", row)}
+    registries = fedsim.aggregators.AGGREGATORS, fedsim.compressors.COMPRESSORS, fedsim.algorithms.ALGORITHMS
+    classes = [cls for registry in registries for cls in registry.values()]
+    # A class that inherits the attribute has a property, which is empty, except for DSSGD.
+    declared = {cls.__name__ for cls in classes if isinstance(cls.not_differentiable, str)}
+    assert listed == declared | {"DSSGD"}
