@@ -17,6 +17,7 @@ from fedsim import models as models
 from fedsim import partitioners as partitioners
 from fedsim import planning as planning
 from fedsim import plots as plots
+from fedsim import primitives as primitives
 from fedsim import rng as rng
 from fedsim import samplers as samplers
 from fedsim import text as text

@@ -61,7 +61,13 @@ def test_example_trains_and_prints_its_name(name, capsys):
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*CLASSES, "own_dataset", "differentiate", "tune_rates", "hierarchical"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        *CLASSES,
+        "own_dataset",
+        "differentiate",
+        "tune_rates",
+        "hierarchical",
+    }
 
 
 @pytest.mark.parametrize("name", COMPILED)

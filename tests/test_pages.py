@@ -16,6 +16,7 @@ def page(name):
     return text, re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["primitives", "migration"])
 def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
