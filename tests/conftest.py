@@ -37,9 +37,6 @@ _QUICK |= {
     "test_loop",
     "test_personal",
     "test_plan",
-    "test_population",
-    "test_sweep",
-    "differentiation",
 }
 if not _OLDEST:  # With this version, all other tests use the options of users.
     _QUICK = {"algorithms"}

@@ -37,19 +37,20 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
       ValueError: the algorithm overrides `apply`; or parts have no useful derivative and ``straight_through`` is False. The
         error names all such parts.
 
-    The derivative of a loss after two rounds with respect to the clients' learning rate:
+    The derivative of a loss after a round with respect to the clients' learning rate:
 
     >>> import jax, jax.numpy as jnp, numpy as np, optax, fedsim
-    >>> data = fedsim.datasets.load("digits", clients=10).train
-    >>> cohorts = [fedsim.UniformSampler(data, clients=3, seed=0).cohort(round) for round in range(2)]
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.arange(384, dtype=np.uint8).reshape(6, 8, 8, 1) % 17, "y": np.arange(6, dtype=np.int32)}, sizes=[4, 2])
+    >>> cohort = fedsim.Cohort.of(data, data.client_ids)
     >>> model = fedsim.models.digits_logistic()
     >>> loss = fedsim.differentiation.validation_loss(model, data)
     >>> def make(rate, **options):
     ...     return fedsim.algorithms.FedAvg(
-    ...         model=model, client_optimizer=optax.sgd(rate), batches=fedsim.Batches(size=50), **options)
+    ...         model=model, client_optimizer=optax.sgd(rate), batches=fedsim.Batches(size=4), **options)
     >>> def loss_after(rate):
     ...     algorithm = differentiable(make(rate))
-    ...     return loss(algorithm.apply_rounds(algorithm.init(jax.random.key(0)), cohorts)[0])
+    ...     return loss(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0])
     >>> bool(jax.grad(loss_after)(0.01) < 0)
     True
     >>> differentiable(make(0.01, downlink=fedsim.compressors.QSGD()))  # doctest: +ELLIPSIS

@@ -30,7 +30,9 @@ def validation_loss(model: Model, data: FederatedData, *, worst: float | None = 
       ValueError: the model cannot read the data, ``worst`` is not in (0, 1], or no client has examples.
 
     >>> import fedsim
-    >>> data, model = fedsim.datasets.load("digits", clients=10).test, fedsim.models.digits_logistic()
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.arange(384, dtype=np.uint8).reshape(6, 8, 8, 1) % 17, "y": np.arange(6, dtype=np.int32)}, sizes=[4, 2])
+    >>> model = fedsim.models.digits_logistic()
     >>> algorithm = fedsim.algorithms.FedSGD(model=model)
     >>> state = algorithm.init(jax.random.key(0))
     >>> evaluation = fedsim.evaluate(model, state.params, data)

@@ -117,16 +117,18 @@ def tune(
     Raises:
       ValueError: an argument is out of its range, the first run diverges, or the algorithm is not differentiable.
 
-    >>> import fedsim
-    >>> data, model = fedsim.datasets.load("digits", clients=10), fedsim.models.digits_logistic()
+    >>> import numpy as np, fedsim
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.arange(384, dtype=np.uint8).reshape(6, 8, 8, 1) % 17, "y": np.arange(6, dtype=np.int32)}, sizes=[4, 2])
+    >>> model = fedsim.models.digits_logistic()
     >>> def make_algorithm(client_rate, server_rate):
     ...     return fedsim.algorithms.FedAvg(
     ...         model=model, client_optimizer=optax.sgd(client_rate), server_optimizer=optax.sgd(server_rate),
-    ...         batches=fedsim.Batches(size=50))
+    ...         batches=fedsim.Batches(size=4))
     >>> tuned = tune(
-    ...     make_algorithm, {"client_rate": 0.01, "server_rate": 1.0}, rounds=2, steps=3,
-    ...     sampler=fedsim.UniformSampler(data.train, clients=3, seed=0),
-    ...     objective=fedsim.differentiation.validation_loss(model, data.test))
+    ...     make_algorithm, {"client_rate": 0.01, "server_rate": 1.0}, rounds=1, steps=2,
+    ...     sampler=fedsim.UniformSampler(data, clients=2, seed=0),
+    ...     objective=fedsim.differentiation.validation_loss(model, data))
     >>> tuned.objective < tuned.path[0].objective, sorted(tuned.numbers)
     (True, ['client_rate', 'server_rate'])
     """

@@ -79,9 +79,7 @@ def assert_derivatives_agree(loss, *at, step=0.005):
     assert max(abs(float(slope)) for slope in slopes) > 0.01
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE]
-)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE])
 def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
     aggregator_of, number = DIFFERENTIABLE[kind]
 
@@ -147,13 +145,14 @@ def test_straight_through_compressors_send_the_same_bits_and_have_the_derivative
     assert through.transmit(x, key, through.init(x)).bits == expected.bits
 
 
+@pytest.mark.slow  # test_exact.py has a fast test of a straight-through round.
 @pytest.mark.parametrize(
     "options",
     [
         {"aggregator": aggregators.Compressed(compressors.ErrorFeedback(compressors.ScaledSign()))},
-        pytest.param({"aggregator": aggregators.CoordinateMedian()}, marks=pytest.mark.slow),
-        pytest.param({"aggregator": aggregators.Bulyan(attackers=0)}, marks=pytest.mark.slow),
-        pytest.param({"downlink": compressors.TopK(fraction=0.3)}, marks=pytest.mark.slow),
+        {"aggregator": aggregators.CoordinateMedian()},
+        {"aggregator": aggregators.Bulyan(attackers=0)},
+        {"downlink": compressors.TopK(fraction=0.3)},
     ],
 )
 def test_straight_through_rounds_have_the_same_result(options):

@@ -123,6 +123,27 @@ def test_fedprox_on_quadratics_has_the_derivatives_of_its_closed_form():
         np.testing.assert_allclose(np.ravel(slopes[name]), slope, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_a_straight_through_median_has_the_derivative_of_the_mean():
+    """After one step of every client, which moves it by rate c_i (x - o_i)."""
+
+    def after_a_round(rate):
+        algorithm = fedsim.differentiable(
+            fedsim.algorithms.FedAvg(
+                model=model(jnp.ones(3)), client_optimizer=optax.sgd(rate), batches=fedsim.Batches(size=1, steps=1),
+                weighting="uniform", aggregator=fedsim.aggregators.CoordinateMedian(),
+            ),
+            straight_through=True,
+        )  # fmt: skip
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(POPULATION, POPULATION.client_ids))
+        return jax.tree.leaves(state.params)[0][0]
+
+    value, slope = jax.jit(jax.value_and_grad(after_a_round))(RATE)
+    moves = CURVATURE * (START - OPTIMUM)
+    assert float(value) == pytest.approx(START - RATE * np.median(moves), rel=1e-6)
+    assert float(slope) == pytest.approx(-np.mean(moves), rel=1e-6)
+    assert abs(np.mean(moves) - np.median(moves)) > 1
+
+
 @pytest.mark.slow
 def test_a_converged_run_has_its_implicit_derivative():
     """With T a round and x* = T(x*): dx*/dη = (1 - ∂T/∂x)⁻¹ ∂T/∂η, unrolled, and from the closed form of x*."""
