@@ -56,18 +56,18 @@ def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
     assert files[0] == files[1]
 
 
-def test_members_share_programs_whatever_their_learning_rates():
-    for algorithm in ("fedavg", "fedadam"):
-        configs = [
-            RunConfig(algorithm=algorithm, model="digits_logistic", client_learning_rate=rate, client_schedule="cosine")
-            for rate in (0.1, 0.3)
-        ]
-        programs = set()
-        for built in build_members(configs, Settings(execution="jit")):
-            state = built.algorithm.init(jax.random.key(0))
-            built.algorithm.apply(state, built.sampler.cohort(0))
-            programs |= {id(of_setting) for of_setting in federation.round_programs(built.algorithm)}
-        assert len(programs) == 1
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedadam", marks=pytest.mark.slow)])
+def test_members_share_programs_whatever_their_learning_rates(algorithm):
+    configs = [
+        RunConfig(algorithm=algorithm, model="digits_logistic", client_learning_rate=rate, client_schedule="cosine")
+        for rate in (0.1, 0.3)
+    ]
+    programs = set()
+    for built in build_members(configs, Settings(execution="jit")):
+        state = built.algorithm.init(jax.random.key(0))
+        built.algorithm.apply(state, built.sampler.cohort(0))
+        programs |= {id(of_setting) for of_setting in federation.round_programs(built.algorithm)}
+    assert len(programs) == 1
     momenta = [RunConfig(model="digits_logistic", client_momentum=momentum) for momentum in (0.0, 0.9)]
     shared = [built.algorithm._execution["programs"][0] for built in build_members(momenta, Settings(execution="jit"))]
     assert shared[0] is not shared[1]
