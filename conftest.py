@@ -1,9 +1,12 @@
 """Strict dtype and rank promotion, eight virtual devices and an empty cache for all tests and doctests."""
 
+import builtins
 import os
 import tempfile
+from collections.abc import Iterator
 
 import jax
+import pytest
 
 import fedsim
 
@@ -17,3 +20,10 @@ jax.config.update("jax_compilation_cache_dir", os.environ["FEDSIM_TEST_PROGRAMS"
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 # Tests neither read nor write the user's cache.
 os.environ["FEDSIM_CACHE"] = tempfile.mkdtemp(prefix="fedsim-tests-cache-")
+
+
+@pytest.fixture(autouse=True)
+def forget_last_value() -> Iterator[None]:
+    """Removes the value that a doctest leaves in ``builtins._``: tyro puts everything there into a set when it is imported."""
+    yield
+    vars(builtins).pop("_", None)

@@ -36,7 +36,9 @@ def _primitive(name: str, run: Callable[..., Any], avals: Callable[..., Any], ba
     """Returns a JAX primitive that is computed by ``run``, a function of arrays and of the primitive's static parameters."""
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(lambda *args, **static: jax.jit(functools.partial(run, **static))(*args))
+    # Outside of jit, calls with the same parameters share a program.
+    compiled = functools.lru_cache(maxsize=64)(lambda **static: jax.jit(functools.partial(run, **static)))
+    primitive.def_impl(lambda *args, **static: compiled(**static)(*args))
     primitive.def_effectful_abstract_eval(avals)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
 

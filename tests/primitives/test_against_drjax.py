@@ -8,6 +8,7 @@ import pytest
 from fedsim import primitives as fed
 
 drjax = pytest.importorskip("drjax")
+pytestmark = pytest.mark.filterwarnings("ignore:jax.interpreters.pxla.thread_resources:DeprecationWarning")
 CLIENTS = fed.Placement("clients", 4)
 
 
