@@ -257,7 +257,7 @@ class Clients:
         plan, before = self.plan, self.info
         self._count_bits(call)
         num_steps = self._num_steps(jnp.asarray(plan.size), plan.most_steps)
-        took_part, dropped = num_steps > 0, entries["dropped"] > 0
+        took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:
             plain = tree.num_bits(self.shapes[call.name].update)
             sent = tree.add_bits(plain, most=plain)
@@ -269,11 +269,13 @@ class Clients:
         for name, most in (("bits_up", self._most_up), ("bits_down", self._most_down), ("entropy_bits_up", 0)):
             earlier = [before.clients[name]] if before else []
             entries[name] = tree.add_bits(*earlier, entries[name], most=most)
-        dropped = dropped | before.clients["dropped"] if before else dropped
-        placement = Placement("clients", len(dropped))
+        # Each client's own numbers, see `fedsim.audit`.
+        dropped = Placed(entries["dropped"], placement) > 0
+        if before:
+            dropped = dropped | Placed(before.clients["dropped"], placement)
         return RoundInfo(
-            clients=entries | {"num_examples": jnp.asarray(plan.size), "num_steps": num_steps, "dropped": dropped},
-            num_dropped=primitives.count(Placed(dropped, placement)),
+            clients=entries | {"num_examples": jnp.asarray(plan.size), "num_steps": num_steps, "dropped": dropped.stacked},
+            num_dropped=primitives.count(dropped),
             num_aggregated=primitives.count(Placed(entries["weight"], placement)),
             num_clients=self.num_clients,
             num_population=jnp.asarray(plan.population[0]),

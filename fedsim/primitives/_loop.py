@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
@@ -41,17 +42,26 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
       num_steps: the number of steps, ``int32 []``, traced or not.
       body: takes the index of the step, ``int32 []``, and a state, and returns the next state.
       state: the state before the first step, a pytree of arrays. Every state has its structure, shapes and dtypes.
-      most_steps: a bound on ``num_steps``. Only reverse mode needs it.
+      most_steps: a bound on the number of steps, at least 1, which only reverse mode needs. A traced ``num_steps`` that is
+        larger is cut to it.
 
     Raises:
-      TypeError: ``body`` returns a state of another structure, shape or dtype.
-      ValueError: in reverse mode, if ``most_steps`` is None.
+      TypeError: ``body`` returns a state of another structure, shape or dtype, or ``num_steps`` is not an integer.
+      ValueError: ``num_steps`` is larger than ``most_steps``, or in reverse mode, if ``most_steps`` is None.
 
     >>> def power(base, exponent):
     ...     return bounded_loop(exponent, lambda t, product: product * base, jnp.float32(1), most_steps=10)
     >>> [float(jax.grad(power)(jnp.float32(2), n)) for n in (0, 1, 3)]
     [0.0, 1.0, 12.0]
     """
+    if not any(jnp.issubdtype(jnp.result_type(num_steps), kind) for kind in (np.integer, np.bool_)):
+        raise TypeError(f"Expected num_steps to be an integer, got {num_steps} of {jnp.result_type(num_steps)}.")
+    if most_steps is not None:
+        if most_steps < 1:
+            raise ValueError(f"Expected most_steps >= 1, got most_steps={most_steps}.")
+        if not isinstance(num_steps, jax.core.Tracer) and np.max(num_steps) > most_steps:
+            raise ValueError(f"Expected num_steps <= most_steps={most_steps}, got num_steps={num_steps}: use a larger bound.")
+        num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), most_steps)
     state = jax.tree.map(_strong, state)
     leaves, structure = jax.tree.flatten(state)
 
@@ -80,7 +90,14 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
 def _strong(x: Any) -> jax.Array:
     """Returns an array whose dtype is not weak, since a step could change that."""
     x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def _buffer(length: int, like: Any) -> jax.Array:
+    """Returns memory for ``length`` values."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(like, (length, *like.shape))
+    return jnp.zeros((length, *like.shape), like.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +339,7 @@ class _Tangent:
         loop, interval = self.loop, self.loop.interval
         assert loop.most_steps is not None
         segments = -(-loop.most_steps // interval)
-        buffers = [jnp.zeros((segments, *leaves[i].shape), leaves[i].dtype) for i in self.needed]
+        buffers = [_buffer(segments, leaves[i]) for i in self.needed]
 
         def segment(s: jax.Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             leaves, buffers = carry
@@ -343,12 +360,10 @@ class _Tangent:
         loop, interval = self.loop, self.loop.interval
         assert loop.most_steps is not None
         consts, start = loop.split(values)
-        # The values of other leaves have no effect.
-        filler = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in start]
         Cotangents = tuple[Arrays, Arrays]  # of constants, a sum over the steps; of leaves
 
         def filled(needed: Arrays) -> Arrays:
-            leaves = list(filler)
+            leaves = list(start)  # The values of leaves that are not needed have no effect.
             for i, leaf in zip(self.needed, needed, strict=True):
                 leaves[i] = leaf
             return leaves
@@ -367,7 +382,7 @@ class _Tangent:
             if interval == 1:
                 return one(first, needed, carry)
             count = jnp.minimum(num_steps - first, interval)
-            buffers = [jnp.zeros((interval, *leaf.shape), leaf.dtype) for leaf in needed]
+            buffers = [_buffer(interval, leaf) for leaf in needed]
 
             def store(j: jax.Array, state: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
                 needed, buffers = state

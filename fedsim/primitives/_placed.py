@@ -44,12 +44,15 @@ sends it to the clients, and a reduction such as mean brings theirs to the serve
     def __repr__(self) -> str:
         return f"Placed({_described(self)})"
 
+    def __bool__(self) -> bool:
+        raise ValueError(f"{_described(self)} have no single truth value: reduce it first, for example with count or max.")
+
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or options:
             return NotImplemented
         _common_placement(ufunc.__name__, self, *filter(_is_placed, inputs))
         for other in inputs:
-            if not _is_placed(other) and not isinstance(other, int | float | complex):
+            if not _is_placed(other) and not isinstance(other, int | float | complex | np.number):
                 raise ValueError(
                     f"The server's {_described(other)} cannot be combined with {_described(self)}: broadcast(value, placement) "
                     "sends it to the clients, and a reduction such as mean brings theirs to the server."
@@ -193,9 +196,10 @@ def mean(value: Placed) -> Any:
 
 
 def weighted_mean(value: Placed, weights: Placed) -> Any:
-    """Returns the sum of weight times value over the sum of the weights. If all weights are 0, it and its derivatives are 0.
+    """Returns the sum of weight times value over the sum of the weights. If the weights sum to 0, it and its derivatives are 0.
 
-    A client of weight 0 does not count, even if its value is infinite or NaN.
+    A client of weight 0 does not count, even if its value is infinite or NaN. The derivative by its weight is that of any
+    other weight if its value is finite.
 
     Args:
       value: a pytree of arrays at a placement; integers and booleans are converted to ``float32``.
@@ -214,14 +218,19 @@ def weighted_mean(value: Placed, weights: Placed) -> Any:
 
     def weigh(own: Any, weight: jax.Array) -> Any:
         def of_leaf(x: jax.Array) -> jax.Array:
-            x = _as_float(x)
-            return jnp.where(weight == 0, 0, x) * weight.astype(x.dtype)
+            x = wide(x)
+            return jnp.where((weight == 0) & ~jnp.isfinite(x), 0, x) * weight.astype(x.dtype)
 
         return jax.tree.map(of_leaf, own)
 
-    total = sum(map(lambda weight: _as_float(weight), weights))
-    safe = jnp.where(total == 0, 1, total)
-    return jax.tree.map(lambda x: x * jnp.where(total == 0, 0, 1 / safe).astype(x.dtype), sum(map(weigh, value, weights)))
+    def wide(x: jax.Array) -> jax.Array:
+        x = _as_float(x)
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 else x
+
+    total = sum(map(wide, weights))
+    factor = jnp.where(total == 0, 0, 1 / jnp.where(total == 0, 1, total))
+    sums = sum(map(weigh, value, weights))
+    return jax.tree.map(lambda x, like: (x * factor.astype(x.dtype)).astype(_as_float(like).dtype), sums, value.stacked)
 
 
 def max(value: Placed) -> Any:
@@ -324,6 +333,12 @@ def _common_placement(name: str, *values: Any) -> Placement:
             )
         if value.placement != values[0].placement:
             raise ValueError(f"{_described(value)} cannot be combined with {_described(values[0])}: first reduce one of them.")
+        for leaf in jax.tree.leaves(value.stacked):
+            if jnp.shape(leaf)[:1] != (value.placement.size,):
+                raise ValueError(
+                    f"Expected one entry for each of {value.placement.size} {value.placement.name} for {name}, got shape "
+                    f"{list(jnp.shape(leaf))}: let vmap and scan take and return value.stacked, along another axis."
+                )
     return values[0].placement
 
 

@@ -134,7 +134,7 @@ _linear(sum_p, lambda cotangent, placement: broadcast_p.bind(cotangent, placemen
 _linear(
     mean_p,
     lambda cotangent, placement: broadcast_p.bind(
-        cotangent / jnp.asarray(max(placement.size, 1), cotangent.dtype), placement=placement
+        (cotangent.astype(_wide(cotangent.dtype)) / max(placement.size, 1)).astype(cotangent.dtype), placement=placement
     ),
 )
 

@@ -19,7 +19,9 @@ from fedsim.primitives._primitives import bind_map
 T = TypeVar("T")
 
 # Equations whose inner jaxpr is evaluated as if it stood in their place.
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_INLINED = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"}
+# Equations that JAX adds between values of clients, and that work client by client.
+_CLIENT_BY_CLIENT = {"add_any", "sharding_constraint"}
 # JAX's and fedsim's own functions between the user's code and an equation.
 _LIBRARIES = (str(Path(jax.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parents[1] / "execution"))
 
@@ -125,7 +127,9 @@ class Program:
             out, out_structure = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves)))
             return [jnp.asarray(x) for x in out]
 
-        traced = jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves])
+        avals = [jax.typeof(x) if hasattr(x, "dtype") else jax.typeof(jnp.asarray(x)) for x in leaves]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
+        traced = jax.make_jaxpr(flat)(*shapes)
         self._out_structure: Any = out_structure
         self._inputs = [_Value(aval) for aval in traced.in_avals]
         self._consts: dict[_Value, Any] = {}
@@ -150,8 +154,8 @@ class Program:
                 outputs = self._flatten(inner[0] if hasattr(inner[0], "consts") else ClosedJaxpr(inner[0], []), own)
             elif "placement" not in equation.params and any(map(_is_federated, inner)):
                 raise ValueError(
-                    f"Expected federated operations outside of loops and conditions, found some in {name!r} at "
-                    f"{_source(equation)}: plan one round, and repeat it."
+                    "Expected federated operations outside of loops, conditions and functions with a custom derivative, found "
+                    f"some in {name!r} at {_source(equation)}: put these around the program."
                 )
             else:
                 outputs = [_Value(var.aval) for var in equation.outvars]
@@ -175,14 +179,17 @@ class Program:
         needed |= {value for value in self._outputs if isinstance(value, _Value)}
         params = group[0].equation.params
         of_server: set[Any] = set()
+        totals: set[Any] = set()
         if kind == "clients":
             for operation in group:
                 of_server |= set(_only(operation.inputs, operation.equation.params["shared"]))
-                of_server |= set(_only(operation.outputs, operation.equation.params["summed"]))
+                totals |= set(_only(operation.outputs, operation.equation.params["summed"]))
+            of_server |= totals
 
         def of_one(value: _Value, stacked: bool) -> str:
             stacked &= value not in of_server
-            return f"{value.aval.dtype}{list(value.aval.shape)[int(stacked) :]}"
+            total = "sum of " if value in totals else ""
+            return f"{total}{value.aval.dtype}{list(value.aval.shape)[int(stacked) :]}"
 
         names = [operation.equation.params.get("name", operation.equation.primitive.name) for operation in group]
         return Stage(
@@ -194,16 +201,23 @@ class Program:
         )
 
     def _leaks(self, placed_inputs: Sequence[bool]) -> Iterator[Leak]:
-        # The values that depend on single clients, each with the first operation outside of clients that read one.
+        # The values that depend on single clients. The entry is None as long as only that client has it, then the first
+        # operation that gave it to the server or to other clients.
         of_clients: dict[Any, Any] = dict.fromkeys(_only(self._inputs, placed_inputs))
         for operation in self._operations:
+            equation = operation.equation
             own = [value for value in operation.values if value in of_clients]
-            first = next((of_clients[value] for value in own if of_clients[value] is not None), None)
+            reader = next((of_clients[value] for value in own if of_clients[value] is not None), None)
             if operation.kind == "clients":
-                summed = operation.equation.params["summed"]
-                of_clients |= {x: first for x, mark in zip(operation.outputs, summed, strict=True) if not mark or first}
-            elif operation.kind != "reduction" and own:
-                of_clients |= dict.fromkeys(operation.outputs, first or operation.equation)
+                if of_clients.keys() & _only(operation.inputs, equation.params["shared"]):
+                    reader = reader or equation  # every client gets the values of all
+                summed = equation.params["summed"]
+                of_clients |= {x: reader for x, mark in zip(operation.outputs, summed, strict=True) if reader or not mark}
+            elif operation.kind == "reduction":
+                of_clients |= dict.fromkeys(operation.outputs, reader) if reader else {}
+            elif own:
+                at_clients = equation.primitive.name in _CLIENT_BY_CLIENT
+                of_clients |= dict.fromkeys(operation.outputs, reader if at_clients else reader or equation)
         results = jax.tree.unflatten(self._out_structure, list(self._outputs))
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
         for path, value, placed in zip(paths, self._outputs, _placed_leaves(results), strict=True):
@@ -272,7 +286,9 @@ class Program:
 
         def is_only_summed(x: _Value) -> bool:
             names = [user.equation.primitive.name for user in users.get(x, []) if user.kind == "reduction"]
-            return x not in results and len(names) == len(users.get(x, [])) and set(names) <= {"sum", "mean"}
+            # Half precision is rounded once, at the end, only if the values themselves are summed.
+            is_wide = x.aval.dtype.itemsize >= 4
+            return is_wide and x not in results and len(names) == len(users.get(x, [])) and set(names) <= {"sum", "mean"}
 
         for kind, group in self._groups:
             if kind == "clients":
@@ -283,10 +299,11 @@ class Program:
                     for value in operation.outputs
                     if value in results or any(user not in group for user in users.get(value, []))
                 ]
-                summed = [is_only_summed(value) for value in wanted]
-                done = _one_function(group, inside, wanted, summed, read, sources)
+                sums = {x for o in group for x in _only(o.outputs, o.equation.params["summed"])}
+                new = {value for value in wanted if value not in sums and is_only_summed(value)}
+                done = _one_function(group, inside, wanted, [value in sums | new for value in wanted], read, sources)
                 values |= dict(zip(wanted, done, strict=True))
-                totals |= set(_only(wanted, summed))
+                totals |= new
                 continue
             for operation in group:
                 (first, *_) = operation.inputs or [None]
@@ -321,10 +338,7 @@ def _one_function(
         known = dict(zip(keys, own, strict=True))
         for operation in group:
             marks = operation.equation.params["shared"]
-            args = [
-                known[x, mark and x not in inside] if isinstance(x, _Value) else x.val
-                for x, mark in zip(operation.inputs, marks, strict=True)
-            ]
+            args = [known[x, mark] if isinstance(x, _Value) else x.val for x, mark in zip(operation.inputs, marks, strict=True)]
             for value, result in zip(operation.outputs, jaxpr_as_fun(operation.equation.params["jaxpr"])(*args), strict=True):
                 known[value, False] = result
         return [known[value, False] for value in wanted]
@@ -369,7 +383,8 @@ def stages(function: Callable[..., Any], *args: Any) -> Program:
     """Takes a federated program apart: server, broadcast, the clients' work, reduction, server, and so on.
 
     The program may be a derivative. This is the form in which platforms with real clients can run it. Loops around federated
-    operations cannot be taken apart: plan one round.
+    operations cannot be taken apart: plan one round. Values that the function closes over count as the server's, so pass values
+    of clients as arguments.
 
     Args:
       function: a function of values of the server and of clients (`Placed`).
@@ -406,12 +421,20 @@ def _grouped(operations: Sequence[_Operation], known: set[Any]) -> list[tuple[st
             group: list[_Operation] = []
             rest: list[_Operation] = []
             placement = None
+            # What clients add up, or give to all others, is not known before the end of their stage.
+            later: set[Any] = set()
             for operation in pending:
-                own = operation.equation.params.get("placement")
-                if operation.kind == kind and known.issuperset(operation.values) and own == (placement or own):
+                params = operation.equation.params
+                own = params.get("placement")
+                shared = _only(operation.inputs, params["shared"]) if operation.kind == "clients" else []
+                fits = operation.kind == kind and own == (placement or own) and later.isdisjoint(operation.values)
+                inside = {value for other in group for value in other.outputs}
+                if fits and known.issuperset(operation.values) and inside.isdisjoint(shared if kind == "clients" else []):
                     placement = own
                     group.append(operation)
                     known.update(operation.outputs)
+                    if kind == "clients":
+                        later.update(_only(operation.outputs, params["summed"]))
                 else:
                     rest.append(operation)
             pending = rest

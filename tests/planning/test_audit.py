@@ -125,5 +125,12 @@ def test_leaks_of_programs():
     assert (leak.result, leak.equation) == ("result", "return")
     (leak,) = fed.stages(lambda x: {"best": jnp.max(x.stacked), "mean": fed.mean(x)}, x).leaks
     assert (leak.result, leak.equation) == ("result['best']", "reduce_max")
-    with pytest.raises(ValueError, match="outside of loops and conditions, found some in 'scan'"):
+    stolen = {
+        "broadcast": lambda x: fed.mean(fed.broadcast(x.stacked[0], CLIENTS)),
+        "map": lambda x: fed.mean(fed.map(lambda own: x.stacked, x)),
+    }
+    for name, function in stolen.items():  # a value that the server has read stays one behind a reduction
+        (leak,) = fed.stages(function, x).leaks
+        assert leak.equation == ("slice" if name == "broadcast" else "map")
+    with pytest.raises(ValueError, match="outside of loops, conditions and .* found some in 'scan'"):
         fed.stages(lambda x: jax.lax.scan(lambda c, _: (c + fed.mean(x), None), 0.0, length=2)[0], x)

@@ -124,6 +124,30 @@ def test_forward_mode_needs_no_bound_and_reverse_mode_does():
         jax.grad(loop)(2.0)
 
 
+def test_more_steps_than_the_bound():
+    def power(base, count):
+        return bounded_loop(count, lambda t, x: x * base, jnp.ones(()), most_steps=3)
+
+    with pytest.raises(ValueError, match="num_steps <= most_steps=3, got num_steps=5"):
+        power(2.0, 5)
+    assert [float(jax.jit(f)(2.0, 5)) for f in (power, jax.grad(power))] == [8.0, 12.0]
+    with pytest.raises(TypeError, match="Expected num_steps to be an integer, got 2.5"):
+        power(2.0, 2.5)
+    with pytest.raises(ValueError, match="most_steps >= 1"):
+        bounded_loop(0, lambda t, x: x, 1.0, most_steps=0)
+
+
+def test_keys_in_the_state():
+    def noisy(x):
+        def step(t, state):
+            key, x = state
+            return jax.random.split(key)[0], x * jnp.sin(x) * jax.random.normal(key)
+
+        return bounded_loop(3, step, (jax.random.key(0), x), most_steps=40)[1]
+
+    assert float(jax.grad(noisy)(1.0)) == pytest.approx(float(noisy(1 + 1e-6) - noisy(1 - 1e-6)) / 2e-6, rel=1e-6)
+
+
 def test_a_step_that_returns_another_kind_of_state():
     with pytest.raises(TypeError, match=r"state\['w'\] of float64\[2\], got float32\[2\]"):
         bounded_loop(3, lambda t, state: {"w": state["w"].astype(jnp.float32)}, {"w": jnp.zeros(2)})

@@ -73,6 +73,29 @@ def test_weights_of_zero():
         fed.weighted_mean(values, at(np.ones([3, 2], np.float32)))
 
 
+def test_the_derivative_by_a_weight_of_zero():
+    """d/dw_j of sum(w x) / sum(w) is (x_j - mean) / sum(w), also where w_j is 0, so that learned weights can grow again."""
+    gradient = jax.grad(lambda w: fed.weighted_mean(at([1.0, 2.0, 5.0]), w))(at([1.0, 1.0, 0.0]))
+    np.testing.assert_allclose(gradient.stacked, (np.array([1.0, 2.0, 5.0]) - 1.5) / 2)
+
+
+def test_half_precision_does_not_overflow_on_the_way():
+    many = fed.Placement("clients", 100)
+    thousands = fed.place(jnp.full(100, 1000, jnp.float16), many)
+    assert fed.program(lambda x: fed.mean(fed.map(lambda own: 1 * own, x)))(thousands) == 1000
+    assert fed.weighted_mean(thousands, fed.place(jnp.full(100, 70_000), many)) == 1000
+    gradient = jax.grad(lambda p: fed.mean(fed.broadcast(p, fed.Placement("clients", 70_000))))(jnp.float16(1))
+    assert float(gradient) == pytest.approx(1, abs=2e-3)
+
+
+def test_an_axis_that_is_not_the_clients():
+    pairs = fed.place(jnp.zeros([3, 2]), CLIENTS)
+    with pytest.raises(ValueError, match=r"one entry for each of 3 clients for mean, got shape \[2\]"):
+        jax.vmap(fed.mean)(pairs)
+    with pytest.raises(ValueError, match="no single truth value"):
+        bool(pairs)
+
+
 def test_ties_share_the_derivative_of_a_maximum():
     gradient = jax.grad(lambda x: fed.max(x))(at([2.0, 1.0, 2.0]))
     np.testing.assert_allclose(gradient.stacked, [0.5, 0, 0.5])

@@ -266,3 +266,43 @@ def test_a_fused_program_stores_neither_copies_nor_results_of_clients():
 @given(PROGRAMS, st.lists(st.sampled_from(sorted(TRANSFORMATIONS)), max_size=3), st.booleans())
 def test_random_programs_under_random_transformations(steps, transformations, fused):
     check_random_program(steps, transformations, fused)
+
+
+def test_fused_programs_of_derivatives_by_what_a_function_closes_over():
+    """The derivative is a sum over clients inside a map, which later maps of the same program may read."""
+    x = at_clients()
+
+    def derivative(p, x):
+        return jax.grad(lambda p: fed.sum(fed.map(lambda own: p * own * own, x)))(p)
+
+    def twice(p, x):
+        slope = derivative(p, x)
+        return fed.sum(fed.map(lambda own: own * slope, x))
+
+    def centred(p, x):
+        sines = fed.map(jnp.sin, x)
+        return fed.sum(fed.map(lambda own: (own - jnp.mean(sines.stacked)) ** 2, x))
+
+    def two_uses(p, x):
+        return jax.grad(lambda p: sum(fed.mean(fed.map(f, fed.map(lambda own: p * own, x))) for f in (jnp.sin, jnp.cos)))(p)
+
+    data = x.stacked
+    expected = {
+        derivative: np.sum(data**2),
+        twice: np.sum(data) * np.sum(data**2),
+        centred: np.sum((data - np.mean(np.sin(data))) ** 2),
+        two_uses: np.mean(data * np.cos(0.5 * data) - data * np.sin(0.5 * data)),
+    }
+    for function, value in expected.items():
+        for run in (function, fed.program(function), fed.stages(function, 0.5, x).run):
+            np.testing.assert_allclose(run(0.5, x), value)
+    assert "sum of" in str(fed.stages(derivative, 0.5, x))
+    assert fed.stages(two_uses, 0.5, x).leaks == ()
+    nested = jax.grad(fed.program(jax.grad(fed.program(lambda p: fed.mean(fed.map(lambda own: jnp.sin(p * own), x))))))
+    np.testing.assert_allclose(nested(0.5), -np.mean(data**2 * np.sin(0.5 * data)))
+    assert fed.program(lambda r, x: r * fed.mean(x))(0.5, fed.place(jnp.ones(7, jnp.bfloat16), CLIENTS)).dtype == jnp.bfloat16
+
+
+def test_functions_with_a_custom_derivative_are_not_taken_apart():
+    with pytest.raises(ValueError, match="functions with a custom derivative"):
+        fed.program(with_custom_vjp(lambda x: fed.mean(fed.broadcast(x, CLIENTS))))(1.0)
