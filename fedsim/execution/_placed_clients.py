@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fedsim import rng
 from fedsim.data import Batches, Cohort
@@ -98,4 +99,6 @@ def place_clients(
         streams=jax.vmap(streams)(keys),
     )
     own = jax.tree.map(placement.divided, own)
+    if placement.mesh is not None:
+        columns = jax.device_put(columns, NamedSharding(placement.mesh, PartitionSpec()))  # once, not in every call
     return PlacedClients(own, columns, batches, int(sizes.max(initial=1)), placement)
