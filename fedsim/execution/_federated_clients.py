@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import primitives
+from fedsim import primitives, tree
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
 from fedsim.execution._client import ClientPlan, loop_up_to
 from fedsim.execution._clients import Clients, Work
-from fedsim.execution._device_clients import put_rows
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
@@ -81,16 +80,19 @@ class FederatedClients(Clients):
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         placement = self.examples.placement
 
-        def of_client(shared: Any, own: ClientPlan, columns: Any, row: Any) -> Any:
-            received = call._replace(shared=shared)
+        def of_client(shared: Any, own: ClientPlan, columns: Any, memory: Any) -> Any:
+            received, own = call._replace(shared=shared), own._replace(start=jnp.int32(0), memory=jnp.int32(0))
             self.columns = columns  # A client has the columns of its own examples.
-            table = ClientTable(*jax.tree.map(lambda x: x[None], (row.rows, row.seen))) if row != () else ()
-            own = own._replace(start=jnp.int32(0))
-            return work(received, own, loop_up_to(), self._row(received, own._replace(memory=jnp.int32(0)), table))
+            table = jax.tree.map(lambda x: x[None], memory)
+            arrived, entries, row = work(received, own, loop_up_to(), self._row(received, own, table))
+            if isinstance(memory, ClientTable) and call.fold is not None:
+                counts = entries["weight"] != 0
+                memory = ClientTable(tree.select(counts, row, memory.rows), memory.seen | counts)
+            return arrived, entries, memory
 
         sent = primitives.broadcast(call.shared, placement)
-        plans, rows = Placed(call.clients, placement), Placed(self.table, placement)
-        arrived, own, row = primitives.map(of_client, sent, plans, self.examples, rows).stacked
+        plans, memories = Placed(call.clients, placement), Placed(self.table, placement)
+        arrived, own, self.table = primitives.map(of_client, sent, plans, self.examples, memories).stacked
         if call.fold is None:
             return (), own
         fold, arrived_shapes = call.fold, self.shapes[call.name].arrived
@@ -100,7 +102,4 @@ class FederatedClients(Clients):
             return jax.lax.scan(lambda total, one: (fold.accumulate(total, *one), None), zero, updates)[0]
 
         updates = Placed((arrived, own["weight"], call.clients.slot), placement)
-        if isinstance(self.table, ClientTable):
-            at = jnp.where(own["weight"] != 0, call.clients.slot, placement.size)
-            self.table = put_rows(self.table, at, row)
         return primitives.reduce(accumulate, updates, name=type(fold.innermost).__name__), own
