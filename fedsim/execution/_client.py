@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fedsim import rng
 from fedsim.data import Batch, Batches
+from fedsim.execution._plan import RoundPlan
 from fedsim.primitives import bounded_loop
 
 T = TypeVar("T")
@@ -152,12 +153,54 @@ class Client:
         return reader.loop(batches, num_steps, batch_at, step, state)
 
 
+def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
+    """Returns what is known of the clients of a round, leaves ``[slots, ...]``, with these keys ``[slots]``."""
+    return ClientPlan(
+        slot=jnp.arange(len(keys), dtype=jnp.int32),
+        position=jnp.asarray(plan.client),
+        start=jnp.asarray(plan.start),
+        size=jnp.asarray(plan.size),
+        most_steps=jnp.asarray(plan.most_steps),
+        memory=jnp.asarray(plan.memory),
+        attacker=jnp.asarray(plan.attacker),
+        key=keys,
+        streams=jax.vmap(streams)(keys),
+    )
+
+
+def client_of(
+    own: ClientPlan, batches: Batches, columns: Mapping[str, jax.Array], loop: Loop, memory: Any = (), poison: Any = None
+) -> Client:
+    """Returns the client that its work gets.
+
+    Args:
+      own: what is known of the client.
+      batches: what its ``num_steps`` counts.
+      columns, loop, poison: see `BatchReader`.
+      memory: what the client kept last.
+    """
+    return Client(
+        position=own.position,
+        slot=own.slot,
+        num_examples=own.size,
+        num_steps=training_steps(batches, own.size, own.most_steps),
+        key=own.key,
+        memory=memory,
+        reader=BatchReader(columns, own.start, own.streams, own.most_steps, loop, poison),
+    )
+
+
+def training_steps(batches: Batches, sizes: jax.Array, most_steps: jax.Array) -> jax.Array:
+    """Returns the numbers of steps of training loops, ``int32``, of clients of these sizes."""
+    return jnp.minimum(jnp.asarray(batches.num_steps(sizes), jnp.int32), most_steps)
+
+
 def streams(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Derives the words that key the shuffle, ``uint32 [2]``, and the key of the steps."""
     return rng.words(rng.stream(key, "shuffle")), rng.stream(key, "step")
 
 
-def loop_up_to(most_examples: int | None = None) -> Loop:
+def batch_loop(most_examples: int | None = None) -> Loop:
     """Returns the compiled loop over batches, see `fedsim.primitives.bounded_loop`.
 
     Args:

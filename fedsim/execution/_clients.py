@@ -14,7 +14,7 @@ from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
 from fedsim.execution._call import Call, CallShape, send_down, send_up
-from fedsim.execution._client import BatchReader, Client, ClientPlan, ClientUpdate, Loop, streams
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, Loop, client_of, client_plans, training_steps
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
 from fedsim.primitives import Placed, Placement
@@ -152,8 +152,7 @@ class Clients:
         if aggregator is not None and self.attack is not None:
             fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker) > 0)
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
-        plan, keys = self.plan, rng.client_keys(key, self.plan.round, self.plan.client)
-        slots = jnp.arange(len(keys), dtype=jnp.int32)
+        clients = client_plans(self.plan, rng.client_keys(key, self.plan.round, self.plan.client))
         return Call(
             name=name,
             work_name=getattr(work, "__name__", "work"),
@@ -163,17 +162,7 @@ class Clients:
             aggregator=aggregator,
             fold=fold,
             aggregator_state=self.aggregator_states.get(name, ()),
-            clients=ClientPlan(
-                slot=slots,
-                position=jnp.asarray(plan.client),
-                start=jnp.asarray(plan.start),
-                size=jnp.asarray(plan.size),
-                most_steps=jnp.asarray(plan.most_steps),
-                memory=jnp.asarray(plan.memory),
-                attacker=jnp.asarray(plan.attacker),
-                key=keys,
-                streams=jax.vmap(streams)(keys),
-            ),
+            clients=clients,
         )
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
@@ -205,18 +194,7 @@ class Clients:
             assert attack is not None
             return tree.select(own.attacker > 0, attack.poison(batch), batch.examples)
 
-        return Client(
-            position=own.position,
-            slot=own.slot,
-            num_examples=own.size,
-            num_steps=self._num_steps(own.size, own.most_steps),
-            key=own.key,
-            memory=row[0],
-            reader=BatchReader(self.columns, own.start, own.streams, own.most_steps, loop, poison if attack else None),
-        )
-
-    def _num_steps(self, sizes: jax.Array, most_steps: jax.Array) -> jax.Array:
-        return jnp.minimum(jnp.asarray(self.algorithm.batches.num_steps(sizes), jnp.int32), most_steps)
+        return client_of(own, self.algorithm.batches, self.columns, loop, row[0], poison if attack else None)
 
     def _row(self, call: Call, own: ClientPlan, table: Any) -> Row:
         """Reads a client's row; before its first round, a client has ``client_memory``."""
@@ -256,7 +234,7 @@ class Clients:
         """Builds the info from all clients' entries ``[slots, ...]`` and from the plan, which every device has."""
         plan, before = self.plan, self.info
         self._count_bits(call)
-        num_steps = self._num_steps(jnp.asarray(plan.size), plan.most_steps)
+        num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:
             plain = tree.num_bits(self.shapes[call.name].update)

@@ -14,7 +14,7 @@ import numpy as np
 from fedsim.data import Batch, Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._call import Call, CallShape
-from fedsim.execution._client import Client, Loop, Step, loop_up_to
+from fedsim.execution._client import Client, Loop, Step, batch_loop
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._device_clients import put, put_rows
 from fedsim.execution._execution import Execution, Jit, check_cohorts
@@ -148,7 +148,7 @@ def _loop_of(work_name: str, client: str) -> Loop:
 
     def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
         if isinstance(num_steps, jax.core.Tracer):  # for example inside jax.lax.cond
-            return loop_up_to()(batches, num_steps, batch_at, step, state)
+            return batch_loop()(batches, num_steps, batch_at, step, state)
         for t in range(int(num_steps)):
             state = _stage(f"step {t} of {work_name}", client, step, state, batch_at(jnp.int32(t)))
         return state

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from fedsim import tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call
-from fedsim.execution._client import ClientUpdate, loop_up_to
+from fedsim.execution._client import ClientUpdate, batch_loop
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
@@ -61,7 +61,7 @@ class DeviceClients(Clients):
     def __init__(self, setting: Setting, *args: Any) -> None:
         super().__init__(*args)
         self.layout = setting.layout
-        self.loop = loop_up_to(setting.layout.most_examples)
+        self.loop = batch_loop(setting.layout.most_examples)
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         return self._exchange(call, self._run_groups(call, work, self._empty(call)))

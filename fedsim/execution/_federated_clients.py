@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import primitives, tree
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
-from fedsim.execution._client import ClientPlan, loop_up_to
+from fedsim.execution._client import ClientPlan, batch_loop
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
@@ -84,7 +84,7 @@ class FederatedClients(Clients):
             received, own = call._replace(shared=shared), own._replace(start=jnp.int32(0), memory=jnp.int32(0))
             self.columns = columns  # A client has the columns of its own examples.
             table = jax.tree.map(lambda x: x[None], memory)
-            arrived, entries, row = work(received, own, loop_up_to(), self._row(received, own, table))
+            arrived, entries, row = work(received, own, batch_loop(), self._row(received, own, table))
             if isinstance(memory, ClientTable) and call.fold is not None:
                 counts = entries["weight"] != 0
                 memory = ClientTable(tree.select(counts, row, memory.rows), memory.seen | counts)

@@ -14,7 +14,7 @@ from fedsim import rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
 from fedsim.execution._call import Call, CallShape, check_update, compressed_floats
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate, loop_up_to
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop
 from fedsim.execution._clients import Clients, Row
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, State
@@ -118,7 +118,7 @@ class _TracedClients(Clients):
         ):
 
             def only_work(own: ClientPlan) -> None:
-                with_shapes(call.shared, self.client(call, own, loop_up_to(), self._row(call, own, ())))
+                with_shapes(call.shared, self.client(call, own, batch_loop(), self._row(call, own, ())))
 
             jax.eval_shape(only_work, _first(call.clients))
             if jax.tree.leaves(start := aggregator.client_memory(sent[0])):
@@ -144,7 +144,7 @@ class _TracedClients(Clients):
             nonlocal state_bytes
             batches.append(of)
             state_bytes = max(state_bytes, tree.num_bits(state) // 8)
-            return loop_up_to()(of, num_steps, batch_at, step, state)
+            return batch_loop()(of, num_steps, batch_at, step, state)
 
         arrived, entries, row = jax.eval_shape(lambda own: one(call, own, loop, self._row(call, own, ())), _first(call.clients))
         self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)

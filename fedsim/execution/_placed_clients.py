@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fedsim import rng
 from fedsim.data import Batches, Cohort
-from fedsim.execution._client import BatchReader, Client, ClientPlan, loop_up_to, streams
+from fedsim.execution._client import Client, ClientPlan, batch_loop, client_of, client_plans
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.primitives import Placed, Placement
 from fedsim.samplers._checked import check_is_cohort
@@ -28,15 +28,7 @@ class PlacedClients(Placed):
         self.columns, self.batches, self.most_examples = columns, batches, most
 
     def of_client(self, own: ClientPlan) -> Client:
-        num_steps = jnp.minimum(jnp.asarray(self.batches.num_steps(own.size), jnp.int32), own.most_steps)
-        return Client(
-            position=own.position,
-            slot=own.slot,
-            num_examples=own.size,
-            num_steps=num_steps,
-            key=own.key,
-            reader=BatchReader(self.columns, own.start, own.streams, own.most_steps, loop_up_to(self.most_examples)),
-        )
+        return client_of(own, self.batches, self.columns, batch_loop(self.most_examples))
 
 
 jax.tree_util.register_pytree_node(
@@ -77,8 +69,6 @@ def place_clients(
     check_is_cohort(cohort, "place_clients got")
     batches = batches or Batches(size=1, shuffle=False)
     data, slots = cohort.data, len(cohort)
-    plan = plan_round(cohort, Layout(max(slots, 1), 1), batches)
-    keys = rng.client_keys(cohort.key, cohort.round, jnp.asarray(cohort.clients, jnp.int32))
     sizes, first_rows = cohort.sizes, data.offsets[cohort.clients]
     ranges = [np.arange(first, first + size) for first, size in zip(first_rows, sizes, strict=True)]
     rows = np.concatenate([np.zeros(0, np.int64), *ranges])  # only the examples of the cohort
@@ -87,17 +77,9 @@ def place_clients(
         for column, values in data.columns.items()
     }
     placement = Placement(name, slots, None if devices is None else tuple(devices))
-    own = ClientPlan(
-        slot=jnp.arange(slots, dtype=jnp.int32),
-        position=jnp.asarray(cohort.clients, jnp.int32),
-        start=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32),
-        size=jnp.asarray(sizes, jnp.int32),
-        most_steps=jnp.asarray(plan.most_steps[:slots]),
-        memory=jnp.arange(slots, dtype=jnp.int32),
-        attacker=jnp.zeros(slots, jnp.int32),
-        key=keys,
-        streams=jax.vmap(streams)(keys),
-    )
+    plan = plan_round(cohort, Layout(slots, 1), batches)
+    own = client_plans(plan, rng.client_keys(cohort.key, cohort.round, jnp.asarray(plan.client)))
+    own = own._replace(start=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32))
     own = jax.tree.map(placement.divided, own)
     if placement.mesh is not None:
         columns = jax.device_put(columns, NamedSharding(placement.mesh, PartitionSpec()))  # once, not in every call

@@ -26,6 +26,7 @@ from fedsim.execution._state import parts_of
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._lines import evaluation_line, round_lines
 from fedsim.experiment._loop import _default_evaluation, _is_personal
+from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 State = Any
 How = Literal["vmap", "devices", "sequential"]
-Setting = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,58 +242,6 @@ def population(
     return dataclasses.replace(result, evaluation=shaped)
 
 
-def listed_settings(settings: Mapping[str, Sequence[Any]] | Sequence[Setting]) -> list[dict[str, Any]]:
-    """Returns one dict per setting: the given ones, or all combinations of the values of a mapping.
-
-    Raises:
-      ValueError: there is no setting, or two settings have different names or are equal.
-
-    >>> listed_settings({"rate": [0.1, 1.0], "mu": [0.0]})
-    [{'rate': 0.1, 'mu': 0.0}, {'rate': 1.0, 'mu': 0.0}]
-    """
-    if isinstance(settings, Mapping):
-        for name, values in settings.items():
-            if isinstance(values, str) or not isinstance(values, Sequence | np.ndarray | jax.Array) or not np.ndim(values):
-                raise ValueError(
-                    f"Expected settings to map each name to a sequence of values, got {name}={values!r}: give {name}=[...]."
-                )
-        listed = [dict(zip(settings, values, strict=True)) for values in itertools.product(*settings.values())]
-    else:
-        listed = [dict(setting) for setting in settings]
-    if not listed:
-        raise ValueError("Expected at least one setting, got none: give a mapping of arguments of make_algorithm.")
-    for i, setting in enumerate(listed):
-        if setting.keys() != listed[0].keys():
-            raise ValueError(
-                f"Expected all settings to have the names {sorted(listed[0])}, got {sorted(setting)} in setting {i}: give "
-                "every name a value in every setting."
-            )
-        if setting in listed[:i]:
-            raise ValueError(f"Expected different settings, got {_shown(setting)} twice: leave one out.")
-    return listed
-
-
-def listed_seeds(seeds: int | Sequence[int], first: int = 0) -> list[int]:
-    """Returns the seeds; a number n means n seeds from ``first`` on.
-
-    >>> listed_seeds(3), listed_seeds([7, 1])
-    ([0, 1, 2], [7, 1])
-    """
-    if not isinstance(seeds, Sequence | np.ndarray | range):
-        checks.whole(1, seeds=seeds, remedy="give a number of seeds, or a sequence of seeds")
-        return list(range(first, first + int(seeds)))
-    listed = [int(seed) for seed in seeds]
-    if not listed or len(set(listed)) < len(listed):
-        raise ValueError(f"Expected different seeds, at least one, got seeds={list(seeds)}: give every seed once.")
-    return listed
-
-
-def _shown(setting: Setting) -> str:
-    return ", ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in setting.items()
-    )
-
-
 def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int) -> list[Sampler]:
     if not callable(make):
         raise ValueError(
@@ -327,7 +275,7 @@ def _made(make: Callable[..., Algorithm], setting: Setting, data: FederatedData)
             raise ValueError(f"Expected make_algorithm to return a fedsim.Algorithm, got a {type(algorithm).__name__}.")
         algorithm.check(data)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"With the setting {_shown(setting)}: {error}") from error
+        raise ValueError(f"With the setting {shown(setting)}: {error}") from error
     return algorithm
 
 
@@ -340,8 +288,8 @@ def _check_shapes(settings: Sequence[Setting], states: Sequence[State]) -> None:
     for setting, state in zip(settings, states, strict=True):
         if form(state) != form(states[0]):
             raise ValueError(
-                f"Expected states of the same shapes with all settings, got other shapes with {_shown(setting)} than with "
-                f"{_shown(settings[0])}: call fedsim.population for each of them."
+                f"Expected states of the same shapes with all settings, got other shapes with {shown(setting)} than with "
+                f"{shown(settings[0])}: call fedsim.population for each of them."
             )
 
 
@@ -481,7 +429,7 @@ def _warn_about_dropped(result: Population) -> None:
         i, j = np.argwhere(counts)[0]
         warnings.warn(
             f"{counts.sum()} client update(s) of {np.count_nonzero(counts)} of {counts.size} members held a NaN or an infinity "
-            f"and were left out, the first with {_shown({**result.settings[i], 'seed': result.seeds[j]})}. infos.num_dropped "
+            f"and were left out, the first with {shown({**result.settings[i], 'seed': result.seeds[j]})}. infos.num_dropped "
             "counts them. Try a lower client learning rate.",
             stacklevel=3,
         )

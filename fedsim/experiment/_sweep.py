@@ -29,7 +29,7 @@ from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock, read_config
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
 from fedsim.experiment._loop import run_experiment
-from fedsim.experiment._population import listed_seeds, listed_settings
+from fedsim.experiment._settings import listed_seeds, listed_settings
 from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
 

@@ -13,6 +13,7 @@ is again a program of these primitives. A function of a server's and of clients'
 -4.0
 """
 
+from fedsim.primitives._fused import program as program
 from fedsim.primitives._loop import bounded_loop as bounded_loop
 from fedsim.primitives._placed import Placed as Placed
 from fedsim.primitives._placed import broadcast as broadcast
@@ -29,5 +30,4 @@ from fedsim.primitives._placement import Placement as Placement
 from fedsim.primitives._stages import Leak as Leak
 from fedsim.primitives._stages import Program as Program
 from fedsim.primitives._stages import Stage as Stage
-from fedsim.primitives._stages import program as program
 from fedsim.primitives._stages import stages as stages

@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from fedsim import tree
+from fedsim.primitives._closed import closed
 
 T = TypeVar("T")
 Arrays = list[Any]
@@ -65,25 +66,21 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
     state = jax.tree.map(_strong, state)
     leaves, structure = jax.tree.flatten(state)
 
-    def step(t: jax.Array, *leaves: jax.Array) -> Arrays:
+    def step(*leaves_and_t: jax.Array) -> Arrays:
+        *leaves, t = leaves_and_t
         new, new_structure = jax.tree.flatten(body(t, jax.tree.unflatten(structure, leaves)))
         if new_structure != structure:  # type: ignore[operator]
             raise TypeError(f"Expected a step to return a state like the first one, {structure}, got {new_structure}.")
         return [_strong(leaf) for leaf in new]
 
-    traced = jax.make_jaxpr(step)(jnp.int32(0), *leaves)
-    for before, after, (path, _) in zip(leaves, traced.out_avals, jax.tree_util.tree_leaves_with_path(state), strict=True):
+    jaxpr, consts = closed(step, [*leaves, jnp.int32(0)])
+    for before, after, (path, _) in zip(leaves, jaxpr.out_avals, jax.tree_util.tree_leaves_with_path(state), strict=True):
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             raise TypeError(
                 f"Expected a step to return a state like the first one, with state{jax.tree_util.keystr(path)} of "
                 f"{before.dtype}{list(before.shape)}, got {after.dtype}{list(after.shape)}."
             )
-    consts = traced.consts
-
-    def with_consts(t: jax.Array, *values: jax.Array) -> Arrays:
-        return jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, list(values[: len(consts)])))(t, *values[len(consts) :])
-
-    loop = _Loop(jax.make_jaxpr(with_consts)(jnp.int32(0), *consts, *leaves), len(consts), most_steps)
+    loop = _Loop(jaxpr, len(consts), most_steps)
     return jax.tree.unflatten(structure, loop.bind(num_steps, consts, leaves))
 
 
@@ -105,7 +102,7 @@ class _Loop:
     """What is static in a loop.
 
     Attributes:
-      jaxpr: one step, from ``(t, *consts, *leaves)`` to the next leaves of the state.
+      jaxpr: one step, from ``(*consts, *leaves, t)`` to the next leaves of the state.
       num_consts: the number of constants: values from outside the loop.
       most_steps: a bound on the number of steps, or None.
     """
@@ -122,12 +119,12 @@ class _Loop:
         return list(values[: self.num_consts]), list(values[self.num_consts :])
 
     def step(self, t: jax.Array, consts: Sequence[Any], leaves: Sequence[Any]) -> Arrays:
-        return jaxpr_as_fun(self.jaxpr)(t, *consts, *leaves)
+        return jaxpr_as_fun(self.jaxpr)(*consts, *leaves, t)
 
     @property
     def avals(self) -> Arrays:
         """The shapes and dtypes of constants and leaves."""
-        return [var.aval for var in self.jaxpr.jaxpr.invars[1:]]
+        return [var.aval for var in self.jaxpr.jaxpr.invars[:-1]]
 
     @property
     def interval(self) -> int:
@@ -149,7 +146,7 @@ class _Loop:
         jaxpr = self.jaxpr.jaxpr
         of_consts, leaves = self.split(marks)
         while True:
-            marked = {var for var, mark in zip(jaxpr.invars[1:], (*of_consts, *leaves), strict=True) if mark}
+            marked = {var for var, mark in zip(jaxpr.invars[:-1], (*of_consts, *leaves), strict=True) if mark}
             for equation in jaxpr.eqns:
                 if any(not isinstance(var, Literal) and var in marked for var in equation.invars):
                     marked.update(var for var in equation.outvars if only(var.aval))
@@ -185,7 +182,8 @@ class _Loop:
             spmd_axis_name=axis.spmd_name,
         )
 
-        def step(t: jax.Array, *values: jax.Array) -> Arrays:
+        def step(*values_and_t: jax.Array) -> Arrays:
+            *values, t = values_and_t
             return of_lanes(t, *values) if steps_differ else of_lanes(t, None, *values)
 
         shapes = [
@@ -194,7 +192,7 @@ class _Loop:
         ]
         if steps_differ:
             shapes.insert(0, jax.ShapeDtypeStruct((axis.size,), jnp.int32))
-        jaxpr = jax.make_jaxpr(step)(jnp.int32(0), *shapes)
+        jaxpr = jax.make_jaxpr(step)(*shapes, jnp.int32(0))
         return _Loop(jaxpr, self.num_consts + steps_differ, self.most_steps), of_leaves
 
 
@@ -230,8 +228,7 @@ def _loop_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **static: A
     ]
     if steps_differ:
         num_steps, consts = jnp.max(num_steps, initial=0), [num_steps, *consts]
-    out = _axes(of_leaves)
-    return loop.bind(num_steps, consts, leaves), out
+    return loop.bind(num_steps, consts, leaves), _axes(of_leaves)
 
 
 def _lanes_first(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Arrays, list[bool]]:
@@ -328,7 +325,7 @@ class _Tangent:
         jaxpr = jax.make_jaxpr(derivative)(jnp.int32(0), shapes, self.moving(shapes))
         used = pe.dce_jaxpr(jaxpr.jaxpr, True)[1][1 + num_consts : 1 + len(avals)]
         while True:
-            before = pe.dce_jaxpr(self.loop.jaxpr.jaxpr, list(used))[1][1 + num_consts :]
+            before = pe.dce_jaxpr(self.loop.jaxpr.jaxpr, list(used))[1][num_consts:-1]
             both = [a or b for a, b in zip(used, before, strict=True)]
             if both == list(used):
                 return [i for i, mark in enumerate(both) if mark]

@@ -14,7 +14,7 @@ from fedsim.primitives._primitives import bind_map, bind_reduction, broadcast_p,
 
 
 class Placed(np.lib.mixins.NDArrayOperatorsMixin):
-    """A value that each client of a placement has, each another one.
+    """A value of which every client of a placement has its own.
 
     `place`, `broadcast` and `map` return such values, and reductions such as `mean` turn them into values of the server.
     Operators and NumPy's elementwise functions work client by client, with other values at the same placement and with Python

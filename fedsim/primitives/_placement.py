@@ -46,6 +46,11 @@ class Placement:
                     "devices: use fewer devices, or add clients whose weight is 0."
                 )
 
+    @property
+    def size_per_device(self) -> int:
+        """The number of clients of each device."""
+        return self.size // len(self.devices) if self.devices else self.size
+
     @functools.cached_property
     def mesh(self) -> Mesh | None:
         """The devices as a mesh of one axis with the name of the placement; None for a single device."""

@@ -9,6 +9,11 @@ They are closed under differentiation: derivatives consist of the same primitive
 | ``mean`` | mean over clients | ``mean`` | ``broadcast`` of 1/n |
 | ``max``, ``min`` | of each element | mean over the clients that attain it | |
 | ``map`` | each client's own function | ``map`` of the function's derivative | ``map`` of that derivative's transpose |
+| ``reduce`` | another function of all clients' values | that of the function | its transpose |
+
+A ``map`` has two kinds of arguments: those with one entry per client, and those that are ``shared``, which every client gets as
+a whole. It has two kinds of results: those with one entry per client, and those that are ``summed`` over the clients. In a
+transpose, the cotangent of a shared argument is a summed result, and that of a summed result is a shared argument.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
+from fedsim.primitives._closed import closed
 from fedsim.primitives._placement import Placement
 
 Arrays = list[Any]
@@ -68,8 +74,9 @@ def _per_device(placement: Placement, run: Callable[..., Any], in_specs: Any, ou
 
 
 def _broadcast(x: Any, *, placement: Placement) -> Arrays:
-    share = placement.size // len(placement.devices or [None])
-    copies = _per_device(placement, lambda x: jnp.broadcast_to(x, (share, *x.shape)), P(), P(placement.name))
+    copies = _per_device(
+        placement, lambda x: jnp.broadcast_to(x, (placement.size_per_device, *x.shape)), P(), P(placement.name)
+    )
     return [copies(x)]
 
 
@@ -161,7 +168,7 @@ ad.primitive_jvps[min_p] = functools.partial(_extremum_jvp, min_p)
 
 def bind_reduction(function: Callable[..., Sequence[Any]], stacked: Sequence[Any], name: str, placement: Placement) -> Arrays:
     """Runs a reduction of arrays ``[size, ...]`` to a sequence of arrays, with what it closes over as further arguments."""
-    jaxpr, consts = _closed(function, [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in stacked])
+    jaxpr, consts = closed(function, [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in stacked])
     return reduce_p.bind(*consts, *stacked, jaxpr=jaxpr, name=name, placement=placement)
 
 
@@ -216,7 +223,7 @@ def bind_map(
         jax.ShapeDtypeStruct(jnp.shape(x)[0 if whole else 1 :], jax.typeof(x).dtype)
         for x, whole in zip(args, shared, strict=True)
     ]
-    jaxpr, consts = _closed(function, one)
+    jaxpr, consts = closed(function, one)
     return map_p.bind(
         *consts,
         *args,
@@ -227,22 +234,9 @@ def bind_map(
     )
 
 
-def _closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[ClosedJaxpr, Arrays]:
-    """Traces a function; returns a jaxpr whose first arguments are what the function closes over, and these values."""
-    traced = jax.make_jaxpr(function)(*args)
-    consts = traced.consts
-
-    def with_consts(*values: Any) -> Arrays:
-        return jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, list(values[: len(consts)])))(*values[len(consts) :])
-
-    return jax.make_jaxpr(with_consts)(*consts, *args), consts
-
-
 def _map_run(
     *args: Any, one_by_one: bool, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement
 ) -> Arrays:
-    share = placement.size // len(placement.devices or [None])
-
     def of_device(*args: Any) -> Arrays:
         def work(*own: Any) -> Arrays:
             slices = iter(own)
@@ -257,9 +251,9 @@ def _map_run(
                 return sums, _only(out, [not mark for mark in summed])
 
             zeros = [jnp.zeros(aval.shape, _wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
-            sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=share))
+            sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=placement.size_per_device))
         else:
-            out = jax.vmap(work, axis_size=share)(*own)
+            out = jax.vmap(work, axis_size=placement.size_per_device)(*own)
             sums = iter([jnp.sum(x, axis=0, dtype=_wide(x.dtype)) for x in _only(out, summed)])
             stacked = iter(_only(out, [not mark for mark in summed]))
         sums = iter(tree.psum(list(sums), placement.name)) if placement.mesh else sums

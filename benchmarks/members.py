@@ -1,0 +1,53 @@
+"""`fedsim.population` beside separate calls: 16 learning rates, 2 seeds, logistic regression, 100 rounds of 10 clients.
+
+    python -m benchmarks.members [--rounds 100]
+
+Every separate call is made as a user makes it, with ``optax.sgd(rate)``, and its compilation is counted. The data are random
+numbers in the shapes of EMNIST, a stand-in on which no accuracy is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import fedsim
+from benchmarks.primitives import population
+
+RATES = [float(rate) for rate in np.geomspace(0.003, 0.3, 16)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    rounds = parser.parse_args().rounds
+    fedsim.use_all_cores()
+    sizes = np.maximum(10, np.random.default_rng(1).lognormal(4.5, 0.9, 100)).astype(int)
+    data, model = population(sizes), fedsim.models.emnist_logistic()
+
+    def make(rate: Any) -> fedsim.Algorithm:
+        return fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(rate), batches=fedsim.Batches(size=20))
+
+    def sampler(seed: int) -> fedsim.UniformSampler:
+        return fedsim.UniformSampler(data, clients=10, seed=seed)
+
+    start = time.perf_counter()
+    for rate in RATES:
+        for seed in range(2):
+            algorithm, first = make(rate), sampler(seed).cohort(0)
+            state = algorithm.init(fedsim.rng.stream(first.key, "init"))
+            jax.block_until_ready(algorithm.apply_rounds(state, list(sampler(seed).rounds(rounds))))
+    print(f"32 separate calls: {time.perf_counter() - start:.1f} s", flush=True)
+    for how in ("devices", "vmap", "sequential"):
+        start = time.perf_counter()
+        fedsim.population(make, {"rate": RATES}, 2, sampler=sampler, rounds=rounds, how=how, progress=False)  # type: ignore[arg-type]
+        print(f"population, how={how!r}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
