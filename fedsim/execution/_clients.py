@@ -14,22 +14,26 @@ from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
 from fedsim.execution._call import Call, CallShape, send_down, send_up
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate, Loop, client_of, client_plans, training_steps
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
 from fedsim.primitives import Placed, Placement
 
 Row = tuple[Any, dict[str, Any]]  # a client's memory, see `FederatedState.clients`
 
-# (the call, the client, how it runs loops, its row) -> (received update, entries of the info, new row).
-Work = Callable[[Call, ClientPlan, Loop, Row], tuple[Any, Any, Any]]
+# (the call, the client, the columns with its examples, its row) -> (received update, entries of the info, new row).
+Work = Callable[[Call, ClientPlan, Any, Row], tuple[Any, Any, Any]]
+
+# If an aggregator's accumulator is at most this many times as large as an update, each of the clients that run side by side has
+# an accumulator, and these are merged. Otherwise the updates are accumulated one after another.
+_SMALL_ACCUMULATOR = 4
 
 
 class Clients:
     """The clients of a round.
 
-    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Subclasses differ in how they run
-    the clients of a call (`_run`).
+    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Clients are run by
+    `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`).
 
     This example computes the mean and the variance of all clients' numbers with two calls:
 
@@ -81,6 +85,7 @@ class Clients:
         self.algorithm, self.plan, self.key, self.columns, self.table = algorithm, plan, key, columns, table
         self.aggregator_states, self.downlink_states = dict(state.aggregator), dict(state.downlink)
         self.shapes, self.attack, self.axis = shapes, attack, axis
+        self.loop = batch_loop()
         self.names: list[str] = []
         self.info: RoundInfo | None = None
         self._most_up = self._most_down = 0
@@ -186,7 +191,61 @@ class Clients:
             update, memory = fold.finish_round_devices(folded, call.aggregator_state, key, self.axis)
         return update, self._round_info(call, entries), memory
 
-    def client(self, call: Call, own: ClientPlan, loop: Loop, row: Row) -> Client:
+    def run_together(
+        self, call: Call, work: Work, clients: Placed, stored: Placed, accumulator: Any, columns: Placed | None = None,
+        *, side_by_side: bool | None = None,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """Sends to some clients, runs their work, and accumulates their updates.
+
+        Args:
+          call: the call.
+          work: of one client.
+          clients: their `ClientPlan`.
+          stored: their rows of the table of memories, or ().
+          accumulator: holds the updates of the clients before them.
+          columns: the examples, if every client has its own columns.
+          side_by_side: see `fedsim.primitives.map`.
+
+        Returns:
+          The accumulator with their updates, their entries ``[n, ...]``, and their new rows ``[n, ...]``.
+        """
+        placement = clients.placement
+
+        def of_client(shared: Shared, own: ClientPlan, stored: Any, columns: Any = self.columns) -> Any:
+            received = call._replace(shared=shared)
+            arrived, entries, row = work(received, own, columns, self._row(received, stored))
+            if call.fold is not None and isinstance(stored, ClientTable):
+                counts = entries["weight"] != 0
+                stored = ClientTable(tree.select(counts, row, stored.rows), stored.seen | counts)
+            return arrived, entries, stored
+
+        values = [primitives.broadcast(call.shared, placement), clients, stored, *([] if columns is None else [columns])]
+        arrived, entries, rows = primitives.map(of_client, *values, side_by_side=side_by_side).stacked
+        if call.fold is None:
+            return (), entries, rows
+        updates = Placed((arrived, entries["weight"], clients.stacked.slot), placement)
+        accumulate = functools.partial(self._accumulate, call, accumulator)
+        return primitives.reduce(accumulate, updates, name=type(call.fold.innermost).__name__), entries, rows
+
+    def _accumulate(self, call: Call, accumulator: Any, updates: tuple[Any, jax.Array, jax.Array]) -> Any:
+        """Adds updates ``[n, ...]`` with their weights and slots to an accumulator."""
+        fold, zero = call.fold, self._zero(call)
+        assert fold is not None
+        if len(updates[1]) == 1:
+            return fold.accumulate(accumulator, *jax.tree.map(lambda x: x[0], updates))
+        if tree.num_bits(zero) <= _SMALL_ACCUMULATOR * tree.num_bits(self.shapes[call.name].arrived):
+            each = jax.vmap(functools.partial(fold.accumulate, zero))(*updates)
+            return fold.merge(accumulator, fold.merge_stacked(each))
+        return jax.lax.scan(lambda total, one: (fold.accumulate(total, *one), None), accumulator, updates)[0]
+
+    def _zero(self, call: Call) -> Any:
+        """Returns an empty accumulator for a call, on this device; () for `map`."""
+        if call.fold is None:
+            return ()
+        arrived, slots = self.shapes[call.name].arrived, len(self.plan.client)
+        return call.fold.zero_devices(arrived, slots, self.axis) if self.axis else call.fold.zero(arrived, slots)
+
+    def client(self, call: Call, own: ClientPlan, columns: Any, row: Row) -> Client:
         """Returns the client that the work of a call gets."""
         attack = self.attack if call.aggregator is not None else None
 
@@ -194,17 +253,14 @@ class Clients:
             assert attack is not None
             return tree.select(own.attacker > 0, attack.poison(batch), batch.examples)
 
-        return client_of(own, self.algorithm.batches, self.columns, loop, row[0], poison if attack else None)
+        return client_of(own, self.algorithm.batches, columns, self.loop, row[0], poison if attack else None)
 
-    def _row(self, call: Call, own: ClientPlan, table: Any) -> Row:
-        """Reads a client's row; before its first round, a client has ``client_memory``."""
+    def _row(self, call: Call, stored: Any) -> Row:
+        """Returns what a client keeps; before its first round, this is ``client_memory``."""
         start = self.algorithm.client_memory(call.shared)
-        if not isinstance(table, ClientTable):
+        if not isinstance(stored, ClientTable):
             return start, {}
-        seen = own.memory < len(table.seen)
-        at = jnp.where(seen, own.memory, 0)
-        seen &= table.seen[at]
-        memory, by_call = jax.tree.map(lambda rows: rows[at], table.rows)
+        seen, (memory, by_call) = stored.seen, stored.rows
         starts = {
             name: of.aggregator.client_memory(of.update)
             for name, of in self.shapes.items()
@@ -212,13 +268,13 @@ class Clients:
         }
         return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
 
-    def _result(self, work: Callable[..., Any], call: Call, own: ClientPlan, loop: Loop, row: Row) -> tuple[Any, Any, Any]:
-        return (), jax.tree.map(jnp.asarray, work(call.shared, self.client(call, own, loop, row))), ()
+    def _result(self, work: Callable[..., Any], call: Call, own: ClientPlan, columns: Any, row: Row) -> tuple[Any, Any, Any]:
+        return (), jax.tree.map(jnp.asarray, work(call.shared, self.client(call, own, columns, row))), ()
 
     def _update(
-        self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, loop: Loop, row: Row
+        self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, columns: Any, row: Row
     ) -> tuple[Any, dict[str, Any], Row]:
-        client, by_call = self.client(call, own, loop, row), row[1]
+        client, by_call = self.client(call, own, columns, row), row[1]
         result = work(call.shared, client)
         received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, own.attacker > 0)
         if call.name in by_call:

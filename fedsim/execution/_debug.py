@@ -16,7 +16,7 @@ from fedsim.execution import _memory, _placement
 from fedsim.execution._call import Call, CallShape
 from fedsim.execution._client import Client, Loop, Step, batch_loop
 from fedsim.execution._clients import Clients, Work
-from fedsim.execution._device_clients import put, put_rows
+from fedsim.execution._device_clients import put_rows, rows_of
 from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
@@ -112,13 +112,13 @@ class _PythonClients(Clients):
             name, slot = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}", jnp.int32(at)
             has_rows = client_id is not None and self.cohort.sizes[at] > 0
             rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
-            self.columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
+            columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
             # The client's columns are only its own.
             client = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))
-            row = self._row(call, client, self.table)
-            arrived, own, row = _stage(
-                call.work_name, name, functools.partial(work, call), client, _loop_of(call.work_name, name), row
-            )
+            self.loop = _loop_of(call.work_name, name)
+            stored = rows_of(self.table, client.memory[None]) if isinstance(self.table, ClientTable) else ()
+            row = self._row(call, jax.tree.map(lambda x: x[0], stored))
+            arrived, own, row = _stage(call.work_name, name, functools.partial(work, call), client, columns, row)
             if entries is None:
                 entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
@@ -132,7 +132,7 @@ class _PythonClients(Clients):
                     "aggregator.accumulate", name, call.fold.accumulate, accumulator, arrived, own["weight"], slot
                 )
                 self._keep(slot, own["weight"] != 0, row)
-            entries = jax.tree.map(functools.partial(put, slot), entries, own)
+            entries = jax.tree.map(lambda rows, new, slot=slot: rows.at[slot].set(new), entries, own)
         return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
 
     def _no_rows(self) -> dict[str, np.ndarray]:
@@ -140,7 +140,8 @@ class _PythonClients(Clients):
 
     def _keep(self, slot: jax.Array, counts: jax.Array, row: Any) -> None:
         if isinstance(self.table, ClientTable) and counts:
-            self.table = put_rows(self.table, self.plan.memory[slot], row)
+            rows = jax.tree.map(lambda x: x[None], ClientTable(row, jnp.bool_(True)))
+            self.table = put_rows(self.table, self.plan.memory[slot][None], rows)
 
 
 def _loop_of(work_name: str, client: str) -> Loop:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from fedsim import tree
+from fedsim import primitives, tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call
 from fedsim.execution._client import ClientUpdate, batch_loop
@@ -18,11 +18,7 @@ from fedsim.execution._clients import Clients, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
-from fedsim.primitives import bounded_loop
-
-# If an aggregator's accumulator is at most this many times as large as an update, each of the clients that run side by side has
-# an accumulator, and these are merged. Otherwise the updates are accumulated one after another.
-_SMALL_ACCUMULATOR = 4
+from fedsim.primitives import Placed, Placement, bounded_loop
 
 
 class Setting(NamedTuple):
@@ -72,12 +68,6 @@ class DeviceClients(Clients):
         entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shape.entries)
         return self._zero(call), entries, self.table
 
-    def _zero(self, call: Call) -> Any:
-        if call.fold is None:
-            return ()
-        arrived, slots = self.shapes[call.name].arrived, self.layout.slots
-        return call.fold.zero_devices(arrived, slots, self.axis) if self.axis else call.fold.zero(arrived, slots)
-
     def _run_groups(self, call: Call, work: Work, carry: Any, window: Any = None) -> Any:
         """Runs the groups of this device, all or those of a window, see `fedsim.execution._plan.windows`."""
         device = jax.lax.axis_index(self.axis) if self.axis else 0
@@ -85,68 +75,34 @@ class DeviceClients(Clients):
             x[device] for x in (self.plan.queue, self.plan.length, self.plan.starts, self.plan.groups)
         )
         for number, width in enumerate(self.layout.widths):
-            if width == 1:
-                run = functools.partial(self._run_one, call, work, queue, starts[number])
-            else:
-                run = functools.partial(self._run_group, call, work, queue, starts[number], length, width)
             first, last = (0, groups[number]) if window is None else window[device, number]
 
-            def from_first(i: jax.Array, carry: Any, run: Callable[..., Any] = run, first: Any = first) -> Any:
-                return run(first + i, carry)
+            def run(i: jax.Array, carry: Any, number: int = number, width: int = width, first: Any = first) -> Any:
+                at = starts[number, first + i] + jnp.arange(width, dtype=jnp.int32)
+                slots = queue[jnp.minimum(at, len(queue) - 1)]
+                return self._run_group(call, work, slots, at < length, carry)
 
-            carry = bounded_loop(last - first, from_first, carry, most_steps=self.layout.slots)
+            carry = bounded_loop(last - first, run, carry, most_steps=self.layout.slots)
         return carry
 
-    def _run_one(self, call: Call, work: Work, queue: jax.Array, starts: jax.Array, i: jax.Array, carry: Any) -> Any:
-        """Runs one client."""
+    def _run_group(self, call: Call, work: Work, slots: jax.Array, exists: jax.Array, carry: Any) -> Any:
+        """Runs the clients in these slots side by side; a group at the end of the queue may have fewer than its width."""
         accumulator, entries, table = carry
-        slot = queue[starts[i]]
-        client = jax.tree.map(lambda x: x[slot], call.clients)
-        arrived, own, row = work(call, client, self.loop, self._row(call, client, table))
-        if call.fold is not None:
-            accumulator = call.fold.accumulate(accumulator, arrived, own["weight"], slot)
-        entries = jax.tree.map(functools.partial(put, slot), entries, own)
-        # The row is written after the update is accumulated, because the update may be computed from the old row. Otherwise XLA
-        # would copy the table.
-        return accumulator, entries, self._keep(call, table, tree.after(slot, accumulator), own, row)
-
-    def _run_group(
-        self, call: Call, work: Work, queue: jax.Array, starts: jax.Array, length: jax.Array, width: int, i: jax.Array,
-        carry: Any,
-    ) -> Any:  # fmt: skip
-        """Runs a group of clients side by side."""
-        accumulator, entries, table = carry
-        at = starts[i] + jnp.arange(width, dtype=jnp.int32)
-        exists = at < length
-        slots = queue[jnp.minimum(at, len(queue) - 1)]
+        placement = Placement("clients", len(slots))
         clients = jax.tree.map(lambda x: x[slots], call.clients)
         clients = clients._replace(size=jnp.where(exists, clients.size, 0))
-        arrived, own, row = jax.vmap(lambda client: work(call, client, self.loop, self._row(call, client, table)))(clients)
-        if call.fold is not None:
-            accumulator = self._folded(call, accumulator, arrived, own["weight"], slots)
-        slots = jnp.where(exists, slots, len(queue))
-        entries = jax.tree.map(functools.partial(put, slots), entries, own)
-        return accumulator, entries, self._keep(call, table, slots, own, row)
-
-    def _folded(self, call: Call, accumulator: Any, arrived: Any, weights: jax.Array, slots: jax.Array) -> Any:
-        fold, zero = call.fold, self._zero(call)
-        assert fold is not None
-        if tree.num_bits(zero) <= _SMALL_ACCUMULATOR * tree.num_bits(self.shapes[call.name].arrived):
-            each = jax.vmap(functools.partial(fold.accumulate, zero))(arrived, weights, slots)
-            return fold.merge(accumulator, fold.merge_stacked(each))
-
-        def accumulate(so_far: Any, one: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, None]:
-            return fold.accumulate(so_far, *one), None
-
-        return jax.lax.scan(accumulate, accumulator, (arrived, weights, slots))[0]
-
-    def _keep(self, call: Call, table: Any, slots: jax.Array, own: Any, rows: Any) -> Any:
-        """Writes the rows of clients whose update counts."""
-        if call.aggregator is None or not isinstance(table, ClientTable):
-            return table
-        beyond = len(table.seen)
-        at = jnp.where(own["weight"] != 0, self.plan.memory.at[slots].get(mode="fill", fill_value=beyond), beyond)
-        return put_rows(table, at, rows)
+        stored = rows_of(table, clients.memory) if isinstance(table, ClientTable) else ()
+        # As one program, the clients read what the server sends without a copy for each of them. The loop over groups computes
+        # a group again in a backward pass, so the group itself need not.
+        run = primitives.program(functools.partial(self.run_together, call, work, side_by_side=True), recompute=False)
+        accumulator, own, rows = run(Placed(clients, placement), Placed(stored, placement), accumulator)
+        entries = jax.tree.map(functools.partial(put, jnp.where(exists, slots, self.layout.slots)), entries, own)
+        if call.aggregator is not None and isinstance(table, ClientTable):
+            # The rows are written after the updates are accumulated, because an update may be computed from the old row.
+            # Otherwise XLA would copy the table.
+            at = tree.after(jnp.where(exists, clients.memory, len(table.seen)), accumulator)
+            table = put_rows(table, at, rows)
+        return accumulator, entries, table
 
     def _exchange(self, call: Call, carry: Any) -> tuple[Any, Any]:
         """Combines what each device wrote: entries, which are zeros on the other devices, and rows of the table."""
@@ -155,12 +111,11 @@ class DeviceClients(Clients):
             return accumulator, entries
         if call.aggregator is None or not isinstance(self.table, ClientTable):
             return accumulator, self._summed(entries)
-        table, at = self.table, self.plan.memory
-        beyond = len(table.seen)
-        rows = jax.tree.map(lambda rows: rows[jnp.minimum(at, beyond - 1)], table.rows)
+        table, at = self.table, jnp.asarray(self.plan.memory)
         wrote = jax.vmap(lambda wrote, row: tree.select(wrote, row, jax.tree.map(jnp.zeros_like, row)))
-        entries, rows = self._summed((entries, wrote(entries["weight"] != 0, rows)))
-        self.table = put_rows(table, jnp.where(entries["weight"] != 0, at, beyond), rows)
+        rows = wrote(entries["weight"] != 0, rows_of(table, at))
+        entries, rows = self._summed((entries, rows))
+        self.table = put_rows(table, jnp.where(entries["weight"] != 0, at, len(table.seen)), rows)
         return accumulator, entries
 
     def _summed(self, a: Any) -> Any:
@@ -216,23 +171,27 @@ class PartialClients(DeviceClients):
 
 
 def put(at: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes ``new`` at one index of ``rows`` or at several, all different. Indices beyond the end are not written."""
-    if not at.ndim:
-        return rows.at[at].set(new, mode="drop")
+    """Writes ``new`` ``[n, ...]`` at indices ``[n]`` of ``rows``, all different. Indices beyond the end are not written."""
     # ``unique_indices`` requires that indices beyond the end differ, too. Without it, a deterministic GPU writes one row after
     # another.
     at = jnp.where(at < len(rows), at, len(rows) + jnp.arange(len(at), dtype=at.dtype))
     return rows.at[at].set(new, mode="drop", unique_indices=True)
 
 
-def put_rows(table: ClientTable, at: jax.Array, rows: Any) -> ClientTable:
-    """Writes a row at one index of a table, or rows ``[n, ...]`` at several. Indices beyond the end are not written."""
-    written = ClientTable(rows, jnp.ones(at.shape, bool))
-    if at.ndim or not isinstance(at, jax.core.Tracer):
-        return jax.tree.map(functools.partial(put, at), table, written)
+def rows_of(table: ClientTable, at: jax.Array) -> ClientTable:
+    """Returns the rows at indices ``[n]`` of a table, leaves ``[n, ...]``. Rows beyond the end are not seen."""
+    exists = at < len(table.seen)
+    rows, seen = jax.tree.map(lambda x: x[jnp.where(exists, at, 0)], tuple(table))
+    return ClientTable(rows, seen & exists)
+
+
+def put_rows(table: ClientTable, at: jax.Array, rows: ClientTable) -> ClientTable:
+    """Writes rows, leaves ``[n, ...]``, at indices ``[n]`` of a table. Indices beyond the end are not written."""
+    if len(at) > 1 or not isinstance(at, jax.core.Tracer):
+        return jax.tree.map(functools.partial(put, at), table, rows)
 
     def write(_: jax.Array, table: ClientTable) -> ClientTable:
-        return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row, at, 0), table, written)
+        return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row[0], at[0], 0), table, rows)
 
     # A loop of one step or none writes in place. On a CPU a scatter, or a selection between two tables, copies the table.
-    return bounded_loop(at < len(table.seen), write, table, most_steps=1)
+    return bounded_loop(at[0] < len(table.seen), write, table, most_steps=1)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import primitives, tree
+from fedsim import primitives
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
-from fedsim.execution._client import ClientPlan, batch_loop
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
@@ -66,10 +65,10 @@ def federated_round(
 
 
 class FederatedClients(Clients):
-    """Clients whose work is one `fedsim.primitives.map` for each call, and whose updates meet in one reduction.
+    """Clients that run all together, each with the columns of its own examples.
 
     Args:
-      examples: each client's examples.
+      examples: each client's columns.
       *args: see `Clients`.
     """
 
@@ -79,27 +78,7 @@ class FederatedClients(Clients):
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         placement = self.examples.placement
-
-        def of_client(shared: Any, own: ClientPlan, columns: Any, memory: Any) -> Any:
-            received, own = call._replace(shared=shared), own._replace(start=jnp.int32(0), memory=jnp.int32(0))
-            self.columns = columns  # A client has the columns of its own examples.
-            table = jax.tree.map(lambda x: x[None], memory)
-            arrived, entries, row = work(received, own, batch_loop(), self._row(received, own, table))
-            if isinstance(memory, ClientTable) and call.fold is not None:
-                counts = entries["weight"] != 0
-                memory = ClientTable(tree.select(counts, row, memory.rows), memory.seen | counts)
-            return arrived, entries, memory
-
-        sent = primitives.broadcast(call.shared, placement)
-        plans, memories = Placed(call.clients, placement), Placed(self.table, placement)
-        arrived, own, self.table = primitives.map(of_client, sent, plans, self.examples, memories).stacked
-        if call.fold is None:
-            return (), own
-        fold, arrived_shapes = call.fold, self.shapes[call.name].arrived
-
-        def accumulate(updates: Any) -> Any:
-            zero = fold.zero(arrived_shapes, placement.size)
-            return jax.lax.scan(lambda total, one: (fold.accumulate(total, *one), None), zero, updates)[0]
-
-        updates = Placed((arrived, own["weight"], call.clients.slot), placement)
-        return primitives.reduce(accumulate, updates, name=type(fold.innermost).__name__), own
+        own = Placed(call.clients._replace(start=jnp.zeros(placement.size, jnp.int32)), placement)
+        stored = Placed(self.table, placement)
+        accumulated, entries, self.table = self.run_together(call, work, own, stored, self._zero(call), self.examples)
+        return accumulated, entries

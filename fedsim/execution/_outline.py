@@ -98,7 +98,7 @@ class _TracedClients(Clients):
                 self.downlink_states[name] = start
         return super()._begin(name, work, shared, aggregator, downlink)
 
-    def _row(self, call: Call, own: ClientPlan, table: Any) -> Row:
+    def _row(self, call: Call, stored: Any) -> Row:
         return self.algorithm.client_memory(call.shared), dict(self._client_memories)
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
@@ -118,7 +118,7 @@ class _TracedClients(Clients):
         ):
 
             def only_work(own: ClientPlan) -> None:
-                with_shapes(call.shared, self.client(call, own, batch_loop(), self._row(call, own, ())))
+                with_shapes(call.shared, self.client(call, own, self.columns, self._row(call, ())))
 
             jax.eval_shape(only_work, _first(call.clients))
             if jax.tree.leaves(start := aggregator.client_memory(sent[0])):
@@ -146,7 +146,11 @@ class _TracedClients(Clients):
             state_bytes = max(state_bytes, tree.num_bits(state) // 8)
             return batch_loop()(of, num_steps, batch_at, step, state)
 
-        arrived, entries, row = jax.eval_shape(lambda own: one(call, own, loop, self._row(call, own, ())), _first(call.clients))
+        self.loop, plain = loop, self.loop
+        arrived, entries, row = jax.eval_shape(
+            lambda own: one(call, own, self.columns, self._row(call, ())), _first(call.clients)
+        )
+        self.loop = plain
         self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)
         return arrived, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), entries), row
 

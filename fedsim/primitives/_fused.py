@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from fedsim.primitives._primitives import bind_map
+from fedsim.primitives._primitives import Way, bind_map
 from fedsim.primitives._trace import Operation, Trace, Value
 
 T = TypeVar("T")
 
 
-def program(function: Callable[..., T]) -> Callable[..., T]:
+def program(function: Callable[..., T], *, recompute: bool = True) -> Callable[..., T]:
     """Returns a federated program that runs in as few passes over the clients as possible, with the same results.
 
     All work between a broadcast and a reduction is one `map`. It reads what was broadcast without a copy for each client, and
@@ -25,6 +25,8 @@ def program(function: Callable[..., T]) -> Callable[..., T]:
     Args:
       function: a function of values of the server and of clients. Federated operations within its loops and conditions are not
         possible; put the loop around the program.
+      recompute: whether a backward pass computes each client's work again, so that nothing of it is stored in between. False
+        stores the intermediate values of all clients, and derivatives no longer consist of federated operations.
 
     Raises:
       ValueError: when it is called, if a federated operation lies within a loop, a condition or a function with a custom
@@ -42,12 +44,12 @@ def program(function: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(function)
     def run(*args: Any) -> T:
-        return _run(Trace(function, args), args)
+        return _run(Trace(function, args), args, recompute)
 
     return run
 
 
-def _run(trace: Trace, args: Sequence[Any]) -> Any:
+def _run(trace: Trace, args: Sequence[Any], recompute: bool) -> Any:
     values = trace.values(args)
     sources: dict[Value, Any] = {}  # what was broadcast, until someone needs the copies
     totals: set[Value] = set()  # results of clients whose sum is known instead
@@ -83,7 +85,8 @@ def _run(trace: Trace, args: Sequence[Any]) -> Any:
             ]
             sums = {value for operation in group for value in operation.summed}
             new = {value for value in wanted if value not in sums and is_only_summed(value)}
-            done = _one_function(group, inside, wanted, [value in sums | new for value in wanted], read, sources)
+            marks = [value in sums | new for value in wanted]
+            done = _one_function(group, inside, wanted, marks, read, sources, recompute)
             values |= dict(zip(wanted, done, strict=True))
             totals |= new
             continue
@@ -101,8 +104,9 @@ def _run(trace: Trace, args: Sequence[Any]) -> Any:
 
 
 def _one_function(
-    group: Sequence[Operation], inside: set[Value], wanted: Sequence[Value], summed: Sequence[bool], read: Any, sources: Any
-) -> list[Any]:
+    group: Sequence[Operation], inside: set[Value], wanted: Sequence[Value], summed: Sequence[bool], read: Any, sources: Any,
+    recompute: bool,
+) -> list[Any]:  # fmt: skip
     """Runs all maps of a stage as one, which gets what was broadcast without copies and sums results on the way."""
     operands: dict[tuple[Any, bool], Any] = {}
     for operation in group:
@@ -126,4 +130,6 @@ def _one_function(
 
     marks = [whole for _, whole in operands.values()]
     placement = group[0].params["placement"]
-    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed)
+    ways = {operation.params["way"].side_by_side for operation in group}
+    way = Way(ways.pop() if len(ways) == 1 else None, recompute)
+    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed, way)

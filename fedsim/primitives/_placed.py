@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.primitives._placement import Placement
-from fedsim.primitives._primitives import bind_map, bind_reduction, broadcast_p, max_p, mean_p, min_p, sum_p
+from fedsim.primitives._primitives import Way, bind_map, bind_reduction, broadcast_p, max_p, mean_p, min_p, sum_p
 
 
 class Placed(np.lib.mixins.NDArrayOperatorsMixin):
@@ -133,15 +133,16 @@ def broadcast(value: Any, placement: Placement) -> Placed:
     return Placed(jax.tree.map(send, value), placement)
 
 
-def map(function: Callable[..., Any], *values: Placed) -> Placed:
+def map(function: Callable[..., Any], *values: Placed, side_by_side: bool | None = None) -> Placed:
     """Returns each client's ``function(*own)``, where ``own`` are the client's parts of the values.
 
-    What ``function`` closes over is sent to every client, as by `broadcast`. On a CPU one client works after another if the
-    function is expensive (it has matrix products or loops), otherwise all work side by side.
+    What ``function`` closes over is sent to every client, as by `broadcast`.
 
     Args:
       function: one client's work, in plain JAX, which returns a pytree of arrays. It may use other placements itself.
       values: one or more values at the same placement.
+      side_by_side: whether all clients of a device work at the same time (`jax.vmap`), or one after another. None chooses: on a
+        CPU one after another if the function is expensive (it has matrix products or loops), otherwise side by side.
 
     Raises:
       ValueError: a value is not `Placed`, or the placements differ.
@@ -161,7 +162,7 @@ def map(function: Callable[..., Any], *values: Placed) -> Placed:
         out, out_structure = jax.tree.flatten(done)
         return [jnp.asarray(x) for x in out]
 
-    done = bind_map(work, [jnp.asarray(x) for x in leaves], placement)
+    done = bind_map(work, [jnp.asarray(x) for x in leaves], placement, way=Way(side_by_side))
     return Placed(jax.tree.unflatten(out_structure, [placement.divided(x) for x in done]), placement)
 
 

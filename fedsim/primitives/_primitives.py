@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,12 +197,25 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 # ---- The clients' work.
 
 
+class Way(NamedTuple):
+    """How a `map` is run. It does not change the result.
+
+    Attributes:
+      side_by_side: whether all clients of a device work at the same time; None chooses by the device and the function.
+      recompute: whether a derivative computes each client's work again. If False, the derivative is that of what runs.
+    """
+
+    side_by_side: bool | None = None
+    recompute: bool = True
+
+
 def bind_map(
     function: Callable[..., Sequence[Any]],
     args: Sequence[Any],
     placement: Placement,
     shared: Sequence[bool] | None = None,
     summed: Sequence[bool] | None = None,
+    way: Way = Way(),  # noqa: B008, a value that never changes
 ) -> Arrays:
     """Runs a function on every client.
 
@@ -214,6 +227,7 @@ def bind_map(
       placement: the clients.
       shared: which arguments every client gets as a whole instead; default: none.
       summed: which results are summed over the clients; default: none.
+      way: how.
 
     Returns:
       All clients' results, ``[size, ...]``, or their sums.
@@ -231,19 +245,25 @@ def bind_map(
         shared=(*[True] * len(consts), *shared),
         summed=tuple(summed or [False] * len(jaxpr.out_avals)),
         placement=placement,
+        way=way,
     )
 
 
 def _map_run(
-    *args: Any, one_by_one: bool, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement
-) -> Arrays:
+    *args: Any, on_cpu: bool, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...],
+    placement: Placement, way: Way,
+) -> Arrays:  # fmt: skip
     def of_device(*args: Any) -> Arrays:
         def work(*own: Any) -> Arrays:
             slices = iter(own)
             return jaxpr_as_fun(jaxpr)(*[x if whole else next(slices) for x, whole in zip(args, shared, strict=True)])
 
         own = [x for x, whole in zip(args, shared, strict=True) if not whole]
-        if one_by_one and not _is_cheap(jaxpr):
+        if placement.size_per_device == 1:
+            out = [jnp.asarray(x) for x in work(*[x[0] for x in own])]
+            sums = iter([x.astype(_wide(x.dtype)) for x in _only(out, summed)])
+            stacked = iter([x[None] for x in _only(out, [not mark for mark in summed])])
+        elif (on_cpu and not _is_cheap(jaxpr)) if way.side_by_side is None else not way.side_by_side:
 
             def step(sums: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
                 out = work(*slices)
@@ -285,8 +305,9 @@ def _is_cheap(jaxpr: Any) -> bool:
 
 
 def _map_avals(
-    *args: Any, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement
-) -> tuple[Arrays, Any]:
+    *args: Any, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
+    way: Way,
+) -> tuple[Arrays, Any]:  # fmt: skip
     return [
         _shaped(aval.shape if mark else (placement.size, *aval.shape), aval)
         for aval, mark in zip(jaxpr.out_avals, summed, strict=True)
@@ -296,6 +317,7 @@ def _map_avals(
 def _map_batch(
     primitive: Primitive, axis: Any, args: Sequence[Any], dims: Sequence[Any],
     *, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
+    way: Way,
 ) -> tuple[Arrays, list[int]]:  # fmt: skip
     """Maps each client's function over the new axis, which comes after the axis of clients."""
     args = [
@@ -308,15 +330,20 @@ def _map_batch(
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name,
     )
-    return bind_map(work, args, placement, shared, summed), [0 if mark else 1 for mark in summed]
+    return bind_map(work, args, placement, shared, summed, way), [0 if mark else 1 for mark in summed]
 
 
 def _map_jvp(
     primals: Sequence[Any], tangents: Sequence[Any],
     *, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
+    way: Way,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
     """The derivative is a second `map`. It computes each client's values again, so that the values of no client are stored."""
-    out = map_p.bind(*primals, jaxpr=jaxpr, shared=shared, summed=summed, placement=placement)
+    static: dict[str, Any] = dict(jaxpr=jaxpr, shared=shared, summed=summed, placement=placement, way=way)
+    if not way.recompute:
+        run = functools.partial(_map_run, on_cpu=jax.default_backend() == "cpu", **static)
+        return jax.jvp(run, tuple(primals), tuple(ad.instantiate_zeros(dot) for dot in tangents))
+    out = map_p.bind(*primals, **static)
     dots = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
     moves = [type(dot) is not ad.Zero for dot in tangents]
     varies = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in jaxpr.out_avals]
@@ -333,13 +360,15 @@ def _map_jvp(
         return jax.jvp(moved, tuple(_only(at, moves)), along)[1]
 
     args = [*primals, *_only(tangents, moves)]
-    moved = iter(bind_map(derivative, args, placement, [*shared, *_only(shared, moves)], _only(summed, varies)))
+    marks = [*shared, *_only(shared, moves)]
+    moved = iter(bind_map(derivative, args, placement, marks, _only(summed, varies), way))
     return out, [next(moved) if mark else dot for dot, mark in zip(dots, varies, strict=True)]
 
 
 def _map_transpose(
     cotangents: Sequence[Any], *args: Any,
     jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
+    way: Way,
 ) -> list[Any]:  # fmt: skip
     """Transposes each client's function. The cotangent of what every client got is a sum over the clients."""
     linear = [ad.is_undefined_primal(x) for x in args]
@@ -353,19 +382,16 @@ def _map_transpose(
             new, old = iter(moving), iter(at)
             return _only(jaxpr_as_fun(jaxpr)(*[next(new) if mark else next(old) for mark in linear]), given)
 
-        # A linear function has the same derivative everywhere.
-        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in _only(of_client, linear)]
-        return list(jax.vjp(function, *zeros)[1](list(along)))
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in _only(of_client, linear)]
+        return list(jax.linear_transpose(function, *shapes)(list(along)))
 
     operands = [*_only(args, known), *_only(cotangents, given)]
     marks = [*_only(shared, known), *_only(summed, given)]
-    pulled = iter(bind_map(transpose, operands, placement, marks, _only(shared, linear)))
+    pulled = iter(bind_map(transpose, operands, placement, marks, _only(shared, linear), way))
     return [next(pulled) if mark else None for mark in linear]
 
 
-map_p = _primitive("map", functools.partial(_map_run, one_by_one=False), _map_avals, _map_batch)
-mlir.register_lowering(
-    map_p, mlir.lower_fun(functools.partial(_map_run, one_by_one=True), multiple_results=True), platform="cpu"
-)
+map_p = _primitive("map", functools.partial(_map_run, on_cpu=False), _map_avals, _map_batch)
+mlir.register_lowering(map_p, mlir.lower_fun(functools.partial(_map_run, on_cpu=True), multiple_results=True), platform="cpu")
 ad.primitive_jvps[map_p] = _map_jvp
 ad.primitive_transposes[map_p] = _map_transpose

@@ -210,7 +210,9 @@ def _listed(shapes: Sequence[str]) -> str:
     return ", ".join(shape if count == 1 else f"{count} {shape}" for shape, count in counts.items()) or "nothing"
 
 
-def _client_by_client(inputs: Sequence[Any], *, jaxpr: Any, shared: Any, summed: Any, placement: Placement) -> list[Any]:
+def _client_by_client(
+    inputs: Sequence[Any], *, jaxpr: Any, shared: Any, summed: Any, placement: Placement, way: Any
+) -> list[Any]:
     work = jax.jit(jaxpr_as_fun(jaxpr))
     results = [work(*[x if whole else x[i] for x, whole in zip(inputs, shared, strict=True)]) for i in range(placement.size)]
     if not results:

@@ -47,8 +47,8 @@ class Keeping(fedsim.algorithms.FedAvg):
         return super().client_update(shared, client)._replace(memory=lambda arrived: jax.tree.map(jnp.acosh, arrived))
 
 
-# The number of loops around each operation: over rounds, groups and steps.
-MARKS = {"asinh": 3, "tan": 2, "sinh": 2, "cosh": 2, "acosh": 2}
+# The number of loops around each operation: over rounds, groups and steps. Each group is a federated program with a reduction.
+MARKS = {"reduce": 2, "asinh": 3, "tan": 2, "sinh": 2, "cosh": 2, "acosh": 2}
 
 
 def depths(jaxpr, depth=0):

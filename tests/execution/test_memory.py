@@ -334,9 +334,9 @@ def test_rows_are_written_at_their_indices_and_not_beyond_the_end():
     table = execution.ClientTable({"w": jnp.asarray(old)}, jnp.zeros(6, bool))
     expected, seen = old.copy(), np.zeros(6, bool)
     expected[[4, 0]], seen[[4, 0]] = new[[0, 2]], True
-    write = jax.jit(put_rows)
-    for written in (put_rows(table, jnp.asarray(at), {"w": new}), write(table, at, {"w": new})):
+    write, rows = jax.jit(put_rows), execution.ClientTable({"w": jnp.asarray(new)}, jnp.ones(5, bool))
+    for written in (put_rows(table, jnp.asarray(at), rows), write(table, at, rows)):
         np.testing.assert_array_equal(written.rows["w"], expected)
         np.testing.assert_array_equal(written.seen, seen)
     # XLA knows that all indices differ. Otherwise it may write the rows one after another.
-    assert write.lower(table, at, {"w": new}).as_text().count("unique_indices = true") == 2
+    assert write.lower(table, at, rows).as_text().count("unique_indices = true") == 2

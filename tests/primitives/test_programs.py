@@ -230,9 +230,9 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(sorted(CLIENT_STEPS)), st.sampled_
 AT = np.array([0.1, -0.2, 0.4])
 
 
-def check_random_program(steps, transformations, fused=False):
+def check_random_program(steps, transformations, fused=False, recompute=True):
     ours, expected = program_of(steps, plain=False), program_of(steps, plain=True)
-    ours = fed.program(ours) if fused else ours
+    ours = fed.program(ours, recompute=recompute) if fused else ours
     for name in transformations:
         ours, expected = TRANSFORMATIONS[name](ours), TRANSFORMATIONS[name](expected)
     np.testing.assert_allclose(jax.jit(ours)(AT), jax.jit(expected)(AT), rtol=1e-8, atol=1e-10)
@@ -243,9 +243,36 @@ def test_two_transformations(inner, outer):
     check_random_program([("loop", "weighted")], [inner, outer])
 
 
+@pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("transformation", ["jit", "grad", "jvp", "vmap"])
-def test_a_fused_program_has_the_same_derivatives(transformation):
-    check_random_program([("loop", "weighted"), ("sine", "max")], [transformation], fused=True)
+def test_a_fused_program_has_the_same_derivatives(transformation, recompute):
+    check_random_program([("loop", "weighted"), ("sine", "max")], [transformation], fused=True, recompute=recompute)
+
+
+def test_a_backward_pass_computes_the_clients_work_again_or_stores_it():
+    def loss(p, x):
+        return fed.mean(fed.map(lambda own: jnp.tanh(jnp.exp(p * own)), x))
+
+    def exponentials(recompute):
+        derivative = jax.value_and_grad(fed.program(loss, recompute=recompute))
+        return jax.jit(derivative).lower(0.5, at_clients()).as_text().count("stablehlo.exponential")
+
+    assert (exponentials(True), exponentials(False)) == (2, 1)
+
+
+def test_clients_functions_may_have_a_custom_reverse_mode():
+    own_sine = jax.custom_vjp(jnp.sin)
+    own_sine.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, cotangent: (3 * cotangent * cosine,))
+
+    def loss(p, x):
+        def of_client(p, x):
+            return fed.bounded_loop(2, lambda t, total: total + own_sine(p * x), 0.0, most_steps=2)
+
+        return fed.mean(fed.map(of_client, fed.broadcast(p, CLIENTS), x))
+
+    x = at_clients()
+    for run in (loss, jax.jit(loss), fed.program(loss), fed.program(loss, recompute=False)):
+        np.testing.assert_allclose(jax.grad(run)(0.5, x), np.mean(3 * 2 * x.stacked * np.cos(0.5 * x.stacked)))
 
 
 def test_a_fused_program_stores_neither_copies_nor_results_of_clients():
