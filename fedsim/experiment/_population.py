@@ -23,9 +23,9 @@ from fedsim.execution._members import Member, joined, most_side_by_side, obstacl
 from fedsim.execution._memory import placed, remembered
 from fedsim.execution._sharing import share_programs
 from fedsim.execution._state import parts_of
+from fedsim.experiment._default_evaluation import default_evaluation, is_personal
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._lines import evaluation_line, round_lines
-from fedsim.experiment._loop import _default_evaluation, _is_personal
 from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
@@ -191,7 +191,7 @@ def population(
     shapes = [jax.eval_shape(algorithm.init, keys[0]) for algorithm in algorithms]
     _check_shapes(listed, shapes)
     evaluations: list[Any] = [
-        _default_evaluation(own, data, test_data, shape) for own, shape in zip(algorithms, shapes, strict=True)
+        default_evaluation(own, data, test_data, shape) for own, shape in zip(algorithms, shapes, strict=True)
     ]
     groups = _groups(make_algorithm, listed)
     for group in groups:
@@ -443,7 +443,7 @@ def _shared_evaluations(
     for group in groups:
         first, make = algorithms[group.settings[0]], group.make
         model = getattr(first, "model", None)
-        own = hasattr(first, "evaluate") or _is_personal(first)
+        own = hasattr(first, "evaluate") or is_personal(first)
         if test_data is None or model is None or own or not _makes_models(group, algorithms):
             continue
 

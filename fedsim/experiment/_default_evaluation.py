@@ -1,0 +1,68 @@
+"""The evaluation of a run's states on test data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from fedsim import rng
+from fedsim.algorithm import Algorithm
+from fedsim.data import FederatedData
+from fedsim.evaluation import Evaluation, evaluate_personalized
+from fedsim.evaluation import evaluate as evaluate_model
+from fedsim.execution import Jit
+
+State = Any
+Scores = Evaluation | Mapping[str, float]
+
+
+def is_personal(algorithm: Algorithm) -> bool:
+    """Returns whether clients have models of their own."""
+    return hasattr(algorithm, "personal_params")
+
+
+def default_evaluation(
+    algorithm: Algorithm, train: FederatedData, data: FederatedData | None, like: State
+) -> Callable[[State], Scores] | None:
+    """Returns the evaluation of states on test data, see `fedsim.experiment.run`; None without test data.
+
+    Args:
+      algorithm: the algorithm of the run.
+      train: the training data, for clients' personal models.
+      data: the test data.
+      like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: the algorithm cannot be evaluated, or the data does not fit the model.
+    """
+    if data is None:
+        return None
+    own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
+    if own is not None:
+        return lambda state: own(state, data)
+    if model is None or not hasattr(like, "params"):
+        raise ValueError(
+            f"{type(algorithm).__name__} cannot be evaluated on test_data, because it has no model or no state.params. Define "
+            "a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
+        )
+    model.check(data)
+    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init, rng.root(0)))]
+
+    def evaluation(state: State) -> Evaluation:
+        # A server with only a part of the model, or with several models, has no model of its own to evaluate.
+        whole = evaluate_model(model, state.params, data, execution=execution) if shapes[0] == shapes[1] else Evaluation({}, {})
+        if not is_personal(algorithm):
+            return whole
+        own = evaluate_personalized(algorithm, state, train, data, execution=execution)
+        overall = whole.overall | {f"personal_{name}": value for name, value in own.overall.items()}
+        return Evaluation(overall, whole.clients | {f"personal_{name}": mean for name, mean in own.clients.items()})
+
+    if shapes[0] != shapes[1] and not is_personal(algorithm):
+        raise ValueError(
+            f"state.params of {type(algorithm).__name__} has other shapes than the parameters of its model, so it cannot be "
+            "evaluated on test_data. Define a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
+        )
+    return evaluation

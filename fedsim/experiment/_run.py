@@ -1,0 +1,253 @@
+"""`Run`: what a run knows between its first and its last round."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shlex
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from fedsim import checks, rng
+from fedsim.algorithm import Algorithm
+from fedsim.data import Cohort, FederatedData
+from fedsim.data._client_rows import is_rows
+from fedsim.execution import RoundInfo, report_problems
+from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._config import RESUME_COMMAND, RunConfig
+from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
+from fedsim.experiment._disk import WriteError, explained, is_full
+from fedsim.experiment._dispatch import DispatchLength, cohorts
+from fedsim.experiment._divergence import LossMonitor
+from fedsim.experiment._folder import RunFolder
+from fedsim.experiment._identity import describe, population, rows_identity, title
+from fedsim.experiment._lines import evaluation_line, round_lines
+from fedsim.experiment._report import devices_of
+from fedsim.experiment._run_log import Callback, RunLog
+from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
+
+
+class Dispatch(NamedTuple):
+    """Rounds that were sent to the devices, whose results may not be computed yet.
+
+    Attributes:
+      cohorts: one per round.
+      state: the state after the last of them.
+      infos: the infos of the rounds, stacked, leaves ``[rounds, ...]``.
+    """
+
+    cohorts: Sequence[Cohort]
+    state: State
+    infos: Any
+
+    @property
+    def stop(self) -> int:
+        """The number of finished rounds after the last of these."""
+        return self.cohorts[-1].round + 1
+
+
+class Run:
+    """A run: its state, the rounds that come next, and its log.
+
+    `fedsim.experiment.run` drives one run, and a sweep several at a time. The driver dispatches rounds, reads their infos and
+    calls `finish`. Signals, progress and the display of warnings concern the driver.
+
+    The arguments are those of `fedsim.experiment.run`, which also describes the errors. The folder is locked until `close`.
+
+    Attributes:
+      position: the number of rounds that are finished or dispatched.
+      state: the state after ``position`` rounds.
+      lengths: chooses the number of rounds of the next dispatch.
+      evaluation: the result of the last evaluation; None if there was none.
+      log: the history, the metrics file and the checkpoints.
+      monitor: watches the losses.
+      paths: the run folder, if there is one.
+      devices: a text that names the devices.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        sampler: Sampler,
+        *,
+        rounds: int,
+        folder: str | Path | None,
+        test_data: FederatedData | None,
+        evaluate: Callable[[State], Scores] | None,
+        evaluate_every: int,
+        checkpoint_every: int | None,
+        callbacks: Sequence[Callback],
+        config: RunConfig | Mapping[str, Any] | None,
+        settings: Any,
+        rounds_per_dispatch: int | Literal["auto"],
+    ) -> None:
+        checks.whole(1, rounds=rounds, evaluate_every=evaluate_every)
+        fixed_length = None if rounds_per_dispatch == "auto" else rounds_per_dispatch
+        checks.whole(1, or_none=True, checkpoint_every=checkpoint_every)
+        if fixed_length is not None:
+            checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
+        self.algorithm, self.sampler, self.rounds = algorithm, sampler, rounds
+        self._evaluate_every, self._checkpoint_every, self._config = evaluate_every, checkpoint_every, config
+        self.first = first = checked_cohort(sampler, 0)
+        # A schedule that is too short raises its error now instead of after its last round.
+        checked_cohort(sampler, rounds - 1, first)
+        algorithm.check(first.data)
+        key = rng.stream(first.key, "init")
+        like = jax.eval_shape(algorithm.init, key)
+        self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)
+        self._evaluation_waits = evaluate is not None or is_personal(algorithm)
+        self._described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
+        self.paths = None if folder is None else RunFolder(Path(folder))
+        self.devices = devices_of(algorithm.execution)
+        if self.paths:
+            with self.write_errors():
+                recorded = dataclasses.asdict(settings) if settings is not None else {}
+                self.paths.initialize(self._described, population(first.data), recorded, self.devices)
+
+        full = algorithm.with_memory(like, first.data)
+        has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
+        identity = rows_identity(algorithm, first.data) if has_rows else None
+        checkpoints = Checkpoints(self.paths.checkpoints, identity) if self.paths else None
+        if checkpoints and not Checkpoints.available():
+            warnings.warn(
+                "No checkpoints will be written: orbax-checkpoint is not installed (pip install 'fedsim-jax[run]').",
+                stacklevel=3,
+            )
+            checkpoints = None
+        restored = checkpoints.newest(full) if checkpoints else None
+        self.state, self.position = restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
+        with self.write_errors():
+            self.log = RunLog(self.paths, self.position, checkpoints, callbacks)
+            try:
+                self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
+            except BaseException:
+                self.close()
+                raise
+        self.evaluation: Scores | None = None
+        self.monitor = LossMonitor(getattr(getattr(algorithm, "model", None), "num_classes", None))
+        for line in self.log.history:
+            self.monitor.add(line)
+        self._diverged = False
+        boundaries = [rounds, *([evaluate_every] if self._compute_scores else [])]
+        self.lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
+
+    def next_cohorts(self, length: int) -> list[Cohort]:
+        """Returns the cohorts of the next rounds, at most ``length``, that can run in one dispatch."""
+        return cohorts(self.sampler, self.position, length, self.first)
+
+    def dispatch(self) -> Dispatch:
+        """Sends the next rounds to the devices of the algorithm's execution."""
+        together = self.next_cohorts(self.lengths.next(self.position))
+        return self.dispatched(together, *self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit))
+
+    def dispatched(self, cohorts: Sequence[Cohort], state: State, infos: Any) -> Dispatch:
+        """Records that the next rounds were sent to the devices; the arguments are those of `Dispatch`."""
+        dispatch = Dispatch(cohorts, state, infos)
+        self.state, self.position = state, dispatch.stop
+        return dispatch
+
+    def finish(self, dispatch: Dispatch, infos: Any, seconds: float, *, members: int = 1) -> None:
+        """Evaluates and writes the results of a dispatch, while the next one runs.
+
+        Args:
+          dispatch: the oldest dispatch that is not finished.
+          infos: its infos on the host.
+          seconds: the wall time of its rounds.
+          members: the number of runs whose rounds were computed in this time.
+        """
+        stop, length, lines = dispatch.stop, len(dispatch.cohorts), len(self.log.history)
+        self.lengths.record(length, seconds)
+        if isinstance(infos, RoundInfo):
+            report_problems(self.algorithm, infos, dispatch.cohorts)
+        self.log.write(round_lines(infos, stop - length, length, seconds / members), dispatch.state)
+        if self._compute_scores and (stop % self._evaluate_every == 0 or stop == self.rounds):
+            if self._evaluation_waits:
+                jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
+            self.evaluation = self._compute_scores(dispatch.state)
+            self.log.write([evaluation_line(self.evaluation, stop)], dispatch.state)
+        self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)
+        for line in self.log.history[lines:]:
+            self.monitor.add(line)
+        if not self._diverged and (text := self.monitor.warning()):
+            self._diverged = True
+            warnings.warn(text, stacklevel=3)
+
+    def evaluate(self) -> Scores | None:
+        """Returns the evaluation of the current state; None if the run has no evaluation."""
+        return self._compute_scores(self.state) if self._compute_scores else None
+
+    def save(self) -> None:
+        """Writes a checkpoint of the current state, all of whose rounds are finished."""
+        self.log.save(self.position, self.state, self._checkpoint_every, final=True)
+
+    def draw(self) -> None:
+        """Draws the learning curve into the run folder, if there is one."""
+        if self.paths:
+            with self.write_errors():
+                self.log.draw(self.paths.picture, title(self._described))
+
+    def close(self) -> None:
+        """Unlocks the folder."""
+        self.log.close()
+
+    def how_to_resume(self) -> str:
+        """Returns a sentence that says what was saved and how to continue."""
+        if not self.paths or not self.log.checkpoints:
+            return "Nothing was saved, because there is no run folder or orbax-checkpoint is not installed."
+        return f"Saved in {self.paths.path}. To continue: {self._resume_command()}"
+
+    @contextlib.contextmanager
+    def write_errors(self) -> Iterator[None]:
+        """Adds to an error about a file of the run how to continue the run."""
+        try:
+            yield
+        except OSError as error:
+            if self.paths and (isinstance(error, WriteError) or is_full(error)):
+                saved = Checkpoints(self.paths.checkpoints).rounds()
+                raise explained(error, saved[-1] if saved else 0, self._resume_command()) from error
+            raise
+
+    def _resume_command(self) -> str:
+        assert self.paths is not None
+        if isinstance(self._config, RunConfig):
+            return (
+                f"{RESUME_COMMAND} {shlex.quote(str(self.paths.path))}"
+                if self.paths.config.exists()
+                else "the same command again"
+            )
+        return f"the same call with folder='{self.paths.path}'"
+
+
+class Stopwatch:
+    """Measures the time between the ends of dispatches, from its creation on.
+
+    >>> watch = Stopwatch()
+    >>> watch.lap(stop=2) >= 0, watch.rate(stop=2)
+    (True, None)
+    """
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._compiled: tuple[int, float] | None = None
+
+    def lap(self, stop: int) -> float:
+        """Returns the seconds since the end of the dispatch before; the one that ends now ends after round ``stop``."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        self._compiled = self._compiled or (stop, now)
+        return seconds
+
+    def rate(self, stop: int) -> float | None:
+        """Returns the rounds per second up to round ``stop``; None if there was one dispatch.
+
+        The first dispatch, which includes compilation, and the time after the last one are not counted.
+        """
+        if self._compiled is None or stop <= self._compiled[0]:
+            return None
+        return (stop - self._compiled[0]) / (self._mark - self._compiled[1])
