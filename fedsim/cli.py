@@ -125,12 +125,12 @@ def _where(error: BaseException) -> str:
 
 def _run(arguments: list[str]) -> int:
     about = "Train, evaluate, and write metrics, checkpoints and a picture to a run folder."
-    config, settings, varied, seeds = _configured(arguments, "fedsim run", about)
+    config, settings, varied, seeds, how = _configured(arguments, "fedsim run", about)
     if settings.folder is None:
         parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    return _train(config, settings, varied, seeds)
+    return _train(config, settings, varied, seeds, how)
 
 
 def _plan(arguments: list[str]) -> int:
@@ -150,7 +150,7 @@ def _plan(arguments: list[str]) -> int:
 
 def _configured(
     arguments: list[str], program: str, about: str
-) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None]:
+) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None, experiment.How | None]:
     """Parses the options in two steps: dataset, model, algorithm and ``--from`` determine the other options and defaults."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--from", dest="origin")
@@ -201,10 +201,13 @@ def _resume(arguments: list[str]) -> int:
     stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config = RunConfig.from_json(stored["config"])
     options = _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
+    if "seeds" in stored:
+        options["how"] = _HOW._replace(default=stored.get("how"))
     chosen = _tyro(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {_RUNS_CODE}")
     if not chosen.pop("trust"):
         check_trusted(folder, stored)
-    return _train(config, Settings(**chosen, folder=folder), stored.get("varied", {}), stored.get("seeds"))
+    how = chosen.pop("how", None)
+    return _train(config, Settings(**chosen, folder=folder), stored.get("varied", {}), stored.get("seeds"), how)
 
 
 def _use_devices(settings: Settings) -> None:
@@ -215,12 +218,13 @@ def _use_devices(settings: Settings) -> None:
 
 
 def _train(
-    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[float]], seeds: int | Sequence[int] | None
-) -> int:
+    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[float]], seeds: int | Sequence[int] | None,
+    how: experiment.How | None,
+) -> int:  # fmt: skip
     _use_devices(settings)
     result: Any
     if varied or seeds:
-        result = experiment.sweep(config, settings, varied, seeds or 1)
+        result = experiment.sweep(config, settings, varied, seeds or 1, how)
     else:
         built = experiment.build(config, settings)
         result = run_experiment(built, config, settings, progress=settings.progress)
@@ -237,8 +241,11 @@ def _keep_compiled_programs() -> None:
 def _parse(
     arguments: list[str], cls: type[fedsim.Algorithm], defaults: Mapping[str, Any], previous: Mapping[str, Any], program: str,
     about: str,
-) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None]:  # fmt: skip
-    """Returns the configuration, the settings, the options with several values, and the seeds; None for a single run."""
+) -> tuple[RunConfig, Settings, dict[str, list[float]], int | list[int] | None, experiment.How | None]:  # fmt: skip
+    """Returns the configuration, the settings, the options with several values, the seeds and how members of a sweep run.
+
+    The seeds are None without ``--seeds``.
+    """
     fields = {field.name for field in dataclasses.fields(cls)}
     leave_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
     if "client_optimizer" not in fields:
@@ -260,6 +267,7 @@ def _parse(
     )
     of_config = _options(RunConfig, defaults, leave_out)
     options = {"from": origin, "trust": _TRUST} | of_config | {"seeds": _SEEDS} | own | _options(Settings, previous)
+    options["how"] = _HOW
     arguments, varied = _several_values(arguments, {**of_config, **own})
     chosen = _tyro(options, arguments, program, about)
     seeds = chosen["seeds"]
@@ -268,6 +276,10 @@ def _parse(
         if seeds is not None:
             raise ValueError(f"Expected several values of --seed or a number --seeds, got both: leave out --seeds {seeds}.")
         seeds = varied.pop("seed")
+    if (how := chosen["how"]) and not varied and seeds is None:
+        raise ValueError(
+            f"Expected several values of an option or --seeds with --how, got --how {how} for a single run: leave it out."
+        )
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
     for name in ("dataset", "algorithm", "model"):
         if general.get(name):
@@ -276,7 +288,7 @@ def _parse(
         general["data"] = str(Path(general["data"]).expanduser().resolve())
     config = RunConfig(**general, hyperparameters={name: chosen[name] for name in own})
     settings = Settings(**{field.name: chosen[field.name] for field in dataclasses.fields(Settings)})
-    return config, settings, varied, seeds
+    return config, settings, varied, seeds, how
 
 
 def _several_values(arguments: list[str], options: Mapping[str, _Option]) -> tuple[list[str], dict[str, list[Any]]]:
@@ -328,6 +340,13 @@ _SWEEPS = (
     "every combination and seed, in a folder each, and a table of their means and standard deviations."
 )
 _SEEDS = _Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
+_HOW = _Option(
+    "execution (speed only)",
+    experiment.How | None,
+    None,
+    "How the runs of a sweep run: devices: one at a time on each device; vmap: side by side; sequential: one at a time on all "
+    "devices; default: devices on a CPU, vmap on a GPU or TPU.",
+)
 _RESUME = f"""\
 usage: fedsim resume FOLDER [OPTIONS]
 
@@ -363,7 +382,8 @@ def _tyro(options: Mapping[str, _Option], arguments: list[str], program: str, de
             shown = f"{option.default:.4g}" if isinstance(option.default, float) else option.default
             about["help_behavior_hint"] = "" if shown is None else f"(default: {shown})"
         if type(None) in get_args(option.type) and len(get_args(option.type)) == 2:
-            about["metavar"] = get_args(option.type)[0].__name__.upper()  # otherwise tyro shows {None}|INT
+            given = get_args(option.type)[0]  # Otherwise tyro shows {None}|INT.
+            about["metavar"] = f"{{{','.join(get_args(given))}}}" if get_args(given) else given.__name__.upper()
         kind: Any = Annotated[option.type, tyro.conf.arg(**about)]
         groups.setdefault(option.group, []).append((f"{name}_", kind, dataclasses.field(**field)))
     fields = []

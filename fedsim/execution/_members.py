@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
-from fedsim.data import Cohort, FederatedData
+from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import _devices, _memory, _placement
 from fedsim.execution._device_clients import Setting
 from fedsim.execution._execution import Jit, Pmap
@@ -64,6 +64,9 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
     if not _placement.is_resident(data, mesh, execution.memory):
         return "the examples are not all on the device"
     state = remembered(algorithm, state, data)
+    clients = parts_of(state).clients
+    if isinstance(clients, ClientRows) and _memory.stay_on_host(clients, mesh, execution.memory):
+        return "the clients' memories are not all on the device"
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"
     outline = programs_for(algorithm, server_state(state), data)[0].outline
@@ -107,80 +110,153 @@ def run_members(
     """
     distinct = {member.plans: member for member in members}.values()
     widest = max((member.cohort(r) for member in distinct for r in range(rounds)), key=lambda cohort: cohort.slots)
+    length, plans = min(rounds, _ROUNDS_PER_DISPATCH), KnownPlans()
     states, infos, start = [], [], 0
-    packed: dict[Any, np.ndarray] = {}
     while start < len(members):
         together = members[start : start + side_by_side * execution.mesh().size]
         try:
-            state, info = _run_wave(together, rounds, execution, side_by_side, widest, packed, advance)
+            wave = Wave(together, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
+            infos.append(_run_all_rounds(wave, rounds, length, advance))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or side_by_side == 1:
-                raise
-            warnings.warn(
-                f"The device ran out of memory with {side_by_side} members side by side, so they run again with "
-                f"{side_by_side // 2}.",
-                stacklevel=3,
-            )
-            side_by_side //= 2
+            side_by_side = fewer_side_by_side(error, side_by_side)
             continue
-        states.append(state)
-        infos.append(info)
+        states.append(wave.read_states(wave.states))
         start += len(together)
     return joined(states, np.concatenate), joined(infos, np.concatenate)
 
 
-def _run_wave(
-    members: Sequence[Member], rounds: int, execution: Jit, side_by_side: int, widest: Cohort,
-    known_plans: dict[Any, np.ndarray], advance: Callable[[int], object],
-) -> tuple[State, RoundInfo]:  # fmt: skip
-    """Runs as many members as run at a time."""
-    mesh, data, count = execution.mesh(), widest.data, len(members)
-    device = mesh.devices.flat[0]
-    # Devices without a member of their own repeat the last one.
-    members = [*members, *[members[-1]] * (side_by_side * mesh.size - count)]
-    full = [remembered(member.algorithm, member.state, data) for member in members]
-    programs, numbers = _programs_and_numbers(members, full, data)
-    lanes = execution.lanes
-    if lanes is None and device.platform != "cpu":
-        lanes = max(1, lanes_for(programs.outline.state_bytes) // side_by_side)
-    alone = Pmap(devices=(device,), lanes=lanes)
-    layout = alone._layout(programs, widest, alone.mesh())
-    setting = Setting(alone.mesh(), layout, True, True, widest.attack, execution.deterministic)
-    programs.check(widest, setting)
-    run = _compiled(programs, setting, mesh, side_by_side)
-    placed = [_memory.placed(state, alone.mesh(), "resident") for state in full]
-    table = [parts_of(state).clients for state in placed]
-    state = [state._replace(clients=()) if clients != () else state for state, clients in zip(placed, table, strict=True)]
-    target = NamedSharding(mesh, P(AXIS))
-    keys = [member.cohort(0).key for member in members]
-    table, state, key = (joined(jax.device_get(of_members), np.stack) for of_members in (table, state, keys))
-    # Unlike NumPy, JAX keeps Python floats weakly typed here, as they are as arguments of a program.
-    numbers = jax.tree.map(lambda *values: jnp.stack([jnp.asarray(value) for value in values]), *numbers)
-    numbers, table, state, key = jax.device_put((numbers, table, state, key), target)
-    columns = _placement.resident_columns(data, mesh)
-    length, infos, unread = min(rounds, _ROUNDS_PER_DISPATCH), [], None
+def _run_all_rounds(wave: Wave, rounds: int, length: int, advance: Callable[[int], object]) -> RoundInfo:
+    """Returns the infos of all rounds, leaves ``[members, rounds, ...]``. A dispatch is read while the next one runs."""
+    infos: list[Any] = []
+    dispatched: list[tuple[Any, int]] = []
 
-    def read(dispatched: tuple[Any, int]) -> None:
-        info, of_dispatch = dispatched
-        infos.append(jax.tree.map(lambda x: x[:count, :of_dispatch], jax.device_get(info)))
-        advance(count * of_dispatch)
+    def read_oldest() -> None:
+        info, of_dispatch = dispatched.pop(0)
+        infos.append(wave.read_infos(info, of_dispatch))
+        advance(wave.size * of_dispatch)
 
     for start in range(0, rounds, length):
         numbered = range(start, min(start + length, rounds))
-        packed = np.stack([_packed(programs, layout, member, numbered, length, known_plans) for member in members])
-        state, table, info = run(numbers, columns, table, state, key, packed, np.int32(len(numbered)))
-        if unread:
-            read(unread)
-        unread = info, len(numbered)
-    assert unread is not None
-    read(unread)
-    state, table = jax.tree.map(lambda x: x[:count], jax.device_get((state, table)))
-    if table != ():
-        state = state._replace(clients=table)
-    info = joined(infos, functools.partial(np.concatenate, axis=1))
-    if isinstance(info, RoundInfo):
-        info = info._replace(clients=jax.tree.map(lambda x: x[:, :, : widest.slots], info.clients))
-    return state, info
+        dispatched.append((wave.run([numbered] * wave.size), len(numbered)))
+        if len(dispatched) > 1:
+            read_oldest()
+    read_oldest()
+    return joined(infos, functools.partial(np.concatenate, axis=1))
+
+
+def fewer_side_by_side(error: jax.errors.JaxRuntimeError, side_by_side: int) -> int:
+    """Returns half as many members and warns, if the error says that a device ran out of memory; otherwise raises it."""
+    if "RESOURCE_EXHAUSTED" not in str(error) or side_by_side == 1:
+        raise error
+    warnings.warn(
+        f"The device ran out of memory with {side_by_side} members side by side, so they run again with {side_by_side // 2}.",
+        stacklevel=4,
+    )
+    return side_by_side // 2
+
+
+class KnownPlans:
+    """The packed plans of rounds, which members with the same cohorts share. The oldest ones are forgotten."""
+
+    def __init__(self) -> None:
+        self._packed: dict[Any, np.ndarray] = {}
+        self._bytes = 0
+
+    def packed(self, programs: Programs, layout: Layout, member: Member, rounds: range, length: int) -> np.ndarray:
+        """Returns the plans of some rounds of a member, with space for ``length`` rounds; see `Layout.pack`."""
+        name = layout, member.plans, rounds, length
+        if name not in self._packed:
+            batches, loops = member.algorithm.batches, programs.outline.loops
+            plans = [plan_round(member.cohort(r), layout, batches, loops) for r in rounds]
+            packed = layout.pack(plans, length)
+            self._bytes += packed.nbytes
+            if self._bytes > _KEPT_PLANS_BYTES:
+                self._packed.clear()
+                self._bytes = packed.nbytes
+            self._packed[name] = packed
+        return self._packed[name]
+
+
+class Wave:
+    """Members that run at the same time. Their states stay on the devices between dispatches.
+
+    Args:
+      members: one or more, at most ``side_by_side`` for each device, for which `obstacle` returns None.
+      execution: see `run_members`.
+      side_by_side: how many members run side by side on a device.
+      widest: the cohort with the most slots of all members.
+      length: the number of rounds that a dispatch has space for. Waves with equal lengths share one compiled program.
+      plans: the plans that members of this wave share with those of other waves.
+
+    Attributes:
+      size: the number of members.
+      states: the states of all members and their tables of clients' memories, on the devices, for `read_states`.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], execution: Jit, *, side_by_side: int, widest: Cohort, length: int, plans: KnownPlans
+    ) -> None:
+        mesh, data = execution.mesh(), widest.data
+        device = mesh.devices.flat[0]
+        self.size, self._length, self._slots, self._plans = len(members), length, widest.slots, plans
+        # Places without a member have the state of the last one and run no round.
+        self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - self.size)]
+        full = [remembered(member.algorithm, member.state, data) for member in self._members]
+        self._programs, numbers = _programs_and_numbers(self._members, full, data)
+        lanes = execution.lanes
+        if lanes is None and device.platform != "cpu":
+            lanes = max(1, lanes_for(self._programs.outline.state_bytes) // side_by_side)
+        alone = Pmap(devices=(device,), lanes=lanes)
+        self._layout = alone._layout(self._programs, widest, alone.mesh())
+        setting = Setting(alone.mesh(), self._layout, True, True, widest.attack, execution.deterministic)
+        self._programs.check(widest, setting)
+        self._run = _compiled(self._programs, setting, mesh, side_by_side)
+        placed = [_memory.placed(state, alone.mesh(), "resident") for state in full]
+        tables = [parts_of(state).clients for state in placed]
+        states = [state._replace(clients=()) if clients != () else state for state, clients in zip(placed, tables, strict=True)]
+        keys = [member.cohort(0).key for member in self._members]
+        table, state, key = (joined(jax.device_get(of_members), np.stack) for of_members in (tables, states, keys))
+        # Unlike NumPy, JAX keeps Python floats weakly typed here, as they are as arguments of a program.
+        numbers = jax.tree.map(lambda *values: jnp.stack([jnp.asarray(value) for value in values]), *numbers)
+        own = NamedSharding(mesh, P(AXIS))
+        self._numbers, self._key, self.states = jax.device_put((numbers, key, (state, table)), own)
+        self._columns = _placement.resident_columns(data, mesh)
+
+    def run(self, rounds: Sequence[range]) -> Any:
+        """Dispatches the next rounds of every member.
+
+        Args:
+          rounds: for each member. All have the same number of rounds; a member with an empty range runs no round, and its state
+            must not be used afterwards.
+
+        Returns:
+          The infos of the rounds on the devices, for `read_infos`.
+        """
+        numbered = [*rounds, *[range(0)] * (len(self._members) - len(rounds))]
+        packed = np.stack(
+            [
+                self._plans.packed(self._programs, self._layout, member, own, self._length)
+                for member, own in zip(self._members, numbered, strict=True)
+            ]
+        )
+        state, table = self.states
+        state, table, info = self._run(
+            self._numbers, self._columns, table, state, self._key, packed, np.int32(max(map(len, rounds)))
+        )
+        self.states = state, table
+        return info
+
+    def read_infos(self, info: Any, rounds: int) -> Any:
+        """Waits for a dispatch of ``rounds`` rounds; returns its infos on the host, leaves ``[members, rounds, ...]``."""
+        info = jax.tree.map(lambda x: x[: self.size, :rounds], jax.device_get(info))
+        if isinstance(info, RoundInfo):
+            info = info._replace(clients=jax.tree.map(lambda x: x[:, :, : self._slots], info.clients))
+        return info
+
+    def read_states(self, states: Any) -> State:
+        """Returns states on the host, leaves ``[members, ...]``; ``states`` is a value that the attribute had."""
+        state, table = jax.tree.map(lambda x: x[: self.size], jax.device_get(states))
+        return state._replace(clients=table) if table != () else state
 
 
 def _programs_and_numbers(members: Sequence[Member], states: Sequence[State], data: FederatedData) -> tuple[Programs, Any]:
@@ -208,20 +284,6 @@ def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: in
     own = P(AXIS)
     specs = (own, P(), own, own, own, own, P())
     return _devices.compiled(together, mesh, specs, own, deterministic=setting.deterministic)
-
-
-def _packed(
-    programs: Programs, layout: Layout, member: Member, rounds: range, length: int, known: dict[Any, np.ndarray]
-) -> np.ndarray:
-    """Returns the plans of some rounds of a member. Members with the same cohorts use the same plans."""
-    name = layout, member.plans, rounds
-    if name not in known:
-        batches, loops = member.algorithm.batches, programs.outline.loops
-        plans = [plan_round(member.cohort(r), layout, batches, loops) for r in rounds]
-        if sum(packed.nbytes for packed in known.values()) > _KEPT_PLANS_BYTES:
-            known.clear()
-        known[name] = layout.pack(plans, length)
-    return known[name]
 
 
 def joined(parts: Sequence[Any], join: Callable[..., np.ndarray]) -> Any:

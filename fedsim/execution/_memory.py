@@ -113,9 +113,7 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
     if clients == ():
         return state
     if isinstance(clients, ClientRows):
-        device, table_bytes = mesh.devices.flat[0], clients.store.row_bytes * len(clients.index)
-        limit = _RESIDENT_BYTES_ON_CPU if device.platform == "cpu" else _RESIDENT_SHARE * memory_limit(device)
-        if memory == "stream" or (memory == "auto" and table_bytes > limit):
+        if stay_on_host(clients, mesh, memory):
             return state
         clients = ClientTable(*clients.gather(np.arange(len(clients.index))))
     elif memory == "stream":
@@ -124,6 +122,13 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
             clients=ClientRows.empty(row_shapes(clients), len(seen)).written(np.arange(len(seen)), clients.rows, seen)
         )
     return state._replace(clients=replicate(clients, mesh))
+
+
+def stay_on_host(clients: ClientRows, mesh: Mesh, memory: Memory) -> bool:
+    """Returns whether clients' memories stay on the host, from which the rows of each cohort are gathered."""
+    device, table_bytes = mesh.devices.flat[0], clients.store.row_bytes * len(clients.index)
+    limit = _RESIDENT_BYTES_ON_CPU if device.platform == "cpu" else _RESIDENT_SHARE * memory_limit(device)
+    return memory == "stream" or (memory == "auto" and table_bytes > limit)
 
 
 def gathered(clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh) -> tuple[ClientTable, RoundPlan]:

@@ -11,6 +11,7 @@ from fedsim.experiment._lines import best_round as best_round
 from fedsim.experiment._loop import Result as Result
 from fedsim.experiment._loop import restore as restore
 from fedsim.experiment._loop import run as run
+from fedsim.experiment._population import How as How
 from fedsim.experiment._population import Population as Population
 from fedsim.experiment._population import population as population
 from fedsim.experiment._published import Published as Published

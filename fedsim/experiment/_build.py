@@ -25,6 +25,10 @@ from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that are built from a RunConfig, and not copied from its field of the same name.
 _BUILT_FIELDS = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink")
+# What a sampler depends on.
+_FIELDS_OF_SAMPLERS = (
+    "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "attack", "attackers",
+)  # fmt: skip
 
 
 class Experiment(NamedTuple):
@@ -75,7 +79,7 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
 
 
 def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Experiment]:
-    """Builds the objects of several runs on the same data with the same model, which they share.
+    """Builds the objects of several runs on the same data with the same model, which they share, as equal samplers.
 
     Args:
       configs: one or more, with the same dataset, model and algorithm.
@@ -91,10 +95,14 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     model = _model(first.model or description.default_model, first.dataset) if has_model else None
     made = [_algorithm(cls, model, config, settings) for config in configs]
     splits = datasets.load(first.dataset, data=first.data)
-    return [
-        Experiment(algorithm, _sampler(splits.train, config), splits.test)
-        for algorithm, config in zip(made, configs, strict=True)
-    ]
+    samplers: dict[Any, Sampler] = {}
+    experiments = []
+    for algorithm, config in zip(made, configs, strict=True):
+        key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
+        if key not in samplers:
+            samplers[key] = _sampler(splits.train, config)
+        experiments.append(Experiment(algorithm, samplers[key], splits.test))
+    return experiments
 
 
 def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings) -> Algorithm:

@@ -137,8 +137,8 @@ def run(
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
 
     def finish(dispatch: Dispatch) -> None:
-        infos = jax.device_get(dispatch.infos)
-        current.finish(dispatch, infos, watch.lap(dispatch.stop))
+        dispatch = dispatch._replace(infos=jax.device_get(dispatch.infos))
+        current.finish(dispatch, watch.lap(dispatch.stop))
         bar.set_postfix(log.latest(), refresh=False)
         bar.update(len(dispatch.cohorts))
 
@@ -156,8 +156,7 @@ def run(
                     finish(previous)
             if last:
                 finish(last)
-            if current.position < rounds:
-                current.save()
+                current.save(last)
         finally:
             bar.close()
             current.close()
@@ -190,25 +189,24 @@ def run(
     )
 
 
-def run_experiment(
-    experiment: Experiment, config: RunConfig, settings: Settings, *, progress: bool, callbacks: Sequence[Callback] = ()
-) -> Result:
-    """Runs what `build` has built from the configuration, in the folder of the settings; see `run`."""
-    algorithm, sampler, test_data = experiment
-    return run(
-        algorithm,
-        sampler,
-        rounds=config.rounds,
-        folder=settings.folder,
-        test_data=test_data if hasattr(algorithm, "model") or hasattr(algorithm, "evaluate") else None,
-        evaluate_every=config.evaluate_every,
-        checkpoint_every=settings.checkpoint_every,
-        callbacks=callbacks,
-        progress=progress,
-        config=config,
-        settings=settings,
-        rounds_per_dispatch=settings.rounds_per_dispatch or "auto",
-    )
+def run_experiment(experiment: Experiment, config: RunConfig, settings: Settings, **options: Any) -> Result:
+    """Runs what `build` has built from the configuration, in the folder of the settings; see `run` for the options."""
+    return run(experiment.algorithm, experiment.sampler, **arguments_of(experiment, config, settings), **options)
+
+
+def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of `run` that a configuration determines, except the algorithm and the sampler."""
+    can_evaluate = hasattr(experiment.algorithm, "model") or hasattr(experiment.algorithm, "evaluate")
+    return {
+        "rounds": config.rounds,
+        "folder": settings.folder,
+        "test_data": experiment.test_data if can_evaluate else None,
+        "evaluate_every": config.evaluate_every,
+        "checkpoint_every": settings.checkpoint_every,
+        "config": config,
+        "settings": settings,
+        "rounds_per_dispatch": settings.rounds_per_dispatch or "auto",
+    }
 
 
 @contextlib.contextmanager

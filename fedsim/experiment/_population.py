@@ -180,8 +180,7 @@ def population(
     (FrozenList(['rate', 'seed']), (3, 2))
     """
     checks.whole(1, rounds=rounds)
-    if how is not None:
-        checks.one_of("vmap", "devices", "sequential", how=how, remedy="None chooses by the device")
+    chosen_way(how)  # raises ValueError for an unknown way
     listed, chosen_seeds = listed_settings(settings), listed_seeds(seeds)
     samplers = _samplers(sampler, chosen_seeds, rounds)
     firsts = [checked_cohort(own, 0) for own in samplers]
@@ -335,19 +334,35 @@ def _way(
         return how
     reason = next((text for group in groups if (text := _obstacle(group, algorithms, shapes, first))), None)
     if reason is None:
-        return how or ("devices" if jax.default_backend() == "cpu" else "vmap")
+        return chosen_way(how)
     warnings.warn(f"The members run one after another (how='sequential'), because {reason}.", stacklevel=3)
     return "sequential"
 
 
+def chosen_way(how: How | None) -> How:
+    """Returns ``how``; None is ``"devices"`` on a CPU and ``"vmap"`` otherwise.
+
+    >>> chosen_way("sequential")
+    'sequential'
+    """
+    if how is None:
+        return "devices" if jax.default_backend() == "cpu" else "vmap"
+    checks.one_of("vmap", "devices", "sequential", how=how, remedy="None chooses by the device")
+    return how
+
+
+def why_alone(algorithm: Algorithm, state: State, first: Cohort) -> str | None:
+    """Returns why members with this algorithm cannot run together; None if they can. The arguments are those of `obstacle`."""
+    if type(algorithm).apply is not Algorithm.apply:
+        return f"{type(algorithm).__name__}.apply is not compiled"
+    return obstacle(algorithm, state, first)
+
+
 def _obstacle(group: _Group, algorithms: Sequence[Algorithm], shapes: Sequence[State], first: Cohort) -> str | None:
     for i in group.settings:
-        algorithm = algorithms[i]
-        if type(algorithm).apply is not Algorithm.apply:
-            return f"{type(algorithm).__name__}.apply is not compiled"
-        if reason := obstacle(algorithm, shapes[i], first):
+        if reason := why_alone(algorithms[i], shapes[i], first):
             return reason
-        if group.numbers[0] and not vars(algorithm)["_execution"]["programs"][1]:
+        if group.numbers[0] and not vars(algorithms[i])["_execution"]["programs"][1]:
             names = ", ".join(group.numbers[0])
             return f"the code needs the values of numbers ({names}), so it is compiled for every setting"
     return None
@@ -374,19 +389,31 @@ def _starts(
 def _run_together(
     members: Sequence[Member], rounds: int, how: How, data: FederatedData, advance: Callable[[int], object]
 ) -> tuple[State, RoundInfo]:
-    execution: Any = members[0].algorithm.execution  # type: ignore[attr-defined]
-    side_by_side = 1
-    if how == "vmap":
-        mesh = execution.mesh()
-        state = remembered(members[0].algorithm, members[0].state, data)
-        most, wanted = most_side_by_side(state, mesh, data), -(-len(members) // mesh.size)
-        side_by_side = min(most, wanted)
-        if most < wanted:
-            warnings.warn(
-                f"The memory suffices for {most} of {wanted} members side by side on a device, so they run in turns.",
-                stacklevel=4,
-            )
-    return run_members(members, rounds, execution, side_by_side=side_by_side, advance=advance)
+    algorithm: Any = members[0].algorithm
+    together = side_by_side(how, len(members), algorithm, members[0].state, data)
+    return run_members(members, rounds, algorithm.execution, side_by_side=together, advance=advance)
+
+
+def side_by_side(how: How, members: int, algorithm: Any, state: State, data: FederatedData) -> int:
+    """Returns how many of some members run side by side on a device, and warns if the memory does not suffice for all.
+
+    Args:
+      how: ``"vmap"`` or ``"devices"``.
+      members: the number of members.
+      algorithm: of one of them.
+      state: its state, of arrays or ``jax.ShapeDtypeStruct``.
+      data: the population.
+    """
+    if how == "devices":
+        return 1
+    mesh = algorithm.execution.mesh()
+    most, wanted = most_side_by_side(remembered(algorithm, state, data), mesh, data), -(-members // mesh.size)
+    if most < wanted:
+        warnings.warn(
+            f"The memory suffices for {most} of {wanted} members side by side on a device, so they run in turns.",
+            stacklevel=5,
+        )
+    return min(most, wanted)
 
 
 def _run_alone(

@@ -39,7 +39,7 @@ class Dispatch(NamedTuple):
     Attributes:
       cohorts: one per round.
       state: the state after the last of them.
-      infos: the infos of the rounds, stacked, leaves ``[rounds, ...]``.
+      infos: the infos of the rounds, stacked, leaves ``[rounds, ...]``, on the devices or on the host.
     """
 
     cohorts: Sequence[Cohort]
@@ -144,24 +144,21 @@ class Run:
     def dispatch(self) -> Dispatch:
         """Sends the next rounds to the devices of the algorithm's execution."""
         together = self.next_cohorts(self.lengths.next(self.position))
-        return self.dispatched(together, *self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit))
-
-    def dispatched(self, cohorts: Sequence[Cohort], state: State, infos: Any) -> Dispatch:
-        """Records that the next rounds were sent to the devices; the arguments are those of `Dispatch`."""
-        dispatch = Dispatch(cohorts, state, infos)
-        self.state, self.position = state, dispatch.stop
+        self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)
+        dispatch = Dispatch(together, self.state, infos)
+        self.position = dispatch.stop
         return dispatch
 
-    def finish(self, dispatch: Dispatch, infos: Any, seconds: float, *, members: int = 1) -> None:
+    def finish(self, dispatch: Dispatch, seconds: float, *, members: int = 1) -> None:
         """Evaluates and writes the results of a dispatch, while the next one runs.
 
         Args:
-          dispatch: the oldest dispatch that is not finished.
-          infos: its infos on the host.
+          dispatch: the oldest dispatch that is not finished, with infos on the host.
           seconds: the wall time of its rounds.
           members: the number of runs whose rounds were computed in this time.
         """
-        stop, length, lines = dispatch.stop, len(dispatch.cohorts), len(self.log.history)
+        infos, stop, length = dispatch.infos, dispatch.stop, len(dispatch.cohorts)
+        lines = len(self.log.history)
         self.lengths.record(length, seconds)
         if isinstance(infos, RoundInfo):
             report_problems(self.algorithm, infos, dispatch.cohorts)
@@ -182,9 +179,9 @@ class Run:
         """Returns the evaluation of the current state; None if the run has no evaluation."""
         return self._compute_scores(self.state) if self._compute_scores else None
 
-    def save(self) -> None:
-        """Writes a checkpoint of the current state, all of whose rounds are finished."""
-        self.log.save(self.position, self.state, self._checkpoint_every, final=True)
+    def save(self, dispatch: Dispatch) -> None:
+        """Writes a checkpoint of the state after a dispatch that is finished, unless there is one."""
+        self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)
 
     def draw(self) -> None:
         """Draws the learning curve into the run folder, if there is one."""

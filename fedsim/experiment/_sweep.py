@@ -18,20 +18,31 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from tqdm import tqdm
 
+from fedsim import rng
+from fedsim.data import Cohort
+from fedsim.execution._members import KnownPlans, fewer_side_by_side
+from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings
 from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock, read_config
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
-from fedsim.experiment._loop import run_experiment
+from fedsim.experiment._lockstep import named, run_in_lockstep
+from fedsim.experiment._loop import arguments_of, run_experiment, warnings_above
+from fedsim.experiment._population import How, chosen_way, side_by_side, why_alone
+from fedsim.experiment._run import Run
+from fedsim.experiment._run_log import Callback
 from fedsim.experiment._settings import listed_seeds, listed_settings
+from fedsim.experiment._signals import Interruption
 from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
+from fedsim.samplers._checked import checked_cohort
 
 _FILE = "sweep.json"
 Setting = Mapping[str, Any]
@@ -62,6 +73,34 @@ class SweepMember:
     def name(self) -> str:
         """The name of the run folder."""
         return ",".join(f"{name}={value}" for name, value in {**self.setting, "seed": self.seed}.items())
+
+
+class _Job(NamedTuple):
+    """A member with its own configuration, its objects, and the settings with its own folder."""
+
+    member: SweepMember
+    config: RunConfig
+    experiment: Experiment
+    settings: Settings
+
+    def is_finished(self) -> bool:
+        """Returns whether the folder has all that a finished run has."""
+        paths = RunFolder(self.member.folder)
+        history = read_metrics(paths.metrics)
+        if not paths.config.exists() or not history or history[-1]["round"] < self.config.rounds:
+            return False
+        if read_config(paths.path)["config"] != json.loads(json.dumps(dataclasses.asdict(self.config))):
+            return False  # The run then raises an error that names the differences.
+        saved = not Checkpoints.available() or self.config.rounds in Checkpoints(paths.checkpoints).rounds()
+        return saved and (paths.picture.exists() or importlib.util.find_spec("matplotlib") is None)
+
+    def first(self) -> Cohort:
+        """Returns the first cohort."""
+        return checked_cohort(self.experiment.sampler, 0)
+
+    def initial_shapes(self) -> Any:
+        """Returns the shapes of the initial state."""
+        return jax.eval_shape(self.experiment.algorithm.init, rng.stream(self.first().key, "init"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,26 +173,38 @@ class SweepResult:
 
 
 def sweep(
-    config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: int | Sequence[int] = 1
+    config: RunConfig,
+    settings: Settings,
+    varied: Mapping[str, Sequence[Any]],
+    seeds: int | Sequence[int] = 1,
+    how: How | None = None,
 ) -> SweepResult:
     """Runs a configuration with all combinations of some values and with several seeds.
 
-    Every run has a folder with the same content, bit for bit, as that of a separate run. The runs have the same model and data
-    in memory, and share compiled programs unless the varied values determine shapes or the code. They run one after another,
-    each on all devices. If the folder holds this sweep already, finished runs are left as they are, and an interrupted run
-    continues.
+    Every run has a folder with the same content as that of a separate run. Its numbers are the same up to the order of sums,
+    and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs have the same model and data
+    in memory, and share compiled programs unless the varied values determine shapes or the code. Runs that share programs run
+    at the same time, as the members of a `fedsim.population`; a run that shares them with no other one runs on all devices. If
+    the folder holds this sweep already, finished runs are left as they are, and interrupted runs continue.
 
     The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
-    last evaluation of every run).
+    last evaluation of every run). ``seconds`` in the metrics of runs that ran at the same time is the time of their rounds
+    divided by the number of these runs.
 
     Args:
       config: the configuration.
       settings: the settings of all runs; ``folder`` is the folder of the sweep, and ``progress`` also prints the table.
       varied: fields of `RunConfig` and hyperparameters of the algorithm, with the values to try.
       seeds: the seeds; a number n means n seeds from ``config.seed`` on.
+      how: ``"vmap"`` runs as many members side by side on each device as its memory allows, ``"devices"`` one member at a time
+        on each device, and ``"sequential"`` one member at a time on all devices; see `fedsim.population`. None is what the
+        folder's ``sweep.json`` has recorded, and in a new folder ``"devices"`` on a CPU and ``"vmap"`` otherwise. Members that
+        cannot run in this way run sequentially, and a warning gives the reason.
 
     Raises:
       ValueError: a configuration is not valid (the message names its values), or the folder holds something else.
+      FloatingPointError: an update was not finite and ``config.nonfinite`` is ``"raise"``. The message names the member. What
+        was computed for others is saved.
 
     >>> import tempfile
     >>> config = RunConfig(model="digits_logistic", rounds=2, clients=2)
@@ -177,13 +228,16 @@ def sweep(
     ]
     members = [dataclasses.replace(member, folder=folder / member.name) for member in members]
     configs = [_config_of(config, member) for member in members]
-    experiments = build_members(configs, settings)
-    for member, experiment in zip(members, experiments, strict=True):
-        with _named(member):
-            experiment.algorithm.check(experiment.sampler.data)
+    jobs = [
+        _Job(member, own, experiment, dataclasses.replace(settings, folder=str(member.folder)))
+        for member, own, experiment in zip(members, configs, build_members(configs, settings), strict=True)
+    ]
+    for job in jobs:
+        with named(job.member.name):
+            job.experiment.algorithm.check(job.experiment.sampler.data)
     with _locked(folder):
-        _initialize(folder, config, settings, varied, chosen_seeds)
-        finished, stopped = _run_all(members, configs, experiments, settings)
+        how = _initialize(folder, config, settings, varied, chosen_seeds, how)
+        finished, stopped = _run_all(jobs, how, settings.progress)
         result = SweepResult(members=finished, folder=folder, interrupted=stopped)
         _write(folder / "members.csv", _csv(result))
         _write(folder / "table.txt", result.table() + "\n")
@@ -200,7 +254,7 @@ def sweep(
 
 
 def read_sweep(folder: str | Path) -> dict[str, Any] | None:
-    """Returns the content of ``sweep.json``: config, varied, seeds, settings, versions; None if the folder has none.
+    """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
 
     Raises:
       ValueError: the file cannot be read.
@@ -222,25 +276,8 @@ def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:
     fields = {field.name for field in dataclasses.fields(RunConfig)} - {"hyperparameters"}
     general = {name: value for name, value in member.setting.items() if name in fields}
     own = {name: value for name, value in member.setting.items() if name not in fields}
-    with _named(member):
+    with named(member.name):
         return dataclasses.replace(config, **general, seed=member.seed, hyperparameters={**config.hyperparameters, **own})
-
-
-@contextlib.contextmanager
-def _named(member: SweepMember) -> Iterator[None]:
-    """Adds the member to the message of a ``ValueError``, and to warnings."""
-    show = warnings.showwarning
-
-    def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
-        show(f"{member.name}: {message}", *arguments, **keywords)
-
-    warnings.showwarning = show_with_name
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{member.name}: {error}") from error
-    finally:
-        warnings.showwarning = show
 
 
 @contextlib.contextmanager
@@ -252,9 +289,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _initialize(
-    folder: Path, config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int]
-) -> None:
-    """Writes ``sweep.json``, or checks that an existing one is of the same sweep."""
+    folder: Path, config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int],
+    how: How | None,
+) -> How:  # fmt: skip
+    """Writes ``sweep.json``, or checks that an existing one is of the same sweep. Returns how the members run."""
     new = json.loads(json.dumps({"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": seeds}))
     stored = read_sweep(folder)
     if stored is None and RunFolder(folder).config.exists():
@@ -270,7 +308,10 @@ def _initialize(
             )
     if signed := signature(new["config"]):
         new["signature"] = signed
-    _write(folder / _FILE, json.dumps({**new, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+    # A sweep continues as it began, so that it ends with the same bits.
+    how = chosen_way(how or (stored or {}).get("how"))
+    _write(folder / _FILE, json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+    return how
 
 
 def _write(path: Path, text: str) -> None:
@@ -280,40 +321,110 @@ def _write(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
-def _run_all(
-    members: Sequence[SweepMember], configs: Sequence[RunConfig], experiments: Sequence[Experiment], settings: Settings
-) -> tuple[list[SweepMember], signal.Signals | None]:
+def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[SweepMember], signal.Signals | None]:
     """Returns the finished members, and the signal that ended the sweep."""
-    finished: list[SweepMember] = []
-    total = sum(config.rounds for config in configs)
-    with tqdm(total=total, unit="round", disable=not settings.progress, dynamic_ncols=True) as bar:
-        for number, (member, config, experiment) in enumerate(zip(members, configs, experiments, strict=True), start=1):
-            bar.set_description(f"run {number} of {len(members)}: {member.name}")
-            if not _is_finished(member, config):
-
-                def advance(line: Line, state: Any) -> None:
-                    bar.update("seconds" in line)  # a line of a round, and not of an evaluation
-
-                own = dataclasses.replace(settings, folder=str(member.folder))
-                with _named(member):
-                    result = run_experiment(experiment, config, own, progress=False, callbacks=[advance])
-                if result.interrupted:
-                    return finished, result.interrupted
-            bar.update(sum(config.rounds for config in configs[:number]) - bar.n)  # with rounds of earlier processes
-            finished.append(_with_result(member))
-    return finished, None
+    stopped = None
+    with tqdm(total=sum(job.config.rounds for job in jobs), unit="round", disable=not progress, dynamic_ncols=True) as bar:
+        unfinished = [job for job in jobs if not job.is_finished()]
+        bar.update(bar.total - sum(job.config.rounds for job in unfinished))
+        if unfinished:
+            for way, group in _groups(jobs, how):
+                run = _run_one_after_another if way == "sequential" else _run_at_the_same_time
+                if stopped := run(group, way, bar):
+                    break
+    finished = [_with_result(job.member) for job in jobs if job.is_finished()]
+    return finished, stopped if len(finished) < len(jobs) else None
 
 
-def _is_finished(member: SweepMember, config: RunConfig) -> bool:
-    """Returns whether the folder of a member has all that a finished run has."""
-    paths = RunFolder(member.folder)
-    history = read_metrics(paths.metrics)
-    if not paths.config.exists() or not history or history[-1]["round"] < config.rounds:
-        return False
-    if read_config(member.folder)["config"] != json.loads(json.dumps(dataclasses.asdict(config))):
-        return False  # The run then raises an error that names the differences.
-    saved = not Checkpoints.available() or config.rounds in Checkpoints(paths.checkpoints).rounds()
-    return saved and (paths.picture.exists() or importlib.util.find_spec("matplotlib") is None)
+def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
+    """Divides the jobs into those that share programs, and says how each group runs.
+
+    The groups contain finished jobs, too, so that the others run as they did when the sweep began.
+    """
+    if how == "sequential":
+        return [(how, list(jobs))]
+    groups: dict[Any, list[_Job]] = {}
+    reasons: list[str] = []
+    for job in jobs:
+        algorithm, first = job.experiment.algorithm, job.first()
+        with named(job.member.name):
+            like = job.initial_shapes()
+            if reason := why_alone(algorithm, like, first):
+                reasons.append(reason)
+            key = None if reason else (programs_for(algorithm, like, first.data)[0], first.slots, first.attack)
+        groups.setdefault(key, []).append(job)
+    for reason in dict.fromkeys(reasons):
+        warnings.warn(
+            f"{reasons.count(reason)} of {len(jobs)} runs run one after another (how='sequential'), because {reason}.",
+            stacklevel=4,
+        )
+    return [("sequential" if key is None or len(group) == 1 else how, group) for key, group in groups.items()]
+
+
+def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> signal.Signals | None:
+    """Runs each job on all devices; returns the signal that ended the last one."""
+    for job in jobs:
+        bar.set_description(job.member.name)
+        if not job.is_finished():
+            with named(job.member.name):
+                options: dict[str, Any] = {"progress": False, "callbacks": [_counting(bar)]}
+                result = run_experiment(job.experiment, job.config, job.settings, **options)
+            if result.interrupted:
+                return result.interrupted
+    return None
+
+
+def _run_at_the_same_time(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> signal.Signals | None:
+    """Runs as many jobs at a time as the devices run; returns the signal that ended the last ones."""
+    algorithm, first = jobs[0].experiment.algorithm, jobs[0].first()
+    on_device = side_by_side(how, len(jobs), algorithm, jobs[0].initial_shapes(), first.data)
+    num_devices = algorithm.execution.mesh().size  # type: ignore[attr-defined]
+    # Runs that end at the same time leave no device without work.
+    waiting = sorted([job for job in jobs if not job.is_finished()], key=lambda job: job.config.rounds)
+    plans, done = KnownPlans(), 0
+    with Interruption() as interruption, warnings_above(bar):
+        while done < len(waiting) and not interruption.signal:
+            together = waiting[done : done + on_device * num_devices]
+            try:
+                _run_wave(together, on_device, plans, interruption, bar)
+            except jax.errors.JaxRuntimeError as error:
+                on_device = fewer_side_by_side(error, on_device)
+                continue
+            done += len(together)
+    return interruption.signal
+
+
+def _run_wave(jobs: Sequence[_Job], on_device: int, plans: KnownPlans, interruption: Interruption, bar: tqdm[Any]) -> None:
+    """Runs jobs at the same time, until the last round of each or a signal."""
+    runs: dict[str, Run] = {}
+    others = f" and {len(jobs) - 1} others" if len(jobs) > 1 else ""
+    bar.set_description(f"{jobs[0].member.name}{others}")
+    with contextlib.ExitStack() as stack:
+        for job in jobs:
+            algorithm, sampler, _ = job.experiment
+            with named(job.member.name):
+                arguments = arguments_of(job.experiment, job.config, job.settings)
+                run = Run(algorithm, sampler, evaluate=None, callbacks=[_counting(bar)], **arguments)
+            stack.callback(run.close)
+            runs[job.member.name] = run
+        run_in_lockstep(runs, side_by_side=on_device, plans=plans, interruption=interruption)
+    for run in runs.values():
+        run.draw()
+    stopped = [f"{name} after round {run.position} of {run.rounds}" for name, run in runs.items() if run.position < run.rounds]
+    if interruption.signal and stopped:
+        print(f"\n{interruption.signal.name}: stopped {', '.join(stopped)}.", file=sys.stderr)
+
+
+def _counting(bar: tqdm[Any]) -> Callback:
+    """Returns a callback of one run that counts its rounds in the progress bar, also those of earlier processes."""
+    counted = 0
+
+    def count(line: Line, state: Any) -> None:
+        nonlocal counted
+        bar.update(line["round"] - counted)
+        counted = line["round"]
+
+    return count
 
 
 def _with_result(member: SweepMember) -> SweepMember:
