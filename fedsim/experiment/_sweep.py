@@ -184,8 +184,9 @@ def sweep(
     Every run has a folder with the same content as that of a separate run. Its numbers are the same up to the order of sums,
     and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs have the same model and data
     in memory, and share compiled programs unless the varied values determine shapes or the code. Runs that share programs run
-    at the same time, as the members of a `fedsim.population`; a run that shares them with no other one runs on all devices. If
-    the folder holds this sweep already, finished runs are left as they are, and interrupted runs continue.
+    at the same time, as the members of a `fedsim.population`, unless they are fewer than the devices that one run uses: then
+    they run one after another on all devices. If the folder holds this sweep already, finished runs are left as they are, and
+    interrupted runs continue.
 
     The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
     last evaluation of every run). ``seconds`` in the metrics of runs that ran at the same time is the time of their rounds
@@ -219,6 +220,7 @@ def sweep(
     if settings.folder is None:
         raise ValueError("Expected settings with a folder, got folder=None: give the folder of the sweep.")
     chosen_seeds = listed_seeds(seeds, config.seed)
+    chosen_way(how)  # raises ValueError for an unknown way
     if "seed" in varied:
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
@@ -358,7 +360,13 @@ def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
             f"{reasons.count(reason)} of {len(jobs)} runs run one after another (how='sequential'), because {reason}.",
             stacklevel=4,
         )
-    return [("sequential" if key is None or len(group) == 1 else how, group) for key, group in groups.items()]
+    return [("sequential" if key is None or _leave_devices_idle(group) else how, group) for key, group in groups.items()]
+
+
+def _leave_devices_idle(jobs: Sequence[_Job]) -> bool:
+    """Returns whether jobs that run at the same time would use fewer devices than one of them that runs on all devices."""
+    mesh = jobs[0].experiment.algorithm.execution.mesh()  # type: ignore[attr-defined]
+    return len(jobs) < max(2, min(mesh.size, jobs[0].first().slots))
 
 
 def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> signal.Signals | None:

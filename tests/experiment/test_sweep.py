@@ -19,13 +19,19 @@ import pytest
 
 from fedsim import experiment
 from fedsim.cli import main
-from fedsim.experiment import RunConfig, Settings, build, read_config, read_metrics, restore
+from fedsim.execution import _members
+from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
 from fedsim.experiment._build import build_members
+from fedsim.experiment._run_log import RunLog
 
 SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
 ONE_DEVICE = ["--execution", "jit"]
 SWEEP = [*SMALL, *ONE_DEVICE, "--algorithm", "fedprox", "--client-learning-rate", "0.05,0.5", "--mu=0.1,1", "--seeds", "2"]
 NAMES = [f"client_learning_rate={rate},mu={mu},seed={seed}" for rate in (0.05, 0.5) for mu in (0.1, 1.0) for seed in (0, 1)]
+TWO_DEVICES = [*SMALL, "--execution", "pmap", "--devices", "2", "--no-progress"]
+RATES = [*TWO_DEVICES, "--client-learning-rate", "0.05,0.1,0.5"]
+RATE_NAMES = [f"client_learning_rate={rate},seed=0" for rate in (0.05, 0.1, 0.5)]
+slow = pytest.mark.slow
 
 
 def bits(folder):
@@ -37,26 +43,190 @@ def bits(folder):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], round, lines
 
 
+def quick_pictures(patch):
+    patch.setattr(RunLog, "draw", lambda self, path, title: path.touch())
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    quick_pictures(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweeps") / "finished"
-    assert main(["run", *SWEEP, "--folder", str(folder), "--no-progress"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        quick_pictures(patch)
+        assert main(["run", *SWEEP, "--folder", str(folder), "--no-progress"]) == 0
     return folder
+
+
+def separate(folder, name, *options):
+    """Runs the member ``name`` of `RATES` as a run of its own."""
+    rate = name.partition(",")[0].partition("=")[2]
+    assert main(["run", *TWO_DEVICES, "--client-learning-rate", rate, *options, "--folder", str(folder)]) == 0
+    return folder
+
+
+def files(folder):
+    """Returns the names of the files of a run, without those of its checkpoints and TensorBoard files."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return sorted(name for name in names if not name.startswith(("tensorboard/", "checkpoints/")))
+
+
+def assert_close(folder, other):
+    """Asserts that two runs have the same files, lines and last round, with numbers that are equal up to the order of sums."""
+    assert files(folder) == files(other)
+    rounds = [Checkpoints(of / "checkpoints").rounds()[-1] for of in (folder, other)]
+    assert rounds[0] == rounds[1]
+    for of_one, of_other in zip(*(read_metrics(of / "metrics.jsonl") for of in (folder, other)), strict=True):
+        assert list(of_one) == list(of_other)
+        for name in of_one.keys() - {"seconds"}:
+            assert of_one[name] == pytest.approx(of_other[name], rel=1e-5, abs=1e-6), name
 
 
 def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
     assert sorted(path.name for path in finished.iterdir() if path.is_dir()) == sorted(NAMES)
-    separate = tmp_path / "separate"
+    alone = tmp_path / "alone"
     options = ["--client-learning-rate", "0.5", "--mu", "0.1", "--seed", "1", "--algorithm", "fedprox"]
-    assert main(["run", *SMALL, *ONE_DEVICE, *options, "--folder", str(separate), "--no-progress"]) == 0
+    assert main(["run", *SMALL, *ONE_DEVICE, *options, "--folder", str(alone), "--no-progress"]) == 0
     member = finished / "client_learning_rate=0.5,mu=0.1,seed=1"
-    assert read_config(member)["config"] == read_config(separate)["config"]
-    assert bits(member) == bits(separate)
-    files = [{path.name for path in folder.iterdir()} for folder in (member, separate)]
-    assert files[0] == files[1]
+    assert read_config(member)["config"] == read_config(alone)["config"]
+    assert bits(member) == bits(alone)
+    names = [{path.name for path in folder.iterdir()} for folder in (member, alone)]
+    assert names[0] == names[1]
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedadam", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
+def test_members_that_run_at_the_same_time_equal_separate_runs(how, tmp_path, no_pictures, caplog):
+    """Three members on two devices; one compilation for all of them."""
+    sweep = tmp_path / "sweep"
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        # A batch size of its own, so that no other test has compiled these programs.
+        assert main(["run", *RATES, "--batch-size", "17", "--how", how, "--folder", str(sweep)]) == 0
+    compiled = [text.split()[1] for text in map(str, caplog.messages) if text.startswith("Compiling ")]
+    assert sum("together" in name for name in compiled) == 1
+    assert json.loads((sweep / "sweep.json").read_text())["how"] == how
+    for name in RATE_NAMES[1:]:
+        assert_close(sweep / name, separate(tmp_path / name, name, "--batch-size", "17"))
+    first, second = (read_metrics(sweep / name / "metrics.jsonl") for name in RATE_NAMES[:2])
+    assert [line.get("seconds") for line in first] == [line.get("seconds") for line in second]
+
+
+@slow
+def test_members_that_run_sequentially_have_the_bits_of_separate_runs(tmp_path, no_pictures):
+    sweep = tmp_path / "sweep"
+    assert main(["run", *RATES, "--how", "sequential", "--folder", str(sweep)]) == 0
+    for name in RATE_NAMES:
+        assert bits(sweep / name) == bits(separate(tmp_path / name, name))
+
+
+def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictures):
+    sweep, scaffold = tmp_path / "sweep", ["--algorithm", "scaffold"]
+    assert main(["run", *RATES, *scaffold, "--folder", str(sweep)]) == 0
+    assert_close(sweep / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2], *scaffold))
+
+
+@pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
+def test_members_whose_checkpoints_are_of_different_rounds_continue_to_the_same_bits(how, tmp_path, no_pictures):
+    """One member lost its last rounds, one has no round, one is finished."""
+    options = [*RATES, "--how", how, "--rounds", "7", "--evaluate-every", "3", "--checkpoint-every", "2"]
+    unbroken = tmp_path / "unbroken"
+    assert main(["run", *options, "--folder", str(unbroken)]) == 0
+    folder = shutil.copytree(unbroken, tmp_path / "sweep")
+    first, second, third = (folder / name for name in RATE_NAMES)
+    shutil.rmtree(third / "checkpoints" / "00000007")
+    assert Checkpoints(third / "checkpoints").rounds()[-1] == 6
+    shutil.rmtree(second)
+    before = (first / "metrics.jsonl").stat().st_mtime_ns
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+    assert (first / "metrics.jsonl").stat().st_mtime_ns == before
+    for name in RATE_NAMES:
+        assert bits(folder / name) == bits(unbroken / name)
+    assert (folder / "table.txt").read_text() == (unbroken / "table.txt").read_text()
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--memory", "stream"], "the examples are not all on the device"),
+        pytest.param(
+            ["--algorithm", str(Path(__file__).parents[2] / "examples/python_loop.py:WeightTransfer")],
+            "WeightTransfer.apply is not compiled",
+            marks=slow,
+        ),
+    ],
+)
+def test_members_that_cannot_run_at_the_same_time_run_one_after_another_with_a_warning(
+    options, reason, tmp_path, capsys, no_pictures
+):
+    assert main(["run", *RATES, *options, "--how", "vmap", "--folder", str(tmp_path / "s")]) == 0
+    error = capsys.readouterr().err
+    assert f"warning: 3 of 3 runs run one after another (how='sequential'), because {reason}." in error
+    assert bits(tmp_path / "s" / RATE_NAMES[0]) == bits(separate(tmp_path / "separate", RATE_NAMES[0], *options))
+
+
+def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, capsys, no_pictures):
+    folder = shutil.copytree(finished, tmp_path / "sweep")
+    assert experiment.read_sweep(folder)["how"] == "devices"
+    for how, recorded in (("sequential", "sequential"), (None, "sequential"), ("devices", "devices")):
+        shutil.rmtree(folder / NAMES[2])
+        assert main(["resume", str(folder), "--no-progress", *(["--how", how] if how else [])]) == 0
+        assert experiment.read_sweep(folder)["how"] == recorded
+        assert bits(folder / NAMES[2]) == bits(finished / NAMES[2])
+    assert main(["run", *SMALL, "--how", "vmap", "--folder", str(tmp_path / "r"), "--no-progress"]) == 2
+    assert (
+        "Expected several values of an option or --seeds with --how, got --how vmap for a single run" in capsys.readouterr().err
+    )
+    with pytest.raises(ValueError, match="Expected how to be 'vmap', 'devices' or 'sequential'"):
+        experiment.sweep(RunConfig(), Settings(folder=str(tmp_path / "s")), {"mu": [1.0]}, how="fast")
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.filterwarnings("always")
+def test_updates_that_are_not_finite_name_the_member_and_stop_no_other_one(tmp_path, capsys, no_pictures):
+    rates = ["--client-learning-rate", "0.1,1e38"]
+    dropping = tmp_path / "dropping"
+    assert main(["run", *TWO_DEVICES, *rates, "--folder", str(dropping)]) == 0
+    assert "warning: client_learning_rate=1e+38,seed=0: 3 client update(s) held a NaN" in capsys.readouterr().err
+    folder = tmp_path / "raising"
+    assert main(["run", *TWO_DEVICES, *rates, "--nonfinite", "raise", "--folder", str(folder)]) == 1
+    error = capsys.readouterr().err
+    assert "client_learning_rate=1e+38,seed=0: The update of client" in error and "holds a NaN" in error
+    good = folder / "client_learning_rate=0.1,seed=0"
+    (saved,) = Checkpoints(good / "checkpoints").rounds()
+    assert saved == read_metrics(good / "metrics.jsonl")[-1]["round"] > 0
+    assert main(["resume", str(good), "--no-progress"]) == 0
+    assert_close(good, dropping / good.name)
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_member_that_diverges_is_named(tmp_path, capsys, no_pictures):
+    options = ["--client-learning-rate", "0.1,1000", "--rounds", "12", "--evaluate-every", "6"]
+    assert main(["run", *TWO_DEVICES, *options, "--folder", str(tmp_path / "s")]) == 0
+    error = capsys.readouterr().err
+    assert "client_learning_rate=1000.0,seed=0: The t" in error and "client_learning_rate=0.1,seed=0:" not in error
+
+
+@slow
+@pytest.mark.filterwarnings("always")
+def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, monkeypatch, capsys, no_pictures):
+    compile_members = _members._compiled
+
+    def compiled(programs, setting, mesh, side_by_side):
+        def exhausted(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+        return exhausted if side_by_side > 1 else compile_members(programs, setting, mesh, side_by_side)
+
+    monkeypatch.setattr(_members, "_compiled", compiled)
+    assert main(["run", *RATES, "--how", "vmap", "--folder", str(tmp_path / "s")]) == 0
+    assert "out of memory with 2 members side by side" in capsys.readouterr().err
+    assert_close(tmp_path / "s" / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2]))
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedadam", marks=slow)])
 def test_members_share_programs_whatever_their_learning_rates(algorithm):
     configs = [
         RunConfig(algorithm=algorithm, model="digits_logistic", client_learning_rate=rate, client_schedule="cosine")
@@ -91,7 +261,7 @@ def test_the_table_has_means_and_deviations_and_names_the_best_setting(finished)
     assert table[-1].startswith(f"best  {best.replace(',', ' ')}: accuracy {statistics.fmean(accuracies[best]):.4f} ± ")
 
 
-def test_a_sweep_goes_on_with_the_runs_that_are_not_finished(finished, tmp_path, capsys):
+def test_a_sweep_goes_on_with_the_runs_that_are_not_finished(finished, tmp_path, capsys, no_pictures):
     folder = shutil.copytree(finished, tmp_path / "sweep")
     shutil.rmtree(folder / NAMES[2])  # never started
     (folder / NAMES[5] / "metrics.jsonl").write_text("")  # killed before its first checkpoint
@@ -178,7 +348,7 @@ def _sweep(folder: str, rounds: str) -> None:
                            "--client-learning-rate", "0.05,0.5", "--folder", folder, "--no-progress"]))  # fmt: skip
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_ends_with_the_bits_of_an_unbroken_one(number, tmp_path):
     context = multiprocessing.get_context("spawn")
