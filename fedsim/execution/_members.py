@@ -116,11 +116,12 @@ def run_members(
         together = members[start : start + side_by_side * execution.mesh().size]
         try:
             wave = Wave(together, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
-            infos.append(_run_all_rounds(wave, rounds, length, advance))
+            info, state = _run_all_rounds(wave, rounds, length, advance), wave.read_states(wave.states)
         except jax.errors.JaxRuntimeError as error:
             side_by_side = fewer_side_by_side(error, side_by_side)
             continue
-        states.append(wave.read_states(wave.states))
+        infos.append(info)
+        states.append(state)
         start += len(together)
     return joined(states, np.concatenate), joined(infos, np.concatenate)
 
@@ -156,7 +157,7 @@ def fewer_side_by_side(error: jax.errors.JaxRuntimeError, side_by_side: int) -> 
 
 
 class KnownPlans:
-    """The packed plans of rounds, which members with the same cohorts share. The oldest ones are forgotten."""
+    """The packed plans of rounds, which members with the same cohorts share. They are forgotten before they take 256 MB."""
 
     def __init__(self) -> None:
         self._packed: dict[Any, np.ndarray] = {}
@@ -221,6 +222,7 @@ class Wave:
         own = NamedSharding(mesh, P(AXIS))
         self._numbers, self._key, self.states = jax.device_put((numbers, key, (state, table)), own)
         self._columns = _placement.resident_columns(data, mesh)
+        self._members = [member._replace(state=None) for member in self._members]  # frees the memory of the first states
 
     def run(self, rounds: Sequence[range]) -> Any:
         """Dispatches the next rounds of every member.

@@ -19,10 +19,10 @@ from tqdm import tqdm
 from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
-from fedsim.evaluation import Evaluation
 from fedsim.experiment._build import Experiment
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings
+from fedsim.experiment._default_evaluation import Scores, State
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round
 from fedsim.experiment._report import closing_table
@@ -31,9 +31,6 @@ from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers import Sampler
-
-State = Any
-Scores = Evaluation | Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -155,10 +155,10 @@ def population(
       rounds: the number of rounds.
       test_data: the last states are evaluated on it, as by `fedsim.experiment.run`.
       how: ``"vmap"`` runs members side by side on each device, as many as its memory allows. ``"devices"`` runs one member at a
-        time on each device. Both need one program for whole rounds, and resident examples. ``"sequential"`` runs one member at
-        a time with the algorithm's own execution, which divides each cohort among the devices, and works for every algorithm.
-        None chooses ``"devices"`` on a CPU and ``"vmap"`` otherwise. If a member cannot run in this way, the members run
-        sequentially, and a warning gives the reason.
+        time on each device. Both need one program for whole rounds, and examples and clients' memories on the device.
+        ``"sequential"`` runs one member at a time with the algorithm's own execution, which divides each cohort among the
+        devices, and works for every algorithm. None chooses ``"devices"`` on a CPU and ``"vmap"`` otherwise. If a member cannot
+        run in this way, the members run sequentially, and a warning gives the reason.
       progress: whether to show a progress bar on stderr.
 
     Raises:

@@ -405,8 +405,8 @@ def _run_at_the_same_time(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> sig
 def _run_wave(jobs: Sequence[_Job], on_device: int, plans: KnownPlans, interruption: Interruption, bar: tqdm[Any]) -> None:
     """Runs jobs at the same time, until the last round of each or a signal."""
     runs: dict[str, Run] = {}
-    others = f" and {len(jobs) - 1} others" if len(jobs) > 1 else ""
-    bar.set_description(f"{jobs[0].member.name}{others}")
+    more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
+    bar.set_description(f"{jobs[0].member.name}{more}")
     with contextlib.ExitStack() as stack:
         for job in jobs:
             algorithm, sampler, _ = job.experiment
@@ -418,9 +418,10 @@ def _run_wave(jobs: Sequence[_Job], on_device: int, plans: KnownPlans, interrupt
         run_in_lockstep(runs, side_by_side=on_device, plans=plans, interruption=interruption)
     for run in runs.values():
         run.draw()
-    stopped = [f"{name} after round {run.position} of {run.rounds}" for name, run in runs.items() if run.position < run.rounds]
+    stopped = [run.position for run in runs.values() if run.position < run.rounds]
     if interruption.signal and stopped:
-        print(f"\n{interruption.signal.name}: stopped {', '.join(stopped)}.", file=sys.stderr)
+        rounds = f"round {stopped[0]}" if len(set(stopped)) == 1 else f"rounds {min(stopped)} to {max(stopped)}"
+        print(f"\n{interruption.signal.name}: stopped {len(stopped)} run(s) after {rounds}.", file=sys.stderr)
 
 
 def _counting(bar: tqdm[Any]) -> Callback:

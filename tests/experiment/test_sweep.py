@@ -19,7 +19,7 @@ import pytest
 
 from fedsim import experiment
 from fedsim.cli import main
-from fedsim.execution import _members
+from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
 from fedsim.experiment._build import build_members
 from fedsim.experiment._run_log import RunLog
@@ -165,6 +165,20 @@ def test_members_that_cannot_run_at_the_same_time_run_one_after_another_with_a_w
     error = capsys.readouterr().err
     assert f"warning: 3 of 3 runs run one after another (how='sequential'), because {reason}." in error
     assert bits(tmp_path / "s" / RATE_NAMES[0]) == bits(separate(tmp_path / "separate", RATE_NAMES[0], *options))
+
+
+@slow
+@pytest.mark.filterwarnings("always")
+def test_members_whose_memories_of_clients_are_not_on_the_device_run_one_after_another(
+    tmp_path, monkeypatch, capsys, no_pictures
+):
+    monkeypatch.setattr(_memory, "_RESIDENT_BYTES_ON_CPU", 0)
+    scaffold = ["--algorithm", "scaffold"]
+    assert main(["run", *RATES, *scaffold, "--folder", str(tmp_path / "s")]) == 0
+    assert "because the clients' memories are not all on the device." in capsys.readouterr().err
+    alone = separate(tmp_path / "separate", RATE_NAMES[0], *scaffold)
+    assert (alone / "checkpoints" / "clients.rows").exists()
+    assert_close(tmp_path / "s" / RATE_NAMES[0], alone)
 
 
 def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, capsys, no_pictures):
