@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,26 @@ Work = Callable[[Call, ClientPlan, Any, Row], tuple[Any, Any, Any]]
 _SMALL_ACCUMULATOR = 4
 
 
+class Together(NamedTuple):
+    """What clients that run together have.
+
+    Attributes:
+      plan: what is known of each.
+      stored: their rows of the table of memories, a `ClientTable`, or ().
+      columns: each client's own columns; None if all read ``Clients.columns``.
+    """
+
+    plan: ClientPlan
+    stored: Any
+    columns: Any = None
+
+
 class Clients:
     """The clients of a round.
 
-    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Clients are run by
-    `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`).
+    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Compiled rounds run clients by
+    `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`). Only
+    `fedsim.Debug` calls one client after another in Python.
 
     This example computes the mean and the variance of all clients' numbers with two calls:
 
@@ -192,38 +207,35 @@ class Clients:
         return update, self._round_info(call, entries), memory
 
     def run_together(
-        self, call: Call, work: Work, clients: Placed, stored: Placed, accumulator: Any, columns: Placed | None = None,
-        *, side_by_side: bool | None = None,
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        self, call: Call, work: Work, clients: Placed, accumulator: Any, *, side_by_side: bool | None = None
+    ) -> tuple[Any, Any, Any]:
         """Sends to some clients, runs their work, and accumulates their updates.
 
         Args:
           call: the call.
           work: of one client.
-          clients: their `ClientPlan`.
-          stored: their rows of the table of memories, or ().
+          clients: `Together`.
           accumulator: holds the updates of the clients before them.
-          columns: the examples, if every client has its own columns.
           side_by_side: see `fedsim.primitives.map`.
 
         Returns:
           The accumulator with their updates, their entries ``[n, ...]``, and their new rows ``[n, ...]``.
         """
-        placement = clients.placement
 
-        def of_client(shared: Shared, own: ClientPlan, stored: Any, columns: Any = self.columns) -> Any:
-            received = call._replace(shared=shared)
-            arrived, entries, row = work(received, own, columns, self._row(received, stored))
+        def of_client(shared: Shared, client: Together) -> tuple[Any, Any, Any]:
+            received, stored = call._replace(shared=shared), client.stored
+            columns = self.columns if client.columns is None else client.columns
+            arrived, entries, row = work(received, client.plan, columns, self._row(received, stored))
             if call.fold is not None and isinstance(stored, ClientTable):
                 counts = entries["weight"] != 0
                 stored = ClientTable(tree.select(counts, row, stored.rows), stored.seen | counts)
             return arrived, entries, stored
 
-        values = [primitives.broadcast(call.shared, placement), clients, stored, *([] if columns is None else [columns])]
-        arrived, entries, rows = primitives.map(of_client, *values, side_by_side=side_by_side).stacked
+        sent = primitives.broadcast(call.shared, clients.placement)
+        arrived, entries, rows = primitives.map(of_client, sent, clients, side_by_side=side_by_side).stacked
         if call.fold is None:
-            return (), entries, rows
-        updates = Placed((arrived, entries["weight"], clients.stacked.slot), placement)
+            return accumulator, entries, rows
+        updates = Placed((arrived, entries["weight"], clients.stacked.plan.slot), clients.placement)
         accumulate = functools.partial(self._accumulate, call, accumulator)
         return primitives.reduce(accumulate, updates, name=type(call.fold.innermost).__name__), entries, rows
 

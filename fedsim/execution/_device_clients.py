@@ -14,7 +14,7 @@ from fedsim import primitives, tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call
 from fedsim.execution._client import ClientUpdate, batch_loop
-from fedsim.execution._clients import Clients, Work
+from fedsim.execution._clients import Clients, Together, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
@@ -88,14 +88,13 @@ class DeviceClients(Clients):
     def _run_group(self, call: Call, work: Work, slots: jax.Array, exists: jax.Array, carry: Any) -> Any:
         """Runs the clients in these slots side by side; a group at the end of the queue may have fewer than its width."""
         accumulator, entries, table = carry
-        placement = Placement("clients", len(slots))
         clients = jax.tree.map(lambda x: x[slots], call.clients)
         clients = clients._replace(size=jnp.where(exists, clients.size, 0))
         stored = rows_of(table, clients.memory) if isinstance(table, ClientTable) else ()
         # As one program, the clients read what the server sends without a copy for each of them. The loop over groups computes
         # a group again in a backward pass, so the group itself need not.
         run = primitives.program(functools.partial(self.run_together, call, work, side_by_side=True), recompute=False)
-        accumulator, own, rows = run(Placed(clients, placement), Placed(stored, placement), accumulator)
+        accumulator, own, rows = run(Placed(Together(clients, stored), Placement("clients", len(slots))), accumulator)
         entries = jax.tree.map(functools.partial(put, jnp.where(exists, slots, self.layout.slots)), entries, own)
         if call.aggregator is not None and isinstance(table, ClientTable):
             # The rows are written after the updates are accumulated, because an update may be computed from the old row.
@@ -187,7 +186,7 @@ def rows_of(table: ClientTable, at: jax.Array) -> ClientTable:
 
 def put_rows(table: ClientTable, at: jax.Array, rows: ClientTable) -> ClientTable:
     """Writes rows, leaves ``[n, ...]``, at indices ``[n]`` of a table. Indices beyond the end are not written."""
-    if len(at) > 1 or not isinstance(at, jax.core.Tracer):
+    if len(at) > 1 or not isinstance(at, jax.core.Tracer):  # `fedsim.Debug` writes concrete rows, which compiles no loop.
         return jax.tree.map(functools.partial(put, at), table, rows)
 
     def write(_: jax.Array, table: ClientTable) -> ClientTable:

@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import primitives
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
-from fedsim.execution._clients import Clients, Work
+from fedsim.execution._clients import Clients, Together, Work
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
@@ -77,8 +77,8 @@ class FederatedClients(Clients):
         self.examples = examples
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        placement = self.examples.placement
-        own = Placed(call.clients._replace(start=jnp.zeros(placement.size, jnp.int32)), placement)
-        stored = Placed(self.table, placement)
-        accumulated, entries, self.table = self.run_together(call, work, own, stored, self._zero(call), self.examples)
+        columns, placement = self.examples.stacked, self.examples.placement
+        own = call.clients._replace(start=jnp.zeros(placement.size, jnp.int32))  # in the client's own columns
+        clients = Placed(Together(own, self.table, columns), placement)
+        accumulated, entries, self.table = self.run_together(call, work, clients, self._zero(call))
         return accumulated, entries

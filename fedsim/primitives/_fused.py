@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from fedsim.primitives._primitives import Way, bind_map
+from fedsim.primitives._primitives import MapOptions, bind_map
 from fedsim.primitives._trace import Operation, Trace, Value
 
 T = TypeVar("T")
@@ -130,6 +130,6 @@ def _one_function(
 
     marks = [whole for _, whole in operands.values()]
     placement = group[0].params["placement"]
-    ways = {operation.params["way"].side_by_side for operation in group}
-    way = Way(ways.pop() if len(ways) == 1 else None, recompute)
-    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed, way)
+    ways = {operation.params["options"].side_by_side for operation in group} - {None}
+    options = MapOptions(ways.pop() if len(ways) == 1 else None, recompute)  # no choice if two maps have different ones
+    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed, options)

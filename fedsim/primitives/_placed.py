@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.primitives._placement import Placement
-from fedsim.primitives._primitives import Way, bind_map, bind_reduction, broadcast_p, max_p, mean_p, min_p, sum_p
+from fedsim.primitives._primitives import MapOptions, bind_map, bind_reduction, broadcast_p, max_p, mean_p, min_p, sum_p
 
 
 class Placed(np.lib.mixins.NDArrayOperatorsMixin):
@@ -162,7 +162,7 @@ def map(function: Callable[..., Any], *values: Placed, side_by_side: bool | None
         out, out_structure = jax.tree.flatten(done)
         return [jnp.asarray(x) for x in out]
 
-    done = bind_map(work, [jnp.asarray(x) for x in leaves], placement, way=Way(side_by_side))
+    done = bind_map(work, [jnp.asarray(x) for x in leaves], placement, options=MapOptions(side_by_side))
     return Placed(jax.tree.unflatten(out_structure, [placement.divided(x) for x in done]), placement)
 
 

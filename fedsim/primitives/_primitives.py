@@ -197,7 +197,7 @@ ad.primitive_jvps[reduce_p] = _reduce_jvp
 # ---- The clients' work.
 
 
-class Way(NamedTuple):
+class MapOptions(NamedTuple):
     """How a `map` is run. It does not change the result.
 
     Attributes:
@@ -215,7 +215,7 @@ def bind_map(
     placement: Placement,
     shared: Sequence[bool] | None = None,
     summed: Sequence[bool] | None = None,
-    way: Way = Way(),  # noqa: B008, a value that never changes
+    options: MapOptions = MapOptions(),  # noqa: B008, a value that never changes
 ) -> Arrays:
     """Runs a function on every client.
 
@@ -227,7 +227,7 @@ def bind_map(
       placement: the clients.
       shared: which arguments every client gets as a whole instead; default: none.
       summed: which results are summed over the clients; default: none.
-      way: how.
+      options: how it is run.
 
     Returns:
       All clients' results, ``[size, ...]``, or their sums.
@@ -245,25 +245,22 @@ def bind_map(
         shared=(*[True] * len(consts), *shared),
         summed=tuple(summed or [False] * len(jaxpr.out_avals)),
         placement=placement,
-        way=way,
+        options=options,
     )
 
 
 def _map_run(
     *args: Any, on_cpu: bool, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...],
-    placement: Placement, way: Way,
+    placement: Placement, options: MapOptions,
 ) -> Arrays:  # fmt: skip
     def of_device(*args: Any) -> Arrays:
         def work(*own: Any) -> Arrays:
             slices = iter(own)
             return jaxpr_as_fun(jaxpr)(*[x if whole else next(slices) for x, whole in zip(args, shared, strict=True)])
 
-        own = [x for x, whole in zip(args, shared, strict=True) if not whole]
-        if placement.size_per_device == 1:
-            out = [jnp.asarray(x) for x in work(*[x[0] for x in own])]
-            sums = iter([x.astype(_wide(x.dtype)) for x in _only(out, summed)])
-            stacked = iter([x[None] for x in _only(out, [not mark for mark in summed])])
-        elif (on_cpu and not _is_cheap(jaxpr)) if way.side_by_side is None else not way.side_by_side:
+        own, size = [x for x, whole in zip(args, shared, strict=True) if not whole], placement.size_per_device
+        one_by_one = on_cpu and not _is_cheap(jaxpr) if options.side_by_side is None else not options.side_by_side
+        if one_by_one and size > 1:
 
             def step(sums: Arrays, slices: Arrays) -> tuple[Arrays, Arrays]:
                 out = work(*slices)
@@ -271,9 +268,11 @@ def _map_run(
                 return sums, _only(out, [not mark for mark in summed])
 
             zeros = [jnp.zeros(aval.shape, _wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
-            sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=placement.size_per_device))
+            sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=size))
         else:
-            out = jax.vmap(work, axis_size=placement.size_per_device)(*own)
+            # A single client needs no axis: XLA is slower with batches of one, in convolutions for example.
+            alone = size == 1
+            out = [jnp.asarray(x)[None] for x in work(*[x[0] for x in own])] if alone else jax.vmap(work, axis_size=size)(*own)
             sums = iter([jnp.sum(x, axis=0, dtype=_wide(x.dtype)) for x in _only(out, summed)])
             stacked = iter(_only(out, [not mark for mark in summed]))
         sums = iter(tree.psum(list(sums), placement.name)) if placement.mesh else sums
@@ -306,7 +305,7 @@ def _is_cheap(jaxpr: Any) -> bool:
 
 def _map_avals(
     *args: Any, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
-    way: Way,
+    options: MapOptions,
 ) -> tuple[Arrays, Any]:  # fmt: skip
     return [
         _shaped(aval.shape if mark else (placement.size, *aval.shape), aval)
@@ -317,7 +316,7 @@ def _map_avals(
 def _map_batch(
     primitive: Primitive, axis: Any, args: Sequence[Any], dims: Sequence[Any],
     *, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
-    way: Way,
+    options: MapOptions,
 ) -> tuple[Arrays, list[int]]:  # fmt: skip
     """Maps each client's function over the new axis, which comes after the axis of clients."""
     args = [
@@ -330,17 +329,20 @@ def _map_batch(
         axis_name=axis.name,
         spmd_axis_name=axis.spmd_name,
     )
-    return bind_map(work, args, placement, shared, summed, way), [0 if mark else 1 for mark in summed]
+    return bind_map(work, args, placement, shared, summed, options), [0 if mark else 1 for mark in summed]
 
 
 def _map_jvp(
     primals: Sequence[Any], tangents: Sequence[Any],
     *, jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
-    way: Way,
+    options: MapOptions,
 ) -> tuple[Arrays, Arrays]:  # fmt: skip
-    """The derivative is a second `map`. It computes each client's values again, so that the values of no client are stored."""
-    static: dict[str, Any] = dict(jaxpr=jaxpr, shared=shared, summed=summed, placement=placement, way=way)
-    if not way.recompute:
+    """The derivative is a second `map`. It computes each client's values again, so that the values of no client are stored.
+
+    Without ``recompute`` it is the derivative of `_map_run`, as this runs on the default device.
+    """
+    static: dict[str, Any] = dict(jaxpr=jaxpr, shared=shared, summed=summed, placement=placement, options=options)
+    if not options.recompute:
         run = functools.partial(_map_run, on_cpu=jax.default_backend() == "cpu", **static)
         return jax.jvp(run, tuple(primals), tuple(ad.instantiate_zeros(dot) for dot in tangents))
     out = map_p.bind(*primals, **static)
@@ -361,14 +363,14 @@ def _map_jvp(
 
     args = [*primals, *_only(tangents, moves)]
     marks = [*shared, *_only(shared, moves)]
-    moved = iter(bind_map(derivative, args, placement, marks, _only(summed, varies), way))
+    moved = iter(bind_map(derivative, args, placement, marks, _only(summed, varies), options))
     return out, [next(moved) if mark else dot for dot, mark in zip(dots, varies, strict=True)]
 
 
 def _map_transpose(
     cotangents: Sequence[Any], *args: Any,
     jaxpr: ClosedJaxpr, shared: tuple[bool, ...], summed: tuple[bool, ...], placement: Placement,
-    way: Way,
+    options: MapOptions,
 ) -> list[Any]:  # fmt: skip
     """Transposes each client's function. The cotangent of what every client got is a sum over the clients."""
     linear = [ad.is_undefined_primal(x) for x in args]
@@ -387,7 +389,7 @@ def _map_transpose(
 
     operands = [*_only(args, known), *_only(cotangents, given)]
     marks = [*_only(shared, known), *_only(summed, given)]
-    pulled = iter(bind_map(transpose, operands, placement, marks, _only(shared, linear), way))
+    pulled = iter(bind_map(transpose, operands, placement, marks, _only(shared, linear), options))
     return [next(pulled) if mark else None for mark in linear]
 
 

@@ -211,7 +211,7 @@ def _listed(shapes: Sequence[str]) -> str:
 
 
 def _client_by_client(
-    inputs: Sequence[Any], *, jaxpr: Any, shared: Any, summed: Any, placement: Placement, way: Any
+    inputs: Sequence[Any], *, jaxpr: Any, shared: Any, summed: Any, placement: Placement, options: Any
 ) -> list[Any]:
     work = jax.jit(jaxpr_as_fun(jaxpr))
     results = [work(*[x if whole else x[i] for x, whole in zip(inputs, shared, strict=True)]) for i in range(placement.size)]

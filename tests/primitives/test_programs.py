@@ -260,6 +260,21 @@ def test_a_backward_pass_computes_the_clients_work_again_or_stores_it():
     assert (exponentials(True), exponentials(False)) == (2, 1)
 
 
+def test_clients_work_side_by_side_or_one_after_another():
+    matrices = at_clients(3, 3)
+
+    def loops(way, fuse=lambda function: function):
+        run = fuse(lambda x: fed.sum(fed.map(jnp.sin, fed.map(lambda own: own @ own, x, side_by_side=way))))
+        text = jax.jit(run).lower(matrices).as_text()
+        np.testing.assert_allclose(run(matrices), np.sin(matrices.stacked @ matrices.stacked).sum(0))
+        return text.count("stablehlo.while")
+
+    # A fused program has the only choice that was made. Without one, a CPU multiplies matrices one after another.
+    for fuse in (lambda function: function, fed.program):
+        assert [loops(way, fuse) for way in (True, False)] == [0, 1]
+    assert loops(None) == (jax.default_backend() == "cpu")
+
+
 def test_clients_functions_may_have_a_custom_reverse_mode():
     own_sine = jax.custom_vjp(jnp.sin)
     own_sine.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda cosine, cotangent: (3 * cotangent * cosine,))
