@@ -45,6 +45,7 @@ from fedsim.execution import Execution as Execution
 from fedsim.execution import Jit as Jit
 from fedsim.execution import Pmap as Pmap
 from fedsim.execution import RoundInfo as RoundInfo
+from fedsim.execution import Staleness as Staleness
 from fedsim.execution import place_clients as place_clients
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.experiment import population as population

@@ -12,7 +12,7 @@ from fedsim import checks
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, watch_problems
+from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, Staleness, watch_problems
 from fedsim.execution._execution import cut_rows
 from fedsim.execution._memory import remembered
 from fedsim.execution._state import FederatedState
@@ -68,6 +68,7 @@ class Algorithm:
       averaging: decay in [0, 1) of an exponential moving average of the server's parameters over the rounds, as ``optax.ema``
         with debiasing computes it. The average is ``state.params``, which is evaluated and from which clients' own parameters
         are computed in evaluation; training continues with ``state.server.params``. None computes no average.
+      staleness: lets clients start from what the server sent in earlier rounds; None if all start from this round's.
       nonfinite: ``"drop"`` excludes updates with a NaN or an infinity from the round, counts them in the info, and warns
         once, at a later call. ``"raise"`` raises ``FloatingPointError``; it waits for every round.
 
@@ -102,6 +103,7 @@ class Algorithm:
     execution: Execution = dataclasses.field(default_factory=Auto)
     downlink: Any = None
     averaging: float | None = None
+    staleness: Staleness | None = None
     nonfinite: Literal["drop", "raise"] = "drop"
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class Algorithm:
         checks.instance(Execution, "fedsim.Jit()", execution=self.execution)
         checks.instance(Aggregator, "Mean()", aggregator=self.aggregator)
         checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
+        checks.instance(Staleness, "fedsim.Staleness(bound=10)", or_none=True, staleness=self.staleness)
         checks.instance(Batches, "fedsim.Batches(size=20)", batches=self.batches)
         for field in dataclasses.fields(self):
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
@@ -187,7 +190,8 @@ class Algorithm:
         own_memory = any(getattr(type(self), name) is not getattr(Algorithm, name) for name in ("client_memory", "round"))
         cls = type(self.aggregator)
         aggregator_memory = cls.init is not Aggregator.init or cls.client_memory is not Aggregator.client_memory
-        return own_memory or aggregator_memory or self.downlink is not None or self.averaging is not None
+        kept = self.downlink, self.averaging, self.staleness
+        return own_memory or aggregator_memory or any(value is not None for value in kept)
 
     def with_memory(self, state: State, data: FederatedData) -> State:
         """Adds to a server's state the memories of clients, aggregators and the downlink.

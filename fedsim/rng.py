@@ -71,14 +71,23 @@ def stream(key: jax.Array, name: str) -> jax.Array:
     return jax.random.fold_in(key, np.uint32(zlib.crc32(name.encode())))
 
 
-def client_keys(root_key: jax.Array, round_number: jax.Array | int, clients: jax.Array | np.ndarray) -> jax.Array:
-    """Returns the keys ``[n]`` of clients in one round; ``clients`` are positions in the population, ``int32 [n]``.
+def client_keys(root_key: jax.Array, round_number: jax.Array | np.ndarray | int, clients: jax.Array | np.ndarray) -> jax.Array:
+    """Returns the keys ``[n]`` of clients in one round, or each in its own round.
+
+    Args:
+      root_key: the root key.
+      round_number: the round, or ``int32 [n]``.
+      clients: positions in the population, ``int32 [n]``.
 
     >>> client_keys(root(0), 3, jnp.arange(5)).shape
     (5,)
     """
-    round_key = jax.random.fold_in(stream(root_key, "clients"), round_number)
-    return jax.vmap(lambda client: jax.random.fold_in(round_key, client))(clients)
+    clients_key = stream(root_key, "clients")
+
+    def key_of(round_number: jax.Array, client: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(clients_key, round_number), client)
+
+    return jax.vmap(key_of, (0 if jnp.ndim(round_number) else None, 0))(jnp.asarray(round_number), jnp.asarray(clients))
 
 
 def round_key(root_key: jax.Array, round_number: jax.Array | int, purpose: str) -> jax.Array:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,64 @@ import numpy as np
 from fedsim import rng
 from fedsim.data._batching import Batches
 from fedsim.data._federated_data import ClientDataset, FederatedData
+
+
+class Arrivals(NamedTuple):
+    """When the clients of a cohort started, and how their updates count, in the order of the cohort.
+
+    Attributes:
+      staleness: ``int32 [n]``, how many rounds ago the server sent the model that the client starts from, at most the round.
+      key_rounds: ``int32 [n]``, the rounds that determine the clients' keys. A client has another one for each of its updates.
+      weights: ``float32 [n]``, factors of the clients' weights in the aggregate, at least 0.
+      scales: ``float32 [n]``, factors of the updates when they arrive at the server.
+
+    >>> arrivals = Arrivals.of([0, 2], round=5)
+    >>> arrivals.key_rounds.tolist(), arrivals.scales.tolist()
+    ([5, 3], [1.0, 1.0])
+    """
+
+    staleness: np.ndarray
+    key_rounds: np.ndarray
+    weights: np.ndarray
+    scales: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        staleness: Sequence[int] | np.ndarray,
+        *,
+        round: int,
+        key_rounds: Sequence[int] | np.ndarray | None = None,
+        weights: Sequence[float] | np.ndarray | None = None,
+        scales: Sequence[float] | np.ndarray | None = None,
+    ) -> Arrivals:
+        """Returns arrivals in a round, by default with the keys of the rounds in which clients started, and factors of 1."""
+        staleness = np.asarray(staleness, np.int32)
+        ones = np.ones(len(staleness), np.float32)
+        return cls(
+            staleness,
+            round - staleness if key_rounds is None else np.asarray(key_rounds, np.int32),
+            ones if weights is None else np.asarray(weights, np.float32),
+            ones if scales is None else np.asarray(scales, np.float32),
+        )
+
+    def check(self, clients: int, round: int) -> None:
+        """Raises ``ValueError`` unless these are arrivals of so many clients in a round."""
+        for name, values in self._asdict().items():
+            if np.shape(values) != (clients,):
+                raise ValueError(
+                    f"Expected {name} in arrivals to have a number for each of the {clients} clients, got shape "
+                    f"{list(np.shape(values))}."
+                )
+        if np.any((self.staleness < 0) | (self.staleness > round)):
+            raise ValueError(
+                f"Expected staleness in [0, {round}] (the round) in arrivals, got {self.staleness.min()} to "
+                f"{self.staleness.max()}."
+            )
+        if np.any(self.key_rounds < 0):
+            raise ValueError(f"Expected key_rounds >= 0 in arrivals, got {self.key_rounds.min()}.")
+        if not np.all(np.isfinite(self.scales) & np.isfinite(self.weights) & (self.weights >= 0)):
+            raise ValueError("Expected finite weights >= 0 and finite scales in arrivals, got others.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,12 +88,15 @@ class Cohort:
         n. Cohorts with equal ``slots`` share one compiled program, whatever their n. With ``slots``, n may be 0.
       work: ``float32 [n]`` in [0, 1], the fraction of its steps that each client takes in this round, rounded up to whole steps
         (stragglers take fewer). None means all steps.
+      arrivals: when the clients started, if they start from models of earlier rounds. The algorithm needs a
+        `fedsim.Staleness`. None means that all clients start from this round's model.
       attack: a `fedsim.attacks.Attack`. None means that there are no attackers, and the program contains no attack.
       attackers: ``bool [n]``, True for attackers. It must be given if ``attack`` is given, and only then.
+      measures: numbers about the round by name, which are written to the round's line of the metrics.
 
     Raises:
-      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots`` or
-        ``work`` outside their range, ``attackers`` that are not one bool per client, or a round outside [0, 2**31).
+      ValueError: positions outside the population, duplicate positions, an empty cohort without ``slots``, ``slots``, ``work``
+        or ``arrivals`` outside their range, ``attackers`` that are not one bool per client, or a round outside [0, 2**31).
 
     >>> data = FederatedData.from_clients({"a": {"x": np.zeros(2)}, "b": {"x": np.zeros(3)}})
     >>> [(client_id, len(dataset)) for client_id, dataset, key in Cohort.of(data, ["b", "a"])]
@@ -50,6 +111,8 @@ class Cohort:
     work: np.ndarray | None = None
     attack: Any = None
     attackers: np.ndarray | None = None
+    arrivals: Arrivals | None = None
+    measures: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         clients = np.asarray(self.clients, np.int32)
@@ -78,6 +141,8 @@ class Cohort:
                     f"Expected work in [0, 1], a number for each of the {len(clients)} clients, got work={self.work!r}."
                 )
 
+        if self.arrivals is not None:
+            self.arrivals.check(len(clients), self.round)
         if (self.attack is None) != (self.attackers is None):
             raise ValueError("Expected both attack and attackers, or neither: give the attack and a bool per client.")
         if self.attackers is not None:
@@ -127,7 +192,8 @@ class Cohort:
 
     def keys(self) -> jax.Array:
         """Returns the clients' keys of this round, ``[n]``."""
-        return rng.client_keys(self.key, self.round, self.clients)
+        rounds = self.round if self.arrivals is None else self.arrivals.key_rounds
+        return rng.client_keys(self.key, rounds, self.clients)
 
     def __iter__(self) -> Iterator[tuple[str, ClientDataset, jax.Array]]:
         keys = self.keys()

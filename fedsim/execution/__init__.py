@@ -14,6 +14,7 @@ from fedsim.execution._execution import runs_with as runs_with
 from fedsim.execution._placed_clients import place_clients as place_clients
 from fedsim.execution._reports import report_problems as report_problems
 from fedsim.execution._reports import watch_problems as watch_problems
+from fedsim.execution._staleness import Staleness as Staleness
 from fedsim.execution._state import Average as Average
 from fedsim.execution._state import ClientTable as ClientTable
 from fedsim.execution._state import FederatedState as FederatedState

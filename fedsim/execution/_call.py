@@ -19,7 +19,7 @@ from fedsim.execution._state import Shared, with_params
 # Names that `RoundInfo.clients` has for every algorithm. Where the aggregator sends updates as they are, an algorithm may
 # report bits itself.
 _NAMES_OF_BITS = {"bits_up", "entropy_bits_up"}
-_NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "bits_down"} | _NAMES_OF_BITS
+_NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "staleness", "bits_down"} | _NAMES_OF_BITS
 
 
 class Call(NamedTuple):

@@ -46,13 +46,15 @@ class ClientPlan(NamedTuple):
     """What is known of a client before its work in a call.
 
     Attributes:
-      slot: the client's index in the cohort, ``int32 []``, as are the next six.
+      slot: the client's index in the cohort, ``int32 []``, as are the next seven.
       position: the client's index in the population.
       start: the client's first row in the columns.
       size: its number of examples.
       most_steps: the most steps of a training loop; a straggler has fewer than it would need.
       memory: its row in the table of memories.
       attacker: 1 for an attacker.
+      staleness: how many rounds ago the client's model was sent.
+      weight, scale: the factors of its weight and of its update, ``float32 []``.
       key: the client's PRNG key of this call.
       streams: the words that key the shuffle, ``uint32 [2]``, and the key of the steps; both are for training.
     """
@@ -64,6 +66,9 @@ class ClientPlan(NamedTuple):
     most_steps: jax.Array
     memory: jax.Array
     attacker: jax.Array
+    staleness: jax.Array
+    weight: jax.Array
+    scale: jax.Array
     key: jax.Array
     streams: tuple[jax.Array, jax.Array]
 
@@ -163,6 +168,9 @@ def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
         most_steps=jnp.asarray(plan.most_steps),
         memory=jnp.asarray(plan.memory),
         attacker=jnp.asarray(plan.attacker),
+        staleness=jnp.asarray(plan.staleness),
+        weight=jax.lax.bitcast_convert_type(jnp.asarray(plan.weight), jnp.float32),
+        scale=jax.lax.bitcast_convert_type(jnp.asarray(plan.scale), jnp.float32),
         key=keys,
         streams=jax.vmap(streams)(keys),
     )

@@ -98,12 +98,13 @@ class Clients:
         axis: str | None = None,
     ) -> None:
         self.algorithm, self.plan, self.key, self.columns, self.table = algorithm, plan, key, columns, table
-        self.aggregator_states, self.downlink_states = dict(state.aggregator), dict(state.downlink)
+        self.aggregator_states, self.downlink_states, self.past = dict(state.aggregator), dict(state.downlink), state.past
         self.shapes, self.attack, self.axis = shapes, attack, axis
         self.loop = batch_loop()
         self.names: list[str] = []
         self.info: RoundInfo | None = None
         self._most_up = self._most_down = 0
+        self._current: Shared = ()  # what the server sends in this round, if clients may start from what it sent earlier
 
     @property
     def num_clients(self) -> jax.Array:
@@ -171,8 +172,14 @@ class Clients:
         fold = aggregator
         if aggregator is not None and self.attack is not None:
             fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker) > 0)
+        key_rounds = self.plan.round
+        if self.algorithm.staleness is not None:
+            self._check_staleness(aggregator)
+            key_rounds = self.plan.key_round
+            self._current = received
+            self._keep_sent(received)
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
-        clients = client_plans(self.plan, rng.client_keys(key, self.plan.round, self.plan.client))
+        clients = client_plans(self.plan, rng.client_keys(key, key_rounds, self.plan.client))
         return Call(
             name=name,
             work_name=getattr(work, "__name__", "work"),
@@ -184,6 +191,18 @@ class Clients:
             aggregator_state=self.aggregator_states.get(name, ()),
             clients=clients,
         )
+
+    def _check_staleness(self, aggregator: Aggregator | None) -> None:
+        if aggregator is None or len(self.names) > 1:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} cannot run with staleness={self.algorithm.staleness}: its round has other "
+                "calls of its clients than a single clients.aggregate, and clients that started in an earlier round cannot "
+                "answer them. Use staleness=None, or another algorithm."
+            )
+
+    def _keep_sent(self, received: Shared) -> None:
+        assert self.algorithm.staleness is not None
+        self.past = self.algorithm.staleness.kept(self.past, received, self.plan.round)
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
         """Returns the aggregate, the info and the aggregator's new state."""
@@ -231,13 +250,24 @@ class Clients:
                 stored = ClientTable(tree.select(counts, row, stored.rows), stored.seen | counts)
             return arrived, entries, stored
 
-        sent = primitives.broadcast(call.shared, clients.placement)
+        sent = self._sent(call, clients)
         arrived, entries, rows = primitives.map(of_client, sent, clients, side_by_side=side_by_side).stacked
         if call.fold is None:
             return accumulator, entries, rows
         updates = Placed((arrived, entries["weight"], clients.stacked.plan.slot), clients.placement)
         accumulate = functools.partial(self._accumulate, call, accumulator)
         return primitives.reduce(accumulate, updates, name=type(call.fold.innermost).__name__), entries, rows
+
+    def _sent(self, call: Call, clients: Placed) -> Placed:
+        """Returns what each client received, in this round or when it started."""
+        if self.algorithm.staleness is None:
+            return primitives.broadcast(call.shared, clients.placement)
+        return Placed(self._started(clients.stacked.plan.staleness), clients.placement)
+
+    def _started(self, staleness: jax.Array) -> Shared:
+        """Returns what clients of these stalenesses ``[n]`` received when they started, leaves ``[n, ...]``."""
+        assert self.algorithm.staleness is not None
+        return self.algorithm.staleness.started(self.past, self.plan.round, staleness)
 
     def _accumulate(self, call: Call, accumulator: Any, updates: tuple[Any, jax.Array, jax.Array]) -> Any:
         """Adds updates ``[n, ...]`` with their weights and slots to an accumulator."""
@@ -291,6 +321,12 @@ class Clients:
         received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, own.attacker > 0)
         if call.name in by_call:
             by_call = {**by_call, call.name: received.aggregator_memory}
+        if (staleness := self.algorithm.staleness) is not None:
+            entries = {**received.entries, "weight": received.entries["weight"] * own.weight}
+            scale = jnp.where(entries["weight"] != 0, own.scale, 0)
+            received = received._replace(
+                update=staleness.arrived(received.update, scale, self._current, call.shared), entries=entries
+            )
         return received.update, received.entries, (received.memory, by_call)
 
     def _count_bits(self, call: Call) -> None:
@@ -310,6 +346,8 @@ class Clients:
             entries["bits_up"] = jnp.where(took_part, sent, jnp.zeros_like(sent))
             entries["entropy_bits_up"] = jnp.where(took_part, jnp.float32(plain), 0.0)
         entries["bits_down"] = jnp.where(took_part, call.bits_down, jnp.zeros_like(call.bits_down))
+        if self.algorithm.staleness is not None:
+            entries["staleness"] = jnp.where(took_part, self.plan.staleness, 0)
         if self.attack is not None:
             entries["attacker"] = jnp.asarray(plan.attacker) > 0
         for name, most in (("bits_up", self._most_up), ("bits_down", self._most_down), ("entropy_bits_up", 0)):

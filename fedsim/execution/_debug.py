@@ -118,7 +118,11 @@ class _PythonClients(Clients):
             self.loop = _loop_of(call.work_name, name)
             stored = rows_of(self.table, client.memory[None]) if isinstance(self.table, ClientTable) else ()
             row = self._row(call, jax.tree.map(lambda x: x[0], stored))
-            arrived, own, row = _stage(call.work_name, name, functools.partial(work, call), client, columns, row)
+            received = call
+            if self.algorithm.staleness is not None:
+                started = self._started(client.staleness[None])
+                received = call._replace(shared=jax.tree.map(lambda x: x[0], started))
+            arrived, own, row = _stage(call.work_name, name, functools.partial(work, received), client, columns, row)
             if entries is None:
                 entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))

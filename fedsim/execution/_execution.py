@@ -359,6 +359,18 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
     first = cohorts[0]
     for cohort in cohorts:
         check_is_cohort(cohort, f"{type(algorithm).__name__} got")
+        known = getattr(algorithm, "staleness", None)
+        largest = 0 if cohort.arrivals is None else cohort.arrivals.staleness.max(initial=0)
+        if known is None and cohort.arrivals is not None:
+            raise ValueError(
+                f"The clients of round {cohort.round} may have started in earlier rounds, and {type(algorithm).__name__} has "
+                f"staleness=None: set staleness=fedsim.Staleness(bound={largest})."
+            )
+        if known is not None and largest > known.bound:
+            raise ValueError(
+                f"Expected a staleness of at most {known.bound}, got {largest} in round {cohort.round}: set "
+                f"staleness=fedsim.Staleness(bound={largest})."
+            )
         if not runs_with(cohort, first):
             raise ValueError(
                 "Expected cohorts with the same population, number of slots, root key and attack, got different ones: run them "

@@ -70,7 +70,8 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
 def _first(algorithm: FederatedAlgorithm, server: State, outline: Outline) -> FederatedState:
     """Returns the state before the first round, with the shapes of one client's row instead of all rows."""
     average = Average(server.params, jnp.float32(0)) if algorithm.averaging is not None and hasattr(server, "params") else ()
-    return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average)
+    past = algorithm.staleness.first(outline.sent) if algorithm.staleness is not None else ()
+    return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average, past)
 
 
 def check_alike(algorithm: Any, given: Any, expected: Any) -> None:

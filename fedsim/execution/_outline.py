@@ -31,12 +31,14 @@ class Outline(NamedTuple):
       row: the shapes of what one client keeps, see `FederatedState.clients`; () if nothing.
       aggregator: what the server keeps for the aggregators before the first round, see `FederatedState`.
       downlink: what the server keeps for the downlinks before the first round.
+      sent: the shapes of what clients receive in the only call, if the algorithm has ``staleness``; else ().
     """
 
     calls: tuple[CallShape, ...]
     row: Any
     aggregator: dict[str, Any]
     downlink: dict[str, Any]
+    sent: Any
 
     @property
     def shapes(self) -> dict[str, CallShape]:
@@ -77,7 +79,8 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
     packed = jax.ShapeDtypeStruct(_LAYOUT.pack([], 1)[0].shape, np.int32)
     jax.eval_shape(run, numbers, state, columns, packed, jax.eval_shape(lambda: rng.root(0)))
     (clients,) = seen
-    return Outline(tuple(clients.shapes.values()), clients.row, *map(_initial, (clients.aggregators, clients.downlinks)))
+    aggregator, downlink = map(_initial, (clients.aggregators, clients.downlinks))
+    return Outline(tuple(clients.shapes.values()), clients.row, aggregator, downlink, clients.sent)
 
 
 class _TracedClients(Clients):
@@ -86,6 +89,7 @@ class _TracedClients(Clients):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.row: Any = ()
+        self.sent: Any = ()
         self.aggregators: dict[str, tuple[Any, Any]] = {}
         self.downlinks: dict[str, tuple[Any, Any]] = {}
         self._client_memories: dict[str, Any] = {}
@@ -96,7 +100,13 @@ class _TracedClients(Clients):
             if jax.tree.leaves(start := downlink.init(floats)):
                 self.downlinks[name] = downlink, _shapes(floats)
                 self.downlink_states[name] = start
-        return super()._begin(name, work, shared, aggregator, downlink)
+        call = super()._begin(name, work, shared, aggregator, downlink)
+        if self.algorithm.staleness is not None:
+            self.sent = _shapes(call.shared)
+        return call
+
+    def _keep_sent(self, received: Any) -> None:
+        pass  # nothing is kept yet
 
     def _row(self, call: Call, stored: Any) -> Row:
         return self.algorithm.client_memory(call.shared), dict(self._client_memories)

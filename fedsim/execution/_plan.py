@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedsim.data import Batches, Cohort
+from fedsim.data import Arrivals, Batches, Cohort
 
 ALL_STEPS = 2**31 - 1
 _STEPS_PER_PROGRAM = 500
@@ -34,6 +34,8 @@ class RoundPlan(NamedTuple):
       most_steps: ``[slots]``, the most steps of a training loop.
       memory: ``[slots]``, row in the table of memories; beyond its end for slots without a client.
       attacker: ``[slots]``, 1 for attackers.
+      staleness, key_round: ``[slots]``, see `fedsim.data.Arrivals`.
+      weight, scale: ``[slots]``, bits of ``float32``, see `fedsim.data.Arrivals`.
       queue: ``[devices, slots]``, the slots that a device runs, in order.
       length: ``[devices]``, the number of clients in each queue.
       starts: ``[devices, widths, slots]``, where in the queue the groups of each width begin.
@@ -48,6 +50,10 @@ class RoundPlan(NamedTuple):
     most_steps: Any
     memory: Any
     attacker: Any
+    staleness: Any
+    key_round: Any
+    weight: Any
+    scale: Any
     queue: Any
     length: Any
     starts: Any
@@ -93,7 +99,7 @@ class Layout:
         return [
             (),
             (2,),
-            *[(self.slots,)] * 6,
+            *[(self.slots,)] * 10,
             (devices, self.slots),
             (devices,),
             (devices, widths, self.slots),
@@ -163,6 +169,7 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
             so_far, device = heapq.heappop(load)
             queues[device].append(slot)
             heapq.heappush(load, (so_far + int(work[slot]), device))
+    arrivals = cohort.arrivals or Arrivals.of(np.zeros(len(sizes)), round=cohort.round)
     queue, length = np.zeros((devices, slots), np.int32), np.array([len(slots) for slots in queues], np.int32)
     starts = np.zeros((devices, len(layout.widths), slots), np.int32)
     groups = np.zeros((devices, len(layout.widths)), np.int32)
@@ -180,6 +187,10 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
         most_steps=_filled(most_steps, slots),
         memory=_filled(cohort.clients, slots, cohort.data.num_clients),
         attacker=_filled(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
+        staleness=_filled(arrivals.staleness, slots),
+        key_round=_filled(arrivals.key_rounds, slots),
+        weight=_filled(_bits(arrivals.weights), slots),
+        scale=_filled(_bits(arrivals.scales), slots),
         queue=queue,
         length=length,
         starts=starts,
@@ -217,6 +228,10 @@ def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
         starts[best[first]].append(first)
         first += widths[best[first]]
     return starts
+
+
+def _bits(numbers: np.ndarray) -> np.ndarray:
+    return np.asarray(numbers, np.float32).view(np.int32)
 
 
 def _filled(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:

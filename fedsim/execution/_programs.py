@@ -212,7 +212,8 @@ def finished(algorithm: FederatedAlgorithm, state: State, clients: Clients, serv
     average = new_average(algorithm.averaging, before.average, getattr(server, "params", ()))
     after = FederatedState(server, (), clients.aggregator_states, clients.downlink_states, average)
     if isinstance(info, RoundInfo):
-        after = tree.select(info.num_aggregated > 0, after, before._replace(clients=()))
+        after = tree.select(info.num_aggregated > 0, after, before._replace(clients=(), past=()))
+    after = after._replace(past=clients.past)
     return after if isinstance(state, FederatedState) else after.server
 
 

@@ -12,6 +12,7 @@ import jax
 from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
+from fedsim.execution._staleness import Staleness
 
 State = Any
 Shared = Any
@@ -28,6 +29,8 @@ class FederatedAlgorithm(Protocol):
     def downlink(self) -> Any: ...
     @property
     def averaging(self) -> float | None: ...
+    @property
+    def staleness(self) -> Staleness | None: ...
     @property
     def nonfinite(self) -> Literal["drop", "raise"]: ...
     @property
@@ -64,6 +67,7 @@ class FederatedState(NamedTuple):
       aggregator: a dict from the name of an ``aggregate`` call to the state of its aggregator.
       downlink: a dict from the name of an ``aggregate`` call to the state of its downlink compressor.
       average: the `Average` of the server's parameters, if the algorithm has ``averaging``.
+      past: what the server sent in the last rounds, leaves ``[bound + 1, ...]``, if the algorithm has ``staleness``.
     """
 
     server: State
@@ -71,6 +75,7 @@ class FederatedState(NamedTuple):
     aggregator: Mapping[str, Any] = {}
     downlink: Mapping[str, Any] = {}
     average: Any = ()
+    past: Any = ()
 
     @property
     def params(self) -> Any:
@@ -93,6 +98,7 @@ class RoundInfo(NamedTuple):
           a message may exceed 2**32 bits before compression.
         - ``entropy_bits_up``: ``float32``, the estimated size of what the client sent, if it were entropy coded.
         - ``attacker``: ``bool``, only in a cohort under attack.
+        - ``staleness``: ``int32``, how many rounds ago the client started, only for an algorithm with ``staleness``.
         - everything in the algorithm's ``ClientUpdate.info``.
 
       num_dropped: ``int32 []``, clients whose update held a NaN or an infinity and was left out.

@@ -29,7 +29,7 @@ _COSTS = (
     "oov_rate",
     "truncation_rate",
 )
-_NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", *_SUMMED)
+_NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", "staleness", *_SUMMED)
 
 
 def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> list[Line]:
@@ -46,8 +46,8 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     Returns:
       One line per round, with ``round``; the example-weighted mean of every scalar that the algorithm reports for each client
       (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
-      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; and
-      ``seconds``.
+      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; the mean and
+      the largest ``staleness`` of the clients, if the algorithm has one; and ``seconds``.
 
     >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
     {'round': 6, 'loss': None, 'seconds': 1.5}
@@ -70,6 +70,10 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
             del sums["entropy_bits_up"]  # nothing was compressed
         columns |= sums
         columns["dropped"] = np.asarray(infos.num_dropped)
+        if (staleness := clients.get("staleness")) is not None:
+            took_part = clients["num_steps"] > 0
+            columns["staleness"] = np.sum(staleness, 1) / np.maximum(np.sum(took_part, 1), 1)
+            columns["largest_staleness"] = np.max(staleness, 1)
     elif isinstance(infos, Mapping):
         columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}
     return [

@@ -162,7 +162,9 @@ class Run:
         self.lengths.record(length, seconds)
         if isinstance(infos, RoundInfo):
             report_problems(self.algorithm, infos, dispatch.cohorts)
-        self.log.write(round_lines(infos, stop - length, length, seconds / members), dispatch.state)
+        measured = round_lines(infos, stop - length, length, seconds / members)
+        measured = [line | cohort.measures for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
+        self.log.write(measured, dispatch.state)
         if self._compute_scores and (stop % self._evaluate_every == 0 or stop == self.rounds):
             if self._evaluation_waits:
                 jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
