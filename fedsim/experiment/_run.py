@@ -163,7 +163,7 @@ class Run:
         if isinstance(infos, RoundInfo):
             report_problems(self.algorithm, infos, dispatch.cohorts)
         measured = round_lines(infos, stop - length, length, seconds / members)
-        measured = [line | cohort.measures for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
+        measured = [{**line, **cohort.measures} for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
         self.log.write(measured, dispatch.state)
         if self._compute_scores and (stop % self._evaluate_every == 0 or stop == self.rounds):
             if self._evaluation_waits:
