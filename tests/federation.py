@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedsim
+from fedsim.execution._members import Wave
 
 NUM_CLASSES = 4
 FEATURES = {"x": jax.ShapeDtypeStruct((3,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -96,3 +97,20 @@ def round_programs(algorithm):
     """Returns the compiled programs that an algorithm runs, including those that it shares with others."""
     shared, _ = algorithm._execution["programs"]
     return [compiled for programs in shared._by_shapes.values() for compiled in programs._by_setting.values()]
+
+
+def out_of_memory_in_the_third_dispatch(patch):
+    """Lets a device run out of memory when members that run at the same time are dispatched for the third time.
+
+    Returns a list, to which every dispatch adds the number of its members.
+    """
+    run, sizes = Wave.run, []
+
+    def limited(wave, rounds):
+        sizes.append(wave.size)
+        if len(sizes) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return run(wave, rounds)
+
+    patch.setattr(Wave, "run", limited)
+    return sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ _ROUNDS_PER_DISPATCH = 32
 _COPIES_OF_STATE = 3
 _SHARE_OF_MEMORY = 0.5
 _KEPT_PLANS_BYTES = 2**28
+
+_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 
 
 class Member(NamedTuple):
@@ -66,7 +69,10 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
     state = remembered(algorithm, state, data)
     clients = parts_of(state).clients
     if isinstance(clients, ClientRows) and _memory.stay_on_host(clients, mesh, execution.memory):
-        return "the clients' memories are not all on the device"
+        return (
+            "the clients' memories are not all on the device (memory='resident' of the execution, or --memory resident, places "
+            "them there)"
+        )
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"
     outline = programs_for(algorithm, server_state(state), data)[0].outline
@@ -103,7 +109,8 @@ def run_members(
       rounds: the number of rounds.
       execution: the devices, and the number of clients that run side by side in all members of a device together.
       side_by_side: how many members run side by side on a device.
-      advance: called with the number of finished rounds, of all members together, whenever some are finished.
+      advance: called with the number of finished rounds, of all members together, whenever some are finished. A negative
+        number of rounds must run again.
 
     Returns:
       The states, leaves ``[members, ...]``, and the infos, leaves ``[members, rounds, ...]``, both on the host.
@@ -111,49 +118,75 @@ def run_members(
     distinct = {member.plans: member for member in members}.values()
     widest = max((member.cohort(r) for member in distinct for r in range(rounds)), key=lambda cohort: cohort.slots)
     length, plans = min(rounds, _ROUNDS_PER_DISPATCH), KnownPlans()
-    states, infos, start = [], [], 0
-    while start < len(members):
-        together = members[start : start + side_by_side * execution.mesh().size]
-        try:
-            wave = Wave(together, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
-            info, state = _run_all_rounds(wave, rounds, length, advance), wave.read_states(wave.states)
-        except jax.errors.JaxRuntimeError as error:
-            side_by_side = fewer_side_by_side(error, side_by_side)
-            continue
-        infos.append(info)
-        states.append(state)
-        start += len(together)
+
+    def run(together: Sequence[Member], side_by_side: int) -> tuple[State, RoundInfo]:
+        wave = Wave(together, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
+        return _run_all_rounds(wave, rounds, length, advance)
+
+    states, infos = zip(*in_turns(run, members, side_by_side, execution.mesh().size), strict=True)
     return joined(states, np.concatenate), joined(infos, np.concatenate)
 
 
-def _run_all_rounds(wave: Wave, rounds: int, length: int, advance: Callable[[int], object]) -> RoundInfo:
-    """Returns the infos of all rounds, leaves ``[members, rounds, ...]``. A dispatch is read while the next one runs."""
+def _run_all_rounds(wave: Wave, rounds: int, length: int, advance: Callable[[int], object]) -> tuple[State, RoundInfo]:
+    """Returns states and infos as `run_members` does. A dispatch is read while the next one runs."""
     infos: list[Any] = []
     dispatched: list[tuple[Any, int]] = []
+    advanced = 0
 
     def read_oldest() -> None:
+        nonlocal advanced
         info, of_dispatch = dispatched.pop(0)
         infos.append(wave.read_infos(info, of_dispatch))
         advance(wave.size * of_dispatch)
+        advanced += wave.size * of_dispatch
 
-    for start in range(0, rounds, length):
-        numbered = range(start, min(start + length, rounds))
-        dispatched.append((wave.run([numbered] * wave.size), len(numbered)))
-        if len(dispatched) > 1:
-            read_oldest()
-    read_oldest()
-    return joined(infos, functools.partial(np.concatenate, axis=1))
+    try:
+        for start in range(0, rounds, length):
+            numbered = range(start, min(start + length, rounds))
+            dispatched.append((wave.run([numbered] * wave.size), len(numbered)))
+            if len(dispatched) > 1:
+                read_oldest()
+        read_oldest()
+        return wave.read_states(wave.states), joined(infos, functools.partial(np.concatenate, axis=1))
+    except jax.errors.JaxRuntimeError:
+        advance(-advanced)
+        raise
 
 
-def fewer_side_by_side(error: jax.errors.JaxRuntimeError, side_by_side: int) -> int:
-    """Returns half as many members and warns, if the error says that a device ran out of memory; otherwise raises it."""
-    if "RESOURCE_EXHAUSTED" not in str(error) or side_by_side == 1:
-        raise error
-    warnings.warn(
-        f"The device ran out of memory with {side_by_side} members side by side, so they run again with {side_by_side // 2}.",
-        stacklevel=4,
-    )
-    return side_by_side // 2
+def in_turns(
+    run: Callable[[Sequence[_T], int], _Result], members: Sequence[_T], side_by_side: int, num_devices: int
+) -> list[_Result]:
+    """Runs as many members at a time as the devices run; half as many, with a warning, after a device ran out of memory.
+
+    Args:
+      run: ``(members, side_by_side) -> result``, which runs at most ``side_by_side`` members on each device.
+      members: all members.
+      side_by_side: how many members run side by side on a device.
+      num_devices: the number of devices.
+
+    Returns:
+      The results of the calls that did not run out of memory.
+
+    >>> in_turns(lambda members, side_by_side: "".join(members), "abcde", 1, 2)
+    ['ab', 'cd', 'e']
+    """
+    results, start = [], 0
+    while start < len(members):
+        together = members[start : start + side_by_side * num_devices]
+        try:
+            results.append(run(together, side_by_side))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or side_by_side == 1:
+                raise
+            warnings.warn(
+                f"The device ran out of memory with {side_by_side} members side by side, so they run again with "
+                f"{side_by_side // 2}.",
+                stacklevel=5,
+            )
+            side_by_side //= 2
+        else:
+            start += len(together)
+    return results
 
 
 class KnownPlans:

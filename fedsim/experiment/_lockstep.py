@@ -15,10 +15,13 @@ from fedsim.experiment._run import Dispatch, Run, Stopwatch
 from fedsim.experiment._signals import Interruption
 
 
-def run_in_lockstep(runs: Mapping[str, Run], *, side_by_side: int, plans: KnownPlans, interruption: Interruption) -> None:
+def run_in_lockstep(
+    runs: Mapping[str, Run], *, side_by_side: int, plans: KnownPlans, interruption: Interruption
+) -> dict[str, str]:
     """Runs all rounds of some runs, or those until a signal. Every dispatch has equally many rounds of each of them.
 
-    After an error, what was computed for the other runs is written, as after a signal.
+    A run with an update that is not finite is left out from then on, if ``nonfinite`` is ``"raise"``. After any other error,
+    which may concern all runs, what was computed for the other runs is written, as after a signal.
 
     Args:
       runs: by name. Their algorithms share programs, and they may have finished different numbers of rounds.
@@ -26,17 +29,19 @@ def run_in_lockstep(runs: Mapping[str, Run], *, side_by_side: int, plans: KnownP
       plans: the plans that these runs share with others.
       interruption: has the signal after which no more rounds are dispatched.
 
+    Returns:
+      The messages of the errors of the runs that were left out, by name. They contain the name.
+
     Raises:
-      FloatingPointError: a client's update was not finite, and ``nonfinite`` is ``"raise"``. The message names the run.
       ValueError: the rounds cannot be compiled.
       OSError: a file cannot be written.
     """
     unfinished = {name: run for name, run in runs.items() if run.position < run.rounds}
     if not unfinished:
-        return
+        return {}
     lockstep = _Lockstep(unfinished, side_by_side, plans)
     last: _Sent | None = None
-    while not interruption.signal and not lockstep.errors and any(run.position < run.rounds for run in unfinished.values()):
+    while not interruption.signal and lockstep.left():
         try:
             sent = lockstep.dispatch()
         except Exception:
@@ -46,6 +51,7 @@ def run_in_lockstep(runs: Mapping[str, Run], *, side_by_side: int, plans: KnownP
         if previous:
             lockstep.finish(previous)
     lockstep.end(last)
+    return lockstep.failed
 
 
 class _Sent(NamedTuple):
@@ -60,11 +66,12 @@ class _Lockstep:
     """Dispatches rounds of several runs, and writes the results of each run; see `run_in_lockstep`.
 
     Attributes:
-      errors: the errors of runs, by name. These runs are not continued.
+      failed: the messages of the errors of runs that are left out, by name. An error itself would keep the states in memory.
     """
 
     def __init__(self, runs: Mapping[str, Run], side_by_side: int, plans: KnownPlans) -> None:
-        self.errors: dict[str, Exception] = {}
+        self.failed: dict[str, str] = {}
+        self._errors: dict[str, Exception] = {}
         self._runs, self._finished = runs, dict[str, Dispatch]()
         members = [Member(run.algorithm, run.state, run.sampler.cohort, id(run.sampler)) for run in runs.values()]
         execution: Any = members[0].algorithm.execution  # type: ignore[attr-defined]
@@ -73,9 +80,17 @@ class _Lockstep:
         self._wave = Wave(members, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
         self._watch = Stopwatch()
 
+    def left(self) -> list[Run]:
+        """Returns the runs with rounds left, without those that failed; none after an error that may concern all."""
+        return [
+            run
+            for name, run in self._runs.items()
+            if run.position < run.rounds and name not in self.failed and not self._errors
+        ]
+
     def dispatch(self) -> _Sent:
-        """Sends the next rounds of all runs to the devices. A run that has no round left waits."""
-        left = [run for run in self._runs.values() if run.position < run.rounds]
+        """Sends the next rounds of the runs that are left to the devices. The others wait."""
+        left = self.left()
         length = min(run.lengths.next(run.position) for run in left)
         cohorts = [run.next_cohorts(length) if run in left else [] for run in self._runs.values()]
         length = min(len(own) for own in cohorts if own)
@@ -92,7 +107,7 @@ class _Lockstep:
         seconds, states = self._watch.lap(stop), self._wave.read_states(sent.states)
         members = sum(map(bool, sent.cohorts))
         for i, (name, run) in enumerate(self._runs.items()):
-            if sent.cohorts[i] and name not in self.errors:
+            if sent.cohorts[i] and name not in self.failed and name not in self._errors:
                 state, info = jax.tree.map(lambda x, i=i: x[i, ...], (states, infos))
                 with self._recorded(name):
                     dispatch = Dispatch(sent.cohorts[i], state, info)
@@ -101,13 +116,13 @@ class _Lockstep:
                     self._finished[name] = dispatch
 
     def end(self, last: _Sent | None) -> None:
-        """Finishes the last dispatch, writes checkpoints, and raises the first error of a run."""
+        """Finishes the last dispatch, writes checkpoints, and raises the first error that may concern all runs."""
         if last:
             self.finish(last)
         for name, dispatch in self._finished.items():
             with self._recorded(name):
                 self._runs[name].save(dispatch)
-        for error in self.errors.values():
+        for error in self._errors.values():
             raise error
 
     @contextlib.contextmanager
@@ -116,8 +131,10 @@ class _Lockstep:
         try:
             with named(name), self._runs[name].write_errors():
                 yield
+        except FloatingPointError as error:
+            self.failed[name] = str(error)
         except Exception as error:
-            self.errors.setdefault(name, error)
+            self._errors.setdefault(name, error)
 
 
 @contextlib.contextmanager
@@ -130,16 +147,18 @@ def named(name: str) -> Iterator[None]:
     ...
     ValueError: seed=1: no data
     """
-    show = warnings.showwarning
+    # With this context, Python forgets which warnings it has shown, so that an equal one of another run is shown, too.
+    with warnings.catch_warnings():
+        show = warnings.showwarning
 
-    def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
-        show(f"{name}: {message}", *arguments, **keywords)
+        def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
+            show(f"{name}: {message}", *arguments, **keywords)
 
-    warnings.showwarning = show_with_name
-    try:
-        yield
-    except (ValueError, FloatingPointError) as error:
-        kind = ValueError if isinstance(error, ValueError) else FloatingPointError
-        raise kind(f"{name}: {error}") from error
-    finally:
-        warnings.showwarning = show
+        warnings.showwarning = show_with_name
+        try:
+            yield
+        except (ValueError, FloatingPointError) as error:
+            kind = ValueError if isinstance(error, ValueError) else FloatingPointError
+            raise kind(f"{name}: {error}") from error
+        finally:
+            warnings.showwarning = show

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.data import Cohort
-from fedsim.execution._members import KnownPlans, fewer_side_by_side
+from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
@@ -46,6 +46,7 @@ from fedsim.samplers._checked import checked_cohort
 
 _FILE = "sweep.json"
 Setting = Mapping[str, Any]
+_Failed = dict[str, str]  # the messages of errors, by the names of members
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,8 +205,9 @@ def sweep(
 
     Raises:
       ValueError: a configuration is not valid (the message names its values), or the folder holds something else.
-      FloatingPointError: an update was not finite and ``config.nonfinite`` is ``"raise"``. The message names the member. What
-        was computed for others is saved.
+      FloatingPointError: updates were not finite and ``config.nonfinite`` is ``"raise"``. The message names the members. It is
+        raised after the other members have finished and the table is written. When the sweep continues, the members that
+        failed are tried again.
 
     >>> import tempfile
     >>> config = RunConfig(model="digits_logistic", rounds=2, clients=2)
@@ -239,13 +241,19 @@ def sweep(
             job.experiment.algorithm.check(job.experiment.sampler.data)
     with _locked(folder):
         how = _initialize(folder, config, settings, varied, chosen_seeds, how)
-        finished, stopped = _run_all(jobs, how, settings.progress)
+        finished, failed, stopped = _run_all(jobs, how, settings.progress)
         result = SweepResult(members=finished, folder=folder, interrupted=stopped)
         _write(folder / "members.csv", _csv(result))
         _write(folder / "table.txt", result.table() + "\n")
+    failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."
+    failures = "\n  ".join([failures, *failed.values()])
     if stopped:
+        if failed:
+            print(failures, file=sys.stderr)
         print(f"The sweep ended after {len(finished)} of {len(members)} runs.", file=sys.stderr)
         print(f"To continue the sweep: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
+    elif failed:
+        raise FloatingPointError(failures)
     elif settings.progress:
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
@@ -323,8 +331,9 @@ def _write(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
-def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[SweepMember], signal.Signals | None]:
-    """Returns the finished members, and the signal that ended the sweep."""
+def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[SweepMember], _Failed, signal.Signals | None]:
+    """Returns the finished members, the errors of those that failed, and the signal that ended the sweep."""
+    failed: _Failed = {}
     stopped = None
     with tqdm(total=sum(job.config.rounds for job in jobs), unit="round", disable=not progress, dynamic_ncols=True) as bar:
         unfinished = [job for job in jobs if not job.is_finished()]
@@ -332,10 +341,12 @@ def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[Sweep
         if unfinished:
             for way, group in _groups(jobs, how):
                 run = _run_one_after_another if way == "sequential" else _run_at_the_same_time
-                if stopped := run(group, way, bar):
+                of_group, stopped = run(group, way, bar)
+                failed |= of_group
+                if stopped:
                     break
     finished = [_with_result(job.member) for job in jobs if job.is_finished()]
-    return finished, stopped if len(finished) < len(jobs) else None
+    return finished, failed, stopped if len(finished) + len(failed) < len(jobs) else None
 
 
 def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
@@ -369,69 +380,77 @@ def _leave_devices_idle(jobs: Sequence[_Job]) -> bool:
     return len(jobs) < max(2, min(mesh.size, jobs[0].first().slots))
 
 
-def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> signal.Signals | None:
-    """Runs each job on all devices; returns the signal that ended the last one."""
+def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> tuple[_Failed, signal.Signals | None]:
+    """Runs each job on all devices; returns the errors of those that failed, and the signal that ended the last one."""
+    failed: _Failed = {}
     for job in jobs:
         bar.set_description(job.member.name)
         if not job.is_finished():
-            with named(job.member.name):
-                options: dict[str, Any] = {"progress": False, "callbacks": [_counting(bar)]}
-                result = run_experiment(job.experiment, job.config, job.settings, **options)
+            options: dict[str, Any] = {"progress": False, "callbacks": [_counting(bar)]}
+            try:
+                with named(job.member.name):
+                    result = run_experiment(job.experiment, job.config, job.settings, **options)
+            except FloatingPointError as error:
+                failed[job.member.name] = str(error)
+                continue
             if result.interrupted:
-                return result.interrupted
-    return None
+                return failed, result.interrupted
+    return failed, None
 
 
-def _run_at_the_same_time(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> signal.Signals | None:
-    """Runs as many jobs at a time as the devices run; returns the signal that ended the last ones."""
+def _run_at_the_same_time(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> tuple[_Failed, signal.Signals | None]:
+    """Runs as many jobs at a time as the devices run; returns errors and signal as `_run_one_after_another` does."""
     algorithm, first = jobs[0].experiment.algorithm, jobs[0].first()
     on_device = side_by_side(how, len(jobs), algorithm, jobs[0].initial_shapes(), first.data)
     num_devices = algorithm.execution.mesh().size  # type: ignore[attr-defined]
     # Runs that end at the same time leave no device without work.
     waiting = sorted([job for job in jobs if not job.is_finished()], key=lambda job: job.config.rounds)
-    plans, done = KnownPlans(), 0
+    plans, counting = KnownPlans(), {job.member.name: _counting(bar) for job in waiting}
     with Interruption() as interruption, warnings_above(bar):
-        while done < len(waiting) and not interruption.signal:
-            together = waiting[done : done + on_device * num_devices]
-            try:
-                _run_wave(together, on_device, plans, interruption, bar)
-            except jax.errors.JaxRuntimeError as error:
-                on_device = fewer_side_by_side(error, on_device)
-                continue
-            done += len(together)
-    return interruption.signal
+
+        def run(together: Sequence[_Job], on_device: int) -> _Failed:
+            if interruption.signal:
+                return {}
+            bar.set_description(together[0].member.name + (f" and {len(together) - 1} more" if len(together) > 1 else ""))
+            return _run_wave(together, on_device, plans, counting, interruption)
+
+        waves = in_turns(run, waiting, on_device, num_devices)
+    return dict(itertools.chain.from_iterable(failed.items() for failed in waves)), interruption.signal
 
 
-def _run_wave(jobs: Sequence[_Job], on_device: int, plans: KnownPlans, interruption: Interruption, bar: tqdm[Any]) -> None:
-    """Runs jobs at the same time, until the last round of each or a signal."""
+def _run_wave(
+    jobs: Sequence[_Job], on_device: int, plans: KnownPlans, counting: Mapping[str, Callback], interruption: Interruption
+) -> _Failed:
+    """Runs jobs at the same time, until the last round of each or a signal; returns the errors of those that failed."""
     runs: dict[str, Run] = {}
-    more = f" and {len(jobs) - 1} more" if len(jobs) > 1 else ""
-    bar.set_description(f"{jobs[0].member.name}{more}")
     with contextlib.ExitStack() as stack:
         for job in jobs:
             algorithm, sampler, _ = job.experiment
             with named(job.member.name):
                 arguments = arguments_of(job.experiment, job.config, job.settings)
-                run = Run(algorithm, sampler, evaluate=None, callbacks=[_counting(bar)], **arguments)
+                run = Run(algorithm, sampler, evaluate=None, callbacks=[counting[job.member.name]], **arguments)
             stack.callback(run.close)
             runs[job.member.name] = run
-        run_in_lockstep(runs, side_by_side=on_device, plans=plans, interruption=interruption)
-    for run in runs.values():
+        failed = run_in_lockstep(runs, side_by_side=on_device, plans=plans, interruption=interruption)
+    others = [run for name, run in runs.items() if name not in failed]
+    for run in others:
         run.draw()
-    stopped = [run.position for run in runs.values() if run.position < run.rounds]
+    stopped = [run.position for run in others if run.position < run.rounds]
     if interruption.signal and stopped:
         rounds = f"round {stopped[0]}" if len(set(stopped)) == 1 else f"rounds {min(stopped)} to {max(stopped)}"
         print(f"\n{interruption.signal.name}: stopped {len(stopped)} run(s) after {rounds}.", file=sys.stderr)
+    return failed
 
 
 def _counting(bar: tqdm[Any]) -> Callback:
-    """Returns a callback of one run that counts its rounds in the progress bar, also those of earlier processes."""
+    """Returns a callback of one run that counts its rounds once, also those of earlier processes, in the progress bar."""
     counted = 0
 
     def count(line: Line, state: Any) -> None:
         nonlocal counted
-        bar.update(line["round"] - counted)
-        counted = line["round"]
+        new = max(0, line["round"] - counted)  # Rounds run again after a device ran out of memory.
+        bar.update(new)
+        counted += new
 
     return count
 

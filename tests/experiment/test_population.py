@@ -233,6 +233,17 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(monkeypatch)
     assert_equals_separate_runs(result, fedprox)
 
 
+@pytest.mark.filterwarnings("ignore:The device ran out of memory")
+def test_rounds_that_run_again_are_counted_once(monkeypatch):
+    sizes, counted = federation.out_of_memory_in_the_third_dispatch(monkeypatch), []
+    monkeypatch.setattr(_members, "_ROUNDS_PER_DISPATCH", 1)
+    algorithm, cohort = fedprox(0.1, execution=fedsim.Jit()), sampler(0).cohort
+    members = [_members.Member(algorithm, algorithm.init(jax.random.key(i)), cohort, 0) for i in range(2)]
+    _members.run_members(members, 3, algorithm.execution, side_by_side=2, advance=counted.append)
+    assert sizes == [2, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert sum(counted) == 2 * 3 and all(0 <= sum(counted[:i]) <= 6 for i in range(len(counted)))
+
+
 def test_updates_that_are_not_finite_are_counted_or_raised():
     def make(rate, nonfinite):
         return fedprox(rate, nonfinite=nonfinite)

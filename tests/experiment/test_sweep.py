@@ -16,6 +16,7 @@ import federation
 import jax
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from fedsim import experiment
 from fedsim.cli import main
@@ -85,6 +86,12 @@ def assert_close(folder, other):
             assert of_one[name] == pytest.approx(of_other[name], rel=1e-5, abs=1e-6), name
 
 
+def assert_ran_at_the_same_time(sweep):
+    """Asserts that the first two members of `RATES` ran at the same time, so that their rounds took the same time."""
+    first, second = (read_metrics(sweep / name / "metrics.jsonl") for name in RATE_NAMES[:2])
+    assert [line.get("seconds") for line in first] == [line.get("seconds") for line in second]
+
+
 def test_every_combination_has_the_folder_of_a_separate_run(finished, tmp_path):
     assert sorted(path.name for path in finished.iterdir() if path.is_dir()) == sorted(NAMES)
     alone = tmp_path / "alone"
@@ -109,8 +116,7 @@ def test_members_that_run_at_the_same_time_equal_separate_runs(how, tmp_path, no
     assert json.loads((sweep / "sweep.json").read_text())["how"] == how
     for name in RATE_NAMES[1:]:
         assert_close(sweep / name, separate(tmp_path / name, name, "--batch-size", "17"))
-    first, second = (read_metrics(sweep / name / "metrics.jsonl") for name in RATE_NAMES[:2])
-    assert [line.get("seconds") for line in first] == [line.get("seconds") for line in second]
+    assert_ran_at_the_same_time(sweep)
 
 
 @slow
@@ -125,6 +131,7 @@ def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictu
     sweep, scaffold = tmp_path / "sweep", ["--algorithm", "scaffold"]
     assert main(["run", *RATES, *scaffold, "--folder", str(sweep)]) == 0
     assert_close(sweep / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2], *scaffold))
+    assert_ran_at_the_same_time(sweep)
 
 
 @pytest.mark.parametrize("how", ["devices", pytest.param("vmap", marks=slow)])
@@ -175,10 +182,15 @@ def test_members_whose_memories_of_clients_are_not_on_the_device_run_one_after_a
     monkeypatch.setattr(_memory, "_RESIDENT_BYTES_ON_CPU", 0)
     scaffold = ["--algorithm", "scaffold"]
     assert main(["run", *RATES, *scaffold, "--folder", str(tmp_path / "s")]) == 0
-    assert "because the clients' memories are not all on the device." in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "because the clients' memories are not all on the device" in error and "--memory resident" in error
     alone = separate(tmp_path / "separate", RATE_NAMES[0], *scaffold)
     assert (alone / "checkpoints" / "clients.rows").exists()
     assert_close(tmp_path / "s" / RATE_NAMES[0], alone)
+    resident = tmp_path / "resident"
+    assert main(["run", *RATES, *scaffold, "--memory", "resident", "--folder", str(resident)]) == 0
+    assert "one after another" not in capsys.readouterr().err
+    assert_ran_at_the_same_time(resident)
 
 
 def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, capsys, no_pictures):
@@ -198,21 +210,46 @@ def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, cap
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.filterwarnings("always")
-def test_updates_that_are_not_finite_name_the_member_and_stop_no_other_one(tmp_path, capsys, no_pictures):
-    rates = ["--client-learning-rate", "0.1,1e38"]
-    dropping = tmp_path / "dropping"
-    assert main(["run", *TWO_DEVICES, *rates, "--folder", str(dropping)]) == 0
-    assert "warning: client_learning_rate=1e+38,seed=0: 3 client update(s) held a NaN" in capsys.readouterr().err
-    folder = tmp_path / "raising"
-    assert main(["run", *TWO_DEVICES, *rates, "--nonfinite", "raise", "--folder", str(folder)]) == 1
+@pytest.mark.filterwarnings("default")
+def test_updates_that_are_not_finite_warn_of_every_member(tmp_path, capsys, no_pictures):
+    rates = ["--client-learning-rate", "1e38,2e38"]
+    assert main(["run", *TWO_DEVICES, *rates, "--folder", str(tmp_path / "s")]) == 0
     error = capsys.readouterr().err
-    assert "client_learning_rate=1e+38,seed=0: The update of client" in error and "holds a NaN" in error
-    good = folder / "client_learning_rate=0.1,seed=0"
-    (saved,) = Checkpoints(good / "checkpoints").rounds()
-    assert saved == read_metrics(good / "metrics.jsonl")[-1]["round"] > 0
-    assert main(["resume", str(good), "--no-progress"]) == 0
-    assert_close(good, dropping / good.name)
+    for rate in ("1e+38", "2e+38"):
+        assert f"warning: client_learning_rate={rate},seed=0: 3 client update(s) held a NaN" in error
+        assert f"warning: client_learning_rate={rate},seed=0: Round 0 aggregated no update" in error
+
+
+@pytest.mark.parametrize("how", ["devices", pytest.param("sequential", marks=slow)])
+def test_updates_that_are_not_finite_name_the_member_and_stop_no_other_one(how, tmp_path, capsys, no_pictures):
+    """Both waves have a member that fails before the last dispatch; when the sweep continues, all of the first wave fail."""
+    options = [*TWO_DEVICES, "--nonfinite", "raise", "--rounds", "6"]
+    folder = tmp_path / "raising"
+    rates = ["--client-learning-rate", "1e38,0.1,2e38,0.5"]
+    good, bad = ([f"client_learning_rate={rate},seed=0" for rate in of] for of in (("0.1", "0.5"), ("1e+38", "2e+38")))
+
+    def assert_the_bad_ones_failed(status):
+        error = capsys.readouterr().err
+        assert status == 1 and f"2 of 4 runs failed. {folder / 'table.txt'} has the 2 that finished." in error
+        for name in bad:
+            assert f"{name}: The update of client" in error
+            assert not read_metrics(folder / name / "metrics.jsonl")
+        for name in good:
+            assert f"{name}:" not in error
+            assert read_metrics(folder / name / "metrics.jsonl")[-1]["round"] == 6
+        with (folder / "members.csv").open(newline="") as file:
+            assert [row["folder"] for row in csv.DictReader(file)] == good
+        table = (folder / "table.txt").read_text().splitlines()
+        assert [line.split()[0] for line in table[1:3]] == ["0.1", "0.5"]
+
+    assert_the_bad_ones_failed(main(["run", *options, *rates, "--how", how, "--folder", str(folder)]))
+    separately = tmp_path / "separate"
+    assert main(["run", *options, "--client-learning-rate", "0.1", "--folder", str(separately)]) == 0
+    assert_close(folder / good[0], separately)
+    shutil.rmtree(folder / good[1])
+    before = (folder / good[0] / "metrics.jsonl").stat().st_mtime_ns
+    assert_the_bad_ones_failed(main(["resume", str(folder), "--no-progress"]))
+    assert (folder / good[0] / "metrics.jsonl").stat().st_mtime_ns == before
 
 
 @pytest.mark.filterwarnings("always")
@@ -238,6 +275,24 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, mo
     assert main(["run", *RATES, "--how", "vmap", "--folder", str(tmp_path / "s")]) == 0
     assert "out of memory with 2 members side by side" in capsys.readouterr().err
     assert_close(tmp_path / "s" / RATE_NAMES[2], separate(tmp_path / "separate", RATE_NAMES[2]))
+
+
+@pytest.mark.filterwarnings("always")
+def test_rounds_that_run_again_are_counted_once(tmp_path, monkeypatch, capsys, no_pictures):
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **{**keywords, "disable": False})
+            bars.append(self)
+
+    monkeypatch.setattr("fedsim.experiment._sweep.tqdm", Bar)
+    sizes = federation.out_of_memory_in_the_third_dispatch(monkeypatch)
+    assert main(["run", *RATES, "--how", "vmap", "--rounds", "6", "--folder", str(tmp_path / "s")]) == 0
+    assert "out of memory with 2 members side by side" in capsys.readouterr().err
+    assert sizes[:4] == [3, 3, 3, 2]
+    (bar,) = bars
+    assert bar.n == bar.total == 18
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedadam", marks=slow)])
