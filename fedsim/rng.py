@@ -11,6 +11,7 @@ Every key is derived from the root key by names and positions, never by the orde
     what an attacker sends     stream(client key, "attack")
     server in round r          round_key(root, r, purpose), for the purposes "downlink" and "aggregator"
     a named call of a round    all of the above, with stream(root, name) in place of root, unless the name is "update"
+    speeds and faults          generator(words(stream(stream(root, "systems"), purpose)), block of dispatches)
     fine-tuning to evaluate    as for a client in round 0, with stream(root, "personal") in place of root
     initial parameters         stream(root, "init"); for clusters of clients, stream(root, "clusters")
 
@@ -106,6 +107,23 @@ def words(key: jax.Array) -> jax.Array:
     dtype('uint32')
     """
     return jax.random.key_data(key)[..., :2]
+
+
+def generator(seed_words: np.ndarray, position: int = 0) -> np.random.Generator:
+    """Returns NumPy's generator of a key and a position, such as a round or a client, for draws on the host.
+
+    The position is the high word of Philox's counter, so the streams of different positions never overlap.
+
+    Args:
+      seed_words: the key, ``uint32 [2]``, from `words`.
+      position: a whole number in [0, 2**64).
+
+    >>> draw = generator(np.asarray(words(root(0))), 3)
+    >>> draw.random(2).shape
+    (2,)
+    """
+    key = np.asarray(seed_words).astype(np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, position]))
 
 
 def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -> Any:

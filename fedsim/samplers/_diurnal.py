@@ -68,7 +68,7 @@ class DiurnalSampler(SeededSampler):
         self.period, self.blocks = int(period), None if blocks is None else int(blocks)
         if phases is None:
             words = np.asarray(rng.words(rng.stream(self.key, "phases")))
-            phases = np.random.Generator(np.random.Philox(key=words.astype(np.uint64))).random(data.num_clients)
+            phases = rng.generator(words).random(data.num_clients)
         self.phases = np.asarray(phases, np.float64)
         if self.phases.shape != (data.num_clients,):
             raise ValueError(

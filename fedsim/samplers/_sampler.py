@@ -53,8 +53,8 @@ class SeededSampler:
         raise NotImplementedError
 
     def _generator(self, round: int) -> np.random.Generator:
-        """Returns the random generator of a round. The round is the high word of Philox's counter, so streams never overlap."""
-        return np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, round]))
+        """Returns the random generator of a round."""
+        return rng.generator(self._words, round)
 
 
 class WrappedSampler:

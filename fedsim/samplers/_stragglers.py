@@ -59,7 +59,7 @@ class Stragglers(WrappedSampler):
         self._words = np.asarray(rng.words(rng.stream(self.key, "stragglers")))
 
     def _transform(self, cohort: Cohort) -> Cohort:
-        draw = np.random.Generator(np.random.Philox(key=self._words.astype(np.uint64), counter=[0, 0, 0, cohort.round]))
+        draw = rng.generator(self._words, cohort.round)
         stragglers = draw.permutation(len(cohort))[: int(np.rint(self.fraction * len(cohort)))]
         work = np.ones(len(cohort), np.float32)
         work[stragglers] = draw.integers(1, self.epochs, len(stragglers)) / self.epochs
