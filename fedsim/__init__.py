@@ -20,6 +20,7 @@ from fedsim import plots as plots
 from fedsim import primitives as primitives
 from fedsim import rng as rng
 from fedsim import samplers as samplers
+from fedsim import systems as systems
 from fedsim import text as text
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__

@@ -30,7 +30,7 @@ LAYERS: list[set[str]] = [
     {"model", "data", "compressors"},
     {"aggregators", "formats", "text"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
-    {"plots"},
+    {"plots", "systems"},
     {"execution"},
     {"algorithm"},
     {"differentiation", "evaluation", "planning"},
@@ -69,6 +69,7 @@ PUBLIC_MODULES = [
     "fedsim.rng",
     "fedsim.text",
     "fedsim.samplers",
+    "fedsim.systems",
     "fedsim.tree",
 ]
 
@@ -106,6 +107,14 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.reproductions.Row",
     "fedsim.experiment.reproductions.reproduce",
     "fedsim.samplers.Sampler",
+    "fedsim.systems.Dispatch",
+    "fedsim.systems.Law",
+    "fedsim.systems.Schedule",
+    "fedsim.systems.Server",
+    "fedsim.systems.ServerSteps",
+    "fedsim.systems.Timeline",
+    "fedsim.systems.Totals",
+    "fedsim.systems.Updates",
 }
 
 KNOWN_DEFECTS = [

@@ -184,7 +184,10 @@ class Cohort:
 
     def num_steps(self, batches: Batches) -> np.ndarray:
         """Returns the number of steps of each client, ``int64 [n]``, with ``work`` taken into account."""
-        steps = batches.num_steps(self.sizes)
+        return self.partial_steps(batches.num_steps(self.sizes))
+
+    def partial_steps(self, steps: np.ndarray) -> np.ndarray:
+        """Returns the number of steps of each client, ``int64 [n]``, which would take ``steps`` if it took all of its steps."""
         if self.work is None:
             return steps
         # In floats 0.35 * 60 may be slightly larger than 21, and it must not be rounded up to 22.

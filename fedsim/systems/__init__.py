@@ -1,0 +1,35 @@
+"""Systems: devices, faults and synchronization models, and the schedule of events on a virtual clock.
+
+All times are in seconds of the virtual clock, and all sizes in bytes.
+"""
+
+from fedsim.systems._availability import Diurnal as Diurnal
+from fedsim.systems._availability import Traces as Traces
+from fedsim.systems._devices import Devices as Devices
+from fedsim.systems._dispatch import Dispatch as Dispatch
+from fedsim.systems._dispatch import Policy as Policy
+from fedsim.systems._faults import Fault as Fault
+from fedsim.systems._faults import Faults as Faults
+from fedsim.systems._faults import FaultSchedule as FaultSchedule
+from fedsim.systems._laws import Constant as Constant
+from fedsim.systems._laws import Exponential as Exponential
+from fedsim.systems._laws import HalfNormal as HalfNormal
+from fedsim.systems._laws import Law as Law
+from fedsim.systems._laws import LogNormal as LogNormal
+from fedsim.systems._schedule import Schedule as Schedule
+from fedsim.systems._schedule import Simulator as Simulator
+from fedsim.systems._schedule import Totals as Totals
+from fedsim.systems._schedule import schedule as schedule
+from fedsim.systems._server import OUTCOMES as OUTCOMES
+from fedsim.systems._server import Server as Server
+from fedsim.systems._server import ServerSteps as ServerSteps
+from fedsim.systems._server import Timeline as Timeline
+from fedsim.systems._server import Updates as Updates
+from fedsim.systems._staleness import ConstantWeight as ConstantWeight
+from fedsim.systems._staleness import HingeWeight as HingeWeight
+from fedsim.systems._staleness import PolynomialWeight as PolynomialWeight
+from fedsim.systems._synchronization import Asynchronous as Asynchronous
+from fedsim.systems._synchronization import Buffered as Buffered
+from fedsim.systems._synchronization import StaleSynchronous as StaleSynchronous
+from fedsim.systems._synchronization import Synchronization as Synchronization
+from fedsim.systems._synchronization import Synchronous as Synchronous

@@ -1,0 +1,342 @@
+"""The schedule against a simple simulation, and its invariants under random faults."""
+
+import json
+import math
+import unittest.mock
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from federation import singletons
+
+from fedsim import rng, systems
+from fedsim.samplers import ScheduleSampler, Stragglers, UniformSampler
+from fedsim.systems import _schedule
+from fedsim.systems._draws import BLOCK, purpose_generator
+
+SAMPLER = UniformSampler(singletons(40), clients=5, seed=3)
+STEPS = np.arange(40) % 7 + 1
+SPEEDS = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0), variation=systems.LogNormal(sigma=0.5))
+
+
+def assert_equal(first, second):
+    for a, b in zip((first.updates, first.steps, first.timeline), (second.updates, second.steps, second.timeline), strict=True):
+        for found, expected in zip(a, b, strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert first.totals == second.totals and first.seconds == second.seconds
+
+
+def joined(parts):
+    tables = zip(*((part.updates, part.steps, part.timeline) for part in parts), strict=True)
+    updates, steps, timeline = (type(table[0])(*map(np.concatenate, zip(*table, strict=True))) for table in tables)
+    return systems.Schedule(updates, steps, timeline, parts[-1].totals, parts[-1].seconds)
+
+
+def test_buffered_equals_a_simple_simulation():
+    size, concurrency, rounds = 3, 8, 50
+    devices = systems.Devices(
+        seconds_per_step=systems.LogNormal(sigma=1.0), variation=systems.Exponential(1.0),
+        download_rate=systems.LogNormal(median=100.0), upload_rate=20.0, latency=systems.HalfNormal(0.1),
+    )  # fmt: skip
+    found = systems.schedule(
+        SAMPLER, rounds, steps=STEPS, devices=devices, bytes_down=50, bytes_up=30,
+        synchronization=systems.Buffered(size=size, concurrency=concurrency),
+    )  # fmt: skip
+
+    key = rng.root(3)
+    speed = np.exp(purpose_generator(key, "seconds_per_step").standard_normal(40))
+    download = 50 / (100 * np.exp(purpose_generator(key, "download_rate").standard_normal(40)))
+    latency = 0.1 * np.abs(purpose_generator(key, "latency").standard_normal(40))
+    variation = purpose_generator(key, "variation").standard_exponential(BLOCK)
+    seconds = 2 * latency + download + STEPS * speed + 30 / 20
+    stream = ((c, r) for r in range(1000) for c in SAMPLER.cohort(r).clients)
+    flying, expected, buffer, now, version, number = [], [], [], 0.0, 0, 0
+    while version < rounds:
+        while len(flying) < concurrency:
+            client, round = next(stream)
+            if client not in {c for _, _, c, *_ in flying}:
+                flying.append((now + variation[number] * seconds[client], number, client, round, version, now))
+                number += 1
+        first = min(flying)
+        flying.remove(first)
+        now = first[0]
+        buffer.append(first)
+        if len(buffer) == size:
+            expected += [(version, n, c, r, v, version - v, (1 + version - v) ** -0.5, s, t) for t, n, c, r, v, s in buffer]
+            version, buffer = version + 1, []
+    step, numbers, clients, rounds_of, versions, staleness, scale, start, stop = map(np.array, zip(*expected, strict=True))
+    updates = found.updates
+    np.testing.assert_array_equal(updates.number, numbers)
+    np.testing.assert_array_equal(updates.client, clients)
+    np.testing.assert_array_equal(updates.round, rounds_of)
+    np.testing.assert_array_equal(updates.version, versions)
+    np.testing.assert_array_equal(updates.step, step)
+    np.testing.assert_array_equal(updates.staleness, staleness)
+    np.testing.assert_allclose(updates.scale, scale)
+    np.testing.assert_allclose(updates.start, start)
+    np.testing.assert_allclose(updates.stop, stop)
+    assert found.largest_staleness == staleness.max() > 3
+
+
+def test_synchronous_rounds_have_the_sampler_s_cohorts():
+    found = systems.schedule(SAMPLER, 20, steps=STEPS, devices=SPEEDS)
+    for round in range(20):
+        of_round = found.updates.step == round
+        assert sorted(found.updates.client[of_round]) == sorted(SAMPLER.cohort(round).clients)
+        assert (found.updates.round[of_round] == round).all()
+
+
+def test_over_selection_keeps_the_first_and_the_others_are_late():
+    sampler = ScheduleSampler(singletons(40), [["0", "1", "2", "3"], ["10", "11", "12", "13"]], seed=0, repeat=True)
+    found = systems.schedule(sampler, 2, steps=np.arange(40) + 1, synchronization=systems.Synchronous(over_selection=2.0))
+    assert found.updates.client.tolist() == [0, 1, 10, 11]
+    assert found.steps.time.tolist() == [2.0, 14.0]
+    assert (found.totals.late, found.totals.steps_wasted) == (2, 3 + 4)
+    assert found.totals.in_flight == 2 + 4  # clients 12 and 13, and the next round
+
+
+def test_late_updates_are_used_with_their_staleness():
+    sampler = ScheduleSampler(singletons(40), [["0", "1", "2", "3"], ["10", "11", "12", "13"]], seed=0, repeat=True)
+    model, policy = systems.Synchronous(over_selection=2.0), systems.Policy(late="use")
+    found = systems.schedule(sampler, 2, steps=np.arange(40) + 1, synchronization=model, policy=policy)
+    assert found.updates.client.tolist() == [0, 1, 2, 3, 10, 11]
+    assert found.updates.staleness.tolist() == [0, 0, 1, 1, 0, 0] and found.totals.late == 0
+
+
+def test_deadline_ends_a_round_and_a_round_below_the_minimum_does_not_count():
+    sampler = ScheduleSampler(singletons(8), [["0", "6", "7"], ["0", "1", "5"], ["2", "3", "4"]], seed=0, repeat=True)
+    steps = np.array([1, 2, 3, 4, 5, 50, 60, 70])
+    found = systems.schedule(sampler, 2, steps=steps, synchronization=systems.Synchronous(deadline=10.0, minimum=2))
+    # Round 0 has one update at its deadline; round 1 two; round 2 ends when its last update arrives.
+    assert found.updates.client.tolist() == [0, 1, 2, 3, 4]
+    assert found.steps.time.tolist() == [20.0, 25.0]
+    assert found.totals.dropped == 1
+
+
+def test_stragglers_take_fewer_steps():
+    found = systems.schedule(Stragglers(SAMPLER, fraction=1.0, epochs=2), 1, steps=np.full(40, 10))
+    assert found.seconds == 5.0
+
+
+def test_weights_and_scales_of_stale_updates():
+    for divide_by, model_field in (("size", "scale"), ("weights", "weight")):
+        model = systems.Buffered(size=2, concurrency=9, divide_by=divide_by, staleness_weight=systems.HingeWeight(2.0, 1.0))
+        updates = systems.schedule(SAMPLER, 40, steps=STEPS, devices=SPEEDS, synchronization=model).updates
+        expected = [1.0 if s <= 1 else 1 / (2 * (s - 1) + 1) for s in updates.staleness]
+        np.testing.assert_allclose(getattr(updates, model_field), expected)
+        np.testing.assert_array_equal(getattr(updates, {"scale": "weight", "weight": "scale"}[model_field]), 1.0)
+    model = systems.Asynchronous(concurrency=9, mixing=0.5, staleness_weight=systems.PolynomialWeight(0.5))
+    updates = systems.schedule(SAMPLER, 40, steps=STEPS, devices=SPEEDS, synchronization=model).updates
+    np.testing.assert_allclose(updates.scale, 0.5 / np.sqrt(1 + updates.staleness))
+
+
+def test_a_client_is_as_slow_whatever_the_other_arguments():
+    """Only the law of the speeds and the seed count."""
+    plain = systems.Devices(seconds_per_step=systems.LogNormal()).draw(["a"] * 40, rng.root(3))
+    other = systems.Devices(
+        seconds_per_step=systems.LogNormal(), latency=systems.Exponential(), availability=systems.Diurnal(0.5)
+    ).draw(["a"] * 40, rng.root(3))
+    np.testing.assert_array_equal(plain.seconds_per_step, other.seconds_per_step)
+    assert (plain.seconds_per_step != systems.Devices(systems.LogNormal()).draw(["a"] * 40, rng.root(4)).seconds_per_step).all()
+
+
+MODELS = st.one_of(
+    st.builds(systems.Synchronous, over_selection=st.sampled_from([1.0, 1.3]), deadline=st.sampled_from([None, 8.0])),
+    st.builds(systems.StaleSynchronous, bound=st.integers(0, 4)),
+    st.builds(systems.Buffered, size=st.integers(1, 4), concurrency=st.integers(1, 12)),
+    st.builds(systems.Asynchronous, concurrency=st.integers(1, 40)),
+)
+SPANS = st.lists(st.floats(0, 60), max_size=4, unique=True).map(
+    lambda times: list(zip(sorted(times)[0::2], sorted(times)[1::2], strict=False))
+)
+FAULTS = st.builds(
+    systems.Faults,
+    client_failures=st.sampled_from([0.0, 0.2, 0.7]),
+    failure_time=st.sampled_from(["before", "during", "after"]),
+    recovery=st.sampled_from([None, 5.0, systems.Exponential(10.0)]),
+    message_loss=st.sampled_from([0.0, 0.3]),
+    duplication=st.sampled_from([0.0, 0.5]),
+    delay=st.sampled_from([None, systems.Exponential(5.0)]),
+    delay_probability=st.sampled_from([0.5, 1.0]),
+    outages=SPANS,
+    server_crashes=SPANS,
+)
+POLICIES = st.builds(
+    systems.Policy,
+    timeout=st.sampled_from([None, 5.0, 50.0]),
+    retries=st.integers(0, 3),
+    late=st.sampled_from(["drop", "use"]),
+)
+DEVICES = st.builds(
+    systems.Devices,
+    seconds_per_step=st.sampled_from([1.0, systems.LogNormal(sigma=1.0)]),
+    variation=st.sampled_from([1.0, systems.Exponential(1.0)]),
+    download_rate=st.sampled_from([math.inf, 10.0]),
+    upload_rate=st.sampled_from([math.inf, 5.0]),
+    latency=st.sampled_from([0.0, 0.1]),
+    availability=st.sampled_from([None, systems.Diurnal(0.5, period=20.0)]),
+)
+SETTINGS = st.fixed_dictionaries(
+    {"synchronization": MODELS, "faults": FAULTS, "policy": POLICIES, "devices": DEVICES, "bytes_up": st.integers(0, 20)}
+)
+
+
+def simulator(settings):
+    return systems.Simulator(SAMPLER, steps=STEPS, bytes_down=10, **settings)
+
+
+def schedule_or_reason(settings):
+    try:
+        with unittest.mock.patch.object(_schedule, "_MOST_IDLE_EVENTS", 300):  # This is enough for so few clients.
+            return simulator(settings).advance(12)
+    except ValueError as error:
+        return str(error)
+
+
+def check_invariants(settings, break_at):
+    found = schedule_or_reason(settings)
+    if isinstance(found, str):
+        assert found.startswith("The run cannot go on after") and ": give" in found
+        return
+    totals, updates = found.totals, found.updates
+    # Sent = aggregated + late + lost + dropped + received + in flight, and no update counts twice.
+    assert totals.dispatched == sum(totals[1:7])
+    assert len(set(updates.number)) == len(updates.number) == totals.aggregated == found.steps.updates.sum()
+    outcomes = np.bincount(found.timeline.outcome, minlength=4)
+    assert outcomes.tolist() == [totals.aggregated, totals.late, totals.lost, totals.dropped]
+    # An update starts from a version that existed, and is used after it has arrived.
+    times = np.concatenate([[0.0], found.steps.time])
+    assert (np.diff(times) >= 0).all()
+    assert (updates.staleness == updates.step - updates.version).all() and (updates.staleness >= 0).all()
+    assert (times[updates.version] <= updates.start).all() and (updates.stop <= times[updates.step + 1]).all()
+    for start, stop in settings["faults"].server_crashes:
+        assert not ((start <= found.steps.time) & (found.steps.time < stop)).any()
+    if settings["policy"].late == "drop" and isinstance(settings["synchronization"], systems.Synchronous):
+        assert not updates.staleness.any()
+    # The same seed gives the same schedule, also from a saved state and from a list of the faults.
+    first = simulator(settings)
+    begin = first.advance(break_at)
+    second = simulator(settings)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert_equal(joined([begin, second.advance(12)]), found)
+    listed = settings["faults"].schedule(rng.root(3), totals.dispatched)
+    assert_equal(simulator({**settings, "faults": listed}).advance(12), found)
+
+
+@hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+@hypothesis.given(settings=SETTINGS, break_at=st.integers(0, 12))
+def test_invariants_under_random_faults(settings, break_at):
+    check_invariants(settings, break_at)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=500, deadline=None, derandomize=True)
+@hypothesis.given(settings=SETTINGS, break_at=st.integers(0, 12))
+def test_invariants_under_many_random_faults(settings, break_at):
+    check_invariants(settings, break_at)
+
+
+@pytest.mark.parametrize(
+    "model", [systems.Synchronous(), systems.StaleSynchronous(bound=1), systems.Buffered(size=2, concurrency=6)]
+)
+def test_no_fault_equals_none_to_the_bit(model):
+    none, empty, listed = (
+        systems.schedule(SAMPLER, 20, steps=STEPS, devices=SPEEDS, synchronization=model, faults=faults)
+        for faults in (None, systems.Faults(), systems.FaultSchedule())
+    )
+    assert_equal(none, empty)
+    assert_equal(none, listed)
+
+
+def test_stretches_join_to_the_whole_schedule():
+    arguments = dict(steps=STEPS, devices=SPEEDS, synchronization=systems.Buffered(size=3, concurrency=9))
+    whole = systems.schedule(SAMPLER, 30, **arguments)
+    simulator = systems.Simulator(SAMPLER, **arguments)
+    parts = [simulator.advance(until) for until in (1, 7, 7, 30)]
+    assert [len(part.steps.time) for part in parts] == [1, 6, 0, 23]
+    assert_equal(joined(parts), whole)
+
+
+def run_that_fails(match, sampler=SAMPLER, rounds=50, **arguments):
+    with pytest.raises(ValueError, match=match):
+        systems.schedule(sampler, rounds, steps=np.ones(sampler.data.num_clients, int), **arguments)
+
+
+def test_runs_that_cannot_be_are_refused_with_a_remedy():
+    run_that_fails("concurrency <= 40.*concurrency=41.*more clients", synchronization=systems.Buffered(size=1, concurrency=41))
+    run_that_fails("concurrency <= 40.*concurrency=41", synchronization=systems.Asynchronous(concurrency=41))
+    run_that_fails("minimum <= 5.*minimum=6.*no round would ever count", synchronization=systems.Synchronous(minimum=6))
+    run_that_fails(
+        "deadline >= 1 seconds.*deadline=0.5.*no update would ever arrive", synchronization=systems.Synchronous(deadline=0.5)
+    )
+    run_that_fails("synchronization to be an instance", synchronization="buffered")
+    run_that_fails("rounds >= 1", rounds=0)
+    run_that_fails("bytes_up >= 0", bytes_up=-1)
+    with pytest.raises(ValueError, match=r"steps \[40\], a whole number.*int64 \[3\].*batches.num_steps"):
+        systems.schedule(SAMPLER, 1, steps=np.ones(3, int))
+
+
+def test_runs_that_cannot_go_on_say_why():
+    run_that_fails(
+        r"cannot go on after \d+ server steps, at .* seconds.*40 of 40 clients have failed or gone offline for good.*recovery",
+        faults=systems.Faults(client_failures=0.5),
+    )
+    run_that_fails(
+        r"cannot go on after 0 server steps.*late updates and other events.*timeout", policy=systems.Policy(timeout=0.5)
+    )
+    run_that_fails(
+        "late updates and other events.*recovery|fewer faults", faults=systems.Faults(client_failures=1.0, recovery=1.0)
+    )
+    traces = systems.Traces({str(client): {"online": [(0, 2.5)]} for client in range(40)})
+    run_that_fails("offline for good.*period", devices=systems.Devices(availability=traces))
+
+    class Idle(systems.Synchronization):
+        def begin(self, server):
+            pass
+
+    run_that_fails("Idle waits for nothing: it must dispatch clients, or set a timer", synchronization=Idle())
+
+
+def test_wrong_calls_of_custom_models_are_errors():
+    class Empty(systems.Synchronization):
+        def begin(self, server):
+            server.aggregate()
+
+    class Twice(systems.Synchronization):
+        def begin(self, server):
+            server.dispatch(1)
+
+        def received(self, server, update):
+            server.aggregate([update, update])
+
+    run_that_fails("aggregate got no updates", synchronization=Empty())
+    run_that_fails("each can be aggregated or dropped once", synchronization=Twice())
+
+
+def test_custom_model_with_timer():
+    """A server step every ten seconds with whatever has arrived."""
+
+    class Periodic(systems.Synchronization):
+        def begin(self, server):
+            server.dispatch(4)
+            server.call_at(10.0, "step")
+
+        def received(self, server, update):
+            server.dispatch(1)
+
+        def timer(self, server, name):
+            server.aggregate()
+            server.call_at(server.now + 10.0, name)
+
+    found = systems.schedule(SAMPLER, 3, steps=np.full(40, 3), synchronization=Periodic())
+    assert found.steps.time.tolist() == [10.0, 20.0, 30.0]
+    # Updates arrive at 3, 6, ..., 30; the timer of second 30 was set before those of second 30 were sent.
+    assert found.steps.updates.tolist() == [12, 12, 12]
+
+
+def test_few_clients_that_are_all_busy():
+    """A sampler of few clients, all of which are in flight: the one that returns starts again at once."""
+    sampler = UniformSampler(singletons(3), clients=1, seed=0)
+    found = systems.schedule(sampler, 60, steps=np.array([1, 2, 4]), synchronization=systems.Buffered(size=1, concurrency=3))
+    assert np.bincount(found.updates.client)[0] == pytest.approx(60 * 4 / 7, abs=2)
