@@ -99,15 +99,15 @@ class Clients:
         bytes_up: int,
     ) -> None:
         self.devices, self._faults, self._policy = devices, faults, policy
-        self._bytes_down, self._bytes_up = bytes_down, bytes_up
+        self.bytes_down, self.bytes_up = bytes_down, bytes_up
         self._unreachable = Spans(unreachable)
 
     def dispatch(self, number: int, client: int, round: int, version: int, start: float, steps: int) -> Dispatch:
         """Returns the dispatch of a model to a client that would take ``steps`` local steps."""
         devices, fault, factor = self.devices, self._faults[number], self.devices.variation[number]
         latency = float(devices.latency[client])
-        download = factor * (latency + self._bytes_down / float(devices.download_rate[client]))
-        upload = factor * (latency + self._bytes_up / float(devices.upload_rate[client]))
+        download = factor * (latency + self.bytes_down / float(devices.download_rate[client]))
+        upload = factor * (latency + self.bytes_up / float(devices.upload_rate[client]))
         training = factor * steps * float(devices.seconds_per_step[client])
 
         copy, uploads, trained = math.inf, 0, 0

@@ -63,7 +63,8 @@ class Faults:
     Attributes:
       client_failures: the probability that a client fails in a dispatch.
       failure_time: "before" training, "during" (after a uniform fraction of its steps), or "after" it, before the upload.
-      recovery: the seconds after which a client that has failed can be selected again, a law or a number; None: never.
+      recovery: the seconds after which a client that has failed can be selected again, a law or a number; None: never, so a
+        run may end when the clients are used up.
       message_loss: the probability that a transmission is lost, in either direction; `Policy` says how often one is repeated.
       duplication: the probability that a message arrives twice.
       delay: the seconds for which a message is delayed on its way, a law or a number; None: none is. Delays change the order of
@@ -87,7 +88,7 @@ class Faults:
 
     client_failures: float = 0.0
     failure_time: str = "during"
-    recovery: Law | float | None = None
+    recovery: Law | float | None = 0.0
     message_loss: float = 0.0
     duplication: float = 0.0
     delay: Law | float | None = None

@@ -1,90 +1,75 @@
-"""The server of a simulation, as synchronization models see it."""
+"""The server of a simulation, and the base class of the synchronization models that act on it."""
 
 from __future__ import annotations
 
-import array
 import copy
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
 from fedsim.systems._dispatch import Clients, Dispatch, Policy, Spans
 from fedsim.systems._faults import TimeSpan
-
-OUTCOMES = ("aggregated", "late", "lost", "dropped")
+from fedsim.systems._records import OUTCOMES, Records, Schedule, Totals
+from fedsim.systems._selection import Selection
 
 # After so many clients of the cohorts that are busy or offline, it is worth looking at the whole population.
 _FEW_SKIPPED = 50
 # After so many, the server asks again when the next client becomes available.
 _MOST_SKIPPED = 2_000
-_MOST_EMPTY_COHORTS = 10_000
+# So many losses, late updates, timers and so on without a server step in between mean that the run does not go on.
+_MOST_IDLE_EVENTS = 10_000
+
+_NUMBERS = ("now", "version", "_dispatched", "_caused", "_idle_events", "_wake")
+_DISPATCHES = ("in_flight", "_given_up")
 
 
-class Updates(NamedTuple):
-    """The aggregated updates, in the order of their aggregation; every field has one entry per update.
+class Synchronization:
+    """Base class of synchronization models: methods that are called when something happens on the server.
 
-    Attributes:
-      step: ``int32``, the server step that aggregated it, from 0. Its result is version ``step + 1``.
-      number: ``int64``, the number of the dispatch.
-      client: ``int32``, position in the population.
-      round: ``int32``, the round of the sampler; (round, client) determines the keys of the client's training.
-      version: ``int32``, the version of the model that the client started from.
-      staleness: ``int32``, ``step - version``: the server steps since then, before this one.
-      weight, scale: ``float64``; the server step's update is the sum of weight * scale * update over the sum of weight, where
-        the weights are multiplied by those of the algorithm.
-      start: ``float64``, when the server sent the model, in seconds.
-      stop: ``float64``, when the update arrived.
+    A model is a frozen value: what it keeps during a run is in ``server.memory``. The methods act on the server by `dispatch`,
+    `aggregate` and the other methods of `Server`.
+
+    >>> class OneByOne(Synchronization):  # The next client starts when the last one has answered.
+    ...     def begin(self, server):
+    ...         server.dispatch(1)
+    ...
+    ...     def received(self, server, update):
+    ...         server.aggregate()
+    ...         server.dispatch(1)
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> fedsim.systems.schedule(sampler, 3, steps=np.full(4, 2), synchronization=OneByOne()).steps.time
+    array([2., 4., 6.])
     """
 
-    step: np.ndarray
-    number: np.ndarray
-    client: np.ndarray
-    round: np.ndarray
-    version: np.ndarray
-    staleness: np.ndarray
-    weight: np.ndarray
-    scale: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
+    def check(self, *, clients: int, cohort: int, fastest: float) -> None:
+        """Raises ``ValueError`` if no run of this model is possible.
 
+        Args:
+          clients: the size of the population.
+          cohort: the number of slots of the sampler's cohorts.
+          fastest: the shortest time in seconds in which any client may answer.
+        """
 
-class ServerSteps(NamedTuple):
-    """The server steps; every field has one entry per step.
+    def begin(self, server: Server) -> None:
+        """Is called once, at the start of the run."""
+        raise NotImplementedError
 
-    Attributes:
-      time: ``float64``, in seconds.
-      updates: ``int32``, the number of updates that were aggregated.
-    """
+    def received(self, server: Server, update: Dispatch) -> None:
+        """Is called when an update has arrived that the server waited for; it is the last one in ``server.buffer``."""
+        raise NotImplementedError
 
-    time: np.ndarray
-    updates: np.ndarray
+    def lost(self, server: Server, dispatch: Dispatch) -> None:
+        """Is called when the server stops waiting for a client (see `Policy`); by default another client is sent the model."""
+        server.dispatch(1)
 
-
-class Timeline(NamedTuple):
-    """The dispatches whose outcome is known, in the order in which it became known; every field has one entry per dispatch.
-
-    Attributes:
-      client: ``int32``, position in the population.
-      start, stop: ``float64``, from the dispatch until the update arrived or was lost, in seconds.
-      version: ``int32``, the version of the model that the client started from.
-      outcome: ``int8``, an index of `OUTCOMES`: aggregated, late, lost or dropped.
-    """
-
-    client: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    version: np.ndarray
-    outcome: np.ndarray
-
-
-_NUMBERS = ("now", "version", "dispatched", "idle_events", "_sequence", "_wake", "_round", "_position")
-# The type codes of Python's arrays, which grow without an object per entry: int8, int32, int64 and float64.
-_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "di", Timeline: "iddib"}
+    def timer(self, server: Server, name: str) -> None:
+        """Is called at the time that the model has set with ``server.call_at(time, name)``."""
 
 
 class Server:
@@ -97,27 +82,20 @@ class Server:
       in_flight: the dispatches for whose updates the server waits, by number.
       waiting: one entry for each dispatch for which no client is available yet: the round that the model gave, or None.
       memory: what the synchronization model keeps, by name; JSON can represent it.
-      policy: what is done when there is no answer.
     """
 
-    def __init__(self, sampler: Sampler, clients: Clients, steps: np.ndarray, policy: Policy, down: Sequence[TimeSpan]) -> None:
-        self._sampler, self._clients, self._steps, self.policy, self._down = sampler, clients, steps, policy, Spans(down)
-        self._rows = _empty_rows()
-        self.now, self.version, self.dispatched, self.idle_events = self._down.end(0.0), 0, 0, 0
+    def __init__(self, sampler: Sampler, steps: np.ndarray, clients: Clients, policy: Policy, down: Sequence[TimeSpan]) -> None:
+        self._selection, self._steps, self._clients, self._policy = Selection(sampler, steps), steps, clients, policy
+        self._down, self._records = Spans(down), Records()
+        self.now, self.version = self._down.end(0.0), 0
         self.buffer: list[Dispatch] = []
         self.in_flight: dict[int, Dispatch] = {}
-        self.given_up: dict[int, Dispatch] = {}
         self.waiting: list[int | None] = []
         self.memory: dict[str, Any] = {}
-        self.counts = dict.fromkeys(
-            (*OUTCOMES, "downloads", "uploads", "messages_lost", "messages_doubled", "steps", "steps_wasted"), 0
-        )
-        self.events: list[tuple[float, int, str, Any]] = []
-        self._sequence, self._wake = 0, math.inf
+        self._given_up: dict[int, Dispatch] = {}
+        self._events: list[tuple[float, int, str, Any]] = []
         self._busy_until: dict[int, float] = {}
-        self._first = self._cohort = checked_cohort(sampler, 0)
-        self._cohort_steps = np.zeros(0, np.int64)
-        self._round, self._position = -1, len(self._cohort)
+        self._dispatched, self._caused, self._idle_events, self._wake = 0, 0, 0, math.inf
 
     @property
     def expected(self) -> int:
@@ -135,12 +113,11 @@ class Server:
           round: the round that determines the keys of the training; None: that of the cohort.
         """
         self.waiting.extend([round] * count)
-        self.fill()
+        self._fill()
 
     def dispatch_cohort(self, round: int | None = None) -> int:
         """Begins the sampler's next cohort that is not empty, dispatches as many clients as it has, and returns how many."""
-        self._begin_cohort()
-        count = len(self._cohort)
+        count = self._selection.begin_cohort()
         self.dispatch(count, round)
         return count
 
@@ -171,14 +148,10 @@ class Server:
         ones = [1.0] * len(chosen)
         weights, scales = ones if weights is None else weights, ones if scales is None else scales
         for update, weight, scale in zip(chosen, weights, scales, strict=True):
-            self._record(
-                Updates, self.version, update.number, update.client, update.round, update.version,
-                self.version - update.version, weight, scale, update.start, update.stop,
-            )  # fmt: skip
-            self.settle(update, "aggregated")
-        self._record(ServerSteps, self.now, len(chosen))
+            self._records.update(update, self.version, weight, scale)
+        self._records.step(self.now, len(chosen))
         self.version += 1
-        self.idle_events = 0
+        self._idle_events = 0
 
     def staleness(self, updates: Sequence[Dispatch] | None = None) -> np.ndarray:
         """Returns the server steps since the dispatch of each update, ``int64 [n]``; None: of all updates in the buffer."""
@@ -187,12 +160,12 @@ class Server:
     def drop(self, update: Dispatch) -> None:
         """Removes an update from the buffer without using it."""
         self._take([update])
-        self.settle(update, "dropped")
-        self.idle_events += 1
+        self._records.outcome(update, "dropped")
+        self._idle_events += 1
 
     def give_up(self) -> None:
         """Stops waiting for all updates: those that are in flight will be late, and no more clients are looked for."""
-        self.given_up |= self.in_flight
+        self._given_up |= self.in_flight
         self.in_flight.clear()
         self.waiting.clear()
 
@@ -200,52 +173,67 @@ class Server:
         """Lets the synchronization model's ``timer(server, name)`` be called at a time, or when the server is up again."""
         self._push(time, "timer", name)
 
-    def settle(self, dispatch: Dispatch, outcome: str) -> None:
-        """Counts a dispatch whose outcome is known."""
-        counts = self.counts
-        counts[outcome] += 1
-        counts["downloads"] += dispatch.downloads
-        counts["uploads"] += dispatch.uploads
-        counts["messages_lost"] += dispatch.lost
-        counts["messages_doubled"] += dispatch.doubled
-        counts["steps"] += dispatch.steps
-        counts["steps_wasted"] += dispatch.steps * (outcome != "aggregated")
-        self._record(Timeline, dispatch.client, dispatch.start, dispatch.stop, dispatch.version, OUTCOMES.index(outcome))
-        if self._busy_until.get(dispatch.client, math.inf) <= self.now:
-            del self._busy_until[dispatch.client]
+    def next_event(self, model: Synchronization) -> None:
+        """Goes to the time of the next event and handles it, for `Simulator`.
 
-    def next_event(self) -> tuple[str, Any]:
-        """Advances the time to the next event, and returns its kind and the number of the dispatch or the name of the timer."""
-        self.now, _, kind, payload = heapq.heappop(self.events)
-        if kind == "wake":
+        Raises:
+          ValueError: there is none, or very many have not led to a server step. The message says why.
+        """
+        if not self._events or self._idle_events > _MOST_IDLE_EVENTS + 10 * self.expected:
+            raise ValueError(self._why_it_cannot_go_on(model))
+        self.now, _, kind, payload = heapq.heappop(self._events)
+        self._idle_events += 1
+        if kind == "timer":
+            model.timer(self, payload)
+        elif kind == "wake":
             self._wake = math.inf
-        return kind, payload
+        elif kind == "arrival" and payload in self.in_flight:
+            update = self._answered(self.in_flight.pop(payload))
+            self.buffer.append(update)
+            self._idle_events -= 1
+            model.received(self, update)
+        elif kind == "arrival" and payload in self._given_up:
+            update = self._answered(self._given_up.pop(payload))
+            if self._policy.late == "use":
+                self.buffer.append(update)
+            else:
+                self._records.outcome(update, "late")
+        elif kind == "loss" and payload in self.in_flight:
+            dispatch = self._answered(self.in_flight.pop(payload))
+            self._records.outcome(dispatch, "lost")
+            model.lost(self, dispatch)
+        elif kind == "loss":
+            self._records.outcome(self._answered(self._given_up.pop(payload)), "lost")
+        elif kind == "timeout" and payload in self.in_flight:
+            self._given_up[payload] = dispatch = self.in_flight.pop(payload)
+            model.lost(self, dispatch)
+        # Otherwise the update has arrived before, and this is its second copy, or the server has stopped waiting for it.
+        self._fill()
 
-    def clients_gone(self) -> int:
-        """Returns the number of clients that have failed or gone offline for good."""
-        return sum(math.isinf(until) for until in self._busy_until.values())
-
-    def fill(self) -> None:
-        """Dispatches the clients that are waited for, as far as clients are available."""
-        while self.waiting:
-            found = self._next_available()
-            if found is None:
-                self._wake_later()
-                return
-            client, round, steps = found
-            given = self.waiting.pop(0)
-            self._send(client, round if given is None else given, steps)
+    def schedule(self) -> Schedule:
+        """Returns what happened since the last call, for `Simulator`."""
+        counts = self._records.counts
+        totals = Totals(
+            dispatched=self._dispatched,
+            buffered=len(self.buffer),
+            in_flight=len(self.in_flight) + len(self._given_up),
+            bytes_down=counts["downloads"] * self._clients.bytes_down,
+            bytes_up=counts["uploads"] * self._clients.bytes_up,
+            **counts,
+        )
+        return Schedule(*self._records.take(), totals, self.now)
 
     def state(self) -> dict[str, Any]:
-        """Returns the server's state without what was recorded, of numbers, strings, lists and dicts."""
+        """Returns the state without what was recorded, of numbers, strings, lists and dicts, for `Simulator`."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
-            **{name: [list(dispatch) for dispatch in getattr(self, name).values()] for name in ("in_flight", "given_up")},
+            **{name: [list(dispatch) for dispatch in getattr(self, name).values()] for name in _DISPATCHES},
             "buffer": [list(update) for update in self.buffer],
             "waiting": list(self.waiting),
-            "events": [list(event) for event in self.events],
-            "busy_until": [[client, until] for client, until in self._busy_until.items()],
-            "counts": dict(self.counts),
+            "events": [list(event) for event in self._events],
+            "busy_until": [[client, until] for client, until in self._busy_until.items() if until > self.now],
+            "selection": [self._selection.round, self._selection.position],
+            "counts": dict(self._records.counts),
             "memory": copy.deepcopy(self.memory),
         }
 
@@ -253,27 +241,15 @@ class Server:
         """Continues from a state of `state`."""
         for name in _NUMBERS:
             setattr(self, name, state[name])
-        for name in ("in_flight", "given_up"):
+        for name in _DISPATCHES:
             setattr(self, name, {row[0]: Dispatch(*row) for row in state[name]})
         self.buffer = [Dispatch(*row) for row in state["buffer"]]
-        self.waiting = list(state["waiting"])
-        self.events = [(time, sequence, kind, payload) for time, sequence, kind, payload in state["events"]]
+        self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
+        self._events = [(time, cause, kind, payload) for time, cause, kind, payload in state["events"]]
         self._busy_until = dict(state["busy_until"])
-        self.counts, self.memory = dict(state["counts"]), copy.deepcopy(state["memory"])
-        if self._round >= 0:
-            position = self._position
-            self._load_cohort()
-            self._position = position
-
-    def take_rows(self) -> tuple[Updates, ServerSteps, Timeline]:
-        """Returns what was recorded since the last call."""
-        updates, steps, timeline = ([np.array(column) for column in columns] for columns in self._rows.values())
-        self._rows = _empty_rows()
-        return Updates(*updates), ServerSteps(*steps), Timeline(*timeline)
-
-    def _record(self, kind: type, *values: float) -> None:
-        for column, value in zip(self._rows[kind], values, strict=True):
-            column.append(value)
+        self._selection.go_to(*state["selection"])
+        self._records = Records()
+        self._records.counts.update(state["counts"])
 
     def _take(self, updates: Sequence[Dispatch]) -> None:
         numbers = {update.number for update in updates}
@@ -284,12 +260,12 @@ class Server:
 
     def _push(self, time: float, kind: str, payload: Any) -> None:
         # While the server is down, nothing happens on it.
-        heapq.heappush(self.events, (max(self.now, self._down.end(time)), self._sequence, kind, payload))
-        self._sequence += 1
+        heapq.heappush(self._events, (max(self.now, self._down.end(time)), self._caused, kind, payload))
+        self._caused += 1
 
     def _send(self, client: int, round: int, steps: int) -> None:
-        number = self.dispatched
-        self.dispatched += 1
+        number = self._dispatched
+        self._dispatched += 1
         start = max(self.now, self._busy_until.get(client, self.now))
         if math.isinf(start):  # A client that has failed for good does not answer.
             dispatch = Dispatch(number, client, round, self.version, self.now, self.now, start, False, 0, 1, 0, 1, 0, math.inf)
@@ -297,7 +273,7 @@ class Server:
             dispatch = self._clients.dispatch(number, client, round, self.version, start, steps)
         self._busy_until[client] = dispatch.free
         self.in_flight[number] = dispatch
-        timeout, outcome = self.policy.timeout, "arrival" if dispatch.arrives else "loss"
+        timeout, outcome = self._policy.timeout, "arrival" if dispatch.arrives else "loss"
         noticed = dispatch.stop if timeout is None else self.now + timeout
         if dispatch.stop > noticed:
             self._push(noticed, "timeout", number)
@@ -306,37 +282,32 @@ class Server:
         if dispatch.copy < math.inf:
             self._push(dispatch.copy, "arrival", number)
 
-    def _available(self, client: int) -> bool:
-        return self._busy_until.get(client, self.now) <= self.now and self._clients.devices.online(client, self.now)
+    def _answered(self, dispatch: Dispatch) -> Dispatch:
+        if self._busy_until.get(dispatch.client, math.inf) <= self.now:
+            del self._busy_until[dispatch.client]
+        return dispatch
+
+    def _fill(self) -> None:
+        """Dispatches the clients that are waited for, as far as clients are available."""
+        while self.waiting:
+            found = self._next_available()
+            if found is None:
+                self._wake_later()
+                return
+            client, round, steps = found
+            given = self.waiting.pop(0)
+            self._send(client, round if given is None else given, steps)
 
     def _next_available(self) -> tuple[int, int, int] | None:
-        """Returns the next available client of the sampler's cohorts, its round and its steps; None if none is found."""
+        """Returns the next available client of the cohorts, its round and its steps; None if none is found."""
+        devices = self._clients.devices
         for skipped in range(_MOST_SKIPPED):
-            if skipped == _FEW_SKIPPED and not self._clients.devices.anyone_available(self._ready(), self.now):
+            if skipped == _FEW_SKIPPED and not devices.anyone_available(self._ready(), self.now):
                 return None
-            if self._position >= len(self._cohort):
-                self._begin_cohort()
-            position = self._position
-            self._position += 1
-            if self._available(client := int(self._cohort.clients[position])):
-                return client, self._round, int(self._cohort_steps[position])
+            found = self._selection.next()
+            if self._busy_until.get(found[0], self.now) <= self.now and devices.online(found[0], self.now):
+                return found
         return None
-
-    def _begin_cohort(self) -> None:
-        for _ in range(_MOST_EMPTY_COHORTS):
-            self._round += 1
-            self._load_cohort()
-            if len(self._cohort):
-                return
-        raise ValueError(
-            f"The sampler {type(self._sampler).__name__} gave {_MOST_EMPTY_COHORTS} cohorts without clients: give a sampler "
-            "that selects clients."
-        )
-
-    def _load_cohort(self) -> None:
-        self._cohort = checked_cohort(self._sampler, self._round, self._first)
-        self._cohort_steps = self._cohort.partial_steps(self._steps[self._cohort.clients])
-        self._position = 0
 
     def _wake_later(self) -> None:
         """Looks for clients again when the next one comes online or is free."""
@@ -351,6 +322,23 @@ class Server:
         ready[list(self._busy_until)] = list(self._busy_until.values())
         return ready
 
-
-def _empty_rows() -> dict[type, list[array.array[Any]]]:
-    return {kind: [array.array(code) for code in codes] for kind, codes in _CODES.items()}
+    def _why_it_cannot_go_on(self, model: Synchronization) -> str:
+        outcomes = ", ".join(f"{self._records.counts[outcome]} {outcome}" for outcome in OUTCOMES)
+        what = (
+            f"The run cannot go on after {self.version} server steps, at {self.now:.6g} seconds: of {self._dispatched} "
+            f"dispatches, {outcomes}, {len(self.buffer)} in the buffer and {self.expected} expected. "
+        )
+        gone = sum(math.isinf(until) for until in self._busy_until.values())
+        if self._events:
+            return what + (
+                f"Since the last server step, {self._idle_events} losses, late updates and other events have brought it no "
+                "nearer: give a later deadline or timeout, a smaller minimum, or fewer faults."
+            )
+        if self.waiting:
+            return what + (
+                f"No other client will ever be available ({gone} of {len(self._steps)} clients have failed or gone offline for "
+                "good): give Faults(recovery=...), fewer failures, or traces with a period."
+            )
+        return what + (
+            f"{type(model).__name__} waits for nothing: it must dispatch clients, or set a timer with server.call_at."
+        )

@@ -19,56 +19,11 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.systems._dispatch import Dispatch
-from fedsim.systems._server import Server
+from fedsim.systems._server import Server, Synchronization
 from fedsim.systems._staleness import ConstantWeight, PolynomialWeight
 
 StalenessWeight = Callable[[np.ndarray], np.ndarray]
 _CONSTANT, _INVERSE_SQUARE_ROOT = ConstantWeight(), PolynomialWeight(0.5)
-
-
-class Synchronization:
-    """Base class of synchronization models: methods that are called when something happens on the server.
-
-    A model is a frozen value: what it keeps during a run is in ``server.memory``. The methods act on the server by `dispatch`,
-    `aggregate` and the other methods of `Server`.
-
-    >>> class OneByOne(Synchronization):  # The next client starts when the last one has answered.
-    ...     def begin(self, server):
-    ...         server.dispatch(1)
-    ...
-    ...     def received(self, server, update):
-    ...         server.aggregate()
-    ...         server.dispatch(1)
-    >>> import fedsim
-    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
-    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
-    >>> fedsim.systems.schedule(sampler, 3, steps=np.full(4, 2), synchronization=OneByOne()).steps.time
-    array([2., 4., 6.])
-    """
-
-    def check(self, *, clients: int, cohort: int, fastest: float) -> None:
-        """Raises ``ValueError`` if no run of this model is possible.
-
-        Args:
-          clients: the size of the population.
-          cohort: the number of slots of the sampler's cohorts.
-          fastest: the shortest time in seconds in which any client may answer.
-        """
-
-    def begin(self, server: Server) -> None:
-        """Is called once, at the start of the run."""
-        raise NotImplementedError
-
-    def received(self, server: Server, update: Dispatch) -> None:
-        """Is called when an update has arrived that the server waited for; it is the last one in ``server.buffer``."""
-        raise NotImplementedError
-
-    def lost(self, server: Server, dispatch: Dispatch) -> None:
-        """Is called when the server stops waiting for a client (see `Policy`); by default another client is sent the model."""
-        server.dispatch(1)
-
-    def timer(self, server: Server, name: str) -> None:
-        """Is called at the time that the model has set with ``server.call_at(time, name)``."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

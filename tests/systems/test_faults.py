@@ -46,8 +46,9 @@ def test_probabilities_of_faults():
 
 @pytest.mark.parametrize(("when", "fraction"), [("before", 0.0), ("after", 1.0)])
 def test_time_of_failures(when, fraction):
-    drawn = systems.Faults(client_failures=1.0, failure_time=when).draw(rng.root(0))[5]
-    assert drawn == systems.Fault(failure=fraction, recovery=math.inf)
+    for recovery, seconds in ((None, math.inf), (3.0, 3.0)):
+        drawn = systems.Faults(client_failures=1.0, failure_time=when, recovery=recovery).draw(rng.root(0))[5]
+        assert drawn == systems.Fault(failure=fraction, recovery=seconds)
 
 
 def test_a_kind_of_fault_does_not_depend_on_the_others():

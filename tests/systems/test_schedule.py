@@ -12,7 +12,7 @@ from federation import singletons
 
 from fedsim import rng, systems
 from fedsim.samplers import ScheduleSampler, Stragglers, UniformSampler
-from fedsim.systems import _schedule
+from fedsim.systems import _server
 from fedsim.systems._draws import BLOCK, purpose_generator
 
 SAMPLER = UniformSampler(singletons(40), clients=5, seed=3)
@@ -188,7 +188,7 @@ def simulator(settings):
 
 def schedule_or_reason(settings):
     try:
-        with unittest.mock.patch.object(_schedule, "_MOST_IDLE_EVENTS", 300):  # This is enough for so few clients.
+        with unittest.mock.patch.object(_server, "_MOST_IDLE_EVENTS", 300):  # This is enough for so few clients.
             return simulator(settings).advance(12)
     except ValueError as error:
         return str(error)
@@ -258,6 +258,16 @@ def test_stretches_join_to_the_whole_schedule():
     assert_equal(joined(parts), whole)
 
 
+def test_state_does_not_grow():
+    model, faults = systems.Buffered(size=3, concurrency=9), systems.Faults(client_failures=0.3, message_loss=0.2)
+    simulator = systems.Simulator(SAMPLER, steps=STEPS, devices=SPEEDS, synchronization=model, faults=faults)
+    simulator.advance(100)
+    before = len(json.dumps(simulator.state()))
+    simulator.advance(1000)
+    assert len(json.dumps(simulator.state())) < 1.3 * before
+    assert len(simulator.advance(1000).timeline.client) == 0
+
+
 def run_that_fails(match, sampler=SAMPLER, rounds=50, **arguments):
     with pytest.raises(ValueError, match=match):
         systems.schedule(sampler, rounds, steps=np.ones(sampler.data.num_clients, int), **arguments)
@@ -280,7 +290,7 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
 def test_runs_that_cannot_go_on_say_why():
     run_that_fails(
         r"cannot go on after \d+ server steps, at .* seconds.*40 of 40 clients have failed or gone offline for good.*recovery",
-        faults=systems.Faults(client_failures=0.5),
+        faults=systems.Faults(client_failures=0.5, recovery=None),
     )
     run_that_fails(
         r"cannot go on after 0 server steps.*late updates and other events.*timeout", policy=systems.Policy(timeout=0.5)

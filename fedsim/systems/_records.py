@@ -1,0 +1,190 @@
+"""What a simulation records: the schedule of its server steps, and counts."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedsim.systems._dispatch import Dispatch
+
+OUTCOMES = ("aggregated", "late", "lost", "dropped")
+
+
+class Updates(NamedTuple):
+    """The aggregated updates, in the order of their aggregation; every field has one entry per update.
+
+    Attributes:
+      step: ``int32``, the server step that aggregated it, from 0. Its result is version ``step + 1``.
+      number: ``int64``, the number of the dispatch.
+      client: ``int32``, position in the population.
+      round: ``int32``, the round of the sampler; (round, client) determines the keys of the client's training.
+      version: ``int32``, the version of the model that the client started from.
+      staleness: ``int32``, ``step - version``: the server steps since then, before this one.
+      weight, scale: ``float64``; the server step's update is the sum of weight * scale * update over the sum of weight, where
+        the weights are multiplied by those of the algorithm.
+      start: ``float64``, when the server sent the model, in seconds.
+      stop: ``float64``, when the update arrived.
+    """
+
+    step: np.ndarray
+    number: np.ndarray
+    client: np.ndarray
+    round: np.ndarray
+    version: np.ndarray
+    staleness: np.ndarray
+    weight: np.ndarray
+    scale: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+class ServerSteps(NamedTuple):
+    """The server steps; every field has one entry per step.
+
+    Attributes:
+      time: ``float64``, in seconds.
+      updates: ``int32``, the number of updates that were aggregated.
+    """
+
+    time: np.ndarray
+    updates: np.ndarray
+
+
+class Timeline(NamedTuple):
+    """The dispatches whose outcome is known, in the order in which it became known; every field has one entry per dispatch.
+
+    Attributes:
+      client: ``int32``, position in the population.
+      start, stop: ``float64``, from the dispatch until the update arrived or was lost, in seconds.
+      version: ``int32``, the version of the model that the client started from.
+      outcome: ``int8``, an index of `OUTCOMES`: aggregated, late, lost or dropped.
+    """
+
+    client: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+    version: np.ndarray
+    outcome: np.ndarray
+
+
+class Totals(NamedTuple):
+    """What happened since the start of the run. ``dispatched`` is the sum of the six numbers after it.
+
+    Messages, bytes and steps are those of the dispatches whose outcome is known: aggregated, late, lost or dropped.
+
+    Attributes:
+      dispatched: the models that were sent to clients.
+      aggregated: the updates that were aggregated.
+      late: the updates that arrived after the server had stopped waiting for them, and were not used.
+      lost: the dispatches of which no update came.
+      dropped: the updates that the synchronization model dropped.
+      buffered: the updates that were received and are not yet aggregated.
+      in_flight: the dispatches without an answer so far.
+      downloads, uploads: the messages that were sent, including those that were repeated or doubled.
+      bytes_down, bytes_up: their bytes.
+      messages_lost: the messages that were lost.
+      messages_doubled: the second copies of messages, which the receiver ignored.
+      steps: the local steps that clients took.
+      steps_wasted: those for updates that were not aggregated.
+    """
+
+    dispatched: int
+    aggregated: int
+    late: int
+    lost: int
+    dropped: int
+    buffered: int
+    in_flight: int
+    downloads: int
+    uploads: int
+    bytes_down: int
+    bytes_up: int
+    messages_lost: int
+    messages_doubled: int
+    steps: int
+    steps_wasted: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """The events of a stretch of server steps.
+
+    Attributes:
+      updates: the updates that were aggregated in these server steps.
+      steps: the server steps.
+      timeline: the dispatches whose outcome became known.
+      totals: the counts at the end, since the start of the run.
+      seconds: the time at the end.
+    """
+
+    updates: Updates
+    steps: ServerSteps
+    timeline: Timeline
+    totals: Totals
+    seconds: float
+
+    @property
+    def largest_staleness(self) -> int:
+        """The largest staleness of an update: one less than the number of versions that must be kept."""
+        return int(self.updates.staleness.max(initial=0))
+
+
+# The type codes of Python's arrays, which grow without an object per entry: int8, int32, int64 and float64.
+_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "di", Timeline: "iddib"}
+
+
+class Records:
+    """What happened since `take` was called last, and the counts since the start of the run.
+
+    Attributes:
+      counts: the fields of `Totals` that are counted when the outcome of a dispatch is known, by name.
+
+    >>> records = Records()
+    >>> records.step(3.0, 2)
+    >>> records.take()[1]
+    ServerSteps(time=array([3.]), updates=array([2], dtype=int32))
+    """
+
+    def __init__(self) -> None:
+        counted = (*OUTCOMES, "downloads", "uploads", "messages_lost", "messages_doubled", "steps", "steps_wasted")
+        self.counts = dict.fromkeys(counted, 0)
+        self._columns = _empty_columns()
+
+    def update(self, update: Dispatch, step: int, weight: float, scale: float) -> None:
+        """Records an update that a server step aggregates."""
+        number, client, round, version, start, stop = update[:6]
+        self._append(Updates, step, number, client, round, version, step - version, weight, scale, start, stop)
+        self.outcome(update, "aggregated")
+
+    def step(self, time: float, updates: int) -> None:
+        """Records a server step."""
+        self._append(ServerSteps, time, updates)
+
+    def outcome(self, dispatch: Dispatch, outcome: str) -> None:
+        """Records the outcome of a dispatch."""
+        counts = self.counts
+        counts[outcome] += 1
+        counts["downloads"] += dispatch.downloads
+        counts["uploads"] += dispatch.uploads
+        counts["messages_lost"] += dispatch.lost
+        counts["messages_doubled"] += dispatch.doubled
+        counts["steps"] += dispatch.steps
+        counts["steps_wasted"] += dispatch.steps * (outcome != "aggregated")
+        self._append(Timeline, dispatch.client, dispatch.start, dispatch.stop, dispatch.version, OUTCOMES.index(outcome))
+
+    def take(self) -> tuple[Updates, ServerSteps, Timeline]:
+        """Returns what was recorded since the last call."""
+        updates, steps, timeline = ([np.array(column) for column in columns] for columns in self._columns.values())
+        self._columns = _empty_columns()
+        return Updates(*updates), ServerSteps(*steps), Timeline(*timeline)
+
+    def _append(self, kind: type, *values: float) -> None:
+        for column, value in zip(self._columns[kind], values, strict=True):
+            column.append(value)
+
+
+def _empty_columns() -> dict[type, list[array.array[Any]]]:
+    return {kind: [array.array(code) for code in codes] for kind, codes in _CODES.items()}

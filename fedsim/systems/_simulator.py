@@ -1,0 +1,139 @@
+"""The schedule of a run: which update is aggregated when, and which version of the model it started from.
+
+Durations depend on sizes, speeds and random draws and never on the values of models. So the host simulates the events
+beforehand, with a queue ordered by time (ties: by the order in which they were caused), and a compiled program can follow
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedsim import checks
+from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
+from fedsim.systems._devices import Devices
+from fedsim.systems._dispatch import Clients, Policy
+from fedsim.systems._faults import Faults, FaultSchedule
+from fedsim.systems._records import Schedule
+from fedsim.systems._server import Server, Synchronization
+from fedsim.systems._synchronization import Synchronous
+
+
+class Simulator:
+    """Simulates the events of a run, some server steps at a time.
+
+    Args:
+      sampler: selects the clients: the clients of its cohorts, one cohort after the other, as far as they are available.
+      steps: ``int [population]``, the local steps of each client. A cohort's ``work`` reduces them.
+      synchronization: the synchronization model; None: synchronous rounds.
+      devices: the clients' devices; None: one second per step, and messages take no time.
+      faults: what goes wrong; None: nothing does.
+      policy: what is done when there is no answer.
+      bytes_down, bytes_up: the sizes of the model that is sent to a client and of the update that it sends.
+      key: the run's root key; None: that of the sampler.
+
+    Guarantees:
+      - Equal arguments give equal schedules. Calls of `advance`, and `state` and `restore` between them, do not change them.
+      - The memory is O(population), and O(server steps) of one call of `advance`.
+
+    Raises:
+      ValueError: ``steps`` is not one whole number per client; a size is negative; a client is missing in the traces; the
+        synchronization model is not possible with these clients (it is named, with the remedy).
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
+    >>> simulator = Simulator(
+    ...     fedsim.UniformSampler(data, clients=10, seed=0),
+    ...     steps=np.full(100, 5),
+    ...     synchronization=fedsim.systems.Buffered(size=10, concurrency=30),
+    ...     devices=Devices(seconds_per_step=fedsim.systems.LogNormal(sigma=1.0)),
+    ... )
+    >>> first = simulator.advance(10)  # server steps 0 to 9
+    >>> second = simulator.advance(20)
+    >>> len(second.updates.client), second.totals.aggregated
+    (100, 200)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        steps: np.ndarray,
+        synchronization: Synchronization | None = None,
+        devices: Devices | None = None,
+        faults: Faults | FaultSchedule | None = None,
+        policy: Policy | None = None,
+        bytes_down: int = 0,
+        bytes_up: int = 0,
+        key: jax.Array | None = None,
+    ) -> None:
+        checks.whole(0, bytes_down=bytes_down, bytes_up=bytes_up)
+        checks.instance(Synchronization, "Synchronous()", or_none=True, synchronization=synchronization)
+        cohort = checked_cohort(sampler, 0)
+        population = cohort.data.num_clients
+        steps = np.asarray(steps)
+        if steps.shape != (population,) or steps.dtype.kind not in "iu" or steps.min() < 0:
+            raise ValueError(
+                f"Expected steps [{population}], a whole number of at least 0 for each client, got {steps.dtype} "
+                f"{list(steps.shape)}: give batches.num_steps(data.sizes), for example."
+            )
+        faults, policy = faults or FaultSchedule(), policy or Policy()
+        key = cohort.key if key is None else key
+        drawn = (devices or Devices()).draw(cohort.data.client_ids, key)
+        unreachable = [*faults.outages, *faults.server_crashes]
+        clients = Clients(drawn, faults.draw(key), unreachable, policy, bytes_down, bytes_up)
+        self._model = synchronization or Synchronous()
+        fastest = drawn.fastest(steps, bytes_down, bytes_up)
+        self._model.check(clients=population, cohort=cohort.slots, fastest=fastest)
+        self._server = Server(sampler, steps.astype(np.int64), clients, policy, faults.server_crashes)
+        self._begun = False
+
+    def advance(self, until: int) -> Schedule:
+        """Simulates until the server has taken ``until`` steps in all, and returns what happened since the last call.
+
+        Raises:
+          ValueError: the run cannot go on; the message says why.
+        """
+        checks.whole(0, until=until)
+        server = self._server
+        if not self._begun:
+            self._begun = True
+            self._model.begin(server)
+        while server.version < until:
+            server.next_event(self._model)
+        return server.schedule()
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state between two calls of `advance`: numbers, strings, lists and dicts, which JSON can represent."""
+        return {"begun": self._begun, "server": self._server.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from the state of a simulator that was made with equal arguments."""
+        self._begun = state["begun"]
+        self._server.restore(state["server"])
+
+
+def schedule(sampler: Sampler, rounds: int, **arguments: Any) -> Schedule:
+    """Returns the schedule of a run of ``rounds`` server steps.
+
+    Args:
+      sampler: selects the clients.
+      rounds: the number of server steps.
+      **arguments: those of `Simulator`.
+
+    Raises:
+      ValueError: as `Simulator` does; ``rounds`` is not positive; the run cannot go on.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> schedule(sampler, 3, steps=np.full(4, 10)).steps.time
+    array([10., 20., 30.])
+    """
+    checks.whole(1, rounds=rounds)
+    return Simulator(sampler, **arguments).advance(rounds)
