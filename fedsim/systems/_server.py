@@ -336,8 +336,9 @@ class Server:
             )
         if self.waiting:
             return what + (
-                f"No other client will ever be available ({gone} of {len(self._steps)} clients have failed or gone offline for "
-                "good): give Faults(recovery=...), fewer failures, or traces with a period."
+                f"No other client will ever be available: {gone} of {len(self._steps)} have failed or gone offline for good "
+                f"in their work{', and the rest stay offline' if gone < len(self._steps) else ''}: give Faults(recovery=...), "
+                "fewer failures, or traces with a period."
             )
         return what + (
             f"{type(model).__name__} waits for nothing: it must dispatch clients, or set a timer with server.call_at."

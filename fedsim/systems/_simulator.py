@@ -90,6 +90,11 @@ class Simulator:
         self._model = synchronization or Synchronous()
         fastest = drawn.fastest(steps, bytes_down, bytes_up)
         self._model.check(clients=population, cohort=cohort.slots, fastest=fastest)
+        if policy.timeout is not None and policy.timeout < fastest:
+            raise ValueError(
+                f"Expected timeout >= {fastest:.6g} seconds, in which the fastest client answers, got timeout="
+                f"{policy.timeout}: every update would be late; give a longer timeout, or faster devices."
+            )
         self._server = Server(sampler, steps.astype(np.int64), clients, policy, faults.server_crashes)
         self._begun = False
 

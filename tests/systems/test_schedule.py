@@ -280,6 +280,7 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
     run_that_fails(
         "deadline >= 1 seconds.*deadline=0.5.*no update would ever arrive", synchronization=systems.Synchronous(deadline=0.5)
     )
+    run_that_fails("timeout >= 1 seconds.*timeout=0.5.*every update would be late", policy=systems.Policy(timeout=0.5))
     run_that_fails("synchronization to be an instance", synchronization="buffered")
     run_that_fails("rounds >= 1", rounds=0)
     run_that_fails("bytes_up >= 0", bytes_up=-1)
@@ -289,17 +290,21 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
 
 def test_runs_that_cannot_go_on_say_why():
     run_that_fails(
-        r"cannot go on after \d+ server steps, at .* seconds.*40 of 40 clients have failed or gone offline for good.*recovery",
+        r"cannot go on after \d+ server steps, at .* seconds.*40 of 40 have failed .* in their work: give.*recovery",
         faults=systems.Faults(client_failures=0.5, recovery=None),
     )
     run_that_fails(
-        r"cannot go on after 0 server steps.*late updates and other events.*timeout", policy=systems.Policy(timeout=0.5)
+        r"cannot go on after 0 server steps.*late updates and other events.*timeout",
+        policy=systems.Policy(timeout=1.5),
+        devices=systems.Devices(variation=systems.LogNormal(sigma=0.1, median=10.0)),
     )
     run_that_fails(
         "late updates and other events.*recovery|fewer faults", faults=systems.Faults(client_failures=1.0, recovery=1.0)
     )
     traces = systems.Traces({str(client): {"online": [(0, 2.5)]} for client in range(40)})
-    run_that_fails("offline for good.*period", devices=systems.Devices(availability=traces))
+    run_that_fails(
+        "No other client .*5 of 40 have failed .*rest stay offline.*period", devices=systems.Devices(availability=traces)
+    )
 
     class Idle(systems.Synchronization):
         def begin(self, server):
