@@ -99,10 +99,10 @@ class Intervals:
             local = ready - self.shift[self._owners]
             local = local if math.isinf(self.period) else np.mod(local, self.period)
             wait = self.starts - local
-            again = self.period if math.isfinite(self.period) else math.inf
             inside = (wait <= 0) & (local < self.stops)
-            wait = np.where(inside & (ready > now), 0.0, np.where(wait > 0, wait, wait + again))
-            times = ready + wait
+            wait = np.where(inside & (ready > now), 0.0, np.where(wait > 0, wait, wait + self.period))
+            # A client whose interval begins now, but for rounding, comes online at the next representable time.
+            times = np.maximum(ready + wait, np.where(wait > 0, np.nextafter(now, math.inf), now))
         times = times[times > now]
         return float(times.min()) if times.size else math.inf
 

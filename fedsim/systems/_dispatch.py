@@ -140,6 +140,8 @@ class Clients:
         attempt, end = 0, start
         while attempt <= self._policy.retries:
             end = self.devices.advance(client, start, seconds)
+            if math.isinf(end):
+                break
             attempt += 1
             outage = self._unreachable.meet(start, end + delay)
             if attempt > lost and outage is None:

@@ -101,6 +101,27 @@ def test_diurnal_clients_are_online_for_their_fraction():
     assert all(intervals.advance(client, 0.0, 25.0 * 8) <= 800.0 + 1e-6 for client in range(100))
 
 
+def test_client_is_found_when_it_comes_online_although_times_are_rounded():
+    """At the time at which its day begins, a client may still be offline by rounding; then it is online a moment later."""
+    draw, rounded = np.random.default_rng(0), 0
+    for now in draw.uniform(0, 1e7, 3000):
+        night = systems.Diurnal(fraction=1e-3).intervals(["a"], draw)
+        if not night.online(0, now):
+            found = night.next_online(np.zeros(1), now)
+            while not night.online(0, found):
+                rounded += 1
+                found = night.next_online(np.zeros(1), found)
+            into_the_day = (found - night.shift[0] + 1.0) % 86400
+            assert into_the_day == pytest.approx(1.0, abs=1e-6)
+    assert 0 < rounded < 10_000
+
+
+def test_work_that_ends_with_an_interval_ends_there():
+    intervals = Intervals(np.array([3]), np.array([2.0, 12.5, 20.0]), np.array([9.0, 13.0, 31.25]), np.zeros(1), 32.0)
+    for seconds, stop in ((7.0, 9.0), (7.5, 13.0), (18.75, 31.25), (18.75 + 7.0, 41.0), (2 * 18.75, 63.25)):
+        assert intervals.advance(0, 0.0, seconds) == stop
+
+
 def test_clients_are_selected_only_while_online_and_pause_when_offline():
     traces = systems.Traces({"0": {"online": [(0, 4), (10, 12), (100, 200)]}, "1": {"online": [(20, 300)]}}, period=400)
     sampler = UniformSampler(singletons(2), clients=2, seed=0)

@@ -139,6 +139,16 @@ def test_server_crash_keeps_what_has_arrived_and_what_is_in_flight():
     assert found.updates.client.tolist() == [0, 2] and found.updates.start.tolist() == [0.0, 60.0]
 
 
+def test_what_the_server_would_do_is_done_when_it_is_up_again():
+    model = systems.Synchronous(deadline=20.0)
+    sampler = ScheduleSampler(singletons(4), [["0", "1"]], seed=0, repeat=True)
+    faults = systems.FaultSchedule({1: systems.Fault(delay_up=100.0)}, server_crashes=[(18.0, 25.0)])
+    found = systems.schedule(
+        sampler, 1, steps=np.full(4, 10), devices=DEVICES, bytes_down=20, bytes_up=20, synchronization=model, faults=faults
+    )
+    assert found.steps.time.tolist() == [25.0] and found.updates.client.tolist() == [0]
+
+
 def test_server_that_is_down_at_first_begins_later():
     assert run(listed({}, server_crashes=[(0.0, 5.0)])).seconds == 21.0
 
