@@ -85,11 +85,11 @@ def noise(data: FederatedData, *, sigma: float, seed: int, feature: str = "x") -
     checks.number(least=0, sigma=sigma)
     if column.dtype.kind not in "iuf":
         raise ValueError(f"Feature {feature!r} has dtype {column.dtype}: noise is added to numbers, so give a numeric feature.")
-    words = np.asarray(rng.words(rng.stream(rng.root(seed), "noise"))).astype(np.uint64)
+    words = np.asarray(rng.words(rng.stream(rng.root(seed), "noise")))
     noisy = np.empty(column.shape, column.dtype)
     for client in range(data.num_clients):
         rows = slice(*data.offsets[client : client + 2])
-        draw = np.random.Generator(np.random.Philox(key=words, counter=[0, 0, 0, client]))
+        draw = rng.generator(words, client)
         level = sigma * (client + 1) / data.num_clients
         changed = column[rows] + level * draw.standard_normal(column[rows].shape)
         if column.dtype.kind in "iu":

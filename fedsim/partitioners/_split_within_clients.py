@@ -61,12 +61,12 @@ def split_within_clients(
     shares = np.array(list(fractions.values()))
     # Small splits choose their examples first, and the largest takes the rest, so that small numbers are rounded best.
     order = np.argsort(shares, kind="stable")
-    words = np.asarray(rng.words(rng.stream(rng.root(seed), "split_within_clients"))).astype(np.uint64)
+    words = np.asarray(rng.words(rng.stream(rng.root(seed), "split_within_clients")))
     rows: list[list[np.ndarray]] = [[] for _ in shares]
     sizes = np.zeros((len(shares), data.num_clients), np.int64)
     for client in range(data.num_clients):
         start, stop = int(data.offsets[client]), int(data.offsets[client + 1])
-        draw = np.random.Generator(np.random.Philox(key=words, counter=[0, 0, 0, client]))
+        draw = rng.generator(words, client)
         sizes[:, client] = _largest_remainders(shares * (stop - start), stop - start)
         for split, chosen in zip(order, _stratified(codes[start:stop], sizes[order, client], draw), strict=True):
             rows[split].append(start + np.sort(chosen))
