@@ -19,6 +19,8 @@ from fedsim.experiment._published import published as published
 from fedsim.experiment._report import closing_table as closing_table
 from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
 from fedsim.experiment._schedule import client_optimizer as client_optimizer
+from fedsim.experiment._simulate import Simulation as Simulation
+from fedsim.experiment._simulate import simulate as simulate
 from fedsim.experiment._sweep import SweepMember as SweepMember
 from fedsim.experiment._sweep import SweepResult as SweepResult
 from fedsim.experiment._sweep import read_sweep as read_sweep

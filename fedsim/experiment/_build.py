@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from fedsim import aggregators, algorithms, attacks, compressors, datasets, models
+from fedsim import aggregators, algorithms, attacks, compressors, datasets, models, systems
 from fedsim.algorithm import Algorithm
 from fedsim.data import Batches, FederatedData
 from fedsim.execution._sharing import share_programs
 from fedsim.execution._structure import numbers_of, with_numbers
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
+from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, make, required
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
@@ -101,8 +102,28 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
             samplers[key] = _sampler(splits.train, config)
-        experiments.append(Experiment(algorithm, samplers[key], splits.test))
+        experiments.append(_on_a_clock(Experiment(algorithm, samplers[key], splits.test), config))
     return experiments
+
+
+def _on_a_clock(experiment: Experiment, config: RunConfig) -> Experiment:
+    """Simulates the events of a run, if the configuration has a virtual clock; see `simulate`."""
+    options = "synchronization", "client_devices", "message_loss", "client_failures"
+    if not any(getattr(config, name) for name in options):
+        return experiment
+    law = make("law of seconds", config.client_devices, systems.LAWS) if config.client_devices else 1.0
+    model = make("synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS)
+    made = scheduled(
+        experiment.algorithm,
+        experiment.sampler,
+        rounds=config.rounds,
+        synchronization=model,
+        devices=systems.Devices(seconds_per_step=law),
+        faults=systems.Faults(
+            message_loss=config.message_loss, client_failures=config.client_failures, recovery=config.client_recovery
+        ),
+    )
+    return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
 
 
 def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings) -> Algorithm:

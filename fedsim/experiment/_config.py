@@ -79,6 +79,20 @@ class RunConfig:
     drop_stragglers: bool = _option(
         False, "attacks and stragglers", "Leave stragglers out instead of using their partial work."
     )
+    synchronization: str | None = _option(
+        None,
+        "virtual clock",
+        "When clients start and the server aggregates: synchronous, 'buffered(size=10, concurrency=30)', "
+        "'asynchronous(concurrency=30)', 'stale_synchronous(bound=2)'; default: rounds without a clock.",
+    )
+    client_devices: str | None = _option(
+        None,
+        "virtual clock",
+        "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...",
+    )
+    message_loss: float = _option(0.0, "virtual clock", "Probability that a message to or from a client is lost.")
+    client_failures: float = _option(0.0, "virtual clock", "Probability that a client fails during its training.")
+    client_recovery: float = _option(0.0, "virtual clock", "Seconds after which such a client can be selected again.")
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     rounds: int = _option(100, "training", "Number of rounds.")
     clients: int = _option(10, "training", "Clients per round.")
@@ -114,6 +128,8 @@ class RunConfig:
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         check_choices(self)
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
+        checks.number(least=0, most=1, message_loss=self.message_loss, client_failures=self.client_failures)
+        checks.number(least=0, client_recovery=self.client_recovery, remedy="give seconds")
         checks.positive(or_none=True, clip=self.clip, remedy="None does not clip updates")
         if self.error_feedback and not self.compressor:
             raise ValueError("error_feedback=True requires a compressor, got none: choose one, e.g. compressor='top_k'.")

@@ -3,6 +3,7 @@
 All times are in seconds of the virtual clock, and all sizes in bytes.
 """
 
+from fedsim.names import by_name
 from fedsim.systems._availability import Diurnal as Diurnal
 from fedsim.systems._availability import Traces as Traces
 from fedsim.systems._devices import Devices as Devices
@@ -22,6 +23,7 @@ from fedsim.systems._records import ServerSteps as ServerSteps
 from fedsim.systems._records import Timeline as Timeline
 from fedsim.systems._records import Totals as Totals
 from fedsim.systems._records import Updates as Updates
+from fedsim.systems._sampler import ScheduledSampler as ScheduledSampler
 from fedsim.systems._server import Server as Server
 from fedsim.systems._server import Synchronization as Synchronization
 from fedsim.systems._simulator import Simulator as Simulator
@@ -33,3 +35,7 @@ from fedsim.systems._synchronization import Asynchronous as Asynchronous
 from fedsim.systems._synchronization import Buffered as Buffered
 from fedsim.systems._synchronization import StaleSynchronous as StaleSynchronous
 from fedsim.systems._synchronization import Synchronous as Synchronous
+
+# What can be chosen by name.
+LAWS: dict[str, type[Law]] = by_name(Constant, LogNormal, HalfNormal, Exponential)
+SYNCHRONIZATIONS: dict[str, type[Synchronization]] = by_name(Synchronous, StaleSynchronous, Asynchronous, Buffered)

@@ -95,6 +95,9 @@ class Server:
         self._given_up: dict[int, Dispatch] = {}
         self._events: list[tuple[float, int, str, Any]] = []
         self._busy_until: dict[int, float] = {}
+        # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
+        # updates.
+        self._sending: set[int] = set()
         self._dispatched, self._caused, self._idle_events, self._wake = 0, 0, 0, math.inf
 
     @property
@@ -134,17 +137,21 @@ class Server:
         """Takes a server step: aggregates updates of the buffer, which increases the version by one.
 
         Args:
-          updates: the updates; None: all of the buffer.
+          updates: the updates; None: all of the buffer, but a second update of a client stays there for the next server step.
           weights, scales: one number per update; None: 1. The server step's update is the sum of weight * scale * update over
             the sum of weight.
 
         Raises:
-          ValueError: there are no updates; an update is not in the buffer; there is not one number per update.
+          ValueError: there are no updates, or two of one client; an update is not in the buffer; there is not one number per
+            update.
         """
-        chosen = list(self.buffer if updates is None else updates)
+        first = {update.client: update for update in reversed(self.buffer)}
+        chosen = [update for update in self.buffer if first[update.client] is update] if updates is None else list(updates)
         if not chosen:
             raise ValueError("aggregate got no updates: a server step needs at least one; wait for one to be received.")
         self._take(chosen)
+        if len({update.client for update in chosen}) < len(chosen):
+            raise ValueError("aggregate got two updates of one client: aggregate them in two server steps.")
         ones = [1.0] * len(chosen)
         weights, scales = ones if weights is None else weights, ones if scales is None else scales
         for update, weight, scale in zip(chosen, weights, scales, strict=True):
@@ -197,6 +204,7 @@ class Server:
             if self._policy.late == "use":
                 self.buffer.append(update)
             else:
+                self._sending.discard(update.client)
                 self._records.outcome(update, "late")
         elif kind == "loss" and payload in self.in_flight:
             dispatch = self._answered(self.in_flight.pop(payload))
@@ -247,6 +255,8 @@ class Server:
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
         self._events = [(time, cause, kind, payload) for time, cause, kind, payload in state["events"]]
         self._busy_until = dict(state["busy_until"])
+        dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
+        self._sending = {dispatch.client for dispatch in dispatches if dispatch.arrives}
         self._selection.go_to(*state["selection"])
         self._records = Records()
         self._records.counts.update(state["counts"])
@@ -257,6 +267,7 @@ class Server:
         if len(left) + len(updates) != len(self.buffer):
             raise ValueError("Expected different updates that are in server.buffer: each can be aggregated or dropped once.")
         self.buffer[:] = left
+        self._sending.difference_update(update.client for update in updates)
 
     def _push(self, time: float, kind: str, payload: Any) -> None:
         # While the server is down, nothing happens on it.
@@ -272,6 +283,8 @@ class Server:
         else:
             dispatch = self._clients.dispatch(number, client, round, self.version, start, steps)
         self._busy_until[client] = dispatch.free
+        if dispatch.arrives:
+            self._sending.add(client)
         self.in_flight[number] = dispatch
         timeout, outcome = self._policy.timeout, "arrival" if dispatch.arrives else "loss"
         noticed = dispatch.stop if timeout is None else self.now + timeout
@@ -305,7 +318,8 @@ class Server:
             if skipped == _FEW_SKIPPED and not devices.anyone_available(self._ready(), self.now):
                 return None
             found = self._selection.next()
-            if self._busy_until.get(found[0], self.now) <= self.now and devices.online(found[0], self.now):
+            is_free = self._busy_until.get(found[0], self.now) <= self.now and found[0] not in self._sending
+            if is_free and devices.online(found[0], self.now):
                 return found
         return None
 
@@ -317,9 +331,10 @@ class Server:
             self._push(time, "wake", None)
 
     def _ready(self) -> np.ndarray:
-        """Returns when each client has ended its work, ``float64 [population]``; infinity if it has failed for good."""
+        """Returns when each client has ended its work, ``float64 [population]``; infinity if that is not known."""
         ready = np.full(len(self._steps), self.now)
         ready[list(self._busy_until)] = list(self._busy_until.values())
+        ready[list(self._sending)] = math.inf
         return ready
 
     def _why_it_cannot_go_on(self, model: Synchronization) -> str:
@@ -337,8 +352,8 @@ class Server:
         if self.waiting:
             return what + (
                 f"No other client will ever be available: {gone} of {len(self._steps)} have failed or gone offline for good "
-                f"in their work{', and the rest stay offline' if gone < len(self._steps) else ''}: give Faults(recovery=...), "
-                "fewer failures, or traces with a period."
+                f"in their work{', and the rest stay offline or have sent an update' if gone < len(self._steps) else ''}: give "
+                "Faults(recovery=...), fewer failures, or traces with a period."
             )
         return what + (
             f"{type(model).__name__} waits for nothing: it must dispatch clients, or set a timer with server.call_at."

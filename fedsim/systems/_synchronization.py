@@ -180,8 +180,13 @@ class Buffered(Synchronization):
         checks.one_of("size", "weights", divide_by=self.divide_by)
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
-        """Raises ``ValueError`` if there are fewer clients than ``concurrency``."""
+        """Raises ``ValueError`` if there are fewer clients than ``concurrency`` or ``size``."""
         _check_concurrency(self.concurrency, clients)
+        if self.size > clients:
+            raise ValueError(
+                f"Expected size <= {clients}, the clients of the population, got size={self.size}: a server step has one "
+                f"update of a client at most; give at most size={clients}."
+            )
 
     def begin(self, server: Server) -> None:
         """Starts ``concurrency`` clients."""

@@ -1,0 +1,77 @@
+"""`scheduled`: an algorithm and a sampler for a run on a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from fedsim import checks, rng, tree
+from fedsim.algorithm import Algorithm
+from fedsim.execution import Staleness
+from fedsim.execution._plan import ALL_STEPS, num_steps
+from fedsim.execution._programs import programs_for
+from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
+from fedsim.systems import (
+    Asynchronous,
+    Devices,
+    Faults,
+    FaultSchedule,
+    Policy,
+    Schedule,
+    ScheduledSampler,
+    Synchronization,
+    schedule,
+)
+
+
+class Scheduled(NamedTuple):
+    """An algorithm that keeps as many versions as its clients need, the sampler of its cohorts, and the schedule."""
+
+    algorithm: Algorithm
+    sampler: ScheduledSampler
+    schedule: Schedule
+
+
+def scheduled(
+    algorithm: Algorithm,
+    sampler: Sampler,
+    *,
+    rounds: int,
+    synchronization: Synchronization | None,
+    devices: Devices | None,
+    faults: Faults | FaultSchedule | None,
+    policy: Policy | None = None,
+    bytes_down: int | None = None,
+    bytes_up: int | None = None,
+) -> Scheduled:
+    """Simulates the events of a run; the arguments are those of `simulate`."""
+    checks.whole(1, rounds=rounds)
+    if type(algorithm).apply is not Algorithm.apply:
+        raise ValueError(
+            f"{type(algorithm).__name__} overrides apply, so its clients cannot be simulated: override round or client_update."
+        )
+    first = checked_cohort(sampler, 0)
+    algorithm.check(first.data)
+    mixing = isinstance(synchronization, Asynchronous)
+    # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
+    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=0, mixing=mixing))
+    state = jax.eval_shape(stale.init, rng.stream(first.key, "init"))
+    outline = programs_for(stale, state, first.data)[0].outline
+    sizes = first.data.sizes
+    plan = schedule(
+        sampler,
+        rounds,
+        steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, outline.loops),
+        synchronization=synchronization,
+        devices=devices,
+        faults=faults,
+        policy=policy,
+        bytes_down=tree.num_bits(outline.sent) // 8 if bytes_down is None else bytes_down,
+        bytes_up=tree.num_bits(outline.calls[0].update) // 8 if bytes_up is None else bytes_up,
+    )
+    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=plan.largest_staleness, mixing=mixing))
+    return Scheduled(stale, ScheduledSampler(sampler, plan), plan)

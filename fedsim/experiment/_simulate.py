@@ -1,0 +1,89 @@
+"""`simulate`: a run whose clients need time, start from older models and fail, on a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fedsim.algorithm import Algorithm
+from fedsim.experiment._loop import Result, run
+from fedsim.experiment._scheduled import scheduled
+from fedsim.samplers import Sampler
+from fedsim.systems import Devices, Faults, FaultSchedule, Policy, Schedule, Synchronization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation(Result):
+    """The result of `simulate`.
+
+    Attributes:
+      schedule: the events of the run.
+
+    >>> [field.name for field in dataclasses.fields(Simulation)][-1]
+    'schedule'
+    """
+
+    schedule: Schedule
+
+
+def simulate(
+    algorithm: Algorithm,
+    sampler: Sampler,
+    *,
+    rounds: int,
+    synchronization: Synchronization | None = None,
+    devices: Devices | None = None,
+    faults: Faults | FaultSchedule | None = None,
+    policy: Policy | None = None,
+    bytes_down: int | None = None,
+    bytes_up: int | None = None,
+    **options: Any,
+) -> Simulation:
+    """Trains like `run`, with clients that need time to compute and to communicate, start from older models, and fail.
+
+    The events are simulated on a virtual clock in seconds before training starts, because they do not depend on the values of
+    models. Then every server step is a round of the clients whose updates it aggregates, each from the version of the model
+    that it started from. The metrics of a round also have ``simulated_seconds``, the time at the end of the server step;
+    the mean and the largest ``staleness`` of its updates; and ``updates_late``, ``updates_lost`` and ``updates_dropped``, the
+    updates that were not used, counted since the server step before.
+
+    Args:
+      algorithm: an algorithm whose round is one aggregation of updates.
+      sampler: selects the clients: those of its cohorts, one cohort after the other, as far as they are available.
+      rounds: the number of server steps.
+      synchronization: when clients are sent a model and when the server aggregates; None: synchronous rounds.
+      devices: how fast clients are; None: one second per local step, and messages take no time.
+      faults: what goes wrong; None: nothing does.
+      policy: what the server does if there is no answer.
+      bytes_down, bytes_up: the sizes of the messages; None: those of the uncompressed model and update.
+      **options: those of `run`.
+
+    Raises:
+      ValueError: the algorithm overrides ``apply``, or its round is more than one aggregation; the run cannot go on.
+
+    >>> import fedsim, optax
+    >>> from fedsim import systems
+    >>> data = fedsim.datasets.load("digits").train
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    >>> result = simulate(
+    ...     algorithm, fedsim.UniformSampler(data, clients=10, seed=0), rounds=5, progress=False,
+    ...     devices=systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0)),
+    ...     synchronization=systems.Buffered(size=3, concurrency=10))
+    >>> [line["round"] for line in result.history], result.history[-1]["largest_staleness"] > 0
+    ([1, 2, 3, 4, 5], True)
+    """
+    made = scheduled(
+        algorithm,
+        sampler,
+        rounds=rounds,
+        synchronization=synchronization,
+        devices=devices,
+        faults=faults,
+        policy=policy,
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
+    )
+    result = run(made.algorithm, made.sampler, rounds=rounds, **options)
+    fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    return Simulation(**fields, schedule=made.schedule)

@@ -1,0 +1,100 @@
+"""`ScheduledSampler`: the cohorts of a schedule."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedsim.data import Arrivals, Cohort
+from fedsim.samplers import Sampler
+from fedsim.samplers._checked import checked_cohort
+from fedsim.systems._records import OUTCOMES, Schedule, Updates
+
+
+class ScheduledSampler:
+    """The cohorts of a schedule: those of a round are the clients whose updates the server step of that number aggregates.
+
+    Args:
+      sampler: the sampler that the schedule was made with.
+      schedule: all server steps of the run.
+
+    Attributes:
+      data, key: those of ``sampler``.
+      clients: the largest number of updates in a server step.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1, 1, 1, 1])
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=0)
+    >>> plan = fedsim.systems.schedule(sampler, 2, steps=np.array([1, 2, 3, 4]))
+    >>> [cohort.measures["simulated_seconds"] for cohort in ScheduledSampler(sampler, plan).rounds(2)]
+    [2.0, 4.0]
+    """
+
+    def __init__(self, sampler: Sampler, schedule: Schedule) -> None:
+        first = checked_cohort(sampler, 0)
+        self.sampler, self.schedule, self.data, self.key = sampler, schedule, first.data, first.key
+        self.clients = int(schedule.steps.updates.max())
+        self._attack, self._bounds = first.attack, np.concatenate([[0], np.cumsum(schedule.steps.updates)])
+        self._selected = functools.lru_cache(maxsize=64)(lambda round: checked_cohort(sampler, round, first))
+        stops, outcomes = schedule.timeline.stop, schedule.timeline.outcome
+        self._stops = {name: np.sort(stops[outcomes == i]) for i, name in enumerate(OUTCOMES) if name != "aggregated"}
+
+    def cohort(self, round: int) -> Cohort:
+        """Returns the cohort of a server step."""
+        round = operator.index(round)
+        if not 0 <= round < len(self.schedule.steps.time):
+            raise ValueError(f"Expected a round in [0, {len(self.schedule.steps.time)}), the schedule, got round={round}.")
+        stretch = slice(self._bounds[round], self._bounds[round + 1])
+        updates = Updates(*(field[stretch] for field in self.schedule.updates))
+        found = [self._find(int(client), int(number)) for client, number in zip(updates.client, updates.round, strict=True)]
+        work = np.array([1.0 if cohort.work is None else cohort.work[place] for cohort, place in found])
+        attackers = None if self._attack is None else np.array([_is_attacker(*one) for one in found])
+        arrivals = Arrivals.of(
+            updates.staleness, round=round, key_rounds=updates.round, weights=updates.weight, scales=updates.scale
+        )
+        return Cohort(
+            self.data,
+            updates.client,
+            round,
+            self.key,
+            slots=self.clients,
+            work=work if np.any(work < 1) else None,
+            attack=self._attack,
+            attackers=attackers,
+            arrivals=arrivals,
+            measures=self._measures(round),
+        )
+
+    def _find(self, client: int, round: int) -> tuple[Cohort, int]:
+        """Returns the cohort that says whether a client is a straggler or an attacker, and its place there.
+
+        The workers of `StaleSynchronous` are those of the first cohort in every round.
+        """
+        for cohort in (self._selected(round), self._selected(0)):
+            if len(place := np.flatnonzero(cohort.clients == client)):
+                return cohort, int(place[0])
+        raise ValueError(
+            f"Client {self.data.client_ids[client]!r} is not in the sampler's cohort of round {round} or its first one, so it "
+            "is not known whether it is a straggler or an attacker: use a sampler without them."
+        )
+
+    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
+        """Returns the cohorts of server steps ``start`` to ``stop - 1``."""
+        return (self.cohort(r) for r in range(start, stop))
+
+    def _measures(self, round: int) -> dict[str, float]:
+        times = self.schedule.steps.time
+        begin, end = (times[round - 1] if round else -np.inf), times[round]
+        counts = {
+            f"updates_{name}": int(np.searchsorted(stops, end, "right") - np.searchsorted(stops, begin, "right"))
+            for name, stops in self._stops.items()
+        }
+        return {"simulated_seconds": float(end), **counts}
+
+
+def _is_attacker(cohort: Cohort, place: int) -> bool:
+    assert cohort.attackers is not None  # as in every cohort with an attack
+    return bool(cohort.attackers[place])

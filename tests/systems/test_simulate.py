@@ -1,0 +1,131 @@
+"""Training on a virtual clock, against a loop over the schedule and against synchronous rounds."""
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import systems
+from fedsim.experiment import simulate
+
+SPEEDS = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0))
+
+
+def make(**changes):
+    settings = {"model": federation.model(), "client_optimizer": optax.sgd(0.3), "batches": fedsim.Batches(size=4)} | changes
+    return fedsim.algorithms.FedAvg(**settings, execution=fedsim.Jit())
+
+
+def sampler(clients=4, seed=0):
+    return fedsim.UniformSampler(federation.data((7, 4, 3, 12, 1, 5, 9, 2)), clients=clients, seed=seed)
+
+
+def run(algorithm=None, clients=4, **options):
+    return simulate(algorithm or make(), sampler(clients), progress=False, **{"rounds": 8, "devices": SPEEDS} | options)
+
+
+def params_by_hand(schedule, mixing):
+    """Computes every server step from rounds of a single client each."""
+    algorithm, data = make(), sampler().data
+    states = [algorithm.init(fedsim.rng.stream(fedsim.rng.root(0), "init"))]
+    updates = schedule.updates
+    for step in range(len(schedule.steps.time)):
+        now, total, weights = states[-1], 0.0, 0.0
+        for i in np.flatnonzero(updates.step == step):
+            client, start = int(updates.client[i]), states[updates.version[i]]
+            alone = fedsim.Cohort(data, np.array([client]), int(updates.round[i]), fedsim.rng.root(0))
+            end = algorithm.apply(start, alone)[0].params
+            movement = jax.tree.map(np.subtract, now.params if mixing else start.params, end)
+            weight = float(data.sizes[client]) * updates.weight[i]
+            scaled = jax.tree.map(lambda x, w=weight * updates.scale[i]: w * x, movement)
+            total = scaled if isinstance(total, float) else jax.tree.map(np.add, total, scaled)
+            weights += weight
+        params = jax.tree.map(lambda p, x, w=weights: np.float32(p - x / w), now.params, total)
+        states.append(now._replace(params=params, round=now.round + 1))
+    return states[-1].params
+
+
+@pytest.mark.parametrize(
+    "synchronization",
+    [
+        systems.Buffered(size=2, concurrency=4),
+        systems.Asynchronous(concurrency=3, staleness_weight=systems.PolynomialWeight(0.5)),
+        systems.StaleSynchronous(bound=1),
+    ],
+)
+def test_every_client_trains_from_the_version_that_it_was_sent(synchronization):
+    result = run(synchronization=synchronization)
+    assert result.schedule.largest_staleness > 0
+    expected = params_by_hand(result.schedule, isinstance(synchronization, systems.Asynchronous))
+    federation.assert_trees_close(result.state.server.params, expected)
+    assert [line["simulated_seconds"] for line in result.history] == result.schedule.steps.time.tolist()
+    largest = [result.schedule.updates.staleness[result.schedule.updates.step == r].max() for r in range(8)]
+    assert [line["largest_staleness"] for line in result.history] == largest
+
+
+@pytest.mark.parametrize("synchronization", [systems.StaleSynchronous(bound=0), systems.Synchronous()])
+def test_without_staleness_the_rounds_are_those_of_run(synchronization):
+    whole = sampler(clients=8)  # all clients, so that stale synchronous workers are those of every round
+    result = simulate(make(), whole, rounds=4, devices=SPEEDS, synchronization=synchronization, progress=False)
+    plain = fedsim.experiment.run(make(), whole, rounds=4, progress=False)
+    federation.assert_trees_close(result.state.server.params, plain.state.params)
+    assert result.schedule.largest_staleness == 0
+
+
+def test_stragglers_and_attackers_stay_what_their_sampler_made_them():
+    slow = fedsim.samplers.Stragglers(sampler(), fraction=0.5, epochs=4)
+    attacked = fedsim.samplers.Attacked(slow, fedsim.attacks.SignFlip(), fraction=0.25, seed=0)
+    algorithm = make(batches=fedsim.Batches(size=4, epochs=4))
+    result = simulate(
+        algorithm, attacked, rounds=6, devices=SPEEDS, synchronization=systems.Buffered(size=2, concurrency=4), progress=False
+    )
+    planned = systems.ScheduledSampler(attacked, result.schedule)
+    for cohort in planned.rounds(6):
+        for place, number in enumerate(cohort.arrivals.key_rounds):
+            original = attacked.cohort(int(number))
+            (at,) = np.flatnonzero(original.clients == cohort.clients[place])
+            assert cohort.attackers[place] == original.attackers[at]
+            assert (1.0 if cohort.work is None else cohort.work[place]) == original.work[at]
+
+
+def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path):
+    options = {"synchronization": systems.Buffered(size=2, concurrency=4), "checkpoint_every": 2}
+    unbroken = run(**options, folder=tmp_path / "unbroken")
+
+    class StopError(Exception):
+        pass
+
+    def stop(line, state):
+        if line["round"] == 5:
+            raise StopError
+
+    with pytest.raises(StopError):
+        run(**options, folder=tmp_path / "stopped", callbacks=[stop])
+    resumed = run(**options, folder=tmp_path / "stopped")
+    for a, b in zip(*(jax.tree.leaves(federation.plain(r.state)) for r in (unbroken, resumed)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_algorithms_that_cannot_use_older_models_are_refused():
+    mime = fedsim.algorithms.Mime(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match="Mime cannot run with staleness"):
+        run(mime)
+    scaffold = fedsim.algorithms.SCAFFOLD(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4)
+    )
+    with pytest.raises(ValueError, match="difference of parameters"):
+        run(scaffold, synchronization=systems.Asynchronous(concurrency=2))
+    assert run(scaffold, synchronization=systems.Buffered(size=2, concurrency=4)).round == 8
+
+
+def test_messages_and_clients_are_lost_and_learning_goes_on():
+    result = run(
+        make(),
+        faults=systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0),
+        rounds=10,
+        synchronization=systems.Buffered(size=2, concurrency=4),
+    )
+    assert sum(line["updates_lost"] for line in result.history) > 0
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
