@@ -32,6 +32,8 @@ class Capabilities:
       quadratic: hyperparameters for which this takes at most 400 rounds to two digits.
       ordered: the result depends on the order of a client's examples.
       aggregators: every aggregator of updates may be its `aggregator`, also robust and compressing ones.
+      scalable: an update that is multiplied by a number moves the server by as many times less or more. Updates whose parts
+        enter the server's state in different ways, or that clients also store, are not.
 
     >>> Algorithm.capabilities.minimizes
     True
@@ -41,6 +43,7 @@ class Capabilities:
     quadratic: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ordered: bool = True
     aggregators: bool = True
+    scalable: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -94,7 +94,7 @@ class AgnosticFedAvg(FedAvg):
     ([[1.0, 5.0]], [0.5, 0.5])
     """
 
-    capabilities = Capabilities(aggregators=False)
+    capabilities = Capabilities(aggregators=False, scalable=False)
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     num_domains: int

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate, RoundInfo
@@ -66,6 +67,8 @@ class FedDyn(FedAvg):
     ...
     ValueError: Expected alpha > 0 and finite, got alpha=0.0.
     """
+
+    capabilities = Capabilities(scalable=False)
 
     alpha: float = 0.01
     weighting: Literal["examples", "uniform"] = "uniform"

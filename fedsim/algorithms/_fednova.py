@@ -22,6 +22,7 @@ from typing import Any
 
 from fedsim import tree
 from fedsim.aggregators import AuxMean, WithAux
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.data import FederatedData
@@ -51,6 +52,8 @@ class FedNova(FedProx):
     >>> [f"{length:.4f}" for length in info.clients["distance"].tolist()]  # 0.1 (4 + 3 0.9 + 2 0.9^2 + 0.9^3), 0.1 (2 + 0.9)
     ['0.9049', '0.2900']
     """
+
+    capabilities = Capabilities(scalable=False)
 
     mu: float = 0.0
 

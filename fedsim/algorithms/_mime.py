@@ -29,6 +29,7 @@ import jax
 import optax
 
 from fedsim import tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
 from fedsim.execution import Client, Clients, ClientUpdate, RoundInfo
@@ -73,6 +74,8 @@ class MimeLite(FedAvg):
     >>> jax.tree.map(jnp.shape, momentum) == jax.tree.map(jnp.shape, state.params)
     True
     """
+
+    capabilities = Capabilities(scalable=False)
 
     def init(self, key: jax.Array) -> MimeState:
         state = super().init(key)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators import AuxMean, WithAux
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._gradient_server import GradientServer
@@ -86,6 +87,8 @@ class QFedSGD(FedSGD, FairServer):
     ValueError: Expected lipschitz > 0 and finite, got lipschitz=0.0.
     """
 
+    capabilities = Capabilities(ordered=False, scalable=False)
+
     lipschitz: float = 1.0
 
     def __post_init__(self) -> None:
@@ -122,6 +125,8 @@ class QFedAvg(FedAvg, FairServer):
     >>> np.allclose(info.clients["loss_before"], np.log(62))
     True
     """
+
+    capabilities = Capabilities(scalable=False)
 
     lipschitz: float | None = None
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch, FederatedData
@@ -78,6 +79,8 @@ class SCAFFOLD(FedAvg):
     ...
     ValueError: Expected option to be 'I' or 'II', got option=2.
     """
+
+    capabilities = Capabilities(scalable=False)
 
     option: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -33,7 +33,7 @@ class Statistics(Algorithm):
     False
     """
 
-    capabilities = Capabilities(minimizes=False, ordered=False, aggregators=False)
+    capabilities = Capabilities(minimizes=False, ordered=False, aggregators=False, scalable=False)
 
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fedsim import rng
 from fedsim.data import Batches, Cohort
 from fedsim.execution._client import Client, ClientPlan, batch_loop, client_of, client_plans
 from fedsim.execution._plan import Layout, plan_round
@@ -78,7 +77,7 @@ def place_clients(
     }
     placement = Placement(name, slots, None if devices is None else tuple(devices))
     plan = plan_round(cohort, Layout(slots, 1), batches)
-    own = client_plans(plan, rng.client_keys(cohort.key, cohort.round, jnp.asarray(plan.client)))
+    own = client_plans(plan, cohort.keys())
     own = own._replace(start=jnp.asarray(np.cumsum(sizes) - sizes, jnp.int32))
     own = jax.tree.map(placement.divided, own)
     if placement.mesh is not None:

@@ -15,8 +15,8 @@ from fedsim import checks, tree
 class Staleness:
     """Lets the clients of a round start from what the server sent in earlier rounds, as ``Cohort.arrivals`` says.
 
-    The server keeps what it sent in the last rounds, so the state is larger by ``bound + 1`` times that. An update is
-    multiplied by its scale when it arrives, after the aggregator's `send`.
+    The server keeps what it sent in the last rounds, so the state is larger by ``bound + 1`` times that. It must have run all
+    of these rounds. An update is multiplied by its scale when it arrives, after the aggregator's `send`.
 
     Attributes:
       bound: the largest staleness, in rounds.
@@ -76,3 +76,12 @@ class Staleness:
                 )
             update = jax.tree.map(lambda x, new, old: x + (new - old), update, params, started.params)
         return jax.tree.map(lambda x: x * scale.astype(x.dtype) if tree.is_float(x) else x, update)
+
+
+def check_scalable(algorithm: Any) -> None:
+    """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales, see `fedsim.algorithm.Capabilities`."""
+    if not algorithm.capabilities.scalable:
+        raise ValueError(
+            f"The updates of {type(algorithm).__name__} cannot have scales other than 1, because its server or its clients use "
+            "them in more ways than as one step: use weights instead (Buffered(divide_by='weights')), or another algorithm."
+        )

@@ -10,9 +10,11 @@ import numpy as np
 
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
+from fedsim.algorithms import FedAvg
 from fedsim.execution import Staleness
-from fedsim.execution._plan import ALL_STEPS, num_steps
+from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
 from fedsim.execution._programs import programs_for
+from fedsim.execution._staleness import check_scalable
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems import (
@@ -23,6 +25,7 @@ from fedsim.systems import (
     Policy,
     Schedule,
     ScheduledSampler,
+    StaleSynchronous,
     Synchronization,
     schedule,
 )
@@ -57,6 +60,18 @@ def scheduled(
     first = checked_cohort(sampler, 0)
     algorithm.check(first.data)
     mixing = isinstance(synchronization, Asynchronous)
+    if mixing and not isinstance(algorithm, FedAvg):
+        raise ValueError(
+            f"Asynchronous mixes the models of clients, and those of {type(algorithm).__name__} send none: use Buffered, or an "
+            "algorithm such as FedAvg."
+        )
+    if mixing:
+        check_scalable(algorithm)
+    if isinstance(synchronization, StaleSynchronous) and (first.work is not None or first.attack is not None):
+        raise ValueError(
+            "StaleSynchronous has the same workers in all rounds, so it cannot run with stragglers or attackers of a sampler: "
+            "use a sampler without them, or another synchronization model."
+        )
     # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
     stale = dataclasses.replace(algorithm, staleness=Staleness(bound=0, mixing=mixing))
     state = jax.eval_shape(stale.init, rng.stream(first.key, "init"))
@@ -73,5 +88,9 @@ def scheduled(
         bytes_down=tree.num_bits(outline.sent) // 8 if bytes_down is None else bytes_down,
         bytes_up=tree.num_bits(outline.calls[0].update) // 8 if bytes_up is None else bytes_up,
     )
-    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=plan.largest_staleness, mixing=mixing))
+    if np.any(plan.updates.scale != 1):
+        check_scalable(algorithm)
+    # Rounded up, so that seeds and lengths of a run share programs.
+    bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0
+    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=bound, mixing=mixing))
     return Scheduled(stale, ScheduledSampler(sampler, plan), plan)

@@ -45,7 +45,8 @@ def simulate(
     models. Then every server step is a round of the clients whose updates it aggregates, each from the version of the model
     that it started from. The metrics of a round also have ``simulated_seconds``, the time at the end of the server step;
     the mean and the largest ``staleness`` of its updates; and ``updates_late``, ``updates_lost`` and ``updates_dropped``, the
-    updates that were not used, counted since the server step before.
+    updates that were not used, counted since the server step before. Clients without examples take no step and answer at once,
+    and their updates take part in server steps without changing the model.
 
     Args:
       algorithm: an algorithm whose round is one aggregation of updates.
@@ -59,7 +60,8 @@ def simulate(
       **options: those of `run`.
 
     Raises:
-      ValueError: the algorithm overrides ``apply``, or its round is more than one aggregation; the run cannot go on.
+      ValueError: the algorithm overrides ``apply``, its round is more than one aggregation, or its updates must not be scaled
+        and the synchronization model does; the run cannot go on.
 
     >>> import fedsim, optax
     >>> from fedsim import systems

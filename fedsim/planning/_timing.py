@@ -100,7 +100,7 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], memory
         chosen = longest[: of_each_device * devices]
         work = np.minimum(steps, most_steps[chosen]) / np.maximum(training.num_steps(cohort.sizes[chosen]), 1)
         return dataclasses.replace(
-            cohort, clients=cohort.clients[chosen], work=work, slots=cohort.slots, attack=None, attackers=None
+            cohort, clients=cohort.clients[chosen], work=work, slots=cohort.slots, attack=None, attackers=None, arrivals=None
         )
 
     loops = [[jax.tree.map(_zeros, (loop.constants, loop.state)) for loop in call.loops] for call in calls]

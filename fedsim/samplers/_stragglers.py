@@ -67,4 +67,7 @@ class Stragglers(WrappedSampler):
         if cohort.work is not None:
             work = work * cohort.work
         attackers = None if cohort.attackers is None else cohort.attackers[kept]
-        return dataclasses.replace(cohort, clients=cohort.clients[kept], work=work[kept], attackers=attackers)
+        arrivals = cohort.arrivals and type(cohort.arrivals)(*(values[kept] for values in cohort.arrivals))
+        return dataclasses.replace(
+            cohort, clients=cohort.clients[kept], work=work[kept], attackers=attackers, arrivals=arrivals
+        )

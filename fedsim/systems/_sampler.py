@@ -37,6 +37,7 @@ class ScheduledSampler:
         first = checked_cohort(sampler, 0)
         self.sampler, self.schedule, self.data, self.key = sampler, schedule, first.data, first.key
         self.clients = int(schedule.steps.updates.max())
+        self._differ = first.attack is not None or first.work is not None  # some clients are attackers or stragglers
         self._attack, self._bounds = first.attack, np.concatenate([[0], np.cumsum(schedule.steps.updates)])
         self._selected = functools.lru_cache(maxsize=64)(lambda round: checked_cohort(sampler, round, first))
         stops, outcomes = schedule.timeline.stop, schedule.timeline.outcome
@@ -49,7 +50,8 @@ class ScheduledSampler:
             raise ValueError(f"Expected a round in [0, {len(self.schedule.steps.time)}), the schedule, got round={round}.")
         stretch = slice(self._bounds[round], self._bounds[round + 1])
         updates = Updates(*(field[stretch] for field in self.schedule.updates))
-        found = [self._find(int(client), int(number)) for client, number in zip(updates.client, updates.round, strict=True)]
+        chosen = zip(updates.client, updates.round, strict=True)
+        found = [self._find(int(client), int(number)) for client, number in chosen] if self._differ else []
         work = np.array([1.0 if cohort.work is None else cohort.work[place] for cohort, place in found])
         attackers = None if self._attack is None else np.array([_is_attacker(*one) for one in found])
         arrivals = Arrivals.of(
@@ -61,7 +63,7 @@ class ScheduledSampler:
             round,
             self.key,
             slots=self.clients,
-            work=work if np.any(work < 1) else None,
+            work=work if self._differ and np.any(work < 1) else None,
             attack=self._attack,
             attackers=attackers,
             arrivals=arrivals,
@@ -69,17 +71,16 @@ class ScheduledSampler:
         )
 
     def _find(self, client: int, round: int) -> tuple[Cohort, int]:
-        """Returns the cohort that says whether a client is a straggler or an attacker, and its place there.
-
-        The workers of `StaleSynchronous` are those of the first cohort in every round.
-        """
-        for cohort in (self._selected(round), self._selected(0)):
-            if len(place := np.flatnonzero(cohort.clients == client)):
-                return cohort, int(place[0])
-        raise ValueError(
-            f"Client {self.data.client_ids[client]!r} is not in the sampler's cohort of round {round} or its first one, so it "
-            "is not known whether it is a straggler or an attacker: use a sampler without them."
-        )
+        """Returns the cohort that says whether a client is a straggler or an attacker, and its place there."""
+        cohort = self._selected(round)
+        places = np.flatnonzero(cohort.clients == client)
+        if not len(places):
+            raise ValueError(
+                f"Client {self.data.client_ids[client]!r} is not in the sampler's cohort of round {round}, so it is not known "
+                "whether it is a straggler or an attacker: use a sampler without them, or a synchronization model that keeps "
+                "the rounds of the sampler."
+            )
+        return cohort, int(places[0])
 
     def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
         """Returns the cohorts of server steps ``start`` to ``stop - 1``."""

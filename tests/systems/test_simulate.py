@@ -9,6 +9,7 @@ import pytest
 import fedsim
 from fedsim import systems
 from fedsim.experiment import simulate
+from fedsim.experiment._scheduled import scheduled
 
 SPEEDS = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0))
 
@@ -90,6 +91,48 @@ def test_stragglers_and_attackers_stay_what_their_sampler_made_them():
             assert (1.0 if cohort.work is None else cohort.work[place]) == original.work[at]
 
 
+@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedNova", "QFedAvg", "FedProx", "Ditto"])
+def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
+    """The server moves half as far if all updates are halved, or the algorithm says that they cannot be."""
+    algorithm = getattr(fedsim.algorithms, name)(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), staleness=fedsim.Staleness(0)
+    )
+    data, key = federation.data(), fedsim.rng.root(0)
+    start = algorithm.with_memory(algorithm.init(jax.random.key(0)), data)
+
+    def movement(scale):
+        arrivals = fedsim.data.Arrivals.of([0, 0], round=0, scales=[scale, scale])
+        state, _ = algorithm.apply(start, fedsim.Cohort(data, np.array([0, 3]), 0, key, arrivals=arrivals))
+        return np.concatenate(
+            [
+                np.ravel(a - b)
+                for a, b in zip(jax.tree.leaves(state.server.params), jax.tree.leaves(start.server.params), strict=True)
+            ]
+        )
+
+    if not algorithm.capabilities.scalable:
+        with pytest.raises(ValueError, match="cannot have scales other than 1"):
+            movement(0.5)
+    else:
+        np.testing.assert_allclose(movement(0.5), movement(1.0) / 2, rtol=1e-4, atol=1e-7)
+    assert algorithm.capabilities.scalable == (name not in ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg"))
+
+
+def test_replacements_of_lost_workers_train_too():
+    result = run(synchronization=systems.StaleSynchronous(bound=1), faults=systems.Faults(message_loss=0.2), clients=3)
+    assert result.round == 8 and result.schedule.totals.lost > 0
+    slow = fedsim.samplers.Stragglers(sampler(), fraction=0.5, epochs=4)
+    with pytest.raises(ValueError, match="StaleSynchronous has the same workers"):
+        simulate(make(), slow, rounds=3, synchronization=systems.StaleSynchronous(bound=1), progress=False)
+
+
+def test_a_plan_estimates_the_time_of_a_simulation():
+    made = scheduled(
+        make(), sampler(), rounds=5, synchronization=systems.Buffered(size=2, concurrency=4), devices=SPEEDS, faults=None
+    )
+    assert fedsim.plan(made.algorithm, made.sampler.cohort(4)).seconds > 0
+
+
 def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path):
     options = {"synchronization": systems.Buffered(size=2, concurrency=4), "checkpoint_every": 2}
     unbroken = run(**options, folder=tmp_path / "unbroken")
@@ -115,9 +158,13 @@ def test_algorithms_that_cannot_use_older_models_are_refused():
     scaffold = fedsim.algorithms.SCAFFOLD(
         model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4)
     )
-    with pytest.raises(ValueError, match="difference of parameters"):
-        run(scaffold, synchronization=systems.Asynchronous(concurrency=2))
-    assert run(scaffold, synchronization=systems.Buffered(size=2, concurrency=4)).round == 8
+    for synchronization in (systems.Asynchronous(concurrency=2), systems.Buffered(size=2, concurrency=4)):
+        with pytest.raises(ValueError, match="SCAFFOLD cannot have scales other than 1.*divide_by='weights'"):
+            run(scaffold, synchronization=synchronization)
+    assert run(scaffold, synchronization=systems.Buffered(size=2, concurrency=4, divide_by="weights")).round == 8
+    gradients = fedsim.algorithms.FedSGD(model=federation.model(), batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match="Asynchronous mixes the models of clients, and those of FedSGD send none"):
+        run(gradients, synchronization=systems.Asynchronous(concurrency=2))
 
 
 def test_messages_and_clients_are_lost_and_learning_goes_on():
