@@ -143,6 +143,8 @@ _FACTORIES = {
     "aggregator": fedsim.aggregators.AGGREGATORS,
     "compressor": fedsim.compressors.COMPRESSORS,
     "attack": fedsim.attacks.ATTACKS,
+    "synchronization": fedsim.systems.SYNCHRONIZATIONS,
+    "client_devices": fedsim.systems.LAWS,
 }
 
 

@@ -82,8 +82,8 @@ class RunConfig:
     synchronization: str | None = _option(
         None,
         "virtual clock",
-        "When clients start and the server aggregates: synchronous, 'buffered(size=10, concurrency=30)', "
-        "'asynchronous(concurrency=30)', 'stale_synchronous(bound=2)'; default: rounds without a clock.",
+        "When clients start and the server aggregates: 'buffered(size=10, concurrency=30)', 'asynchronous(concurrency=30)', "
+        "'stale_synchronous(bound=2)', ...; default: synchronous, or rounds without a clock.",
     )
     client_devices: str | None = _option(
         None,
