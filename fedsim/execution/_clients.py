@@ -29,11 +29,11 @@ Work = Callable[[Call, ClientPlan, Any, Row], tuple[Any, Any, Any]]
 _SMALL_ACCUMULATOR = 4
 
 
-class Together(NamedTuple):
-    """What clients that run together have.
+class ClientGroup(NamedTuple):
+    """Clients that run together. As a value at a placement, every leaf has an axis of clients.
 
     Attributes:
-      plan: what is known of each.
+      plan: what is known of each client.
       stored: their rows of the table of memories, a `ClientTable`, or ().
       columns: each client's own columns; None if all read ``Clients.columns``.
     """
@@ -233,7 +233,7 @@ class Clients:
         Args:
           call: the call.
           work: of one client.
-          clients: `Together`.
+          clients: `ClientGroup`.
           accumulator: holds the updates of the clients before them.
           side_by_side: see `fedsim.primitives.map`.
 
@@ -241,7 +241,7 @@ class Clients:
           The accumulator with their updates, their entries ``[n, ...]``, and their new rows ``[n, ...]``.
         """
 
-        def of_client(shared: Shared, client: Together) -> tuple[Any, Any, Any]:
+        def of_client(shared: Shared, client: ClientGroup) -> tuple[Any, Any, Any]:
             received, stored = call._replace(shared=shared), client.stored
             columns = self.columns if client.columns is None else client.columns
             arrived, entries, row = work(received, client.plan, columns, self._row(received, stored))

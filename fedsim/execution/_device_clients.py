@@ -14,7 +14,7 @@ from fedsim import primitives, tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call
 from fedsim.execution._client import ClientUpdate, batch_loop
-from fedsim.execution._clients import Clients, Together, Work
+from fedsim.execution._clients import ClientGroup, Clients, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
@@ -94,7 +94,7 @@ class DeviceClients(Clients):
         # As one program, the clients read what the server sends without a copy for each of them. The loop over groups computes
         # a group again in a backward pass, so the group itself need not.
         run = primitives.program(functools.partial(self.run_together, call, work, side_by_side=True), recompute=False)
-        accumulator, own, rows = run(Placed(Together(clients, stored), Placement("clients", len(slots))), accumulator)
+        accumulator, own, rows = run(Placed(ClientGroup(clients, stored), Placement("clients", len(slots))), accumulator)
         entries = jax.tree.map(functools.partial(put, jnp.where(exists, slots, self.layout.slots)), entries, own)
         if call.aggregator is not None and isinstance(table, ClientTable):
             # The rows are written after the updates are accumulated, because an update may be computed from the old row.

@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import primitives
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
-from fedsim.execution._clients import Clients, Together, Work
+from fedsim.execution._clients import ClientGroup, Clients, Work
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
@@ -79,6 +79,6 @@ class FederatedClients(Clients):
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         columns, placement = self.examples.stacked, self.examples.placement
         own = call.clients._replace(start=jnp.zeros(placement.size, jnp.int32))  # in the client's own columns
-        clients = Placed(Together(own, self.table, columns), placement)
+        clients = Placed(ClientGroup(own, self.table, columns), placement)
         accumulated, entries, self.table = self.run_together(call, work, clients, self._zero(call))
         return accumulated, entries

@@ -231,6 +231,7 @@ def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
 
 
 def _bits(numbers: np.ndarray) -> np.ndarray:
+    """Returns the bits of numbers in single precision, because a plan has only integers."""
     return np.asarray(numbers, np.float32).view(np.int32)
 
 

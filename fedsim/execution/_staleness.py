@@ -15,8 +15,8 @@ from fedsim import checks, tree
 class Staleness:
     """Lets the clients of a round start from what the server sent in earlier rounds, as ``Cohort.arrivals`` says.
 
-    The server keeps what it sent in the last rounds, so the state is larger by ``bound + 1`` times that. It must have run all
-    of these rounds. An update is multiplied by its scale when it arrives, after the aggregator's `send`.
+    The server keeps what it sent in the last rounds, so the state is larger by ``bound + 1`` times that. A state must come
+    from running all of these rounds. An update is multiplied by its scale when it arrives, after the aggregator's `send`.
 
     Attributes:
       bound: the largest staleness, in rounds.

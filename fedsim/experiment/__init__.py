@@ -21,8 +21,8 @@ from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
 from fedsim.experiment._schedule import client_optimizer as client_optimizer
 from fedsim.experiment._simulate import Simulation as Simulation
 from fedsim.experiment._simulate import simulate as simulate
-from fedsim.experiment._sweep import SweepMember as SweepMember
-from fedsim.experiment._sweep import SweepResult as SweepResult
 from fedsim.experiment._sweep import read_sweep as read_sweep
 from fedsim.experiment._sweep import sweep as sweep
+from fedsim.experiment._sweep_result import SweepMember as SweepMember
+from fedsim.experiment._sweep_result import SweepResult as SweepResult
 from fedsim.experiment._writers import read_metrics as read_metrics

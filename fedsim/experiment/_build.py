@@ -102,11 +102,11 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
             samplers[key] = _sampler(splits.train, config)
-        experiments.append(_on_a_clock(Experiment(algorithm, samplers[key], splits.test), config))
+        experiments.append(_with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config))
     return experiments
 
 
-def _on_a_clock(experiment: Experiment, config: RunConfig) -> Experiment:
+def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment:
     """Simulates the events of a run, if the configuration has a virtual clock; see `simulate`."""
     options = "synchronization", "client_devices", "message_loss", "client_failures"
     if not any(getattr(config, name) for name in options):

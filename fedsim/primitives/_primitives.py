@@ -270,7 +270,7 @@ def _map_run(
             zeros = [jnp.zeros(aval.shape, _wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
             sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=size))
         else:
-            # A single client needs no axis: XLA is slower with batches of one, in convolutions for example.
+            # The work of a single client is that of the function itself, without an axis of clients.
             alone = size == 1
             out = [jnp.asarray(x)[None] for x in work(*[x[0] for x in own])] if alone else jax.vmap(work, axis_size=size)(*own)
             sums = iter([jnp.sum(x, axis=0, dtype=_wide(x.dtype)) for x in _only(out, summed)])

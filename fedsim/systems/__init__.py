@@ -28,9 +28,9 @@ from fedsim.systems._server import Server as Server
 from fedsim.systems._server import Synchronization as Synchronization
 from fedsim.systems._simulator import Simulator as Simulator
 from fedsim.systems._simulator import schedule as schedule
-from fedsim.systems._staleness import ConstantWeight as ConstantWeight
-from fedsim.systems._staleness import HingeWeight as HingeWeight
-from fedsim.systems._staleness import PolynomialWeight as PolynomialWeight
+from fedsim.systems._staleness_weights import ConstantWeight as ConstantWeight
+from fedsim.systems._staleness_weights import HingeWeight as HingeWeight
+from fedsim.systems._staleness_weights import PolynomialWeight as PolynomialWeight
 from fedsim.systems._synchronization import Asynchronous as Asynchronous
 from fedsim.systems._synchronization import Buffered as Buffered
 from fedsim.systems._synchronization import StaleSynchronous as StaleSynchronous

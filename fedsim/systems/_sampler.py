@@ -37,7 +37,7 @@ class ScheduledSampler:
         first = checked_cohort(sampler, 0)
         self.sampler, self.schedule, self.data, self.key = sampler, schedule, first.data, first.key
         self.clients = int(schedule.steps.updates.max())
-        self._differ = first.attack is not None or first.work is not None  # some clients are attackers or stragglers
+        self._has_roles = first.attack is not None or first.work is not None  # attackers or stragglers
         self._attack, self._bounds = first.attack, np.concatenate([[0], np.cumsum(schedule.steps.updates)])
         self._selected = functools.lru_cache(maxsize=64)(lambda round: checked_cohort(sampler, round, first))
         stops, outcomes = schedule.timeline.stop, schedule.timeline.outcome
@@ -51,7 +51,7 @@ class ScheduledSampler:
         stretch = slice(self._bounds[round], self._bounds[round + 1])
         updates = Updates(*(field[stretch] for field in self.schedule.updates))
         chosen = zip(updates.client, updates.round, strict=True)
-        found = [self._find(int(client), int(number)) for client, number in chosen] if self._differ else []
+        found = [self._find(int(client), int(number)) for client, number in chosen] if self._has_roles else []
         work = np.array([1.0 if cohort.work is None else cohort.work[place] for cohort, place in found])
         attackers = None if self._attack is None else np.array([_is_attacker(*one) for one in found])
         arrivals = Arrivals.of(
@@ -63,7 +63,7 @@ class ScheduledSampler:
             round,
             self.key,
             slots=self.clients,
-            work=work if self._differ and np.any(work < 1) else None,
+            work=work if self._has_roles and np.any(work < 1) else None,
             attack=self._attack,
             attackers=attackers,
             arrivals=arrivals,

@@ -20,7 +20,7 @@ import numpy as np
 from fedsim import checks
 from fedsim.systems._dispatch import Dispatch
 from fedsim.systems._server import Server, Synchronization
-from fedsim.systems._staleness import ConstantWeight, PolynomialWeight
+from fedsim.systems._staleness_weights import ConstantWeight, PolynomialWeight
 
 StalenessWeight = Callable[[np.ndarray], np.ndarray]
 _CONSTANT, _INVERSE_SQUARE_ROOT = ConstantWeight(), PolynomialWeight(0.5)

@@ -1,0 +1,145 @@
+"""`SweepResult`: the finished runs of a sweep, as a table and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+import signal
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedsim.experiment._folder import RunFolder
+from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
+from fedsim.experiment._settings import Setting
+from fedsim.experiment._writers import read_metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepMember:
+    """One run of a sweep.
+
+    Attributes:
+      setting: the values of the varied fields.
+      seed: the seed.
+      folder: the run folder.
+      line: the last evaluation, as in ``metrics.jsonl``; the last round if there is no evaluation.
+      loss: the training loss of the last round; None if the algorithm has none, or if it is not finite.
+
+    >>> SweepMember(setting={"mu": 0.1}, seed=0, folder=Path("runs/a"), line={"round": 1}).name
+    'mu=0.1,seed=0'
+    """
+
+    setting: Setting
+    seed: int
+    folder: Path
+    line: Line = dataclasses.field(default_factory=dict)
+    loss: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return ",".join(f"{name}={value}" for name, value in {**self.setting, "seed": self.seed}.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepResult:
+    """The result of `sweep`.
+
+    Attributes:
+      members: the runs that are finished, in the order of the settings and then of the seeds.
+      folder: the folder of the sweep.
+      interrupted: the signal that ended the sweep early.
+    """
+
+    members: Sequence[SweepMember]
+    folder: Path
+    interrupted: signal.Signals | None = None
+
+    def table(self) -> str:
+        """Returns a table of the last evaluations, with mean and standard deviation over seeds, and the best setting.
+
+        The standard deviation is that of a sample (n - 1).
+
+        >>> lines = [{"round": 9, "test_accuracy": 0.5}, {"round": 9, "test_accuracy": 0.7}, {"round": 9, "test_accuracy": 0.9}]
+        >>> members = [SweepMember(setting={"mu": mu}, seed=seed, folder=Path("s"), line=line)
+        ...            for (mu, seed), line in zip([(0.0, 0), (0.0, 1), (0.1, 0)], lines)]
+        >>> print(SweepResult(members=members, folder=Path("s")).table())
+        mu   seeds         accuracy
+        0.0      2  0.6000 ± 0.1414
+        0.1      1           0.9000
+        <BLANKLINE>
+        best  mu=0.1: accuracy 0.9000
+        """
+        groups: dict[tuple[Any, ...], list[SweepMember]] = {}
+        for member in self.members:
+            groups.setdefault(tuple(member.setting.values()), []).append(member)
+        if not groups:
+            return "no run is finished"
+        names = list(self.members[0].setting)
+        metrics = scalar_metrics(self.members[0].line)
+        columns = [*names, "seeds", *(name.removeprefix("test_") for name in metrics), "training loss"]
+        shown: list[Any] = [*(lambda member, name=name: member.line.get(name) for name in metrics), lambda member: member.loss]
+        rows = [
+            [*map(str, values), str(len(own)), *(_spread([value(member) for member in own]) for value in shown)]
+            for values, own in groups.items()
+        ]
+        if all(row[-1] == "-" for row in rows):
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        lines = []
+        for row in [columns, *rows]:
+            cells = [
+                cell.ljust(width) if i < len(names) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        if metrics and names:
+            lines += ["", self._best(groups)]
+        return "\n".join(lines)
+
+    def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> str:
+        def mean_score(own: Sequence[SweepMember]) -> float:
+            scores = [score(member.line) for member in own]
+            return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
+
+        own = max(groups.values(), key=mean_score)
+        if mean_score(own) == -math.inf:
+            return "best  none: every setting has a run whose evaluation is not finite"
+        name = score_name(own[0].line) or ""
+        setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
+        return f"best  {setting}: {name.removeprefix('test_')} {_spread([member.line.get(name) for member in own])}"
+
+
+def with_result(member: SweepMember) -> SweepMember:
+    """Returns a member with the last lines of the metrics in its folder."""
+    history = read_metrics(RunFolder(member.folder).metrics)
+    evaluated = [line for line in history if scalar_metrics(line)]
+    losses = [line.get("loss") for line in history if "seconds" in line]
+    return dataclasses.replace(member, line=(evaluated or history)[-1], loss=losses[-1] if losses else None)
+
+
+def csv_of(result: SweepResult) -> str:
+    """Returns a row per member: the varied values, the seed, the folder, the training loss and the last evaluation."""
+    rows = [
+        {**member.setting, "seed": member.seed, "folder": member.folder.name, "training_loss": member.loss}
+        | {name: value for name, value in member.line.items() if not isinstance(value, list)}
+        for member in result.members
+    ]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _spread(values: Sequence[float | None]) -> str:
+    """Returns the mean of some numbers and, of several, their standard deviation; "-" if one is not finite or missing."""
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return "-"
+    mean = f"{statistics.fmean(numbers):.4f}"
+    return mean if len(numbers) == 1 else f"{mean} ± {statistics.stdev(numbers):.4f}"
