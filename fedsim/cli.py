@@ -25,6 +25,7 @@ from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
 from fedsim.experiment._loop import run_experiment
+from fedsim.experiment._replay import RunRound
 from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 from fedsim.planning._plan import duration
@@ -36,6 +37,8 @@ usage: fedsim COMMAND ...
                      --client-learning-rate 0.01,0.1 --seeds 3 runs every combination
   plan [OPTIONS]     print what a round of such a run costs (messages, computation, memory, time), without running one
   resume FOLDER      continue a run or a sweep that was stopped
+  replay FOLDER --round R --client C
+                     run one client's round of a run again, alone and in plain Python, for prints and a debugger
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
@@ -66,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run": _run,
         "plan": _plan,
         "resume": _resume,
+        "replay": _replay,
         "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in models_without_arguments()),
         "reproduce": _reproduce_command.main,
@@ -80,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if command not in commands:
             raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
-        if command in ("run", "plan", "resume", "reproduce"):
+        if command in ("run", "plan", "resume", "replay", "reproduce"):
             _keep_compiled_programs()
         return commands[command](rest)
     except KeyboardInterrupt:
@@ -210,6 +214,24 @@ def _resume(arguments: list[str]) -> int:
     return _train(config, Settings(**chosen, folder=folder), stored.get("varied", {}), stored.get("seeds"), how)
 
 
+def _replay(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        print(_REPLAY)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    folder, *rest = arguments
+    stored = {"settings": {}} if experiment.read_sweep(folder) else experiment.read_config(folder)
+    names = "execution", "devices", "lanes", "memory", "deterministic"
+    speed = {name: option for name, option in _options(Settings, stored["settings"]).items() if name in names}
+    chosen = _tyro({"round": _ROUND, "client": _CLIENT, "trust": _TRUST} | speed, rest, "fedsim replay FOLDER", _REPLAY_ABOUT)
+    if "config" in stored and not chosen["trust"]:
+        check_trusted(folder, stored)
+    settings = Settings(**{name: chosen[name] for name in speed})
+    _use_devices(settings)
+    of_run = RunRound.read(folder, chosen["round"], settings)
+    print(of_run.table() if chosen["client"] is None else of_run.replay(chosen["client"]))
+    return 0
+
+
 def _use_devices(settings: Settings) -> None:
     with warnings.catch_warnings():
         # If JAX has started already, the caller has chosen its devices.
@@ -252,7 +274,7 @@ def _parse(
         leave_out += [
             field.name
             for field in dataclasses.fields(RunConfig)
-            if field.name.startswith("client_") and field.name not in fields
+            if field.metadata.get("group", "").startswith("client optimizer") and field.name not in fields
         ]
     own = {
         name: _Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
@@ -353,6 +375,21 @@ usage: fedsim resume FOLDER [OPTIONS]
 Continue the run or the sweep in FOLDER with the configuration that is stored there.
 {textwrap.fill(_RUNS_CODE, 100)}
 `fedsim resume FOLDER --help` lists the options."""
+
+
+_REPLAY_ABOUT = (
+    "Run one client's round of the run in FOLDER again, alone and in plain Python, so that prints and breakpoints in the "
+    f"algorithm work. Nothing is written into the folder. {_RUNS_CODE}"
+)
+_REPLAY = f"""\
+usage: fedsim replay FOLDER --round R [--client C] [OPTIONS]
+
+{textwrap.fill(_REPLAY_ABOUT, 100)}
+Without --client, list the clients of the round. `fedsim replay FOLDER --help` lists the options."""
+_ROUND = _Option("", int, dataclasses.MISSING, "The round, from 1 as in metrics.jsonl.")
+_CLIENT = _Option(
+    "", str | None, None, "Id of a client, or its position in the population; default: list the clients of the round."
+)
 
 
 def _options(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, _Option]:

@@ -170,6 +170,7 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
         main(["run", "--algorithm", "fedsgd", "--help"])
     text = capsys.readouterr().out
     assert "--client-learning-rate" not in text and "--server-learning-rate" in text
+    assert "--client-devices" in text and "--client-failures" in text
 
 
 @pytest.mark.parametrize("command", ["datasets", "models", "algorithms"])
@@ -215,6 +216,12 @@ def test_commands_are_listed(capsys):
         (["--model", "emnist_dense"], "Feature 'x' has shape [8, 8, 1] per example, and the model expects [28, 28, 1]"),
         (["--execution", "jit", "--devices", "2"], "execution='jit' uses one device, got devices=2"),
         (["--from", "/nowhere"], "There is no run in /nowhere"),
+        (["--faults", "/nowhere.json"], "There is no file /nowhere.json, which the configuration of the run names"),
+        (["--faults", "f.json", "--client-failures", "0.1"], "got faults='f.json' and client_failures=0.1: leave one out"),
+        (["--client-traces-period", "60"], "Expected client_traces with client_traces_period=60.0, got none"),
+        (["--upload-rate", "fast"], "There is no law of upload_rate 'fast'. There are constant"),
+        (["--download-rate", "0"], "Expected download_rate > 0 bytes per second, got download_rate=0.0"),
+        (["--response-timeout", "0"], "Expected response_timeout > 0 and finite, or None, got response_timeout=0.0: give seconds"),
     ],
 )
 def test_wrong_input_prints_one_line_and_exits_with_status_2(arguments, expected, capsys, tmp_path):
@@ -326,6 +333,75 @@ def test_dataset_and_model_with_options_by_import_path(tmp_path, monkeypatch):
     assert build(RunConfig.from_json(config), Settings()).test_data.num_clients == 7
 
 
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory):
+    """Creates files of faults and of traces for the clients of digits, and a run with them."""
+    path = tmp_path_factory.mktemp("clock")
+    faults = {0: fedsim.systems.Fault(failure=0.5, recovery=30.0), 3: fedsim.systems.Fault(lost_up=2)}
+    fedsim.systems.FaultSchedule(faults, outages=[(20.0, 25.0)]).write(path / "faults.json")
+    rows = [f"{i},0-60 90-120,{1 + i % 3}" for i in range(100)]
+    (path / "traces.csv").write_text("\n".join(["client,online,seconds_per_step", *rows]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        files = ["--faults", "faults.json", "--client-traces", "traces.csv", "--client-traces-period", "120"]
+        network = ["--retries", "1", "--upload-rate", "260", "--download-rate", "log_normal(sigma=1, median=1e4)"]
+        policy = ["--response-timeout", "50", "--late-updates", "use", "--synchronization", "buffered(size=2, concurrency=4)"]
+        assert main(["run", *SMALL, *files, *network, *policy, "--folder", "r", "--no-progress"]) == 0
+    return path
+
+
+def test_faults_traces_and_policy_are_those_of_the_files_and_options(clock):
+    from fedsim import systems
+
+    algorithm, sampler, _ = build(RunConfig.from_json(read_config(clock / "r")["config"]), Settings())
+    expected = systems.schedule(
+        fedsim.UniformSampler(sampler.data, clients=3, seed=0),
+        4,
+        steps=algorithm.batches.num_steps(sampler.data.sizes),
+        synchronization=systems.Buffered(size=2, concurrency=4),
+        devices=systems.Devices(
+            download_rate=systems.LogNormal(sigma=1.0, median=1e4),
+            upload_rate=260.0,
+            availability=systems.Traces.read(clock / "traces.csv", period=120.0),
+        ),
+        faults=systems.FaultSchedule.read(clock / "faults.json"),
+        policy=systems.Policy(timeout=50.0, retries=1, late="use"),
+        bytes_down=2600 + 4,  # 650 parameters, and the number of the round
+        bytes_up=2600,
+    )
+    times = [line["simulated_seconds"] for line in read_metrics(clock / "r/metrics.jsonl") if "simulated_seconds" in line]
+    assert times == expected.steps.time.tolist() and times[0] > 10  # an upload takes 10 seconds
+    np.testing.assert_array_equal(sampler.schedule.updates.client, expected.updates.client)
+    assert expected.totals.lost > 0
+
+
+def test_a_run_does_not_go_on_with_a_changed_file(clock, tmp_path, capsys):
+    assert main(["run", "--from", str(clock / "r"), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
+    _assert_same(clock / "r", tmp_path / "again")
+    path = clock / "faults.json"
+    content = path.read_text()
+    path.write_text(content.replace("0.5", "0.25"))
+    try:
+        for arguments in (["resume"], ["run", "--from"], ["plan", "--from"]):
+            assert main([*arguments, str(clock / "r"), "--no-progress"]) == 2
+            assert f"{path} has changed since the run was configured" in capsys.readouterr().err
+        options = ["--from", str(clock / "r"), "--faults", str(path), "--no-progress", "--folder"]
+        assert main(["run", *options, str(clock / "r")]) == 2
+        assert 'faults: "' in capsys.readouterr().err
+        assert main(["run", *options, str(tmp_path / "changed")]) == 0
+    finally:
+        path.write_text(content)
+    assert main(["plan", "--from", str(clock / "r")]) == 0
+
+
+@pytest.mark.slow
+def test_a_sweep_has_faults_and_policy(clock, tmp_path):
+    options = ["--faults", str(clock / "faults.json"), "--retries", "0,2", "--rounds", "2"]
+    assert main(["run", *SMALL, *options, "--folder", str(tmp_path / "s"), "--no-progress"]) == 0
+    assert sorted(path.name for path in (tmp_path / "s").glob("retries=*")) == ["retries=0,seed=0", "retries=2,seed=0"]
+    assert main(["resume", str(tmp_path / "s"), "--no-progress"]) == 0
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential"])
 def test_learning_rate_schedules_run(schedule, tmp_path):
     arguments = ["--client-schedule", schedule, "--client-schedule-every", "2", "--client-schedule-staircase"]
@@ -380,6 +456,14 @@ def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
     assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
 
 
+def test_replay_needs_trust_for_the_code_of_another_user(custom_run, custom, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
+    assert main(["replay", str(custom_run), "--round", "1"]) == 2
+    assert f"{custom}:Shrinking" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+    assert main(["replay", str(custom_run), "--round", "1", "--trust"]) == 0
+    assert (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("arguments", [["resume"], ["run", "--from"]])
 def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, custom_run, custom, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
@@ -394,9 +478,10 @@ def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, cust
     assert main(["resume", str(folder), "--no-progress"]) == 0  # the folder is now signed by this user
 
 
-def test_a_changed_configuration_is_not_trusted(custom_run, tmp_path, capsys):
+@pytest.mark.parametrize("field", ["attack", "synchronization", "client_devices", "upload_rate"])
+def test_a_changed_configuration_is_not_trusted(field, custom_run, tmp_path, capsys):
     stored = read_config(custom_run)
-    stored["config"]["attack"] = "os:system(command='false')"
+    stored["config"][field] = "os:system(command='false')"
     (custom_run / "config.json").write_text(json.dumps(stored))
     assert main(["resume", str(custom_run), "--no-progress"]) == 2
     assert "os:system" in capsys.readouterr().err and not (tmp_path / "ran").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,16 @@ import numpy as np
 from fedsim.data import Batch, Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._call import Call, CallShape
-from fedsim.execution._client import Client, Loop, Step, batch_loop
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, Loop, Step, batch_loop
 from fedsim.execution._clients import Clients, Work
 from fedsim.execution._device_clients import put_rows, rows_of
 from fedsim.execution._execution import Execution, Jit, check_cohorts
-from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._plan import Layout, RoundPlan, plan_round
 from fedsim.execution._programs import finished, programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 
 T = TypeVar("T")
+C = TypeVar("C", bound="_PythonClients")
 
 _EMPTY_CLIENT = "a client without examples, in an empty cohort"
 
@@ -53,33 +54,41 @@ class Debug(Execution):
         return state, jax.tree.map(lambda *rows: jnp.stack(rows), *infos)
 
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
-        check_cohorts(algorithm, [cohort])
-        plan, mesh, shapes = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
-        if algorithm.has_memory:
-            state = _memory.remembered(algorithm, state, cohort.data)
-            shapes = programs_for(algorithm, server_state(state), cohort.data)[0].outline.shapes
-        table = kept = parts_of(state).clients
-        if kept != ():
-            state = state._replace(clients=())
-        if isinstance(kept, ClientRows):
-            table, plan = _memory.gathered(kept, plan, len(cohort), mesh)
-        state, table = _placement.replicate((state, table), mesh)
-        clients = _PythonClients(
-            cohort,
-            algorithm,
-            jax.tree.map(jnp.asarray, plan),
-            cohort.key,
-            parts_of(state),
-            {},
-            table,
-            dict(shapes),
-            cohort.attack,
-        )
+        state, kept, plan, clients = _begun(algorithm, state, cohort, _PythonClients)
         server, info = _stage("round", "the server", algorithm.round, parts_of(state).server, clients)
         state, table = finished(algorithm, state, clients, server, info), clients.table
         if isinstance(kept, ClientRows):
             table = _memory.written_back(kept, table, plan, len(cohort))
         return (state._replace(clients=table) if kept != () else state), info
+
+
+def _begun(
+    algorithm: FederatedAlgorithm, state: State, cohort: Cohort, kind: Callable[..., C]
+) -> tuple[State, Any, RoundPlan, C]:
+    """Returns the state without clients' memories, these memories, the plan of the round, and its clients, of a ``kind``."""
+    check_cohorts(algorithm, [cohort])
+    plan, mesh, shapes = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
+    if algorithm.has_memory:
+        state = _memory.remembered(algorithm, state, cohort.data)
+        shapes = programs_for(algorithm, server_state(state), cohort.data)[0].outline.shapes
+    table = kept = parts_of(state).clients
+    if kept != ():
+        state = state._replace(clients=())
+    if isinstance(kept, ClientRows):
+        table, plan = _memory.gathered(kept, plan, len(cohort), mesh)
+    state, table = _placement.replicate((state, table), mesh)
+    clients = kind(
+        cohort,
+        algorithm,
+        jax.tree.map(jnp.asarray, plan),
+        cohort.key,
+        parts_of(state),
+        {},
+        table,
+        dict(shapes),
+        cohort.attack,
+    )
+    return state, kept, plan, clients
 
 
 class _PythonClients(Clients):
@@ -110,19 +119,7 @@ class _PythonClients(Clients):
         # In an empty cohort, a client without examples determines the shapes of updates and infos. It does not count.
         for at, client_id in clients or [(0, None)]:
             name, slot = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}", jnp.int32(at)
-            has_rows = client_id is not None and self.cohort.sizes[at] > 0
-            rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
-            columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
-            # The client's columns are only its own.
-            client = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))
-            self.loop = _loop_of(call.work_name, name)
-            stored = rows_of(self.table, client.memory[None]) if isinstance(self.table, ClientTable) else ()
-            row = self._row(call, jax.tree.map(lambda x: x[0], stored))
-            received = call
-            if self.algorithm.staleness is not None:
-                started = self._started(client.staleness[None])
-                received = call._replace(shared=jax.tree.map(lambda x: x[0], started))
-            arrived, own, row = _stage(call.work_name, name, functools.partial(work, received), client, columns, row)
+            arrived, own, row = self._run_client(call, work, at, name, client_id is not None and self.cohort.sizes[at] > 0)
             if entries is None:
                 entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
@@ -139,6 +136,21 @@ class _PythonClients(Clients):
             entries = jax.tree.map(lambda rows, new, slot=slot: rows.at[slot].set(new), entries, own)
         return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
 
+    def _run_client(self, call: Call, work: Work, at: int, name: str, has_rows: bool) -> tuple[Any, dict[str, Any], Any]:
+        """Runs the client in a slot, which the messages of errors call ``name``."""
+        rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
+        columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
+        # The client's columns are only its own.
+        client = jax.tree.map(lambda x: x[at], call.clients)._replace(start=jnp.int32(0))
+        self.loop = _loop_of(call.work_name, name)
+        stored = rows_of(self.table, client.memory[None]) if isinstance(self.table, ClientTable) else ()
+        row = self._row(call, jax.tree.map(lambda x: x[0], stored))
+        received = call
+        if self.algorithm.staleness is not None:
+            started = self._started(client.staleness[None])
+            received = call._replace(shared=jax.tree.map(lambda x: x[0], started))
+        return _stage(call.work_name, name, functools.partial(work, received), client, columns, row)
+
     def _no_rows(self) -> dict[str, np.ndarray]:
         return {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in self.cohort.data.columns.items()}
 
@@ -146,6 +158,82 @@ class _PythonClients(Clients):
         if isinstance(self.table, ClientTable) and counts:
             rows = jax.tree.map(lambda x: x[None], ClientTable(row, jnp.bool_(True)))
             self.table = put_rows(self.table, self.plan.memory[slot][None], rows)
+
+
+class ClientRound(NamedTuple):
+    """One client's round, as `run_client` has run it.
+
+    Attributes:
+      shared: what the client received when it started.
+      result: what its work returned.
+      received: its update as the server takes it: compressed, scaled, and zeros if it does not count.
+      entries: what the client adds to the round's info, by name, arrays without an axis of clients.
+      num_steps: of its training loops.
+    """
+
+    shared: Any
+    result: ClientUpdate
+    received: Any
+    entries: dict[str, Any]
+    num_steps: int
+
+
+def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot: int) -> ClientRound:
+    """Runs one client's round alone, in plain Python.
+
+    If the algorithm's round calls its clients more than once, the earlier calls run for all clients, because the last one needs
+    their results.
+
+    Args:
+      algorithm: an algorithm that does not override ``apply``.
+      state: the state before the round.
+      cohort: all clients of the round.
+      slot: the client's position in the cohort.
+
+    Raises:
+      ValueError: the round has no call of ``clients.aggregate``.
+      StageError: the algorithm raises an error.
+    """
+    outline = programs_for(algorithm, server_state(state), cohort.data)[0].outline
+    names = [call.name for call in outline.calls if call.aggregator is not None]
+    if not names:
+        raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")
+    state, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, names[-1]))
+    try:
+        algorithm.round(parts_of(state).server, clients)
+    except _Finished:
+        pass
+    return clients.done
+
+
+class _Finished(Exception):
+    """Ends a round of which only one client's update is of interest."""
+
+
+class _OneClient(_PythonClients):
+    """Clients of which only the one in a slot runs in the last call, after which the round ends."""
+
+    done: ClientRound
+
+    def __init__(self, slot: int, last: str, *args: Any) -> None:
+        super().__init__(*args)
+        self._slot, self._last = slot, last
+
+    def _update(self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, columns: Any, row: Any) -> Any:
+        def recorded(shared: Any, client: Client) -> ClientUpdate:
+            self._recorded = shared, (result := work(shared, client)), int(client.num_steps)
+            return result
+
+        return super()._update(recorded, call, own, columns, row)
+
+    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
+        if call.name != self._last:
+            return super()._run(call, work)
+        name = f"client {self.cohort.client_ids[self._slot]!r}"
+        received, entries, _ = self._run_client(call, work, self._slot, name, bool(self.cohort.sizes[self._slot] > 0))
+        shared, result, num_steps = self._recorded
+        self.done = ClientRound(shared, result, received, entries, num_steps)
+        raise _Finished
 
 
 def _loop_of(work_name: str, client: str) -> Loop:

@@ -16,6 +16,8 @@ from fedsim.experiment._population import Population as Population
 from fedsim.experiment._population import population as population
 from fedsim.experiment._published import Published as Published
 from fedsim.experiment._published import published as published
+from fedsim.experiment._replay import ReplayedClient as ReplayedClient
+from fedsim.experiment._replay import replay as replay
 from fedsim.experiment._report import closing_table as closing_table
 from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
 from fedsim.experiment._schedule import client_optimizer as client_optimizer

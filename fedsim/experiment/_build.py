@@ -17,6 +17,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.execution._sharing import share_programs
 from fedsim.execution._structure import numbers_of, with_numbers
 from fedsim.experiment._config import RunConfig, Settings
+from fedsim.experiment._pinned import pinned_path
 from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
 from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
@@ -108,22 +109,32 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
 
 def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment:
     """Simulates the events of a run, if the configuration has a virtual clock; see `simulate`."""
-    options = "synchronization", "client_devices", "message_loss", "client_failures"
-    if not any(getattr(config, name) for name in options):
+    if not config.has_virtual_clock:
         return experiment
-    law = make("law of seconds", config.client_devices, systems.LAWS) if config.client_devices else 1.0
-    model = make("synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS)
+    traces = config.client_traces and systems.Traces.read(pinned_path(config.client_traces), config.client_traces_period)
+    rates = {name: _law(name, getattr(config, name)) for name in ("download_rate", "upload_rate") if getattr(config, name)}
+    faults = config.faults and systems.FaultSchedule.read(pinned_path(config.faults))
     made = scheduled(
         experiment.algorithm,
         experiment.sampler,
         rounds=config.rounds,
-        synchronization=model,
-        devices=systems.Devices(seconds_per_step=law),
-        faults=systems.Faults(
+        synchronization=make("synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS),
+        devices=systems.Devices(_law("seconds", config.client_devices or "1"), availability=traces or None, **rates),
+        faults=faults
+        or systems.Faults(
             message_loss=config.message_loss, client_failures=config.client_failures, recovery=config.client_recovery
         ),
+        policy=systems.Policy(timeout=config.response_timeout, retries=config.retries, late=config.late_updates),
     )
     return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
+
+
+def _law(name: str, text: str) -> systems.Law | float:
+    """Returns the number in a text, or the law that it names."""
+    try:
+        return float(text)
+    except ValueError:
+        return make(f"law of {name}", text, systems.LAWS)
 
 
 def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings) -> Algorithm:

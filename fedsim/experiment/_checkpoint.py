@@ -130,17 +130,20 @@ class Checkpoints:
         """
         return self._restored(from_leaves(*_as_saved(self._read(round), like)), like, separate_rows=separate_rows)
 
-    def newest(self, like: State, *, separate_rows: bool = False) -> tuple[State, int] | None:
+    def newest(self, like: State, *, separate_rows: bool = False, until: int | None = None) -> tuple[State, int] | None:
         """Returns the newest state that can be read and its round; None if there is no checkpoint.
 
-        A checkpoint that cannot be read is skipped with a warning, and the one before it is read. The arguments are those of
-        `load`.
+        A checkpoint that cannot be read is skipped with a warning, and the one before it is read.
+
+        Args:
+          like, separate_rows: those of `load`.
+          until: the last round whose checkpoint may be read; None: any.
 
         Raises:
           ValueError: there are checkpoints and none can be read, or they hold another structure than ``like``.
         """
         self._open_row_file(like)
-        rounds = self.rounds()
+        rounds = [round for round in self.rounds() if until is None or round <= until]
         for round in reversed(rounds):
             try:
                 leaves = self._read(round)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fedsim import checks
 from fedsim.data import Batches
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
+from fedsim.experiment._pinned import pinned
 from fedsim.names import look_up
 
 Value = float | int | str | bool | None
@@ -26,11 +27,14 @@ class RunConfig:
 
     The fields are the options of ``fedsim run``, and ``fedsim run --help`` describes them.
 
+    The names of files (``faults``, ``client_traces``) become absolute paths with a hash of the content, ``PATH#sha256=HASH``.
+
     Attributes:
       hyperparameters: fields of the algorithm by name, e.g. ``{"server_learning_rate": 0.1}``. Others keep their defaults.
 
     Raises:
       ValueError: a value is out of its range.
+      FileNotFoundError: there is no such file.
 
     >>> RunConfig(rounds=0)
     Traceback (most recent call last):
@@ -88,11 +92,36 @@ class RunConfig:
     client_devices: str | None = _option(
         None,
         "virtual clock",
-        "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...",
+        "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...; or "
+        "a number; default: 1.",
+    )
+    client_traces: str | None = _option(
+        None,
+        "virtual clock",
+        "CSV or JSON file with a line per client: when it is online, and how fast it is where the other options do not count.",
+    )
+    client_traces_period: float | None = _option(
+        None, "virtual clock", "Seconds after which the times in the traces repeat; default: they do not."
+    )
+    download_rate: str | None = _option(
+        None, "virtual clock", "Bytes per second that a client receives, a number or a law; default: messages take no time."
+    )
+    upload_rate: str | None = _option(
+        None, "virtual clock", "Bytes per second that a client sends, a number or a law; default: messages take no time."
     )
     message_loss: float = _option(0.0, "virtual clock", "Probability that a message to or from a client is lost.")
     client_failures: float = _option(0.0, "virtual clock", "Probability that a client fails during its training.")
     client_recovery: float = _option(0.0, "virtual clock", "Seconds after which such a client can be selected again.")
+    faults: str | None = _option(
+        None, "virtual clock", "JSON file with the faults of given dispatches, instead of random ones, see FaultSchedule."
+    )
+    retries: int = _option(0, "virtual clock", "How often a lost message is sent again.")
+    response_timeout: float | None = _option(
+        None, "virtual clock", "Seconds after which the server stops waiting for a client; default: it learns of every failure."
+    )
+    late_updates: Literal["drop", "use"] = _option(
+        "drop", "virtual clock", "Leave out an update that arrives after the server has stopped waiting, or use it next."
+    )
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     rounds: int = _option(100, "training", "Number of rounds.")
     clients: int = _option(10, "training", "Clients per round.")
@@ -130,12 +159,38 @@ class RunConfig:
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
         checks.number(least=0, most=1, message_loss=self.message_loss, client_failures=self.client_failures)
         checks.number(least=0, client_recovery=self.client_recovery, remedy="give seconds")
+        checks.whole(0, retries=self.retries)
+        given = {"response_timeout": self.response_timeout, "client_traces_period": self.client_traces_period}
+        checks.positive(or_none=True, **given, remedy="give seconds")
+        self._check_files()
         checks.positive(or_none=True, clip=self.clip, remedy="None does not clip updates")
         if self.error_feedback and not self.compressor:
             raise ValueError("error_feedback=True requires a compressor, got none: choose one, e.g. compressor='top_k'.")
         checks.number(least=0, below=1, client_momentum=self.client_momentum, remedy="0 is plain SGD")
         checks.number(least=0, most=1, client_schedule_end=self.client_schedule_end)
         checks.positive(client_schedule_decay=self.client_schedule_decay)
+
+    def _check_files(self) -> None:
+        """Adds hashes to the names of files, so that their content is a part of the configuration."""
+        random = {name: getattr(self, name) for name in ("message_loss", "client_failures", "client_recovery")}
+        if self.faults is not None and (given := [f"{name}={value}" for name, value in random.items() if value]):
+            raise ValueError(
+                f"Expected faults of a file or random ones, got faults={self.faults!r} and {', '.join(given)}: leave one out."
+            )
+        if self.client_traces is None and self.client_traces_period is not None:
+            raise ValueError(
+                f"Expected client_traces with client_traces_period={self.client_traces_period}, got none: give the file, or "
+                "leave the period out."
+            )
+        for name in ("faults", "client_traces"):
+            if (file := getattr(self, name)) is not None:
+                object.__setattr__(self, name, pinned(file))
+
+    @property
+    def has_virtual_clock(self) -> bool:
+        """Whether a federation is simulated on a virtual clock: an option of this group differs from its default."""
+        fields = [field for field in dataclasses.fields(self) if field.metadata.get("group") == "virtual clock"]
+        return any(getattr(self, field.name) != field.default for field in fields)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:

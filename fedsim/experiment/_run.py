@@ -120,8 +120,7 @@ class Run:
                 stacklevel=3,
             )
             checkpoints = None
-        restored = checkpoints.newest(full) if checkpoints else None
-        self.state, self.position = restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
+        self.state, self.position = newest_state(algorithm, first, checkpoints)
         with self.write_errors():
             self.log = RunLog(self.paths, self.position, checkpoints, callbacks)
             try:
@@ -221,6 +220,21 @@ class Run:
                 else "the same command again"
             )
         return f"the same call with folder='{self.paths.path}'"
+
+
+def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints | None, **options: Any) -> tuple[State, int]:
+    """Returns the newest saved state of a run and its round; without one, the state before the first round and 0.
+
+    Args:
+      algorithm: of the run.
+      first: the cohort of the first round.
+      checkpoints: None reads none.
+      **options: those of `Checkpoints.newest`.
+    """
+    key = rng.stream(first.key, "init")
+    full = algorithm.with_memory(jax.eval_shape(algorithm.init, key), first.data)
+    restored = checkpoints.newest(full, **options) if checkpoints else None
+    return restored or (algorithm.with_memory(algorithm.init(key), first.data), 0)
 
 
 class Stopwatch:

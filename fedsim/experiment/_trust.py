@@ -15,7 +15,10 @@ from fedsim.datasets._cache import cache_folder
 from fedsim.names import parse_call
 
 # The fields of `RunConfig` that may name Python code as FILE.py:NAME or MODULE:NAME.
-CODE_FIELDS = ("dataset", "model", "algorithm", "aggregator", "compressor", "downlink", "attack")
+CODE_FIELDS = (
+    "dataset", "model", "algorithm", "aggregator", "compressor", "downlink", "attack", "synchronization", "client_devices",
+    "download_rate", "upload_rate",
+)  # fmt: skip
 _BUILT_IN = "tfds:"  # a dataset of TensorFlow Datasets, and no module
 
 

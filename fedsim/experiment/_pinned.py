@@ -1,0 +1,51 @@
+"""Files that a configuration names, together with a hash of their content, so that a run cannot go on with another content."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+_MARK = "#sha256="
+_DIGITS = 16
+
+
+def pinned(text: str) -> str:
+    """Returns the absolute path of a file with a hash of its content, ``PATH#sha256=HASH``; a text with a hash as it is.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "faults.json"
+    >>> _ = path.write_text("{}")
+    >>> pinned(str(path)).removeprefix(str(path.resolve()))
+    '#sha256=44136fa355b3678a'
+    """
+    if _MARK in text:
+        return text
+    path = Path(text).expanduser().resolve()
+    return f"{path}{_MARK}{_hash(path)}"
+
+
+def pinned_path(text: str) -> Path:
+    """Returns the path of a file that `pinned` has named, if the file still has this content.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file has changed.
+    """
+    name, _, expected = text.partition(_MARK)
+    path = Path(name)
+    if (found := _hash(path)) != expected:
+        raise ValueError(
+            f"{path} has changed since the run was configured: its hash was {expected} and is {found}. Restore the file, or "
+            "start a new run with the changed one."
+        )
+    return path
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise FileNotFoundError(f"There is no file {path}, which the configuration of the run names.") from error
