@@ -221,7 +221,10 @@ def test_commands_are_listed(capsys):
         (["--client-traces-period", "60"], "Expected client_traces with client_traces_period=60.0, got none"),
         (["--upload-rate", "fast"], "There is no law of upload_rate 'fast'. There are constant"),
         (["--download-rate", "0"], "Expected download_rate > 0 bytes per second, got download_rate=0.0"),
-        (["--response-timeout", "0"], "Expected response_timeout > 0 and finite, or None, got response_timeout=0.0: give seconds"),
+        (
+            ["--response-timeout", "0"],
+            "Expected response_timeout > 0 and finite, or None, got response_timeout=0.0: give seconds",
+        ),
     ],
 )
 def test_wrong_input_prints_one_line_and_exits_with_status_2(arguments, expected, capsys, tmp_path):

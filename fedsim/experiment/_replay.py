@@ -186,7 +186,9 @@ class RunRound:
         columns += [cohort.round - cohort.arrivals.staleness] if cohort.arrivals else []
         rows = [names, *([str(cell) for cell in row] for row in zip(*columns, strict=True))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
     def replay(self, client: str | int) -> ReplayedClient:
         """Runs one of the round's clients, see `fedsim.experiment.replay`."""

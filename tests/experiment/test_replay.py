@@ -160,7 +160,9 @@ def test_what_cannot_be_replayed_says_why(algorithm, sampler, finished, tmp_path
         def apply(self, state, cohort):
             return state, {}
 
-    refused("Whole overrides apply", algorithm=Whole(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}))
+    refused(
+        "Whole overrides apply", algorithm=Whole(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
+    )
 
 
 ARGUMENTS = ["--model", "digits_logistic", "--rounds", "2", "--clients", "3", "--execution", "jit", "--no-progress"]

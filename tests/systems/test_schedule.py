@@ -3,21 +3,24 @@
 import json
 import math
 import re
+import shlex
 import unittest.mock
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fault_replay import BYTES_DOWN, CLIENTS, COHORT, ROUNDS, SEED, STEPS, written_on_failure
 from federation import singletons
 
 from fedsim import rng, systems
+from fedsim.cli import main
+from fedsim.experiment import read_metrics
 from fedsim.samplers import ScheduleSampler, Stragglers, UniformSampler
 from fedsim.systems import _server
 from fedsim.systems._draws import BLOCK, purpose_generator
 
-SAMPLER = UniformSampler(singletons(40), clients=5, seed=3)
-STEPS = np.arange(40) % 7 + 1
+SAMPLER = UniformSampler(singletons(CLIENTS), clients=COHORT, seed=SEED)
 SPEEDS = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0), variation=systems.LogNormal(sigma=0.5))
 
 
@@ -184,13 +187,13 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def simulator(settings):
-    return systems.Simulator(SAMPLER, steps=STEPS, bytes_down=10, **settings)
+    return systems.Simulator(SAMPLER, steps=STEPS, bytes_down=BYTES_DOWN, **settings)
 
 
 def schedule_or_reason(settings):
     try:
         with unittest.mock.patch.object(_server, "_MOST_IDLE_EVENTS", 300):  # This is enough for so few clients.
-            return simulator(settings).advance(12)
+            return simulator(settings).advance(ROUNDS)
     except ValueError as error:
         return str(error)
 
@@ -228,14 +231,48 @@ def check_invariants(settings, break_at):
 @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
 @hypothesis.given(settings=SETTINGS, break_at=st.integers(0, 12))
 def test_invariants_under_random_faults(settings, break_at):
-    check_invariants(settings, break_at)
+    with written_on_failure("random_faults", settings):
+        check_invariants(settings, break_at)
 
 
 @pytest.mark.slow
 @hypothesis.settings(max_examples=500, deadline=None, derandomize=True)
 @hypothesis.given(settings=SETTINGS, break_at=st.integers(0, 12))
 def test_invariants_under_many_random_faults(settings, break_at):
-    check_invariants(settings, break_at)
+    with written_on_failure("many_random_faults", settings):
+        check_invariants(settings, break_at)
+
+
+def test_a_failing_schedule_is_written_with_the_command_that_repeats_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("fault_replay.FOLDER", tmp_path)
+    failed = []
+
+    @hypothesis.settings(
+        max_examples=20, deadline=None, derandomize=True, database=None, report_multiple_bugs=False,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+    )  # fmt: skip
+    @hypothesis.given(settings=SETTINGS)
+    def wrong(settings):
+        with written_on_failure("wrong", settings):
+            found = schedule_or_reason(settings)
+            failed.append((settings, found))
+            assert isinstance(found, str) or found.totals.lost < 3
+
+    with pytest.raises(AssertionError) as error:
+        wrong()
+    settings, expected = failed[-1]  # the smallest example
+    (note,) = (note for note in error.value.__notes__ if "To repeat the simulation" in note)
+    assert f"The faults are in {tmp_path / 'wrong.json'}" in note and "no option" not in note
+    program, *arguments = shlex.split(note.partition("To repeat the simulation: ")[2])
+    assert program == "fedsim" and main([*arguments, "--folder", str(tmp_path / "r"), "--no-progress"]) == 0
+    lines = read_metrics(tmp_path / "r/metrics.jsonl")
+    assert [line["simulated_seconds"] for line in lines] == expected.steps.time.tolist()
+    lost = np.sort(expected.timeline.stop[expected.timeline.outcome == systems.OUTCOMES.index("lost")])
+    assert (
+        np.cumsum([line["updates_lost"] for line in lines]).tolist()
+        == np.searchsorted(lost, expected.steps.time, "right").tolist()
+    )
+    assert expected.totals.lost >= 3
 
 
 @pytest.mark.parametrize(
