@@ -1,6 +1,6 @@
 """Writes the faults of a simulation to a file, with the command that repeats it by `fedsim run --faults FILE`.
 
-The command uses the dataset and the algorithm below, whose clients take given numbers of steps and send messages of given sizes.
+The command uses the dataset and the algorithm below. Clients take given numbers of steps and send messages of given sizes.
 """
 
 import contextlib

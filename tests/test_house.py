@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # "fedsim" is the __init__ of the package.
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
-    {"names", "rng", "tree"},
+    {"descriptions", "names", "rng", "tree"},
     {"metrics", "primitives"},
     {"model", "data", "compressors"},
     {"aggregators", "formats", "text"},

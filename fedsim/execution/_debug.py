@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.data import Batch, Batches, ClientRows, Cohort
+from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
 from fedsim.execution._call import Call, CallShape
 from fedsim.execution._client import Client, ClientPlan, ClientUpdate, Loop, Step, batch_loop
@@ -56,7 +57,8 @@ class Debug(Execution):
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         state, kept, plan, clients = _begun(algorithm, state, cohort, _PythonClients)
         server, info = _stage("round", "the server", algorithm.round, parts_of(state).server, clients)
-        state, table = finished(algorithm, state, clients, server, info), clients.table
+        table: Any = clients.table
+        state = finished(algorithm, state, clients, server, info)
         if isinstance(kept, ClientRows):
             table = _memory.written_back(kept, table, plan, len(cohort))
         return (state._replace(clients=table) if kept != () else state), info
@@ -178,7 +180,20 @@ class ClientRound(NamedTuple):
     num_steps: int
 
 
-def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot: int) -> ClientRound:
+def call_of_updates(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> str:
+    """Returns the name of the last call of ``clients.aggregate`` in a round, after tracing the round if it is not known.
+
+    Raises:
+      ValueError: a round has no such call.
+    """
+    outline = programs_for(algorithm, server_state(state), data)[0].outline
+    names = [call.name for call in outline.calls if call.aggregator is not None]
+    if not names:
+        raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")
+    return names[-1]
+
+
+def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot: int, call: str) -> ClientRound:
     """Runs one client's round alone, in plain Python.
 
     If the algorithm's round calls its clients more than once, the earlier calls run for all clients, because the last one needs
@@ -189,24 +204,18 @@ def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot
       state: the state before the round.
       cohort: all clients of the round.
       slot: the client's position in the cohort.
+      call: what `call_of_updates` returns.
 
     Raises:
-      ValueError: the round has no call of ``clients.aggregate``.
       StageError: the algorithm raises an error.
     """
-    outline = programs_for(algorithm, server_state(state), cohort.data)[0].outline
-    names = [call.name for call in outline.calls if call.aggregator is not None]
-    if not names:
-        raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")
-    state, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, names[-1]))
-    try:
+    state, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, call))
+    with contextlib.suppress(_ClientFinishedError):
         algorithm.round(parts_of(state).server, clients)
-    except _Finished:
-        pass
     return clients.done
 
 
-class _Finished(Exception):
+class _ClientFinishedError(Exception):
     """Ends a round of which only one client's update is of interest."""
 
 
@@ -233,7 +242,7 @@ class _OneClient(_PythonClients):
         received, entries, _ = self._run_client(call, work, self._slot, name, bool(self.cohort.sizes[self._slot] > 0))
         shared, result, num_steps = self._recorded
         self.done = ClientRound(shared, result, received, entries, num_steps)
-        raise _Finished
+        raise _ClientFinishedError
 
 
 def _loop_of(work_name: str, client: str) -> Loop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +13,16 @@ import numpy as np
 from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData
 from fedsim.data._client_ids import ClientIds
+from fedsim.descriptions import SIMPLE, call_text, fields_of, hash_of, text_of
 from fedsim.execution import Execution
 from fedsim.model import Model
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
-_SIMPLE = float | int | str | bool | None
 # The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.
 _COHORTS = 8
-# Arrays with more elements are represented by a hash.
-_MAX_ELEMENTS = 8
+# They consist of functions, or do not belong to the identity.
+_OPAQUE = (Execution, Model, FederatedData)
 
 
 def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int, **arguments: Any) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int
     common = {"rounds": rounds, **arguments, "root_key": np.asarray(jax.random.key_data(first.key)).tolist()}
     if isinstance(config, Mapping):
         return {**config, **common}
-    fields = {name: _json_value(value) for name, value in _fields(algorithm).items()}
+    fields = {name: _json_value(value) for name, value in fields_of(algorithm).items()}
     described = {"algorithm": type(algorithm).__name__, **{name: value for name, value in fields.items() if value is not ...}}
     described |= {"clients": first.slots, "sampler": _sampler_text(sampler), "cohorts (hash)": _cohort_hash(sampler, rounds)}
     if first.attack is not None:
@@ -59,13 +58,13 @@ def population(data: FederatedData) -> dict[str, Any]:
         "clients": data.num_clients,
         "examples": data.num_examples,
         "features": sorted(data.columns),
-        "client ids and sizes (hash)": _hash(_id_bytes(data), data.sizes.astype("<i8").tobytes()),
+        "client ids and sizes (hash)": hash_of(_id_bytes(data), data.sizes.astype("<i8").tobytes()),
     }
 
 
 def rows_identity(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
     """Returns what identifies the rows of clients: another algorithm, or other clients, cannot use them."""
-    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": _hash(_id_bytes(data))}
+    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": hash_of(_id_bytes(data))}
 
 
 def title(described: Mapping[str, Any]) -> str:
@@ -85,15 +84,11 @@ def _id_bytes(data: FederatedData) -> bytes:
     return "\0".join(ids).encode("utf-8", "surrogatepass")
 
 
-def _hash(*values: bytes) -> str:
-    return hashlib.sha256(b"\0\0".join(values)).hexdigest()[:16]
-
-
 def _cohort_hash(sampler: Sampler, rounds: int) -> str:
     """Returns a hash of the clients, the stragglers' work and the attackers of some rounds, the first and last included."""
     some = [checked_cohort(sampler, round) for round in sorted({(rounds - 1) * i // (_COHORTS - 1) for i in range(_COHORTS)})]
     arrays = [array for cohort in some for array in (cohort.clients, cohort.work, cohort.attackers)]
-    return _hash(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
+    return hash_of(*(b"" if array is None else np.ascontiguousarray(array).tobytes() for array in arrays))
 
 
 def _sampler_text(sampler: Sampler) -> str:
@@ -101,48 +96,16 @@ def _sampler_text(sampler: Sampler) -> str:
     names = inspect.signature(type(sampler).__init__).parameters
     values = {name: getattr(sampler, name) for name in names if name not in ("self", "data", "key") and hasattr(sampler, name)}
     texts = {name: _sampler_text(value) if hasattr(value, "cohort") else _text(value) for name, value in values.items()}
-    return _call(type(sampler), texts)
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record) if hasattr(record, field.name)}
+    return call_text(type(sampler), texts)
 
 
 def _json_value(value: Any) -> Any:
     """Returns a simple value as it is, and the text of another one; ``...`` if it has none."""
-    if isinstance(value, _SIMPLE):
+    if isinstance(value, SIMPLE):
         return value
     text = _text(value)
     return ... if text is None else text
 
 
 def _text(value: Any) -> str | None:
-    """Returns a text that is the same in every process; None for functions, and for objects that consist of functions."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, _SIMPLE):
-        return repr(value)
-    if isinstance(value, jax.Array | np.ndarray):
-        return _array_text(value)
-    if type(value) is dict:
-        value = tuple(value.items())
-    if type(value) in (list, tuple):
-        texts = [_text(element) for element in value]
-        return None if None in texts else f"({', '.join(map(str, texts))})"
-    if not dataclasses.is_dataclass(value) or isinstance(value, type | Execution | Model | FederatedData):
-        return None
-    return _call(type(value), {name: _text(field) for name, field in _fields(value).items()})
-
-
-def _array_text(value: Any) -> str | None:
-    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-        value = jax.random.key_data(value)
-    array = np.ascontiguousarray(value)
-    if array.dtype.hasobject:
-        return None
-    values = array.tolist() if array.size <= _MAX_ELEMENTS else f"{list(array.shape)} (hash {_hash(array.tobytes())})"
-    return f"{array.dtype} {values}"
-
-
-def _call(cls: type, texts: Mapping[str, str | None]) -> str:
-    return f"{cls.__name__}({', '.join(f'{name}={text}' for name, text in texts.items() if text is not None)})"
+    return text_of(value, opaque=_OPAQUE)

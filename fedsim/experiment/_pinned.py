@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
+from fedsim.descriptions import hash_of
+
 _MARK = "#sha256="
-_DIGITS = 16
 
 
 def pinned(text: str) -> str:
@@ -46,6 +46,6 @@ def pinned_path(text: str) -> Path:
 
 def _hash(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
+        return hash_of(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError) as error:
         raise FileNotFoundError(f"There is no file {path}, which the configuration of the run names.") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from fedsim import checks
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
-from fedsim.execution._debug import run_client
+from fedsim.execution._debug import call_of_updates, run_client
 from fedsim.experiment._build import build
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings
@@ -100,7 +102,8 @@ def replay(
     The state before the round comes from the newest checkpoint before it, from which the rounds in between run again, with the
     run's execution; stderr says from where. The client starts as in the run: with the same examples, batches and random draws,
     from its own version of the model if it is stale, and with its own memory. If the algorithm's round calls its clients more
-    than once, all clients run in the earlier calls. Nothing is written into the folder.
+    than once, all clients run in the earlier calls. Nothing is written into the folder. Prints and ``breakpoint()`` in the
+    algorithm are ignored until the client starts.
 
     Args:
       folder: the run folder. If its configuration names Python code, that code runs.
@@ -163,12 +166,14 @@ class RunRound:
         if algorithm is None or sampler is None:
             if "hyperparameters" not in stored["config"]:
                 raise ValueError(f"The run in {folder} was started in Python: pass its algorithm and its sampler.")
-            experiment = build(RunConfig.from_json(stored["config"]), settings or Settings(**stored["settings"]))
+            with _only_errors():
+                experiment = build(RunConfig.from_json(stored["config"]), settings or Settings(**stored["settings"]))
             algorithm, sampler = experiment.algorithm, experiment.sampler
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")
         first = checked_cohort(sampler, 0)
-        algorithm.check(first.data)
+        with _only_errors():
+            algorithm.check(first.data)
         return cls(
             paths=RunFolder(Path(folder)),
             round=round,
@@ -193,7 +198,10 @@ class RunRound:
     def replay(self, client: str | int) -> ReplayedClient:
         """Runs one of the round's clients, see `fedsim.experiment.replay`."""
         cohort, slot = self.cohort, self._slot(client)
-        done = run_client(self.algorithm, self._state(), cohort, slot)
+        with _only_errors():
+            state = self._state()
+            call = call_of_updates(self.algorithm, state, cohort.data)
+        done = run_client(self.algorithm, state, cohort, slot, call)
         entries = {name: np.asarray(value) for name, value in done.entries.items()}
         weight, dropped = float(entries.pop("weight")), bool(entries.pop("dropped") > 0)
         staleness = None if cohort.arrivals is None else int(cohort.arrivals.staleness[slot])
@@ -225,11 +233,9 @@ class RunRound:
             position = int(client) if str(client).isdecimal() else -1
         if (found := np.flatnonzero(self.cohort.clients == position)).size:
             return int(found[0])
-        known = 0 <= position < data.num_clients
-        raise ValueError(
-            f"Client {client!r} {f'did not take part in round {self.round}' if known else 'is not in the population'}. The clients "
-            f"of round {self.round} are: {_listed(self.cohort.client_ids)}."
-        )
+        why = f"did not take part in round {self.round}" if 0 <= position < data.num_clients else "is not in the population"
+        who = f"The clients of round {self.round} are: {_listed(self.cohort.client_ids)}"
+        raise ValueError(f"Client {client!r} {why}. {who}.")
 
     def _state(self) -> State:
         """Returns the state before the round."""
@@ -245,6 +251,17 @@ class RunRound:
             state, _ = algorithm.apply_rounds(state, together, max_rounds=_ROUNDS_TOGETHER)
             position += len(together)
         return state
+
+
+@contextlib.contextmanager
+def _only_errors() -> Iterator[None]:
+    """Ignores ``breakpoint()`` and prints of the algorithm while it is traced, and while earlier rounds run."""
+    hook, sys.breakpointhook = sys.breakpointhook, lambda *_, **__: None
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        sys.breakpointhook = hook
 
 
 def _norm(tree: Any) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,10 +19,6 @@ from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems import (
     Asynchronous,
-    Devices,
-    Faults,
-    FaultSchedule,
-    Policy,
     Schedule,
     ScheduledSampler,
     StaleSynchronous,
@@ -44,14 +40,12 @@ def scheduled(
     sampler: Sampler,
     *,
     rounds: int,
-    synchronization: Synchronization | None,
-    devices: Devices | None,
-    faults: Faults | FaultSchedule | None,
-    policy: Policy | None = None,
+    synchronization: Synchronization | None = None,
     bytes_down: int | None = None,
     bytes_up: int | None = None,
+    **others: Any,
 ) -> Scheduled:
-    """Simulates the events of a run; the arguments are those of `simulate`."""
+    """Simulates the events of a run; the arguments are those of `simulate`, and ``others`` go to `Simulator`."""
     checks.whole(1, rounds=rounds)
     if type(algorithm).apply is not Algorithm.apply:
         raise ValueError(
@@ -82,9 +76,7 @@ def scheduled(
         rounds,
         steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, outline.loops),
         synchronization=synchronization,
-        devices=devices,
-        faults=faults,
-        policy=policy,
+        **others,
         bytes_down=tree.num_bits(outline.sent) // 8 if bytes_down is None else bytes_down,
         bytes_up=tree.num_bits(outline.calls[0].update) // 8 if bytes_up is None else bytes_up,
     )

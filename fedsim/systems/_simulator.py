@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from fedsim import checks
+from fedsim.descriptions import hash_of, text_of
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems._devices import Devices
@@ -82,9 +84,9 @@ class Simulator:
                 f"Expected steps [{population}], a whole number of at least 0 for each client, got {steps.dtype} "
                 f"{list(steps.shape)}: give batches.num_steps(data.sizes), for example."
             )
-        faults, policy = faults or FaultSchedule(), policy or Policy()
+        faults, policy, devices = faults or FaultSchedule(), policy or Policy(), devices or Devices()
         key = cohort.key if key is None else key
-        drawn = (devices or Devices()).draw(cohort.data.client_ids, key)
+        drawn = devices.draw(cohort.data.client_ids, key)
         unreachable = [*faults.outages, *faults.server_crashes]
         clients = Clients(drawn, faults.draw(key), unreachable, policy, bytes_down, bytes_up)
         self._model = synchronization or Synchronous()
@@ -97,6 +99,17 @@ class Simulator:
             )
         self._server = Server(sampler, steps.astype(np.int64), clients, policy, faults.server_crashes)
         self._begun = False
+        self._arguments = {
+            "sampler": (type(sampler).__name__, cohort.clients),
+            "steps": steps,
+            "synchronization": self._model,
+            "devices": devices,
+            "faults": faults,
+            "policy": policy,
+            "bytes_down": bytes_down,
+            "bytes_up": bytes_up,
+            "key": key,
+        }
 
     def advance(self, until: int) -> Schedule:
         """Simulates until the server has taken ``until`` steps in all, and returns what happened since the last call.
@@ -115,12 +128,28 @@ class Simulator:
 
     def state(self) -> dict[str, Any]:
         """Returns the state between two calls of `advance`: numbers, strings, lists and dicts, which JSON can represent."""
-        return {"begun": self._begun, "server": self._server.state()}
+        return {"begun": self._begun, "server": self._server.state(), "arguments": self._descriptions}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from the state of a simulator that was made with equal arguments."""
+        """Continues from the state of a simulator that was made with equal arguments.
+
+        Raises:
+          ValueError: it was made with other arguments, which are named. Functions in arguments are not compared, nor are the
+            cohorts of the sampler after the first one.
+        """
+        if others := [name for name, text in self._descriptions.items() if state["arguments"].get(name) != text]:
+            raise ValueError(
+                f"Expected the state of a simulator with equal arguments, got one with other {', '.join(others)}: make the "
+                "simulator with the same arguments as the one that was saved."
+            )
         self._begun = state["begun"]
         self._server.restore(state["server"])
+
+    @functools.cached_property
+    def _descriptions(self) -> dict[str, str]:
+        """A hash of each argument."""
+        texts = {name: text_of(value) or type(value).__name__ for name, value in self._arguments.items()}
+        return {name: hash_of(text.encode()) for name, text in texts.items()}
 
 
 def schedule(sampler: Sampler, rounds: int, **arguments: Any) -> Schedule:

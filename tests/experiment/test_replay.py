@@ -169,12 +169,15 @@ ARGUMENTS = ["--model", "digits_logistic", "--rounds", "2", "--clients", "3", "-
 
 
 @pytest.mark.slow
-def test_the_command_lists_clients_and_shows_one(tmp_path, capsys):
+def test_the_command_lists_clients_and_shows_one(tmp_path, capsys, monkeypatch):
+    stops = []
+    monkeypatch.setattr("sys.breakpointhook", lambda: stops.append(1))
     (tmp_path / "mine.py").write_text(
         "import fedsim, dataclasses\n"
         "@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)\n"
         "class Mine(fedsim.algorithms.FedAvg):\n"
         "    def client_update(self, shared, client):\n"
+        "        breakpoint()\n"
         "        print('training', client.num_examples)\n"
         "        return super().client_update(shared, client)\n"
     )
@@ -184,11 +187,12 @@ def test_the_command_lists_clients_and_shows_one(tmp_path, capsys):
     assert main(["replay", folder, "--round", "2"]) == 0
     names, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert names == ["client", "position", "examples", "steps"] and len(rows) == 3
-    client, position, examples, steps = rows[1]
+    client, _, examples, steps = rows[1]
+    stops.clear()
     assert main(["replay", folder, "--round", "2", "--client", client]) == 0
     out, err = capsys.readouterr()
-    assert f"training {examples}\n" in out  # a number, not a tracer
-    assert f"client {client} in round 2" in out and err == "Starting from the initial state, and running round 1 again.\n"
+    assert out.startswith(f"training {examples}\nclient {client} in round 2\n") and len(stops) == 1
+    assert err == "Starting from the initial state, and running round 1 again.\n"
     shown = dict(line.split(maxsplit=1) for line in out.splitlines() if line.startswith("  "))
     assert (shown["examples"], shown["steps"], shown["dropped"]) == (examples, steps, "no") and float(shown["loss"]) > 0
 
