@@ -47,7 +47,8 @@ class ReplayedClient:
       metrics: what the algorithm reports of the client (``ClientUpdate.info``), and sizes of messages, by name.
       started: what the client received from the server.
       update: what the client computed, a pytree of arrays.
-      received: the update as the server takes it: compressed, clipped, scaled by its staleness, or zeros if it is dropped.
+      received: the update as the server takes it: compressed, clipped, scaled by its staleness, or zeros if it is dropped. What
+        colluding attackers send instead, the aggregator computes later.
       norm, norm_received: the Euclidean norms of both.
       finite: whether all of the update's numbers and its weight are finite.
       dropped: whether the round leaves the update out, because its squared norm, its weight or the client's memory is not

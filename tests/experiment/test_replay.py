@@ -90,12 +90,14 @@ def test_a_client_has_its_memory(model, data, tmp_path, memory):
     algorithm = Drifting(model=model, batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory=memory))
     sampler = fedsim.samplers.ScheduleSampler(data, [["0"], ["1"], ["0"], ["0"]], seed=7)
     states = trained(algorithm, sampler, tmp_path / "r", rounds=4)
+    before = content(tmp_path / "r")
     for round in (3, 4):
         found = replay(tmp_path / "r", round=round, client="0", algorithm=algorithm, sampler=sampler)
         assert_trees_close(found.update, moved(states[round - 1], states[round]))
         without_memory = algorithm.apply(states[round - 1], sampler.cohort(round - 1))[0]
         first = jax.tree.leaves(moved(states[round - 1], fedsim.execution._state.server_state(without_memory)))[0]
         assert not np.allclose(jax.tree.leaves(found.update)[0], first, rtol=1e-3)
+    assert content(tmp_path / "r") == before
 
 
 @pytest.mark.slow
