@@ -1,12 +1,14 @@
 """Plots show the data, and work for the smallest and the largest populations."""
 
 import builtins
+import dataclasses
 import io
 
 import numpy as np
 import pytest
 from IPython.core.formatters import PNGFormatter
 
+import fedsim
 from fedsim import plots
 from fedsim.data import FederatedData
 
@@ -199,3 +201,43 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         plots.plot_sizes(population(2))
+
+
+def test_a_timeline_shows_every_dispatch_its_version_and_its_outcome():
+    sampler = fedsim.UniformSampler(FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1] * 6), clients=2, seed=0)
+    faults = fedsim.systems.FaultSchedule({1: fedsim.systems.Fault(failure=0.5)})
+    schedule = fedsim.systems.schedule(sampler, 4, steps=np.arange(6) + 1, faults=faults)
+    axes, _ = plots.plot_timeline(schedule, client_ids=list("abcdef")).axes
+    bars = axes.containers[0].patches
+    assert sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars) == sorted(
+        zip(schedule.timeline.start, schedule.timeline.stop, strict=True)
+    )
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    order = np.argsort(schedule.timeline.start, kind="stable")
+    assert names == list(dict.fromkeys("abcdef"[client] for client in schedule.timeline.client[order]))
+    marks = {line.get_label(): line.get_xdata().tolist() for line in axes.lines}
+    assert set(marks) == {"aggregated", "lost"} and len(marks["lost"]) == 1
+    assert len(marks["aggregated"]) == schedule.totals.aggregated == 8
+    # The bars have as many colours as there are versions.
+    assert len({bar.get_facecolor() for bar in bars}) == len(set(schedule.timeline.version.tolist())) == 4
+    assert png(plots.plot_timeline(schedule, clients=2, seconds=5.0))
+    nothing = fedsim.systems.Timeline(*(column[:0] for column in schedule.timeline))
+    with pytest.raises(ValueError, match="no dispatch whose outcome is known"):
+        plots.plot_timeline(dataclasses.replace(schedule, timeline=nothing))
+
+
+def test_progress_is_shown_against_what_all_runs_have():
+    plain = [{"round": 1, "bits_up": 8e6, "bits_down": 8e6}, {"round": 1, "test_accuracy": 0.5}]
+    clock = [{"round": 1, "simulated_seconds": 2.0, "bytes_up": 1e6, "bytes_down": 3e6, "bits_up": 1}]
+    clock += [{"round": 1, "test_accuracy": 0.7}]
+    labels = ["server steps (rounds)", "simulated seconds", "megabytes sent so far"]
+    figure = plots.plot_progress({"clock": clock})
+    assert [axes.get_xlabel() for axes in figure.axes] == labels
+    assert [axes.lines[0].get_xdata().tolist() for axes in figure.axes] == [[1], [2.0], [4.0]]
+    figure = plots.plot_progress({"clock": clock, "plain": plain})
+    assert [axes.get_xlabel() for axes in figure.axes] == [labels[0], labels[2]]
+    assert [line.get_xdata().tolist() for line in figure.axes[1].lines] == [[4.0], [2.0]] and png(figure)
+    with pytest.raises(ValueError, match="'plain' has no test_loss"):
+        plots.plot_progress({"plain": plain}, "test_loss")
+    with pytest.raises(ValueError, match="at least one run"):
+        plots.plot_progress({})

@@ -103,7 +103,9 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
             samplers[key] = _sampler(splits.train, config)
-        experiments.append(_with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config))
+        experiment = _with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config)
+        _share_programs(experiment.algorithm, config)
+        experiments.append(experiment)
     return experiments
 
 
@@ -148,25 +150,32 @@ def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, set
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     given: dict[str, Any] = {"batches": _batches(config, fields["batches"]), "execution": settings.executor()}
     own: dict[str, Any] = dict(config.hyperparameters)
-    rates: dict[str, float] = {}  # of the optimizers, by the optimizer's field
     if model is not None:
         given["model"] = model
     if "client_optimizer" in fields:
         given["client_optimizer"] = make_client_optimizer(config)
-        rates["client_optimizer"] = config.client_learning_rate
     if "server_optimizer" in fields and "server_learning_rate" not in fields:
-        rates["server_optimizer"] = float(own.pop("server_learning_rate", 1.0))
-        given["server_optimizer"] = optax.sgd(rates["server_optimizer"])
+        given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
     given |= _communication(cls, fields["aggregator"], config)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
-    algorithm = cls(**given, **own)
-    if rates and cls.apply is Algorithm.apply:
+    return cls(**given, **own)
+
+
+def _share_programs(algorithm: Algorithm, config: RunConfig) -> None:
+    """Lets runs that differ in numbers, such as learning rates, share compiled programs."""
+    fields = {field.name for field in dataclasses.fields(algorithm) if field.init}
+    rates: dict[str, Any] = {}  # of the optimizers, by the optimizer's field
+    if "client_optimizer" in fields:
+        rates["client_optimizer"] = config.client_learning_rate
+    if "server_optimizer" in fields and "server_learning_rate" not in fields:
+        rate: Any = config.hyperparameters.get("server_learning_rate", 1.0)
+        rates["server_optimizer"] = float(rate)
+    if rates and type(algorithm).apply is Algorithm.apply:
         numbers = numbers_of(algorithm)
         share_programs(algorithm, _WithRates.of(algorithm, config, numbers), numbers | rates)
-    return algorithm
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

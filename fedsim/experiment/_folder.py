@@ -22,7 +22,7 @@ from fedsim.experiment._writers import read_metrics
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``, ``learning_curve.png``.
+    """Paths of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``; pictures lie beside them.
 
     >>> RunFolder(Path("runs/a")).metrics.name
     'metrics.jsonl'
@@ -41,10 +41,6 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "learning_curve.png"
 
     def initialize(
         self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any], devices: str

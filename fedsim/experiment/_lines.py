@@ -46,8 +46,9 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
     Returns:
       One line per round, with ``round``; the example-weighted mean of every scalar that the algorithm reports for each client
       (``loss``); ``num_examples``; the bits that all clients sent and received (``bits_up``, ``bits_down``, and the estimate
-      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; the mean and
-      the largest ``staleness`` of the clients, if the algorithm has one; and ``seconds``.
+      ``entropy_bits_up`` if it differs from ``bits_up``); ``dropped``, the number of updates that were left out; the mean
+      and the largest ``staleness`` of the clients, and ``staleness_counts``, how many have each staleness from 0 on, if the
+      algorithm has one; and ``seconds``.
 
     >>> round_lines({"loss": np.array([0.5, float("nan")])}, first_round=4, rounds=2, seconds=3.0)[1]
     {'round': 6, 'loss': None, 'seconds': 1.5}
@@ -74,6 +75,8 @@ def round_lines(infos: Any, first_round: int, rounds: int, seconds: float) -> li
             took_part = clients["num_steps"] > 0
             columns["staleness"] = np.sum(staleness, 1) / np.maximum(np.sum(took_part, 1), 1)
             columns["largest_staleness"] = np.max(staleness, 1)
+            pairs = zip(np.asarray(staleness), took_part, strict=True)
+            columns["staleness_counts"] = [np.bincount(values[took], minlength=1) for values, took in pairs]
     elif isinstance(infos, Mapping):
         columns = {name: values for name, values in infos.items() if np.shape(values) == (rounds,)}
     return [

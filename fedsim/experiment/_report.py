@@ -80,6 +80,12 @@ def closing_table(
         f"wall time  {seconds:.1f} s"
         + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
     )
+    clock = [line for line in history if "simulated_seconds" in line]
+    if clock:
+        total = {name: sum(line[name] for line in clock) for name in ("updates_late", "updates_lost", "updates_dropped")}
+        counts = ", ".join(f"{count:,} {name.removeprefix('updates_')}" for name, count in total.items())
+        sent = sum(line["messages_down"] + line["messages_up"] for line in clock)
+        rows.append(f"simulated  {clock[-1]['simulated_seconds']:,.1f} s, {sent:,} messages; updates: {counts}")
     rows.append(f"devices    {devices}")
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
     if warning:

@@ -185,10 +185,10 @@ class Run:
         self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)
 
     def draw(self) -> None:
-        """Draws the learning curve into the run folder, if there is one."""
+        """Draws the pictures of the run into its folder, if there is one."""
         if self.paths:
             with self.write_errors():
-                self.log.draw(self.paths.picture, title(self._described))
+                self.log.draw(self.paths.path, title(self._described), self.sampler)
 
     def close(self) -> None:
         """Unlocks the folder."""

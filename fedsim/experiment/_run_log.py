@@ -10,9 +10,12 @@ from typing import Any
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock
-from fedsim.experiment._lines import Line, score
+from fedsim.experiment._lines import Line, score, score_name
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import MetricsFile, TensorBoard
+from fedsim.plots import plot_progress, plot_timeline
+from fedsim.samplers import Sampler
+from fedsim.systems import ScheduledSampler
 
 State = Any
 Callback = Callable[[Line, State | None], object]
@@ -104,14 +107,24 @@ class RunLog:
                 shown[label] = f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
         return shown
 
-    def draw(self, path: Path, title: str) -> None:
-        """Draws the learning curve, if matplotlib is installed."""
-        try:
-            with writing(path):
-                draw_learning_curve(self.history, path, title)
-            self.written.append(f"  {path.name}")
-        except ModuleNotFoundError:
-            pass
+    def draw(self, folder: Path, title: str, sampler: Sampler) -> None:
+        """Draws the pictures of the run, if matplotlib is installed: the learning curve, and those of a virtual clock."""
+        pictures: dict[str, Callable[[Path], object]] = {
+            "learning_curve.png": lambda path: draw_learning_curve(self.history, path, title)
+        }
+        if isinstance(sampler, ScheduledSampler):
+            names = [name for line in self.history if (name := score_name(line))]
+            if names:
+                pictures["progress.png"] = lambda path: plot_progress({title: self.history}, names[-1]).savefig(path)
+            ids = sampler.data.client_ids
+            pictures["timeline.png"] = lambda path: plot_timeline(sampler.schedule, client_ids=ids).savefig(path)
+        for name, draw in pictures.items():
+            try:
+                with writing(folder / name):
+                    draw(folder / name)
+                self.written.append(f"  {name}")
+            except ImportError:
+                pass
 
     def close(self) -> None:
         """Unlocks the folder."""

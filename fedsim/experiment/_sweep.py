@@ -62,7 +62,7 @@ class _Job(NamedTuple):
         if read_config(paths.path)["config"] != json.loads(json.dumps(dataclasses.asdict(self.config))):
             return False  # The run then raises an error that names the differences.
         saved = not Checkpoints.available() or self.config.rounds in Checkpoints(paths.checkpoints).rounds()
-        return saved and (paths.picture.exists() or importlib.util.find_spec("matplotlib") is None)
+        return saved and ((paths.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 
     def first(self) -> Cohort:
         """Returns the first cohort."""

@@ -9,6 +9,8 @@ from fedsim.plots._bits import plot_bits as plot_bits
 from fedsim.plots._examples import plot_examples as plot_examples
 from fedsim.plots._labels import plot_labels as plot_labels
 from fedsim.plots._overview import plot_overview as plot_overview
+from fedsim.plots._progress import plot_progress as plot_progress
 from fedsim.plots._sizes import plot_sizes as plot_sizes
 from fedsim.plots._stages import plot_stages as plot_stages
+from fedsim.plots._timeline import plot_timeline as plot_timeline
 from fedsim.plots._tuning import plot_tuning as plot_tuning

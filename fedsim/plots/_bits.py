@@ -8,6 +8,7 @@ from typing import Any
 
 from fedsim import checks
 from fedsim.plots._canvas import new_figure
+from fedsim.plots._progress import curve
 
 
 def plot_bits(
@@ -50,13 +51,7 @@ def plot_bits(
 
 
 def _curve(name: str, history: Sequence[Mapping[str, Any]], metric: str, bits: str) -> tuple[list[float], list[float]]:
-    total, megabytes, values = 0.0, [], []
-    for record in history:
-        total += record.get(bits) or 0
-        if record.get(metric) is not None:
-            megabytes.append(total / 8e6)
-            values.append(record[metric])
-    if not values or not total:
-        missing = metric if total else bits
-        raise ValueError(f"The run {name!r} has no {missing} in its metrics, so there is nothing to draw: leave the run out.")
-    return megabytes, values
+    megabytes = list(itertools.accumulate((record.get(bits) or 0) / 8e6 for record in history))
+    if not any(megabytes):
+        raise ValueError(f"The run {name!r} has no {bits} in its metrics, so there is nothing to draw: leave the run out.")
+    return curve(name, history, metric, megabytes)

@@ -44,13 +44,30 @@ class Updates(NamedTuple):
 class ServerSteps(NamedTuple):
     """The server steps; every field has one entry per step.
 
+    The fields after ``in_flight`` are those of `Totals` with the same names, counted since the step before.
+
     Attributes:
       time: ``float64``, in seconds.
       updates: ``int32``, the number of updates that were aggregated.
+      in_flight: ``int32``, the dispatches without an answer so far, before the server sends the new version to other clients.
+      late, lost, dropped, downloads, uploads, bytes_down, bytes_up, messages_lost, messages_doubled, steps, steps_wasted:
+        ``int64``.
     """
 
     time: np.ndarray
     updates: np.ndarray
+    in_flight: np.ndarray
+    late: np.ndarray
+    lost: np.ndarray
+    dropped: np.ndarray
+    downloads: np.ndarray
+    uploads: np.ndarray
+    bytes_down: np.ndarray
+    bytes_up: np.ndarray
+    messages_lost: np.ndarray
+    messages_doubled: np.ndarray
+    steps: np.ndarray
+    steps_wasted: np.ndarray
 
 
 class Timeline(NamedTuple):
@@ -133,24 +150,29 @@ class Schedule:
 
 
 # The type codes of Python's arrays, which grow without an object per entry: int8, int32, int64 and float64.
-_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "di", Timeline: "iddib"}
+_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "dii" + 11 * "q", Timeline: "iddib"}
+_COUNTED = ("aggregated", *ServerSteps._fields[3:])
 
 
 class Records:
     """What happened since `take` was called last, and the counts since the start of the run.
 
+    Args:
+      bytes_down, bytes_up: the sizes of the messages.
+
     Attributes:
       counts: the fields of `Totals` that are counted when the outcome of a dispatch is known, by name.
+      before: these counts at the last server step.
 
-    >>> records = Records()
-    >>> records.step(3.0, 2)
-    >>> records.take()[1]
-    ServerSteps(time=array([3.]), updates=array([2], dtype=int32))
+    >>> records = Records(bytes_down=10, bytes_up=10)
+    >>> records.step(3.0, 2, in_flight=5)
+    >>> records.take()[1].in_flight
+    array([5], dtype=int32)
     """
 
-    def __init__(self) -> None:
-        counted = (*OUTCOMES, "downloads", "uploads", "messages_lost", "messages_doubled", "steps", "steps_wasted")
-        self.counts = dict.fromkeys(counted, 0)
+    def __init__(self, bytes_down: int, bytes_up: int) -> None:
+        self._bytes_down, self._bytes_up = bytes_down, bytes_up
+        self.counts, self.before = dict.fromkeys(_COUNTED, 0), dict.fromkeys(_COUNTED, 0)
         self._columns = _empty_columns()
 
     def update(self, update: Dispatch, step: int, weight: float, scale: float) -> None:
@@ -159,9 +181,11 @@ class Records:
         self._append(Updates, step, number, client, round, version, step - version, weight, scale, start, stop)
         self.outcome(update, "aggregated")
 
-    def step(self, time: float, updates: int) -> None:
+    def step(self, time: float, updates: int, in_flight: int) -> None:
         """Records a server step."""
-        self._append(ServerSteps, time, updates)
+        since = [self.counts[name] - self.before[name] for name in _COUNTED[1:]]
+        self._append(ServerSteps, time, updates, in_flight, *since)
+        self.before = dict(self.counts)
 
     def outcome(self, dispatch: Dispatch, outcome: str) -> None:
         """Records the outcome of a dispatch."""
@@ -169,6 +193,8 @@ class Records:
         counts[outcome] += 1
         counts["downloads"] += dispatch.downloads
         counts["uploads"] += dispatch.uploads
+        counts["bytes_down"] += dispatch.downloads * self._bytes_down
+        counts["bytes_up"] += dispatch.uploads * self._bytes_up
         counts["messages_lost"] += dispatch.lost
         counts["messages_doubled"] += dispatch.doubled
         counts["steps"] += dispatch.steps

@@ -11,7 +11,23 @@ import numpy as np
 from fedsim.data import Arrivals, Cohort
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
-from fedsim.systems._records import OUTCOMES, Schedule, Updates
+from fedsim.systems._records import Schedule, Updates
+
+# The names in the metrics of a round, by the name in `ServerSteps`.
+_MEASURES = {
+    "in_flight": "clients_in_flight",
+    "late": "updates_late",
+    "lost": "updates_lost",
+    "dropped": "updates_dropped",
+    "downloads": "messages_down",
+    "uploads": "messages_up",
+    "messages_lost": "messages_lost",
+    "messages_doubled": "messages_doubled",
+    "bytes_down": "bytes_down",
+    "bytes_up": "bytes_up",
+    "steps": "client_steps",
+    "steps_wasted": "client_steps_wasted",
+}
 
 
 class ScheduledSampler:
@@ -40,8 +56,6 @@ class ScheduledSampler:
         self._has_roles = first.attack is not None or first.work is not None  # attackers or stragglers
         self._attack, self._bounds = first.attack, np.concatenate([[0], np.cumsum(schedule.steps.updates)])
         self._selected = functools.lru_cache(maxsize=64)(lambda round: checked_cohort(sampler, round, first))
-        stops, outcomes = schedule.timeline.stop, schedule.timeline.outcome
-        self._stops = {name: np.sort(stops[outcomes == i]) for i, name in enumerate(OUTCOMES) if name != "aggregated"}
 
     def cohort(self, round: int) -> Cohort:
         """Returns the cohort of a server step."""
@@ -87,13 +101,9 @@ class ScheduledSampler:
         return (self.cohort(r) for r in range(start, stop))
 
     def _measures(self, round: int) -> dict[str, float]:
-        times = self.schedule.steps.time
-        begin, end = (times[round - 1] if round else -np.inf), times[round]
-        counts = {
-            f"updates_{name}": int(np.searchsorted(stops, end, "right") - np.searchsorted(stops, begin, "right"))
-            for name, stops in self._stops.items()
-        }
-        return {"simulated_seconds": float(end), **counts}
+        steps = self.schedule.steps
+        counts = {_MEASURES[name]: int(getattr(steps, name)[round]) for name in _MEASURES}
+        return {"simulated_seconds": float(steps.time[round]), **counts}
 
 
 def _is_attacker(cohort: Cohort, place: int) -> bool:

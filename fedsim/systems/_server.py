@@ -86,7 +86,7 @@ class Server:
 
     def __init__(self, sampler: Sampler, steps: np.ndarray, clients: Clients, policy: Policy, down: Sequence[TimeSpan]) -> None:
         self._selection, self._steps, self._clients, self._policy = Selection(sampler, steps), steps, clients, policy
-        self._down, self._records = Spans(down), Records()
+        self._down, self._records = Spans(down), Records(clients.bytes_down, clients.bytes_up)
         self.now, self.version = self._down.end(0.0), 0
         self.buffer: list[Dispatch] = []
         self.in_flight: dict[int, Dispatch] = {}
@@ -156,7 +156,7 @@ class Server:
         weights, scales = ones if weights is None else weights, ones if scales is None else scales
         for update, weight, scale in zip(chosen, weights, scales, strict=True):
             self._records.update(update, self.version, weight, scale)
-        self._records.step(self.now, len(chosen))
+        self._records.step(self.now, len(chosen), len(self.in_flight) + len(self._given_up))
         self.version += 1
         self._idle_events = 0
 
@@ -220,14 +220,11 @@ class Server:
 
     def schedule(self) -> Schedule:
         """Returns what happened since the last call, for `Simulator`."""
-        counts = self._records.counts
         totals = Totals(
             dispatched=self._dispatched,
             buffered=len(self.buffer),
             in_flight=len(self.in_flight) + len(self._given_up),
-            bytes_down=counts["downloads"] * self._clients.bytes_down,
-            bytes_up=counts["uploads"] * self._clients.bytes_up,
-            **counts,
+            **self._records.counts,
         )
         return Schedule(*self._records.take(), totals, self.now)
 
@@ -241,7 +238,7 @@ class Server:
             "events": [list(event) for event in self._events],
             "busy_until": [[client, until] for client, until in self._busy_until.items() if until > self.now],
             "selection": [self._selection.round, self._selection.position],
-            "counts": dict(self._records.counts),
+            "counts": [dict(self._records.counts), dict(self._records.before)],
             "memory": copy.deepcopy(self.memory),
         }
 
@@ -258,8 +255,8 @@ class Server:
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
         self._sending = {dispatch.client for dispatch in dispatches if dispatch.arrives}
         self._selection.go_to(*state["selection"])
-        self._records = Records()
-        self._records.counts.update(state["counts"])
+        self._records = Records(self._clients.bytes_down, self._clients.bytes_up)
+        self._records.counts, self._records.before = map(dict, state["counts"])
 
     def _take(self, updates: Sequence[Dispatch]) -> None:
         numbers = {update.number for update in updates}

@@ -112,18 +112,22 @@ class StaleSynchronous(Synchronization):
 
     Attributes:
       bound: s, at least 0. With 0, all workers start together: the server steps are synchronous rounds of the same clients.
+      versions: the largest staleness of an update, in server steps: workers also wait until the server can take a step
+        without making an update that is still computed staler than that. None: no bound. Late updates (`Policy`) may be staler.
 
     Raises:
-      ValueError: ``bound`` is not a whole number of at least 0.
+      ValueError: ``bound`` or ``versions`` is not a whole number of at least 0.
 
-    >>> StaleSynchronous(bound=2)
-    StaleSynchronous(bound=2)
+    >>> StaleSynchronous(bound=2, versions=10)
+    StaleSynchronous(bound=2, versions=10)
     """
 
     bound: int
+    versions: int | None = None
 
     def __post_init__(self) -> None:
         checks.whole(0, bound=self.bound, remedy="0 means that all workers wait for each other")
+        checks.whole(0, or_none=True, versions=self.versions, remedy="0 means that all updates are of the current version")
 
     def begin(self, server: Server) -> None:
         """Starts all workers."""
@@ -131,21 +135,28 @@ class StaleSynchronous(Synchronization):
         server.dispatch_cohort(round=0)
 
     def received(self, server: Server, update: Dispatch) -> None:
-        """Starts the worker, and those that waited for it, if the bound allows it."""
+        """Starts the worker, and those that waited for it, if the bounds allow it."""
         # A worker's clock is the number of its next local round, which is the round of the dispatch.
-        blocked = [*server.memory["blocked"], [update.round + 1, update.client]]
+        server.memory["blocked"].append([update.round + 1, update.client])
+        self._start_workers(server)
+
+    def lost(self, server: Server, dispatch: Dispatch) -> None:
+        """Lets another client take over the worker's local round, from the current version."""
+        server.dispatch(1, round=dispatch.round)
+        self._start_workers(server)
+
+    def _start_workers(self, server: Server) -> None:
+        blocked = server.memory["blocked"]
         working = [dispatch.round for dispatch in server.in_flight.values()] + [int(r or 0) for r in server.waiting]
         slowest = min(working + [clock for clock, _ in blocked])
-        ready = sorted(worker for worker in blocked if worker[0] - slowest <= self.bound)
-        if ready:
+        oldest = min((dispatch.version for dispatch in server.in_flight.values()), default=math.inf)
+        may_step = self.versions is None or server.version + 1 - oldest <= self.versions
+        ready = sorted(worker for worker in blocked if may_step and worker[0] - slowest <= self.bound)
+        server.memory["blocked"] = [worker for worker in blocked if worker not in ready]
+        if ready and server.buffer:
             server.aggregate()
         for clock, client in ready:
             server.dispatch_to(client, round=clock)
-        server.memory["blocked"] = [worker for worker in blocked if worker[0] - slowest > self.bound]
-
-    def lost(self, server: Server, dispatch: Dispatch) -> None:
-        """Lets another client take over the worker's local round."""
-        server.dispatch(1, round=dispatch.round)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -87,17 +87,29 @@ def test_mean_staleness_in_long_runs(law, concurrency, size, mean):
     assert found.updates.staleness[found.updates.step >= 3000].mean() == pytest.approx(mean, rel=0.003)
 
 
-def test_bound_zero_is_the_synchronous_rounds_of_the_same_clients():
+@pytest.mark.parametrize("bounds", [{"bound": 0}, {"bound": 5, "versions": 0}])
+def test_bound_zero_is_the_synchronous_rounds_of_the_same_clients(bounds):
     data = singletons(6)
     sampler = ScheduleSampler(data, [["0", "2", "3", "5"]], seed=0, repeat=True)
     devices = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0), variation=systems.Exponential(1.0))
-    models = systems.Synchronous(), systems.StaleSynchronous(bound=0)
+    models = systems.Synchronous(), systems.StaleSynchronous(**bounds)
     synchronous, stale = (
         systems.schedule(sampler, 30, steps=np.arange(6) + 1, devices=devices, synchronization=model) for model in models
     )
     for found, expected in zip((*stale.updates, *stale.steps), (*synchronous.updates, *synchronous.steps), strict=True):
         np.testing.assert_array_equal(found, expected)
     assert (stale.updates.staleness == 0).all() and (stale.updates.round == stale.updates.step).all()
+
+
+def test_no_update_is_staler_than_the_bound_on_versions():
+    devices = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0), variation=systems.Exponential(1.0))
+    sampler, steps = UniformSampler(singletons(8), clients=8, seed=0), np.ones(8, int)
+    largest = []
+    for versions in (None, 5, 1):
+        model = systems.StaleSynchronous(bound=3, versions=versions)
+        found = systems.schedule(sampler, 200, steps=steps, devices=devices, synchronization=model)
+        largest.append(found.largest_staleness)
+    assert largest[0] > 5 and largest[1:] == [5, 1]
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

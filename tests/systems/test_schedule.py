@@ -147,7 +147,7 @@ def test_a_client_is_as_slow_whatever_the_other_arguments():
 
 MODELS = st.one_of(
     st.builds(systems.Synchronous, over_selection=st.sampled_from([1.0, 1.3]), deadline=st.sampled_from([None, 8.0])),
-    st.builds(systems.StaleSynchronous, bound=st.integers(0, 4)),
+    st.builds(systems.StaleSynchronous, bound=st.integers(0, 4), versions=st.sampled_from([None, 0, 2])),
     st.builds(systems.Buffered, size=st.integers(1, 4), concurrency=st.integers(1, 12)),
     st.builds(systems.Asynchronous, concurrency=st.integers(1, 40)),
 )
@@ -216,8 +216,14 @@ def check_invariants(settings, break_at):
     assert (times[updates.version] <= updates.start).all() and (updates.stop <= times[updates.step + 1]).all()
     for start, stop in settings["faults"].server_crashes:
         assert not ((start <= found.steps.time) & (found.steps.time < stop)).any()
-    if settings["policy"].late == "drop" and isinstance(settings["synchronization"], systems.Synchronous):
-        assert not updates.staleness.any()
+    largest = 0 if isinstance(settings["synchronization"], systems.Synchronous) else None
+    largest = getattr(settings["synchronization"], "versions", largest)
+    if settings["policy"].late == "drop" and largest is not None:
+        assert (updates.staleness <= largest).all()
+    # What the server steps count adds up to the totals, but for what happened after the last one.
+    for name in systems.ServerSteps._fields[3:]:
+        assert getattr(found.steps, name).sum() <= getattr(totals, name)
+    assert found.steps.downloads.sum() >= totals.aggregated and (found.steps.in_flight <= totals.dispatched).all()
     # The same seed gives the same schedule, also from a saved state and from a list of the faults.
     first = simulator(settings)
     begin = first.advance(break_at)

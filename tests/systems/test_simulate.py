@@ -1,5 +1,8 @@
 """Training on a virtual clock, against a loop over the schedule and against synchronous rounds."""
 
+import os
+from pathlib import Path
+
 import federation
 import jax
 import numpy as np
@@ -11,6 +14,8 @@ from fedsim import systems
 from fedsim.experiment import simulate
 from fedsim.experiment._scheduled import scheduled
 
+REAL = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "femnist"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")
 SPEEDS = systems.Devices(seconds_per_step=systems.LogNormal(sigma=1.0))
 
 
@@ -23,20 +28,20 @@ def sampler(clients=4, seed=0):
     return fedsim.UniformSampler(federation.data((7, 4, 3, 12, 1, 5, 9, 2)), clients=clients, seed=seed)
 
 
-def run(algorithm=None, clients=4, **options):
-    return simulate(algorithm or make(), sampler(clients), progress=False, **{"rounds": 8, "devices": SPEEDS} | options)
+def run(algorithm=None, clients=4, seed=0, **options):
+    return simulate(algorithm or make(), sampler(clients, seed), progress=False, **{"rounds": 8, "devices": SPEEDS} | options)
 
 
-def params_by_hand(schedule, mixing):
+def params_by_hand(schedule, mixing, seed=0):
     """Computes every server step from rounds of a single client each."""
-    algorithm, data = make(), sampler().data
-    states = [algorithm.init(fedsim.rng.stream(fedsim.rng.root(0), "init"))]
+    algorithm, data, key = make(), sampler().data, fedsim.rng.root(seed)
+    states = [algorithm.init(fedsim.rng.stream(key, "init"))]
     updates = schedule.updates
     for step in range(len(schedule.steps.time)):
         now, total, weights = states[-1], 0.0, 0.0
         for i in np.flatnonzero(updates.step == step):
             client, start = int(updates.client[i]), states[updates.version[i]]
-            alone = fedsim.Cohort(data, np.array([client]), int(updates.round[i]), fedsim.rng.root(0))
+            alone = fedsim.Cohort(data, np.array([client]), int(updates.round[i]), key)
             end = algorithm.apply(start, alone)[0].params
             movement = jax.tree.map(np.subtract, now.params if mixing else start.params, end)
             weight = float(data.sizes[client]) * updates.weight[i]
@@ -167,12 +172,71 @@ def test_algorithms_that_cannot_use_older_models_are_refused():
         run(gradients, synchronization=systems.Asynchronous(concurrency=2))
 
 
-def test_messages_and_clients_are_lost_and_learning_goes_on():
-    result = run(
-        make(),
-        faults=systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0),
-        rounds=10,
-        synchronization=systems.Buffered(size=2, concurrency=4),
+FAULTS = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0, duplication=0.3, delay=systems.Exponential(3.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "synchronization",
+    [
+        systems.Synchronous(over_selection=1.5),
+        systems.StaleSynchronous(bound=1),
+        systems.Buffered(size=2, concurrency=4),
+        systems.Asynchronous(concurrency=3),
+    ],
+)
+def test_after_faults_the_state_is_that_of_the_delivered_updates_alone(synchronization, seed):
+    """No update counts twice or half: the delivered updates, in their order and without any fault, give the same model."""
+    policy = systems.Policy(late="use", retries=1)
+    result = run(synchronization=synchronization, faults=FAULTS, policy=policy, seed=seed)
+    totals = result.schedule.totals
+    assert totals.lost > 0 and totals.messages_doubled > 0
+    expected = params_by_hand(result.schedule, isinstance(synchronization, systems.Asynchronous), seed)
+    federation.assert_trees_close(result.state.server.params, expected)
+
+
+def test_metrics_count_messages_steps_and_clients():
+    options = {"synchronization": systems.Buffered(size=2, concurrency=4), "bytes_down": 10, "bytes_up": 7}
+    result = run(faults=FAULTS, policy=systems.Policy(timeout=40.0, retries=1), **options)
+    total = {name: sum(line[name] for line in result.history) for name in result.history[0] if name != "staleness_counts"}
+    totals = result.schedule.totals
+    names = {"messages_down": "downloads", "messages_up": "uploads", "client_steps": "steps"}
+    names |= {"client_steps_wasted": "steps_wasted", "updates_late": "late", "updates_lost": "lost"}
+    names |= {name: name for name in ("messages_lost", "messages_doubled")}
+    # The run ends with a server step, so nothing happens after its last line.
+    assert {name: total[name] for name in names} == {name: getattr(totals, field) for name, field in names.items()}
+    assert total["bytes_down"] == 10 * total["messages_down"] and total["bytes_up"] == 7 * total["messages_up"]
+    # When a server step is taken, the client whose update has filled the buffer is not yet replaced.
+    assert {line["clients_in_flight"] for line in result.history} == {3}
+    updates, sizes = result.schedule.updates, np.array(sampler().data.sizes)
+    useful = np.sum(-(-sizes[updates.client] // 4))  # batches of 4
+    assert total["client_steps"] - total["client_steps_wasted"] == useful and total["client_steps_wasted"] > 0
+    for line in result.history:
+        counts = np.bincount(updates.staleness[updates.step == line["round"] - 1])
+        assert line["staleness_counts"] == counts.tolist()
+
+
+def accuracy_and_seconds(splits, model, faults, **options):
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20), execution=fedsim.Jit()
     )
-    assert sum(line["updates_lost"] for line in result.history) > 0
-    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    sampled = fedsim.UniformSampler(splits.train, clients=10, seed=0)
+    result = simulate(algorithm, sampled, test_data=splits.test, devices=SPEEDS, faults=faults, progress=False, **options)
+    return result.history[-1]["test_accuracy"], result.schedule.seconds
+
+
+@pytest.mark.parametrize("synchronization", [systems.Synchronous(over_selection=1.3), systems.Buffered(size=5, concurrency=10)])
+@pytest.mark.parametrize(
+    ("dataset", "rounds"),
+    [("digits", 100), pytest.param("emnist62", 150, marks=[pytest.mark.slow, needs_real])],
+)
+def test_with_many_faults_it_learns_as_well_in_at_most_twice_the_time(dataset, rounds, synchronization):
+    """30 % of the messages are lost, and 20 % of the clients die in their training."""
+    splits = fedsim.datasets.load(dataset, data=str(REAL) if dataset == "emnist62" else None)
+    model = fedsim.models.digits_logistic() if dataset == "digits" else fedsim.models.emnist_dense()
+    faults = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=10.0)
+    options = {"synchronization": synchronization, "rounds": rounds, "evaluate_every": rounds}
+    good, fast = accuracy_and_seconds(splits, model, None, **options)
+    accuracy, seconds = accuracy_and_seconds(splits, model, faults, **options)
+    assert accuracy >= 0.97 * good and good > 0.5
+    assert fast < seconds <= 2 * fast

@@ -1,0 +1,84 @@
+"""A plot of a test metric against rounds, simulated time and communication."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedsim.plots._canvas import new_figure
+
+_MARKERS = "os^vDPX*"
+
+
+def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "test_accuracy") -> Any:
+    """Plots a test metric against rounds, the simulated time and the megabytes that were sent so far, one curve per run.
+
+    The simulated time is shown if all runs have one (see `fedsim.experiment.simulate`). The megabytes are those of all
+    messages, in both directions; those of a run on a virtual clock include messages that were lost or sent again.
+
+    Args:
+      histories: the metrics of each run, by its name: ``result.history``, or the return value of
+        `fedsim.experiment.read_metrics`.
+      metric: the name of a metric of the evaluations.
+
+    Returns:
+      A matplotlib figure.
+
+    Raises:
+      ValueError: there are no runs, or a run has no evaluations with this metric.
+
+    >>> run = [{"round": 1, "simulated_seconds": 3.0, "bits_up": 8e6}, {"round": 1, "test_accuracy": 0.5},
+    ...        {"round": 2, "simulated_seconds": 7.0, "bits_up": 8e6}, {"round": 2, "test_accuracy": 0.6}]
+    >>> figure = plot_progress({"FedBuff": run})
+    >>> [axes.lines[0].get_xdata().tolist() for axes in figure.axes]
+    [[1, 2], [3.0, 7.0], [1.0, 2.0]]
+    """
+    if not histories:
+        raise ValueError("Expected the history of at least one run, got none: give {name: result.history}.")
+    panels = {"server steps (rounds)": _rounds, "simulated seconds": _seconds, "megabytes sent so far": _megabytes}
+    curves = {
+        label: {name: curve(name, history, metric, position(history)) for name, history in histories.items()}
+        for label, position in panels.items()
+        if all(any(position(history)) for history in histories.values())
+    }
+    figure = new_figure(3.6 * len(curves) + 0.6, 3.6)
+    all_axes = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
+    for axes, (label, of_runs) in zip(all_axes, curves.items(), strict=True):
+        for (name, points), marker in zip(of_runs.items(), itertools.cycle(_MARKERS)):
+            axes.plot(*points, marker=marker, markersize=3, linewidth=1.4, label=name)
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
+    all_axes[0].set_ylabel(metric.replace("_", " "))
+    handles, names = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False, fontsize=9)
+    return figure
+
+
+def curve(
+    name: str, history: Sequence[Mapping[str, Any]], metric: str, positions: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """Returns the positions and the values of the lines that have a metric.
+
+    Raises:
+      ValueError: there is none.
+    """
+    points = [(x, line[metric]) for x, line in zip(positions, history, strict=True) if line.get(metric) is not None]
+    if not points:
+        raise ValueError(f"The run {name!r} has no {metric} in its metrics, so there is nothing to draw: leave the run out.")
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _rounds(history: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [line["round"] for line in history]
+
+
+def _seconds(history: Sequence[Mapping[str, Any]]) -> list[float]:
+    return list(itertools.accumulate((line.get("simulated_seconds") or 0.0 for line in history), max))
+
+
+def _megabytes(history: Sequence[Mapping[str, Any]]) -> list[float]:
+    simulated = any("bytes_up" in line for line in history)
+    names, factor = (("bytes_down", "bytes_up"), 1e-6) if simulated else (("bits_down", "bits_up"), 1e-6 / 8)
+    return list(itertools.accumulate(factor * sum(line.get(name) or 0 for name in names) for line in history))
