@@ -219,7 +219,7 @@ def _replay(arguments: list[str]) -> int:
         print(_REPLAY)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
-    stored = {"settings": {}} if experiment.read_sweep(folder) else experiment.read_config(folder)
+    stored = {"settings": {}} if experiment.read_sweep(folder) is not None else experiment.read_config(folder)
     names = "execution", "devices", "lanes", "memory", "deterministic"
     speed = {name: option for name, option in _options(Settings, stored["settings"]).items() if name in names}
     chosen = _tyro({"round": _ROUND, "client": _CLIENT, "trust": _TRUST} | speed, rest, "fedsim replay FOLDER", _REPLAY_ABOUT)
