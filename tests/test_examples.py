@@ -67,6 +67,8 @@ def test_every_example_is_tested():
         "differentiate",
         "tune_rates",
         "hierarchical",
+        "custom_synchronization",
+        "traces",
     }
 
 
@@ -185,10 +187,37 @@ def test_own_dataset_has_every_tumor_once():
     assert splits["train"].sizes.min() >= 4 and splits["test"].sizes.min() >= 1
 
 
+def test_custom_synchronization_takes_a_server_step_every_ten_seconds(capsys):
+    load("custom_synchronization").main(steps=12)
+    rounds, periodic = capsys.readouterr().out.splitlines()
+    assert rounds.startswith("Synchronous: ") and int(rounds.split()[1]) > 240
+    assert periodic.startswith("Periodic: 120 s, ")
+
+
+def test_traces_keep_clients_to_the_hours_of_the_file(tmp_path, capsys):
+    """With the written file, updates end while their client is online; with another file, steps take as long as it says."""
+    example, day = load("traces"), 86400.0
+    data = fedsim.datasets.load("digits").train
+    example.write(tmp_path / "traces.csv", data.client_ids)
+    rows = [line.split(",") for line in (tmp_path / "traces.csv").read_text().splitlines()[1:]]
+    online = {row[0]: [tuple(map(float, pair.split("-"))) for pair in row[1].split()] for row in rows}
+    updates = example.main(steps=20).schedule.updates
+    assert "20 server steps take" in capsys.readouterr().out
+    for client, stop in zip(updates.client, updates.stop % day, strict=True):
+        assert any(start <= stop <= end for start, end in online[data.client_ids[client]])
+
+    path = tmp_path / "always.csv"
+    path.write_text("client,seconds_per_step\n" + "".join(f"{client},100\n" for client in data.client_ids))
+    updates = example.main(path, steps=2).schedule.updates
+    steps = fedsim.Batches(size=10, epochs=5).num_steps(data.sizes)[updates.client]
+    np.testing.assert_allclose(updates.stop - updates.start, 100.0 * steps)
+
+
 def test_examples_are_short():
     lines = (EXAMPLES / "fedprox.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("@dataclasses"))
     last = next(i for i, line in enumerate(lines) if line.startswith("def main"))
     assert len([line for line in lines[first:last] if line.strip()]) <= 15
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 60
-    assert len((EXAMPLES / "own_dataset.py").read_text().splitlines()) <= 40
+    for name in ("own_dataset", "custom_synchronization"):
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40
