@@ -350,7 +350,7 @@ class Server:
             return what + (
                 f"No other client will ever be available: {gone} of {len(self._steps)} have failed or gone offline for good "
                 f"in their work{', and the rest stay offline or have sent an update' if gone < len(self._steps) else ''}: give "
-                "Faults(recovery=...), fewer failures, or traces with a period."
+                "Faults(recovery=...), fewer failures, traces with a period, or a synchronization model that aggregates sooner."
             )
         return what + (
             f"{type(model).__name__} waits for nothing: it must dispatch clients, or set a timer with server.call_at."
