@@ -195,9 +195,9 @@ class Clients:
     def _check_staleness(self, aggregator: Aggregator | None) -> None:
         if aggregator is None or len(self.names) > 1:
             raise ValueError(
-                f"{type(self.algorithm).__name__} cannot run with staleness={self.algorithm.staleness}: its round has other "
-                "calls of its clients than a single clients.aggregate, and clients that started in an earlier round cannot "
-                "answer them. Use staleness=None, or another algorithm."
+                f"{type(self.algorithm).__name__} cannot run with staleness, or on a virtual clock: its round has other calls "
+                "of its clients than a single clients.aggregate, and clients that started in an earlier round cannot answer "
+                "them. Run it without, or use another algorithm."
             )
 
     def _keep_sent(self, received: Shared) -> None:

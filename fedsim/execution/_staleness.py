@@ -71,8 +71,9 @@ class Staleness:
             forms = [[(path, x.shape) for path, x in jax.tree_util.tree_leaves_with_path(a)] for a in (update, params)]
             if forms[0] != forms[1]:
                 raise ValueError(
-                    "Expected an update that is a difference of parameters, for Staleness(mixing=True), got "
-                    f"{jax.tree.map(jnp.shape, update)}: use mixing=False, or an algorithm such as FedAvg."
+                    "Expected an update that is a difference of parameters, for Staleness(mixing=True) and for Asynchronous, "
+                    f"got {jax.tree.map(jnp.shape, update)}: use mixing=False, Buffered in place of Asynchronous, or an "
+                    "algorithm such as FedAvg."
                 )
             update = jax.tree.map(lambda x, new, old: x + (new - old), update, params, started.params)
         return jax.tree.map(lambda x: x * scale.astype(x.dtype) if tree.is_float(x) else x, update)

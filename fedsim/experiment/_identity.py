@@ -18,9 +18,12 @@ from fedsim.execution import Execution
 from fedsim.model import Model
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
+from fedsim.systems import Schedule
 
 # The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.
 _COHORTS = 8
+# The arguments of a simulation that are part of the identity. The sampler and the key are so anyway.
+_CLOCK = ("synchronization", "devices", "faults", "policy", "bytes_down", "bytes_up")
 # They consist of functions, or do not belong to the identity.
 _OPAQUE = (Execution, Model, FederatedData)
 
@@ -96,6 +99,11 @@ def _sampler_text(sampler: Sampler) -> str:
     names = inspect.signature(type(sampler).__init__).parameters
     values = {name: getattr(sampler, name) for name in names if name not in ("self", "data", "key") and hasattr(sampler, name)}
     texts = {name: _sampler_text(value) if hasattr(value, "cohort") else _text(value) for name, value in values.items()}
+    if isinstance(schedule := values.get("schedule"), Schedule):
+        # What it was made with says more than its events; those of the aggregated updates are in the cohorts.
+        texts["schedule"] = call_text(
+            Schedule, {name: schedule.arguments[name] for name in _CLOCK if name in schedule.arguments}
+        )
     return call_text(type(sampler), texts)
 
 

@@ -11,7 +11,9 @@ import numpy as np
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg
+from fedsim.data import Cohort
 from fedsim.execution import Staleness
+from fedsim.execution._outline import Outline
 from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
 from fedsim.execution._programs import programs_for
 from fedsim.execution._staleness import check_scalable
@@ -40,6 +42,7 @@ def scheduled(
     sampler: Sampler,
     *,
     rounds: int,
+    seconds: float | None = None,
     synchronization: Synchronization | None = None,
     bytes_down: int | None = None,
     bytes_up: int | None = None,
@@ -59,21 +62,21 @@ def scheduled(
             f"Asynchronous mixes the models of clients, and those of {type(algorithm).__name__} send none: use Buffered, or an "
             "algorithm such as FedAvg."
         )
-    if mixing:
-        check_scalable(algorithm)
     if isinstance(synchronization, StaleSynchronous) and (first.work is not None or first.attack is not None):
         raise ValueError(
             "StaleSynchronous has the same workers in all rounds, so it cannot run with stragglers or attackers of a sampler: "
             "use a sampler without them, or another synchronization model."
         )
     # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
-    stale = dataclasses.replace(algorithm, staleness=Staleness(bound=0, mixing=mixing))
-    state = jax.eval_shape(stale.init, rng.stream(first.key, "init"))
-    outline = programs_for(stale, state, first.data)[0].outline
+    outline = _outline(algorithm, first, Staleness(bound=0))
+    if mixing:
+        check_scalable(algorithm)
+        _outline(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
     sizes = first.data.sizes
     plan = schedule(
         sampler,
         rounds,
+        seconds=seconds,
         steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, outline.loops),
         synchronization=synchronization,
         **others,
@@ -86,3 +89,9 @@ def scheduled(
     bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0
     stale = dataclasses.replace(algorithm, staleness=Staleness(bound=bound, mixing=mixing))
     return Scheduled(stale, ScheduledSampler(sampler, plan), plan)
+
+
+def _outline(algorithm: Algorithm, cohort: Cohort, staleness: Staleness) -> Outline:
+    stale = dataclasses.replace(algorithm, staleness=staleness)
+    state = jax.eval_shape(stale.init, rng.stream(cohort.key, "init"))
+    return programs_for(stale, state, cohort.data)[0].outline

@@ -11,6 +11,9 @@ from fedsim.experiment._scheduled import scheduled
 from fedsim.samplers import Sampler
 from fedsim.systems import Devices, Faults, FaultSchedule, Policy, Schedule, Synchronization
 
+# A run until a time ends after so many server steps nevertheless, because durations may be zero.
+_MOST_ROUNDS = 1_000_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation(Result):
@@ -18,19 +21,23 @@ class Simulation(Result):
 
     Attributes:
       schedule: the events of the run.
+      algorithm: the algorithm with the `fedsim.Staleness` of the run, to which ``state`` belongs: continue with
+        ``result.algorithm.apply``, and restore checkpoints with it.
 
-    >>> [field.name for field in dataclasses.fields(Simulation)][-1]
-    'schedule'
+    >>> [field.name for field in dataclasses.fields(Simulation)][-2:]
+    ['schedule', 'algorithm']
     """
 
     schedule: Schedule
+    algorithm: Algorithm
 
 
 def simulate(
     algorithm: Algorithm,
     sampler: Sampler,
     *,
-    rounds: int,
+    rounds: int | None = None,
+    seconds: float | None = None,
     synchronization: Synchronization | None = None,
     devices: Devices | None = None,
     faults: Faults | FaultSchedule | None = None,
@@ -43,15 +50,21 @@ def simulate(
 
     The events are simulated on a virtual clock in seconds before training starts, because they do not depend on the values of
     models. Then every server step is a round of the clients whose updates it aggregates, each from the version of the model
-    that it started from. The metrics of a round also have ``simulated_seconds``, the time at the end of the server step;
-    the mean and the largest ``staleness`` of its updates; and ``updates_late``, ``updates_lost`` and ``updates_dropped``, the
-    updates that were not used, counted since the server step before. Clients without examples take no step and answer at once,
-    and their updates take part in server steps without changing the model.
+    that it started from. Clients without examples take no step and answer after the transfers alone; their updates take part in
+    server steps without changing the model.
+
+    The metrics of a round also have ``simulated_seconds``, the time at the end of the server step; the mean and the largest
+    ``staleness`` of its updates, and ``staleness_counts``, how many have each staleness from 0 on; and ``clients_in_flight``
+    before the server sends the new model. Since the server step before, they count the updates that were not used
+    (``updates_late``, ``updates_lost``, ``updates_dropped``) and, of all clients whose outcome became known, ``messages_down``
+    and ``messages_up`` with their ``bytes_down`` and ``bytes_up``, ``messages_lost``, ``messages_doubled``, ``client_steps``
+    and ``client_steps_wasted``. (``bits_down`` and ``bits_up`` are those of the aggregated updates alone, after compression.)
 
     Args:
       algorithm: an algorithm whose round is one aggregation of updates.
       sampler: selects the clients: those of its cohorts, one cohort after the other, as far as they are available.
-      rounds: the number of server steps.
+      rounds: the number of server steps; None: as many as there are in ``seconds``.
+      seconds: the simulated time at which the run ends, if it has fewer server steps until then.
       synchronization: when clients are sent a model and when the server aggregates; None: synchronous rounds.
       devices: how fast clients are; None: one second per local step, and messages take no time.
       faults: what goes wrong; None: nothing does.
@@ -75,10 +88,13 @@ def simulate(
     >>> [line["round"] for line in result.history], result.history[-1]["largest_staleness"] > 0
     ([1, 2, 3, 4, 5], True)
     """
+    if rounds is None and seconds is None:
+        raise ValueError("Expected rounds or seconds, got neither: give rounds=100, for example.")
     made = scheduled(
         algorithm,
         sampler,
-        rounds=rounds,
+        rounds=_MOST_ROUNDS if rounds is None else rounds,
+        seconds=seconds,
         synchronization=synchronization,
         devices=devices,
         faults=faults,
@@ -86,6 +102,6 @@ def simulate(
         bytes_down=bytes_down,
         bytes_up=bytes_up,
     )
-    result = run(made.algorithm, made.sampler, rounds=rounds, **options)
+    result = run(made.algorithm, made.sampler, rounds=len(made.schedule.steps.time), **options)
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-    return Simulation(**fields, schedule=made.schedule)
+    return Simulation(**fields, schedule=made.schedule, algorithm=made.algorithm)

@@ -25,7 +25,7 @@ def plot_timeline(
 
     Args:
       schedule: a schedule, for example ``result.schedule`` of `fedsim.experiment.simulate`.
-      clients: the number of clients, those that were sent a model first.
+      clients: the number of clients: those that were sent a model first.
       seconds: the end of the plot; None: that of the first 40 server steps.
       client_ids: the names of all clients of the population, ``data.client_ids``; None: their positions.
 
@@ -50,7 +50,7 @@ def plot_timeline(
         )
     end = float(times[min(len(times), _STEPS) - 1] if len(times) else timeline.stop.max())
     end = min(seconds or end, schedule.seconds)
-    order = np.argsort(timeline.start, kind="stable")
+    order = np.argsort(timeline.number)
     order = order[timeline.start[order] < end]
     _, first = np.unique(timeline.client[order], return_index=True)
     shown = [int(client) for client in timeline.client[order][np.sort(first)[:clients]]]
@@ -66,6 +66,7 @@ def plot_timeline(
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
 
     scale = ScalarMappable(Normalize(0, max(1, int(version.max()))), colormaps[LIGHTNESS])
     axes.barh(y, stop - start, left=start, height=0.72, color=scale.to_rgba(version), edgecolor="white", linewidth=0.6)
@@ -86,5 +87,6 @@ def plot_timeline(
     axes.spines[["top", "right"]].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=8)
-    figure.colorbar(scale, ax=axes, label="version that it started from", pad=0.01, fraction=0.04)
+    ticks = MaxNLocator(integer=True, min_n_ticks=1)
+    figure.colorbar(scale, ax=axes, label="version that it started from", pad=0.01, fraction=0.04, ticks=ticks)
     return figure

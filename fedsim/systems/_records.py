@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,12 +75,14 @@ class Timeline(NamedTuple):
     """The dispatches whose outcome is known, in the order in which it became known; every field has one entry per dispatch.
 
     Attributes:
+      number: ``int64``, the number of the dispatch.
       client: ``int32``, position in the population.
       start, stop: ``float64``, from the dispatch until the update arrived or was lost, in seconds.
       version: ``int32``, the version of the model that the client started from.
       outcome: ``int8``, an index of `OUTCOMES`: aggregated, late, lost or dropped.
     """
 
+    number: np.ndarray
     client: np.ndarray
     start: np.ndarray
     stop: np.ndarray
@@ -134,7 +137,8 @@ class Schedule:
       steps: the server steps.
       timeline: the dispatches whose outcome became known.
       totals: the counts at the end, since the start of the run.
-      seconds: the time at the end.
+      seconds: the time of the last event.
+      arguments: a text of each argument of the simulation, by name.
     """
 
     updates: Updates
@@ -142,6 +146,7 @@ class Schedule:
     timeline: Timeline
     totals: Totals
     seconds: float
+    arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def largest_staleness(self) -> int:
@@ -150,7 +155,7 @@ class Schedule:
 
 
 # The type codes of Python's arrays, which grow without an object per entry: int8, int32, int64 and float64.
-_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "dii" + 11 * "q", Timeline: "iddib"}
+_CODES: dict[type, str] = {Updates: "iqiiiidddd", ServerSteps: "dii" + 11 * "q", Timeline: "qiddib"}
 _COUNTED = ("aggregated", *ServerSteps._fields[3:])
 
 
@@ -199,7 +204,8 @@ class Records:
         counts["messages_doubled"] += dispatch.doubled
         counts["steps"] += dispatch.steps
         counts["steps_wasted"] += dispatch.steps * (outcome != "aggregated")
-        self._append(Timeline, dispatch.client, dispatch.start, dispatch.stop, dispatch.version, OUTCOMES.index(outcome))
+        number, client, _, version, start, stop = dispatch[:6]
+        self._append(Timeline, number, client, start, stop, version, OUTCOMES.index(outcome))
 
     def take(self) -> tuple[Updates, ServerSteps, Timeline]:
         """Returns what was recorded since the last call."""

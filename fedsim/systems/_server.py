@@ -105,6 +105,11 @@ class Server:
         """The number of updates for which the server waits, including those of clients that are not available yet."""
         return len(self.in_flight) + len(self.waiting)
 
+    @property
+    def next_time(self) -> float:
+        """The time of the next event; minus infinity if there is none, which `next_event` reports."""
+        return self._events[0][0] if self._events else -math.inf
+
     def dispatch(self, count: int = 1, round: int | None = None) -> None:
         """Sends the current model to the next available clients of the sampler's cohorts.
 

@@ -7,7 +7,9 @@ it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,6 +78,10 @@ class Simulator:
     ) -> None:
         checks.whole(0, bytes_down=bytes_down, bytes_up=bytes_up)
         checks.instance(Synchronization, "Synchronous()", or_none=True, synchronization=synchronization)
+        checks.instance(Devices, "Devices(seconds_per_step=LogNormal())", or_none=True, devices=devices)
+        if not isinstance(faults, Faults | FaultSchedule | None):
+            checks.instance(Faults, "Faults(message_loss=0.1), or of FaultSchedule", faults=faults)
+        checks.instance(Policy, "Policy(timeout=60.0)", or_none=True, policy=policy)
         cohort = checked_cohort(sampler, 0)
         population = cohort.data.num_clients
         steps = np.asarray(steps)
@@ -111,8 +117,12 @@ class Simulator:
             "key": key,
         }
 
-    def advance(self, until: int) -> Schedule:
+    def advance(self, until: int, seconds: float = math.inf) -> Schedule:
         """Simulates until the server has taken ``until`` steps in all, and returns what happened since the last call.
+
+        Args:
+          until: the number of server steps since the start.
+          seconds: the simulated time at which it stops nevertheless.
 
         Raises:
           ValueError: the run cannot go on; the message says why.
@@ -122,9 +132,9 @@ class Simulator:
         if not self._begun:
             self._begun = True
             self._model.begin(server)
-        while server.version < until:
+        while server.version < until and server.next_time <= seconds:
             server.next_event(self._model)
-        return server.schedule()
+        return dataclasses.replace(server.schedule(), arguments=self._texts)
 
     def state(self) -> dict[str, Any]:
         """Returns the state between two calls of `advance`: numbers, strings, lists and dicts, which JSON can represent."""
@@ -146,22 +156,28 @@ class Simulator:
         self._server.restore(state["server"])
 
     @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        """A text of each argument."""
+        return {name: text_of(value) or type(value).__name__ for name, value in self._arguments.items()}
+
+    @property
     def _descriptions(self) -> dict[str, str]:
         """A hash of each argument."""
-        texts = {name: text_of(value) or type(value).__name__ for name, value in self._arguments.items()}
-        return {name: hash_of(text.encode()) for name, text in texts.items()}
+        return {name: hash_of(text.encode()) for name, text in self._texts.items()}
 
 
-def schedule(sampler: Sampler, rounds: int, **arguments: Any) -> Schedule:
+def schedule(sampler: Sampler, rounds: int, *, seconds: float | None = None, **arguments: Any) -> Schedule:
     """Returns the schedule of a run of ``rounds`` server steps.
 
     Args:
       sampler: selects the clients.
       rounds: the number of server steps.
+      seconds: the simulated time at which the run ends, if it has fewer steps until then.
       **arguments: those of `Simulator`.
 
     Raises:
-      ValueError: as `Simulator` does; ``rounds`` is not positive; the run cannot go on.
+      ValueError: as `Simulator` does; ``rounds`` or ``seconds`` is not positive; the run cannot go on; the server takes no step
+        within ``seconds``.
 
     >>> import fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(4)}, sizes=[1] * 4)
@@ -170,4 +186,10 @@ def schedule(sampler: Sampler, rounds: int, **arguments: Any) -> Schedule:
     array([10., 20., 30.])
     """
     checks.whole(1, rounds=rounds)
-    return Simulator(sampler, **arguments).advance(rounds)
+    checks.positive(or_none=True, seconds=seconds)
+    simulator = Simulator(sampler, **arguments)
+    found = simulator.advance(rounds, math.inf if seconds is None else seconds)
+    if not len(found.steps.time):
+        first = simulator.advance(1).seconds
+        raise ValueError(f"Expected seconds >= {first:.6g}, the time of the first server step, got seconds={seconds}.")
+    return found

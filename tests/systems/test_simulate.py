@@ -158,7 +158,7 @@ def test_an_interrupted_simulation_goes_on_to_the_same_bits(tmp_path):
 
 def test_algorithms_that_cannot_use_older_models_are_refused():
     mime = fedsim.algorithms.Mime(model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="Mime cannot run with staleness"):
+    with pytest.raises(ValueError, match="Mime cannot run with staleness, or on a virtual clock"):
         run(mime)
     scaffold = fedsim.algorithms.SCAFFOLD(
         model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4)
@@ -214,6 +214,46 @@ def test_metrics_count_messages_steps_and_clients():
     for line in result.history:
         counts = np.bincount(updates.staleness[updates.step == line["round"] - 1])
         assert line["staleness_counts"] == counts.tolist()
+
+
+def test_a_run_can_end_at_a_simulated_time():
+    options = {"synchronization": systems.Buffered(size=2, concurrency=4)}
+    whole = run(rounds=12, **options)
+    times = whole.schedule.steps.time
+    part = simulate(make(), sampler(), seconds=float(times[6]), devices=SPEEDS, progress=False, **options)
+    assert part.round == 7 and part.schedule.steps.time.tolist() == times[:7].tolist()
+    assert run(rounds=3, seconds=float(times[6]), **options).round == 3
+    with pytest.raises(ValueError, match="seconds >= .*, the time of the first server step, got seconds=0.001"):
+        run(seconds=0.001, **options)
+    with pytest.raises(ValueError, match="rounds or seconds, got neither"):
+        simulate(make(), sampler(), progress=False)
+
+
+def test_the_algorithm_of_a_result_continues_its_state():
+    result = run(synchronization=systems.Buffered(size=2, concurrency=4))
+    state, _ = result.algorithm.apply(result.state, sampler().cohort(8))
+    assert int(state.server.round) == 9
+
+
+def test_a_folder_says_what_was_simulated(tmp_path):
+    run(folder=tmp_path / "r", synchronization=systems.Buffered(size=2, concurrency=4), rounds=2)
+    text = (tmp_path / "r/config.json").read_text()
+    assert "Buffered(size=2, concurrency=4" in text and "LogNormal(sigma=1.0" in text
+    with pytest.raises(ValueError, match="(?s)holds a run of another configuration.*sampler"):
+        run(folder=tmp_path / "r", synchronization=systems.Buffered(size=2, concurrency=5), rounds=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": systems.LogNormal()}, "devices to be an instance of Devices"),
+        ({"faults": 0.3}, "faults to be an instance of Faults.*or of FaultSchedule"),
+        ({"policy": 3}, "policy to be an instance of Policy"),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(**options)
 
 
 def accuracy_and_seconds(splits, model, faults, **options):
