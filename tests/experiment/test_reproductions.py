@@ -20,8 +20,15 @@ from fedsim.experiment.reproductions import Plan, Request, Row, rounds_to_target
 from fedsim.experiment.reproductions import _fedprox_stragglers as stragglers
 from fedsim.experiment.reproductions import _qffl_fairness as fairness
 from fedsim.experiment.reproductions import _scaffold_emnist as drift
+from fedsim.experiment.reproductions import _unus_dssgd as selective
+from fedsim.experiment.reproductions import _unus_faults as faulty
+from fedsim.experiment.reproductions import _unus_staleness as stale
+from fedsim.experiment.reproductions._clock import SPEEDS, Task, TimedCurve, train_on_clock
+from fedsim.experiment.reproductions._curve import Curve
+from fedsim.experiment.reproductions._fedavg_mnist import CASES
 from fedsim.experiment.reproductions._tables import markdown_table
 from fedsim.samplers import UniformSampler
+from fedsim.systems import Policy, StaleSynchronous, schedule
 
 DRAW = np.random.default_rng(0)
 
@@ -73,7 +80,7 @@ def test_cases_are_listed_without_data(name, capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["fedavgg"], "There is no reproduction 'fedavgg'. Did you mean 'fedavg'?"),
+        (["fedavgg"], "There is no reproduction 'fedavgg'. Did you mean 'fedavg' or 'unus_fedavg'?"),
         (["fedavg", "--seeds", "0"], "Expected seeds >= 1, or None, got seeds=0: give a positive whole number."),
         (["fedavg", "--rounds", "-3"], "Expected rounds >= 1, or None, got rounds=-3: give a positive whole number."),
         (
@@ -267,6 +274,100 @@ def test_the_similarity_determines_the_classes_of_a_client(percent, classes):
     assert classes[0] <= min(class_counts) and max(class_counts) <= classes[1]
 
 
+def test_a_clock_changes_no_synchronous_round_and_a_round_takes_as_long_as_its_slowest_client(data):
+    algorithm, sampler, score = CASES["2nn-iid-b10"].build(Request(data=data), fedsim.models.logistic((28, 28, 1), 10), 0, 0.1)
+    expected = reproductions.train(algorithm, sampler, rounds=3, score=score)
+    found = train_on_clock(algorithm, sampler, updates=30, per_step=10, every=10, score=score, devices=SPEEDS)
+    assert found.curve.rounds == [1, 2, 3] and found.curve.scores == expected.scores
+    assert found.updates.tolist() == [10, 20, 30]
+    seconds = SPEEDS.draw(sampler.data.client_ids, sampler.key).seconds_per_step  # of a step; every client takes one
+    rounds = [seconds[sampler.cohort(number).clients].max() for number in range(3)]
+    np.testing.assert_allclose(found.times, np.cumsum(rounds))
+
+
+def test_a_clock_ends_after_a_number_of_updates(data):
+    algorithm, sampler, score = CASES["2nn-iid-b10"].build(Request(data=data), fedsim.models.logistic((28, 28, 1), 10), 0, 0.1)
+    model = StaleSynchronous(bound=2)
+    found = train_on_clock(algorithm, sampler, updates=25, every=10, score=score, devices=SPEEDS, synchronization=model)
+    counts = found.schedule.steps.updates
+    assert found.updates[-1] == counts[: found.curve.rounds[-1]].sum() >= 25 > counts[: found.curve.rounds[-1] - 1].sum()
+
+
+def test_participants_alone_and_pooled(data):
+    digits = fedsim.datasets.load("mnist", data=data / "mnist", partition="iid", clients=100).train
+    several, one, pooled = (selective._participants(digits, form) for form in ("distributed", "alone", "pooled"))
+    assert (several.num_clients, one.num_clients, pooled.num_clients) == (30, 1, 1)
+    assert one.client_ids == digits.client_ids[:1] and one.num_examples == 4
+    np.testing.assert_array_equal(pooled.client(0)["x"], np.concatenate([client["x"] for client in several.clients()]))
+
+
+def test_orders_of_participants(data):
+    several = selective._participants(fedsim.datasets.load("mnist", data=data / "mnist", clients=100).train, "distributed")
+    planned = {}
+    for order in ("round robin", "random", "asynchronous"):
+        sampler, model = selective._order(several, order, 0)
+        planned[order] = schedule(sampler, 600, steps=np.full(30, 2), synchronization=model, devices=SPEEDS).updates
+    assert planned["round robin"].client.tolist() == [*range(30)] * 20
+    assert sorted(planned["random"].client[30:60]) == [*range(30)] != planned["random"].client[30:60].tolist()
+    assert planned["random"].staleness.max() == 0
+    # With C clients in flight and a buffer of K, the mean staleness is (C - 1) / K in a long run; the first updates have less.
+    assert 24 < planned["asynchronous"].staleness.mean() < 29 and np.all(planned["asynchronous"].scale == 1)
+
+
+def test_all_bounds_of_staleness_keep_workers_together_and_larger_ones_save_time():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(20)}, sizes=[1] * 20)
+    sampler, ends = UniformSampler(data, clients=20, seed=0), []
+    for bound in (each for each in stale._BOUNDS if each is not None):
+        made = schedule(
+            sampler,
+            400,
+            steps=np.full(20, 5),
+            synchronization=StaleSynchronous(bound=bound),
+            devices=stale._LAWS["varying"][1],
+        )
+        done = np.zeros(20, int)
+        for client in made.updates.client:
+            done[client] += 1
+            assert done.max() - done.min() <= bound + 1
+        order = np.argsort(made.updates.stop, kind="stable")
+        ends.append(made.updates.stop[order][399])
+    assert ends == sorted(ends, reverse=True) and ends[-1] < ends[0] / 2
+
+
+def test_faults_cost_as_many_dispatches_as_their_probabilities_say():
+    data = fedsim.FederatedData.from_arrays({"x": np.zeros(100)}, sizes=[1] * 100)
+    sampler = UniformSampler(data, clients=10, seed=0)
+    for (faults, policy), arrives in zip(faulty._KINDS["both"].values(), (0.7 * 0.8 * 0.7, 0.9919**2 * 0.8), strict=True):
+        totals = schedule(sampler, 300, steps=np.full(100, 5), faults=faults, policy=policy).totals
+        assert totals.aggregated == 3000
+        assert totals.aggregated / totals.dispatched == pytest.approx(arrives, rel=0.03)
+    assert Policy().retries == 0  # as the notes say
+
+
+def test_rows_of_faults_are_relative_to_the_run_without():
+    def timed(step, scores):
+        steps = fedsim.systems.ServerSteps(step * np.arange(1, 5), np.full(4, 10, np.int32))
+        totals = fedsim.systems.Totals(**dict.fromkeys(fedsim.systems.Totals._fields, 0) | {"dispatched": 80, "lost": 40})
+        return TimedCurve(
+            Curve([1, 2, 3, 4], scores, None, 1.0), fedsim.systems.Schedule(None, steps, None, totals, 4.0 * step)
+        )
+
+    task = Task("made", *[None] * 4, rate=0.1)
+    clean, slow = timed(1.0, [0.5, 0.5, 0.5, 0.5]), timed(4.0, [0.1, 0.3, 0.7, 0.7])
+    accuracy, relative, multiple, in_time = faulty._rows(task, "bad", [clean], [slow], "")
+    assert (accuracy.values, relative.values, multiple.values) == ([pytest.approx(45.0)], [pytest.approx(90.0)], [4.0])
+    assert in_time.values == [pytest.approx(40.0)]  # the mean of 0.1 and 0.3, which were there at 8 seconds, over 0.5
+    assert "50% of dispatches" in accuracy.note
+
+
+def test_cases_on_femnist_are_left_out_without_data(tmp_path):
+    messages = []
+    request = Request(log=messages.append)
+    for name in ("unus_staleness", "unus_faults"):
+        assert reproductions.reproduce(reproductions.get(name), request, only=["femnist-*"], out=tmp_path / "o.json") == []
+    assert set(messages) == {"The cases on FEMNIST are not run: give --data DIR."} and not (tmp_path / "o.json").exists()
+
+
 TINY = [
     ("fedavg", ["2nn-iid-b10", "2nn-noniid-binf"]),
     ("fedprox", ["iid-0", "1,1-90", "mnist-90"]),
@@ -275,6 +376,10 @@ TINY = [
     ("personalization", ["fedavg", "ditto"]),
     ("compression", ["drive-1", "top-1-percent-feedback"]),
     ("robustness", ["mean"]),
+    ("unus_fedavg", ["2nn-iid-b10"]),
+    ("unus_dssgd", ["upload-0.1", "asynchronous-0.1"]),
+    ("unus_staleness", ["digits-bound-constant", "femnist-methods"]),
+    ("unus_faults", ["digits-losses", "femnist-both"]),
 ]
 
 
@@ -283,6 +388,9 @@ TINY = [
 def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(drift, "_EPOCHS", (1, 5))  # fewer, because each is compiled with each rate
     monkeypatch.setattr(drift, "search_rate", functools.partial(drift.search_rate, search=False))
+    monkeypatch.setattr(stale, "_BOUNDS", (0, None))
+    monkeypatch.setattr(stale, "_RATES", (0.1,))
+    monkeypatch.setattr(stale, "_MIXINGS", (0.6,))
     out = tmp_path / "o.json"
     options = ["--only", case, "--rounds", "2", "--seeds", "1", "--data", str(data), "--out", str(out)]
     assert main(["reproduce", name, *options]) == 0

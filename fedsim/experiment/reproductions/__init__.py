@@ -24,10 +24,27 @@ from fedsim.experiment.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.experiment.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.experiment.reproductions._tables import markdown_table as markdown_table
 from fedsim.experiment.reproductions._tables import text_table as text_table
+from fedsim.experiment.reproductions._unus_dssgd import UNUS_DSSGD
+from fedsim.experiment.reproductions._unus_faults import UNUS_FAULTS
+from fedsim.experiment.reproductions._unus_fedavg import UNUS_FEDAVG
+from fedsim.experiment.reproductions._unus_staleness import UNUS_STALENESS
 from fedsim.names import look_up
 
 REPRODUCTIONS: dict[str, Reproduction] = {
-    each.name: each for each in (FEDAVG, FEDPROX, QFFL, SCAFFOLD_EMNIST, PERSONALIZATION, COMPRESSION, ROBUSTNESS)
+    each.name: each
+    for each in (
+        FEDAVG,
+        FEDPROX,
+        QFFL,
+        SCAFFOLD_EMNIST,
+        PERSONALIZATION,
+        COMPRESSION,
+        ROBUSTNESS,
+        UNUS_FEDAVG,
+        UNUS_DSSGD,
+        UNUS_STALENESS,
+        UNUS_FAULTS,
+    )
 }
 
 
@@ -40,6 +57,6 @@ def get(name: str) -> Reproduction:
     >>> get("fedavgg")
     Traceback (most recent call last):
     ...
-    ValueError: There is no reproduction 'fedavgg'. Did you mean 'fedavg'?
+    ValueError: There is no reproduction 'fedavgg'. Did you mean 'fedavg' or 'unus_fedavg'?
     """
     return look_up("reproduction", name, REPRODUCTIONS)

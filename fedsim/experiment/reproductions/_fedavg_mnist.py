@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import optax
 
@@ -25,30 +26,59 @@ from fedsim.data import Batches
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import Curve, search_rate, train
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.model import Model
 from fedsim.samplers import UniformSampler
 
-_CLIENTS, _COHORT = 100, 10
+_CLIENTS, COHORT = 100, 10
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
+class MnistCase:
+    """A cell of Table 1.
+
+    Attributes:
+      model, partition, batch_size, epochs: the network, the clients' data, B (None: all of a client's examples) and E.
+      target: the test accuracy.
+      paper: the paper's number of rounds.
+      start: the first learning rate of the search is 10^(start / 3).
+      rounds, seeds: the largest number of rounds, and the number of seeds.
+      note: a remark.
+      search: whether to try other learning rates.
+      also: seed 0 also runs with the learning rate 10^(also / 3).
+    """
+
     model: str
     partition: str
     batch_size: int | None
     epochs: int
     target: float
     paper: str
-    start: int  # the first learning rate of the search is 10^(start / 3)
+    start: int
     rounds: int
     seeds: int
     note: str = ""
-    search: bool = True  # whether to try other learning rates
-    also: int | None = None  # seed 0 also runs with the learning rate 10^(also / 3)
+    search: bool = True
+    also: int | None = None
 
     def __str__(self) -> str:
         network = {"mnist_2nn": "2NN", "mnist_cnn": "CNN"}[self.model]
         clients = {"iid": "IID", "shards": "non-IID"}[self.partition]
         return f"{network}, {clients}, E = {self.epochs}, B = {self.batch_size or '∞'}"
+
+    @property
+    def every(self) -> int:
+        """The number of rounds between evaluations."""
+        return 5 if self.batch_size is None else 1
+
+    def build(
+        self, request: Request, model: Model, seed: int, rate: float
+    ) -> tuple[FedAvg, UniformSampler, Callable[[Any], float]]:
+        """Returns the algorithm, the sampler, and a function from the state to the test accuracy."""
+        splits = datasets.load("mnist", data=request.folder("mnist"), partition=self.partition, clients=_CLIENTS, seed=seed)
+        batches = Batches(size=self.batch_size or int(splits.train.sizes.max()), epochs=self.epochs)
+        algorithm = FedAvg(model=model, client_optimizer=optax.sgd(rate), batches=batches)
+        sampler = UniformSampler(splits.train, clients=COHORT, seed=seed)
+        return algorithm, sampler, lambda state: evaluate(model, state.params, splits.test).overall["accuracy"]
 
 
 _SMALLER = (
@@ -59,41 +89,31 @@ _EDGE = "this learning rate is at the limit of stability"
 _FACTOR_OF_TWO = (
     "an independent replication of the CNN took 107 rounds: results for non-IID data are known to differ by a factor of two"
 )
-_CASES = {
-    "2nn-iid-b10": _Case("mnist_2nn", "iid", 10, 1, 0.97, "87", -2, 300, 3, _SMALLER, also=-4),
-    "2nn-noniid-b10": _Case("mnist_2nn", "shards", 10, 1, 0.97, "664", -3, 1500, 3, _SMALLER, also=-4),
-    "2nn-iid-binf": _Case("mnist_2nn", "iid", None, 1, 0.97, "1,474", -1, 3500, 3, _EDGE, also=-1),
-    "2nn-noniid-binf": _Case("mnist_2nn", "shards", None, 1, 0.97, "1,796", -1, 4500, 3),
-    "cnn-iid-b10": _Case("mnist_cnn", "iid", 10, 5, 0.99, "18 (Table 2: 20)", -3, 60, 1, search=False),
-    "cnn-noniid-b10": _Case("mnist_cnn", "shards", 10, 5, 0.99, "206 (Table 2: 229)", -4, 500, 1, _FACTOR_OF_TWO, search=False),
-    "cnn-iid-binf": _Case("mnist_cnn", "iid", None, 5, 0.99, "339 (Table 2: 179)", -2, 800, 1, search=False),
-    "cnn-noniid-binf": _Case("mnist_cnn", "shards", None, 5, 0.99, "1,100 (Table 2: 1,000)", -3, 2500, 1, search=False),
+CASES = {
+    "2nn-iid-b10": MnistCase("mnist_2nn", "iid", 10, 1, 0.97, "87", -2, 300, 3, _SMALLER, also=-4),
+    "2nn-noniid-b10": MnistCase("mnist_2nn", "shards", 10, 1, 0.97, "664", -3, 1500, 3, _SMALLER, also=-4),
+    "2nn-iid-binf": MnistCase("mnist_2nn", "iid", None, 1, 0.97, "1,474", -1, 3500, 3, _EDGE, also=-1),
+    "2nn-noniid-binf": MnistCase("mnist_2nn", "shards", None, 1, 0.97, "1,796", -1, 4500, 3),
+    "cnn-iid-b10": MnistCase("mnist_cnn", "iid", 10, 5, 0.99, "18 (Table 2: 20)", -3, 60, 1, search=False),
+    "cnn-noniid-b10": MnistCase(
+        "mnist_cnn", "shards", 10, 5, 0.99, "206 (Table 2: 229)", -4, 500, 1, _FACTOR_OF_TWO, search=False
+    ),
+    "cnn-iid-binf": MnistCase("mnist_cnn", "iid", None, 5, 0.99, "339 (Table 2: 179)", -2, 800, 1, search=False),
+    "cnn-noniid-binf": MnistCase("mnist_cnn", "shards", None, 5, 0.99, "1,100 (Table 2: 1,000)", -3, 2500, 1, search=False),
 }
 
 
 def _cases(request: Request) -> Mapping[str, Case]:
-    return {name: functools.partial(_run, request, case) for name, case in _CASES.items()}
+    return {name: functools.partial(_run, request, case) for name, case in CASES.items()}
 
 
-def _run(request: Request, case: _Case) -> Iterator[Row]:
+def _run(request: Request, case: MnistCase) -> Iterator[Row]:
     plan = request.plan(seeds=case.seeds, rounds=case.rounds)
     model = models.get(case.model)
 
     def curve(seed: int, rate: float, rounds: int) -> Curve:
-        splits = datasets.load("mnist", data=request.folder("mnist"), partition=case.partition, clients=_CLIENTS, seed=seed)
-        algorithm = FedAvg(
-            model=model,
-            client_optimizer=optax.sgd(rate),
-            batches=Batches(size=case.batch_size or int(splits.train.sizes.max()), epochs=case.epochs),
-        )
-        found = train(
-            algorithm,
-            UniformSampler(splits.train, clients=_COHORT, seed=seed),
-            rounds=rounds,
-            score=lambda state: evaluate(model, state.params, splits.test).overall["accuracy"],
-            every=5 if case.batch_size is None else 1,
-            until=case.target,
-        )
+        algorithm, sampler, score = case.build(request, model, seed, rate)
+        found = train(algorithm, sampler, rounds=rounds, score=score, every=case.every, until=case.target)
         reached = found.rounds_to_target(case.target)
         outcome = f"{reached:,.1f} rounds" if reached else f"best {max(found.scores):.4f} in {rounds} rounds"
         request.log(f"{case}: seed {seed}, rate {rate:.3g}: {outcome}, {found.seconds:.0f} s")
@@ -107,7 +127,7 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
     best_of_missed = f"; best {max(missed):.2%} in {plan.rounds} rounds" if missed else ""
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(choice.tried))
     rate_note = f"learning rate {choice.rate:.3g}, {f'chosen from {rates}' if case.search else 'not tuned'}"
-    settings = dataclasses.asdict(case) | {"clients": _CLIENTS, "cohort": _COHORT, "rounds": plan.rounds}
+    settings = dataclasses.asdict(case) | {"clients": _CLIENTS, "cohort": COHORT, "rounds": plan.rounds}
     measure = f"rounds to {case.target:.0%}"
     yield Row(
         case=str(case),

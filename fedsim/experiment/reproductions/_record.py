@@ -47,7 +47,7 @@ def reproduce(
     for name, case in cases.items():
         rows = [{"id": name, "quick": request.quick} | dataclasses.asdict(row) | machine() for row in case()]
         records += rows
-        if out:
+        if out and rows:
             before = read(out, reproduction.name)
             after = merged(before, rows)
             if after == before:
