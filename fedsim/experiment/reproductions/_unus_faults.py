@@ -7,7 +7,8 @@ with.
 Ten clients a round train in synchronous rounds. A client that fails does so after a uniform fraction of its local steps, and
 can be selected again at once; of a message, either direction may be lost, with the same probability. The policy is the default
 one: no message is repeated, and the server notices at once that an update will not come, and sends the model to another client.
-So every round has ten updates, and faults cost time. The last case is also run with up to 3 repetitions of every message.
+So every round has ten updates, and faults cost time. The last case is also run with up to 3 repetitions of every message. Where
+the run takes more than twice as long as without faults, a row has the accuracy at twice that time.
 """
 
 from __future__ import annotations
@@ -92,8 +93,9 @@ def _rows(task: Task, title: str, clean: list[TimedCurve], faulty: list[TimedCur
         rows += [
             ("accuracy, % of that without faults", of_clean, mean_and_std(of_clean, 1), ""),
             ("simulated time, multiple of that without faults", multiples, mean_and_std(multiples, 2), ""),
-            ("accuracy in twice the time, % of that without faults", in_time, mean_and_std(in_time, 1), ""),
         ]
+    if max(multiples) > 2:
+        rows.append(("accuracy in twice the time, % of that without faults", in_time, mean_and_std(in_time, 1), ""))
     for index, (measure, values, ours, note) in enumerate(rows):
         seconds = sum(each.curve.seconds for each in faulty) if not index else 0.0
         yield Row(measure=measure, values=values, ours=ours, note=note, seconds=seconds, **shared)
@@ -111,8 +113,9 @@ UNUS_FAULTS = Reproduction(
     "A client that fails stops after a uniform fraction of its local steps, and can be selected again at once; messages are "
     "lost in either direction with the same probability. The policy is the default one: no repetitions, no time-out, and the "
     "server notices at once that no update will come, and sends the model to another client. So every round has ten updates, "
-    "and faults cost time and not updates. The last case of each task is also run with up to 3 repetitions of a message, "
-    "after pauses of 1, 2 and 4 seconds. Each client draws once how long a local step takes, from a log-normal law with median "
+    "and faults cost time and not updates. A server without open connections would notice later, and messages that take time "
+    "would cost more when they are lost. The last case of each task is also run with up to 3 repetitions of a message, after "
+    "pauses of 1, 2 and 4 seconds. Each client draws once how long a local step takes, from a log-normal law with median "
     "1 second and σ = 1; messages take no time. The accuracy is the mean of the last four evaluations, which are 10 rounds "
     "apart. There are no published figures to compare with.",
 )
