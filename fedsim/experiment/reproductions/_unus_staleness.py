@@ -48,7 +48,7 @@ _LAWS = {
     "varying": ("speeds vary from round to round", Devices(variation=LogNormal(sigma=1.0))),
 }
 _CONCURRENCY, _LAST = 30, 4
-_RATES, _MIXINGS = (0.1, 0.2, 0.4), (0.3, 0.6, 0.9)
+_RATES, _MIXINGS = (0.2, 0.4, 0.8), (0.3, 0.6, 0.9)
 _Load = Callable[[Request, int], Task]
 # The loader, the number of workers, and the accuracy to reach.
 _BOUND_TASKS: dict[str, tuple[_Load, int, float]] = {
@@ -181,7 +181,8 @@ def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
         chosen = f"learning rate {rate:g}" + (f", mixing weight {mixing:g}" if len(mixings) > 1 else "")
         for measure, values in (("client updates", updates), ("simulated seconds", times)):
             fewer = [a / b for a, b in zip(base.setdefault(measure, values), values, strict=True) if a and b]
-            ratio = f"{mean_and_std(fewer, 2)} times fewer than synchronous; " if fewer and method != "synchronous" else ""
+            less = "fewer" if measure == "client updates" else "less"
+            ratio = f"{mean_and_std(fewer, 2)} times {less} than synchronous; " if fewer and method != "synchronous" else ""
             yield Row(
                 case=f"{task.title}: {method}",
                 measure=f"{measure} to {target:.0%}",
@@ -214,7 +215,7 @@ UNUS_STALENESS = Reproduction(
     "rounds of all workers have; the accuracy is the mean over the last four of them. A speed is the time of a local step, "
     "which each worker draws once from a log-normal law with median 1 second and σ = 1; or all are the same, and each local "
     "round takes longer by a factor from that law. Messages take no time. FedAsync and FedBuff: all methods have 30 clients "
-    "in flight, which keep their speeds. Each has the learning rate (0.1, 0.2 or 0.4) and FedAsync the mixing weight (0.3, 0.6 "
+    "in flight, which keep their speeds. Each has the learning rate (0.2, 0.4 or 0.8) and FedAsync the mixing weight (0.3, 0.6 "
     "or 0.9) with which seed 0 reaches the target in the least simulated time; both weigh updates by (1 + staleness)^-0.5. "
     "Client updates are those that the server aggregates. Stale synchronous parallel is also the method of K.-J. Hsu's UNUS "
     "(master's thesis, National Tsing Hua University, 2021), of which no figures are public.",
