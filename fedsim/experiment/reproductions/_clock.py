@@ -88,11 +88,12 @@ def train_on_clock(
     >>> data = fedsim.datasets.load("digits").train
     >>> algorithm = fedsim.algorithms.FedAvg(
     ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    >>> scores = iter([0.2, 0.4])
     >>> found = train_on_clock(
     ...     algorithm, fedsim.UniformSampler(data, clients=4, seed=0), updates=16, per_step=4, every=8,
-    ...     score=lambda state: float(state.round))
-    >>> found.curve.rounds, found.updates.tolist(), found.times.tolist(), found.seconds_to_target(3.0)
-    ([2, 4], [8, 16], [6.0, 11.0], 8.5)
+    ...     score=lambda state: next(scores))
+    >>> found.curve.rounds, found.updates.tolist(), found.times.tolist(), round(found.updates_to_target(0.3), 6)
+    ([2, 4], [8, 16], [6.0, 10.0], 12.0)
     """
     arguments = {"synchronization": None, "devices": None, "faults": None} | systems
     made = scheduled(algorithm, sampler, rounds=-(-updates // per_step), **arguments)

@@ -1,8 +1,8 @@
 """Clients that fail and messages that are lost: accuracy and simulated time, relative to a run without faults.
 
 K.-J. Hsu, "UNUS: A reliable and efficient federated learning framework with programmability and portability", master's thesis,
-National Tsing Hua University, 2021, implements fault tolerance. No figures of it are public, so there is nothing to compare
-with.
+National Tsing Hua University, 2021, implements fault tolerance. No public figures of it were found, so there is nothing to
+compare with.
 
 Ten clients a round train in synchronous rounds. A client that fails does so after a uniform fraction of its local steps, and
 can be selected again at once; of a message, either direction may be lost, with the same probability. The policy is the default
@@ -105,7 +105,7 @@ UNUS_FAULTS = Reproduction(
     name="unus_faults",
     title="Failing clients and lost messages: accuracy and simulated time of synchronous rounds",
     paper="K.-J. Hsu. UNUS: A reliable and efficient federated learning framework with programmability and portability. "
-    "Master's thesis, National Tsing Hua University, 2021 (no figures are public)",
+    "Master's thesis, National Tsing Hua University, 2021 (no public figures were found)",
     duration="1 to 3 min per case of 3 seeds, 6 cases",
     required_data=f"digits: none; {NEEDS}",
     cases=_cases,
@@ -117,5 +117,5 @@ UNUS_FAULTS = Reproduction(
     "would cost more when they are lost. The last case of each task is also run with up to 3 repetitions of a message, after "
     "pauses of 1, 2 and 4 seconds. Each client draws once how long a local step takes, from a log-normal law with median "
     "1 second and σ = 1; messages take no time. The accuracy is the mean of the last four evaluations, which are 10 rounds "
-    "apart. There are no published figures to compare with.",
+    "apart. The column paper is empty, because no published figures were found.",
 )
