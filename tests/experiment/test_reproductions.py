@@ -346,8 +346,9 @@ def test_faults_cost_as_many_dispatches_as_their_probabilities_say():
 
 def test_rows_of_faults_are_relative_to_the_run_without():
     def timed(step, scores):
-        steps = fedsim.systems.ServerSteps(step * np.arange(1, 5), np.full(4, 10, np.int32))
-        totals = fedsim.systems.Totals(**dict.fromkeys(fedsim.systems.Totals._fields, 0) | {"dispatched": 80, "lost": 40})
+        nothing = {kind: kind(**dict.fromkeys(kind._fields, 0)) for kind in (fedsim.systems.ServerSteps, fedsim.systems.Totals)}
+        steps = nothing[fedsim.systems.ServerSteps]._replace(time=step * np.arange(1, 5), updates=np.full(4, 10, np.int32))
+        totals = nothing[fedsim.systems.Totals]._replace(dispatched=80, lost=40)
         return TimedCurve(
             Curve([1, 2, 3, 4], scores, None, 1.0), fedsim.systems.Schedule(None, steps, None, totals, 4.0 * step)
         )
