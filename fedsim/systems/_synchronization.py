@@ -75,9 +75,9 @@ class Synchronous(Synchronization):
         server.give_up()
         server.memory["attempt"] = server.memory.get("attempt", 0) + 1
         server.memory["received"] = 0
-        if self.deadline is not None:
-            server.call_at(server.now + self.deadline, str(server.memory["attempt"]))
         server.memory["needed"] = self._needed(server.dispatch_cohort())
+        if self.deadline is not None:  # After the dispatches, so that an update that arrives at the deadline is in time.
+            server.call_at(server.now + self.deadline, str(server.memory["attempt"]))
 
     def received(self, server: Server, update: Dispatch) -> None:
         """Ends the round if it has enough updates."""

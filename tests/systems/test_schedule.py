@@ -118,6 +118,11 @@ def test_deadline_ends_a_round_and_a_round_below_the_minimum_does_not_count():
     assert found.totals.dropped == 1
 
 
+def test_update_that_arrives_at_the_deadline_is_in_time():
+    found = systems.schedule(SAMPLER, 3, steps=np.full(40, 2), synchronization=systems.Synchronous(deadline=2.0))
+    assert found.steps.time.tolist() == [2.0, 4.0, 6.0] and found.totals.late == 0
+
+
 def test_stragglers_take_fewer_steps():
     found = systems.schedule(Stragglers(SAMPLER, fraction=1.0, epochs=2), 1, steps=np.full(40, 10))
     assert found.seconds == 5.0
