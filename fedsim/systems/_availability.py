@@ -244,10 +244,12 @@ class Traces:
             raise ValueError(f"{where} has the unknown column {unknown[0]!r}: the columns are {', '.join(_COLUMNS[1:])}.")
         for name in RATES:
             value = entry.get(name, 1.0)
-            if not isinstance(value, int | float) or not value > 0:
-                raise ValueError(f"{where} has {name}={value!r}: expected a number above 0.")
-        end = 0.0
-        for pair in entry.get("online", ()):
+            if not isinstance(value, int | float) or not value > 0 or (name == "seconds_per_step" and value == math.inf):
+                raise ValueError(f"{where} has {name}={value!r}: expected a number above 0{', and finite' * (value == math.inf)}.")
+        online, end = entry.get("online", ()), 0.0
+        if not isinstance(online, Sequence | np.ndarray) or isinstance(online, str):
+            raise ValueError(f"{where} has online={online!r}: expected a list of intervals, such as [(0, 3600)].")
+        for pair in online:
             try:
                 start, stop = map(float, pair)
             except (TypeError, ValueError):

@@ -34,7 +34,7 @@ class Devices:
       - What a client draws depends on the root key, its position in the population and the law, and on no other argument.
 
     Raises:
-      ValueError: a value is neither a law nor a number of at least 0; a rate is 0.
+      ValueError: a value is neither a law nor a number of at least 0; a rate is 0; a number other than a rate is infinite.
 
     >>> from fedsim.systems import LogNormal
     >>> drawn = Devices(seconds_per_step=LogNormal(sigma=1.0)).draw(["a", "b"], jax.random.key(0))
@@ -55,6 +55,8 @@ class Devices:
         for name in ("download_rate", "upload_rate"):
             if not getattr(self, name).mean > 0:
                 raise ValueError(f"Expected {name} > 0 bytes per second, got {name}=0.0: with 0 no message would ever arrive.")
+        for name in ("seconds_per_step", "variation", "latency"):
+            checks.number(least=0, remedy="no client would ever answer", **{name: getattr(self, name).least})
         if not isinstance(self.availability, Diurnal | Traces | None):
             checks.instance(Diurnal, "Diurnal(fraction=0.5), or of Traces", availability=self.availability)
 

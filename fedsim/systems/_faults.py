@@ -237,15 +237,17 @@ class _Listed(dict[int, Fault]):
 def _check_spans(faults: Faults | FaultSchedule) -> None:
     for name in ("outages", "server_crashes"):
         end = 0.0
-        for span in getattr(faults, name):
+        spans = getattr(faults, name)
+        checks.instance(Sequence, "[(60.0, 120.0)]", **{name: spans})
+        for span in spans:
             try:
                 start, stop = map(float, span)
-                ordered = end <= start < stop
+                ordered = end <= start < stop < math.inf
             except (TypeError, ValueError):
                 ordered = False
             if not ordered:
                 raise ValueError(
-                    f"Expected {name} to be spans (start, stop) in seconds, sorted, disjoint and not empty, got {span!r} "
-                    f"after {end}: sort and join them."
+                    f"Expected {name} to be spans (start, stop) in seconds, sorted, disjoint, finite and not empty, got "
+                    f"{span!r} after {end}: sort and join them."
                 )
             end = stop

@@ -172,7 +172,7 @@ def test_schedule_is_read_as_it_was_written(tmp_path):
         ('{"faults": [{"dispatch": 1, "failure": 1.5}]}', "0 <= failure <= 1"),
         ('{"faults": [{"dispatch": 1}, {"dispatch": 1}]}', "dispatch 1 is given twice"),
         ('{"outage": []}', "outage"),
-        ('{"outages": [[5, 4]]}', "sorted, disjoint and not empty"),
+        ('{"outages": [[5, 4]]}', "sorted, disjoint, finite and not empty"),
     ],
 )
 def test_wrong_files_are_errors(tmp_path, text, match):
@@ -191,6 +191,8 @@ def test_wrong_files_are_errors(tmp_path, text, match):
         (lambda: systems.Faults(failure_time="never"), "failure_time to be 'before', 'during' or 'after'"),
         (lambda: systems.Faults(recovery=-1.0), "recovery >= 0"),
         (lambda: systems.Faults(outages=[(0, 5), (4, 6)]), r"outages.*got \(4, 6\) after 5.0: sort and join"),
+        (lambda: systems.Faults(outages=[(3, math.inf)]), r"outages.*finite.*got \(3, inf\)"),
+        (lambda: systems.Faults(server_crashes=None), "server_crashes to be an instance of Sequence"),
         (lambda: systems.Faults(server_crashes=[5.0]), r"server_crashes to be spans \(start, stop\)"),
         (lambda: systems.Policy(timeout=0.0), "timeout > 0"),
         (lambda: systems.Policy(retries=-1), "retries"),
