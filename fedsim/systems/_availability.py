@@ -245,7 +245,9 @@ class Traces:
         for name in RATES:
             value = entry.get(name, 1.0)
             if not isinstance(value, int | float) or not value > 0 or (name == "seconds_per_step" and value == math.inf):
-                raise ValueError(f"{where} has {name}={value!r}: expected a number above 0{', and finite' * (value == math.inf)}.")
+                raise ValueError(
+                    f"{where} has {name}={value!r}: expected a number above 0{', and finite' * (value == math.inf)}."
+                )
         online, end = entry.get("online", ()), 0.0
         if not isinstance(online, Sequence | np.ndarray) or isinstance(online, str):
             raise ValueError(f"{where} has online={online!r}: expected a list of intervals, such as [(0, 3600)].")

@@ -81,6 +81,7 @@ class Server:
       buffer: the updates that were received and not yet aggregated or dropped, in the order of their arrival.
       in_flight: the dispatches for whose updates the server waits, by number.
       waiting: one entry for each dispatch for which no client is available yet: the round that the model gave, or None.
+      reserved: the clients that `dispatch` does not select, because the model will send to them by `dispatch_to`.
       memory: what the synchronization model keeps, by name; JSON can represent it.
     """
 
@@ -91,6 +92,7 @@ class Server:
         self.buffer: list[Dispatch] = []
         self.in_flight: dict[int, Dispatch] = {}
         self.waiting: list[int | None] = []
+        self.reserved: set[int] = set()
         self.memory: dict[str, Any] = {}
         self._given_up: dict[int, Dispatch] = {}
         self._events: list[tuple[float, int, str, Any]] = []
@@ -113,8 +115,8 @@ class Server:
     def dispatch(self, count: int = 1, round: int | None = None) -> None:
         """Sends the current model to the next available clients of the sampler's cohorts.
 
-        Clients that are busy or offline are passed over. If too few clients are available, the others follow, with the model
-        that is then current, as soon as a client is available.
+        Clients that are busy, offline or reserved are passed over. If too few clients are available, the others follow, with
+        the model that is then current, as soon as a client is available.
 
         Args:
           count: the number of clients.
@@ -240,6 +242,7 @@ class Server:
             **{name: [list(dispatch) for dispatch in getattr(self, name).values()] for name in _DISPATCHES},
             "buffer": [list(update) for update in self.buffer],
             "waiting": list(self.waiting),
+            "reserved": sorted(self.reserved),
             "events": [list(event) for event in self._events],
             "busy_until": [[client, until] for client, until in self._busy_until.items() if until > self.now],
             "selection": [self._selection.round, self._selection.position],
@@ -255,6 +258,7 @@ class Server:
             setattr(self, name, {row[0]: Dispatch(*row) for row in state[name]})
         self.buffer = [Dispatch(*row) for row in state["buffer"]]
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
+        self.reserved = set(state["reserved"])
         self._events = [(time, cause, kind, payload) for time, cause, kind, payload in state["events"]]
         self._busy_until = dict(state["busy_until"])
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
@@ -320,8 +324,9 @@ class Server:
             if skipped == _FEW_SKIPPED and not devices.anyone_available(self._ready(), self.now):
                 return None
             found = self._selection.next()
-            is_free = self._busy_until.get(found[0], self.now) <= self.now and found[0] not in self._sending
-            if is_free and devices.online(found[0], self.now):
+            client = found[0]
+            is_free = self._busy_until.get(client, self.now) <= self.now
+            if is_free and client not in self._sending and client not in self.reserved and devices.online(client, self.now):
                 return found
         return None
 
@@ -336,7 +341,7 @@ class Server:
         """Returns when each client has ended its work, ``float64 [population]``; infinity if that is not known."""
         ready = np.full(len(self._steps), self.now)
         ready[list(self._busy_until)] = list(self._busy_until.values())
-        ready[list(self._sending)] = math.inf
+        ready[list(self._sending | self.reserved)] = math.inf
         return ready
 
     def _why_it_cannot_go_on(self, model: Synchronization) -> str:
@@ -352,9 +357,10 @@ class Server:
                 "nearer: give a later deadline or timeout, a smaller minimum, or fewer faults."
             )
         if self.waiting:
+            rest = ", and the rest stay offline, have sent an update or are reserved" if gone < len(self._steps) else ""
             return what + (
                 f"No other client will ever be available: {gone} of {len(self._steps)} have failed or gone offline for good "
-                f"in their work{', and the rest stay offline or have sent an update' if gone < len(self._steps) else ''}: give "
+                f"in their work{rest}: give "
                 "Faults(recovery=...), fewer failures, traces with a period, or a synchronization model that aggregates sooner."
             )
         return what + (

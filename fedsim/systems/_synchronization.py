@@ -108,7 +108,7 @@ class StaleSynchronous(Synchronization):
     The workers are the sampler's first cohort. A worker that has done c local rounds goes on as soon as the slowest has done at
     least c - bound. Whenever a worker is about to start, the server aggregates what it has received since its last step, so
     every update counts as soon as any worker can see it. A worker that is lost is replaced by the next available client of the
-    sampler, which repeats its local round.
+    sampler that is no worker, which repeats its local round.
 
     Attributes:
       bound: s, at least 0. With 0, all workers start together: the server steps are synchronous rounds of the same clients.
@@ -153,6 +153,7 @@ class StaleSynchronous(Synchronization):
         may_step = self.versions is None or server.version + 1 - oldest <= self.versions
         ready = sorted(worker for worker in blocked if may_step and worker[0] - slowest <= self.bound)
         server.memory["blocked"] = [worker for worker in blocked if worker not in ready]
+        server.reserved = {client for _, client in server.memory["blocked"]}  # They do not take over the work of others.
         if ready and server.buffer:
             server.aggregate()
         for clock, client in ready:

@@ -123,6 +123,22 @@ def test_update_that_arrives_at_the_deadline_is_in_time():
     assert found.steps.time.tolist() == [2.0, 4.0, 6.0] and found.totals.late == 0
 
 
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_worker_that_waits_does_not_take_over_the_work_of_a_lost_one(interrupt):
+    sampler = ScheduleSampler(singletons(3), [["0", "1"], ["0", "1", "2"]], seed=0, repeat=True)
+    arguments = {"steps": np.array([1, 10, 1]), "synchronization": systems.StaleSynchronous(bound=0)}
+    arguments["faults"] = systems.FaultSchedule({1: systems.Fault(failure=0.5)})
+    simulator = systems.Simulator(sampler, **arguments)
+    if interrupt:  # while worker 0 waits
+        simulator.advance(1, seconds=2.0)
+        state, simulator = json.loads(json.dumps(simulator.state())), systems.Simulator(sampler, **arguments)
+        simulator.restore(state)
+    found = simulator.advance(2)
+    # Worker 1 fails at 5 seconds, while worker 0, which has ended at 1, waits for it.
+    assert found.updates.client.tolist() == [0, 2, 0, 2] and found.updates.round.tolist() == [0, 0, 1, 1]
+    assert found.steps.time.tolist() == [6.0, 7.0]
+
+
 def test_stragglers_take_fewer_steps():
     found = systems.schedule(Stragglers(SAMPLER, fraction=1.0, epochs=2), 1, steps=np.full(40, 10))
     assert found.seconds == 5.0
@@ -358,7 +374,7 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
 
 def test_runs_that_cannot_go_on_say_why():
     run_that_fails(
-        r"cannot go on after \d+ server steps, at .* seconds.*37 of 40 have failed .* have sent an update: give.*recovery",
+        r"cannot go on after \d+ server steps, at .* seconds.*37 of 40 have failed .* have sent an update or are reserved: give.*recovery",
         faults=systems.Faults(client_failures=0.5, recovery=None),
     )
     run_that_fails(
@@ -371,7 +387,7 @@ def test_runs_that_cannot_go_on_say_why():
     )
     traces = systems.Traces({str(client): {"online": [(0, 2.5)]} for client in range(40)})
     run_that_fails(
-        "No other client .*5 of 40 have failed .*rest stay offline or.*period", devices=systems.Devices(availability=traces)
+        "No other client .*5 of 40 have failed .*rest stay offline, .*period", devices=systems.Devices(availability=traces)
     )
 
     class Idle(systems.Synchronization):
