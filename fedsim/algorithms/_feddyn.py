@@ -14,9 +14,9 @@ same α, as in Algorithm 1.
 Deviations: ``client_optimizer`` approximates the argmin, as in the paper's experiments, and hence h_k approximates the
 gradient. With ``weighting="examples"`` the mean is weighted, and 1 / m becomes the client's fraction of all examples, so that h
 remains the mean of all h_k. If a client's update is clipped or compressed, h_k and h both use the update that the server
-receives. An attack, an aggregator that is not a mean (a median, Krum), or one that adds noise makes h differ from the mean of
-the h_k. The gradient for ``server_optimizer`` is x minus the new x of the last equation. With the default server optimizer,
-this equation holds.
+receives. A staleness weight multiplies both changes. An attack, an aggregator that is not a mean (a median, Krum), or one that
+adds noise makes h differ from the mean of the h_k. The gradient for ``server_optimizer`` is x minus the new x of the last
+equation. With the default server optimizer, this equation holds.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class FedDyn(FedAvg):
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)
-        memory = lambda arrived: tree.add(client.memory, tree.scale(arrived, self.alpha))  # noqa: E731
+        factor = self.alpha * client.arrival_weight
+        memory = lambda arrived: tree.add(client.memory, tree.scale(arrived, factor))  # noqa: E731
         return result._replace(memory=memory)
 
     def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:

@@ -15,9 +15,9 @@ deviations from the paper.
 Extensions: K η_l is measured (see `fedsim.algorithms._distance`). With momentum or a learning rate that changes, option II then
 uses a mean of the gradients with the weights of the optimizer. With ``weighting="examples"`` both means are weighted, and
 |S| / N becomes the cohort's fraction of all examples, so that c remains the mean of all c_i. If a client's change is clipped or
-compressed, its c_i changes by what the server receives, so that c still remains the mean. An attack, an aggregator that is not
-a mean (a median, Krum), or one that adds noise makes c differ from the mean of the c_i. The paper's experiments start with
-c_i = 0, its theorems with c_i = g_i(x).
+compressed, its c_i changes by what the server receives, and a staleness weight multiplies this change, so that c still remains
+the mean. An attack, an aggregator that is not a mean (a median, Krum), or one that adds noise makes c differ from the mean of
+the c_i. The paper's experiments start with c_i = 0, its theorems with c_i = g_i(x).
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class SCAFFOLD(FedAvg):
             change = tree.subtract(distance.mean_gradient(result.update), shared.control)
             # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
             change = tree.select(distance.length == 0, jax.tree.map(jnp.zeros_like, change), change)
-        return result._replace(update=(result.update, change), memory=lambda arrived: tree.add(client.memory, arrived[1]))
+        memory = lambda arrived: tree.add(client.memory, tree.scale(arrived[1], client.arrival_weight))  # noqa: E731
+        return result._replace(update=(result.update, change), memory=memory)
 
     def server_update(self, state: ScaffoldState, update: Any, info: RoundInfo) -> ScaffoldState:
         movement, change = update

@@ -105,6 +105,8 @@ class Client:
       key: the client's PRNG key of this round.
       memory: what the client kept last, in an earlier round or an earlier call of this round; in its first round, what
         ``client_memory`` returns.
+      arrival_weight: the factor of its weight in the aggregate, ``float32 []``, see `fedsim.data.Arrivals`; 1 without arrivals.
+        What an algorithm keeps as the sum of its clients' memories remains so if a memory changes by this times the update.
     """
 
     position: jax.Array
@@ -113,6 +115,7 @@ class Client:
     num_steps: jax.Array
     key: jax.Array
     memory: Any = ()
+    arrival_weight: jax.Array
     reader: BatchReader = dataclasses.field(repr=False)
 
     def for_each_batch(self, batches: Batches, step: Step, state: T, purpose: str | None = None) -> T:
@@ -194,6 +197,7 @@ def client_of(
         num_steps=training_steps(batches, own.size, own.most_steps),
         key=own.key,
         memory=memory,
+        arrival_weight=own.weight,
         reader=BatchReader(columns, own.start, own.streams, own.most_steps, loop, poison),
     )
 

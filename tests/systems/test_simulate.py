@@ -123,6 +123,18 @@ def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
     assert algorithm.capabilities.scalable == (name not in ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg"))
 
 
+@pytest.mark.parametrize(("name", "field"), [("SCAFFOLD", "control"), ("FedDyn", "h")])
+def test_what_the_server_keeps_remains_the_mean_of_the_memories_with_staleness_weights(name, field):
+    algorithm = getattr(fedsim.algorithms, name)(
+        model=federation.model(), client_optimizer=optax.sgd(0.3), batches=fedsim.Batches(size=4), execution=fedsim.Jit()
+    )
+    result = run(algorithm, rounds=12, synchronization=systems.Buffered(size=2, concurrency=4, divide_by="weights"))
+    assert result.schedule.updates.weight.min() < 0.8
+    memories, _ = result.state.clients.rows
+    mean = jax.tree.map(lambda rows: np.sum(rows, 0) / 8, memories)  # clients that did not take part have zeros
+    federation.assert_trees_close(getattr(result.state.server, field), mean)
+
+
 def test_replacements_of_lost_workers_train_too():
     result = run(synchronization=systems.StaleSynchronous(bound=1), faults=systems.Faults(message_loss=0.2), clients=3)
     assert result.round == 8 and result.schedule.totals.lost > 0
