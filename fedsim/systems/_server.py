@@ -138,8 +138,8 @@ class Server:
     def aggregate(
         self,
         updates: Sequence[Dispatch] | None = None,
-        weights: Sequence[float] | None = None,
-        scales: Sequence[float] | None = None,
+        weights: Sequence[float] | np.ndarray | None = None,
+        scales: Sequence[float] | np.ndarray | None = None,
     ) -> None:
         """Takes a server step: aggregates updates of the buffer, which increases the version by one.
 
@@ -149,8 +149,8 @@ class Server:
             the sum of weight.
 
         Raises:
-          ValueError: there are no updates, or two of one client; an update is not in the buffer; there is not one number per
-            update.
+          ValueError: there are no updates, or two of one client; an update is not in the buffer; ``weights`` or ``scales`` are
+            not one finite number of at least 0 per update.
         """
         first = {update.client: update for update in reversed(self.buffer)}
         chosen = [update for update in self.buffer if first[update.client] is update] if updates is None else list(updates)
@@ -159,9 +159,8 @@ class Server:
         self._take(chosen)
         if len({update.client for update in chosen}) < len(chosen):
             raise ValueError("aggregate got two updates of one client: aggregate them in two server steps.")
-        ones = [1.0] * len(chosen)
-        weights, scales = ones if weights is None else weights, ones if scales is None else scales
-        for update, weight, scale in zip(chosen, weights, scales, strict=True):
+        numbers = [_factors(len(chosen), name, values) for name, values in (("weights", weights), ("scales", scales))]
+        for update, weight, scale in zip(chosen, *numbers, strict=True):
             self._records.update(update, self.version, weight, scale)
         self._records.step(self.now, len(chosen), len(self.in_flight) + len(self._given_up))
         self.version += 1
@@ -366,3 +365,14 @@ class Server:
         return what + (
             f"{type(model).__name__} waits for nothing: it must dispatch clients, or set a timer with server.call_at."
         )
+
+
+def _factors(updates: int, name: str, values: Sequence[float] | np.ndarray | None) -> list[float]:
+    """Returns the factors of some updates, by default 1; raises ``ValueError`` if they are no such factors."""
+    factors = np.ones(updates) if values is None else np.asarray(values, np.float64)
+    if factors.shape != (updates,) or not np.all((factors >= 0) & (factors < math.inf)):
+        raise ValueError(
+            f"Expected {name} to be a finite number of at least 0 for each of {updates} updates, got {factors.tolist()}: a "
+            "staleness weight, for example, maps an array of stalenesses to an array of that length."
+        )
+    return factors.tolist()

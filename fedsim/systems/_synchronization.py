@@ -175,8 +175,8 @@ class Buffered(Synchronization):
         "weights": it is their sum over the sum of their staleness weights, so stale updates make no server step shorter.
 
     Raises:
-      ValueError: ``size`` or ``concurrency`` is below 1; ``divide_by`` is none of the two; in a run, ``concurrency`` is larger
-        than the population.
+      ValueError: ``size`` or ``concurrency`` is below 1; ``divide_by`` is none of the two; ``staleness_weight`` is no function;
+        in a run, ``size`` or ``concurrency`` is larger than the population, or a weight is negative or not finite.
 
     >>> Buffered(size=10, concurrency=30).staleness_weight
     PolynomialWeight(a=0.5)
@@ -189,6 +189,7 @@ class Buffered(Synchronization):
 
     def __post_init__(self) -> None:
         checks.whole(1, size=self.size, concurrency=self.concurrency)
+        checks.instance(Callable, "PolynomialWeight(0.5)", staleness_weight=self.staleness_weight)
         checks.one_of("size", "weights", divide_by=self.divide_by)
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -207,7 +208,7 @@ class Buffered(Synchronization):
     def received(self, server: Server, update: Dispatch) -> None:
         """Takes a server step if the buffer is full, and starts another client."""
         if len(server.buffer) >= self.size:
-            weights = self.staleness_weight(server.staleness()).tolist()
+            weights = self.staleness_weight(server.staleness())
             server.aggregate(**{"scales" if self.divide_by == "size" else "weights": weights})
         server.dispatch(self.concurrency - server.expected)
 
@@ -225,8 +226,8 @@ class Asynchronous(Synchronization):
       staleness_weight: a function from the staleness of updates to their weights.
 
     Raises:
-      ValueError: ``concurrency`` is below 1, or ``mixing`` outside (0, 1]; in a run, ``concurrency`` is larger than the
-        population.
+      ValueError: ``concurrency`` is below 1, ``mixing`` is outside (0, 1], or ``staleness_weight`` is no function; in a run,
+        ``concurrency`` is larger than the population, or a weight is negative or not finite.
 
     >>> Asynchronous(concurrency=30).mixing
     0.6
@@ -238,6 +239,7 @@ class Asynchronous(Synchronization):
 
     def __post_init__(self) -> None:
         checks.whole(1, concurrency=self.concurrency)
+        checks.instance(Callable, "PolynomialWeight(0.5)", staleness_weight=self.staleness_weight)
         checks.number(above=0, most=1, mixing=self.mixing, remedy="it is the weight of a client's model in the server's")
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -251,8 +253,7 @@ class Asynchronous(Synchronization):
     def received(self, server: Server, update: Dispatch) -> None:
         """Takes a server step with each update that is there, and starts another client."""
         for each in list(server.buffer):  # More than one only if a late update is used.
-            scale = self.mixing * float(self.staleness_weight(server.staleness([each]))[0])
-            server.aggregate([each], scales=[scale])
+            server.aggregate([each], scales=self.mixing * self.staleness_weight(server.staleness([each])))
         server.dispatch(self.concurrency - server.expected)
 
 

@@ -1,5 +1,6 @@
 """The schedule against a simple simulation, and its invariants under random faults."""
 
+import dataclasses
 import json
 import math
 import re
@@ -370,6 +371,13 @@ def test_runs_that_cannot_be_are_refused_with_a_remedy():
     run_that_fails("bytes_up >= 0", bytes_up=-1)
     with pytest.raises(ValueError, match=r"steps \[40\], a whole number.*int64 \[3\].*batches.num_steps"):
         systems.schedule(SAMPLER, 1, steps=np.ones(3, int))
+
+
+@pytest.mark.parametrize("model", [systems.Buffered(size=2, concurrency=4), systems.Asynchronous(concurrency=4)])
+@pytest.mark.parametrize("weight", [lambda s: 1.0, lambda s: np.ones(3), lambda s: s - 9.0, lambda s: s * math.nan])
+def test_wrong_staleness_weights_are_errors(model, weight):
+    match = "(weights|scales) to be a finite number of at least 0 for each of . updates, got"
+    run_that_fails(match, synchronization=dataclasses.replace(model, staleness_weight=weight))
 
 
 def test_runs_that_cannot_go_on_say_why():
