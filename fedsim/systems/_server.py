@@ -18,8 +18,9 @@ from fedsim.systems._selection import Selection
 
 # After so many clients of the cohorts that are busy or offline, it is worth looking at the whole population.
 _FEW_SKIPPED = 50
-# After so many, the server asks again when the next client becomes available.
+# After so many, the server asks again when something else happens. If nothing will, it looks at so many per client.
 _MOST_SKIPPED = 2_000
+_MOST_SKIPPED_PER_CLIENT = 20
 # So many losses, late updates, timers and so on without a server step in between mean that the run does not go on.
 _MOST_IDLE_EVENTS = 10_000
 
@@ -319,7 +320,7 @@ class Server:
     def _next_available(self) -> tuple[int, int, int] | None:
         """Returns the next available client of the cohorts, its round and its steps; None if none is found."""
         devices = self._clients.devices
-        for skipped in range(_MOST_SKIPPED):
+        for skipped in range(max(_MOST_SKIPPED, 0 if self._events else _MOST_SKIPPED_PER_CLIENT * len(self._steps))):
             if skipped == _FEW_SKIPPED and not devices.anyone_available(self._ready(), self.now):
                 return None
             found = self._selection.next()

@@ -165,7 +165,8 @@ class Buffered(Synchronization):
     """FedBuff: some clients are always in flight, and the server takes a step with every ``size`` updates.
 
     The mean staleness is (concurrency - 1) / size for any law of the durations, and the clients answer at the rate concurrency
-    / (mean duration).
+    / (mean duration). Both need a population of at least concurrency + size - 1 clients, because a client whose update is in the
+    buffer is not selected.
 
     Attributes:
       size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.

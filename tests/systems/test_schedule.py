@@ -442,6 +442,15 @@ def test_custom_model_with_timer():
     assert found.steps.updates.tolist() == [12, 12, 12]
 
 
+def test_the_only_client_that_is_online_is_found():
+    clients = 4000
+    traces = {str(client): {"online": [(0, 1e6) if client == 77 else (1e6, 2e6)]} for client in range(clients)}
+    sampler = UniformSampler(singletons(clients), clients=400, seed=0)
+    arguments = {"steps": np.full(clients, 2), "devices": systems.Devices(availability=systems.Traces(traces))}
+    found = systems.schedule(sampler, 4, synchronization=systems.Asynchronous(concurrency=1), **arguments)
+    assert found.steps.time.tolist() == [2.0, 4.0, 6.0, 8.0] and set(found.updates.client) == {77}
+
+
 def test_few_clients_that_are_all_busy():
     """A sampler of few clients, all of which are in flight: the one that returns starts again at once."""
     sampler = UniformSampler(singletons(3), clients=1, seed=0)
