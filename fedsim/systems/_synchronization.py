@@ -165,8 +165,8 @@ class Buffered(Synchronization):
     """FedBuff: some clients are always in flight, and the server takes a step with every ``size`` updates.
 
     The mean staleness is (concurrency - 1) / size for any law of the durations, and the clients answer at the rate concurrency
-    / (mean duration). Both need a population of at least concurrency + size - 1 clients, because a client whose update is in the
-    buffer is not selected.
+    / (mean duration). Both need a population of at least concurrency + size - 1 clients, because a client whose update is in
+    the buffer is not selected.
 
     Attributes:
       size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
@@ -190,7 +190,7 @@ class Buffered(Synchronization):
 
     def __post_init__(self) -> None:
         checks.whole(1, size=self.size, concurrency=self.concurrency)
-        checks.instance(Callable, "PolynomialWeight(0.5)", staleness_weight=self.staleness_weight)
+        _check_staleness_weight(self.staleness_weight)
         checks.one_of("size", "weights", divide_by=self.divide_by)
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -210,7 +210,10 @@ class Buffered(Synchronization):
         """Takes a server step if the buffer is full, and starts another client."""
         if len(server.buffer) >= self.size:
             weights = self.staleness_weight(server.staleness())
-            server.aggregate(**{"scales" if self.divide_by == "size" else "weights": weights})
+            if self.divide_by == "size":
+                server.aggregate(scales=weights)
+            else:
+                server.aggregate(weights=weights)
         server.dispatch(self.concurrency - server.expected)
 
 
@@ -240,7 +243,7 @@ class Asynchronous(Synchronization):
 
     def __post_init__(self) -> None:
         checks.whole(1, concurrency=self.concurrency)
-        checks.instance(Callable, "PolynomialWeight(0.5)", staleness_weight=self.staleness_weight)
+        _check_staleness_weight(self.staleness_weight)
         checks.number(above=0, most=1, mixing=self.mixing, remedy="it is the weight of a client's model in the server's")
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -263,4 +266,12 @@ def _check_concurrency(concurrency: int, clients: int) -> None:
         raise ValueError(
             f"Expected concurrency <= {clients}, the clients of the population, got concurrency={concurrency}: give at most "
             f"concurrency={clients}, or more clients."
+        )
+
+
+def _check_staleness_weight(staleness_weight: StalenessWeight) -> None:
+    if not callable(staleness_weight):
+        raise ValueError(
+            "Expected staleness_weight to be a function of an array of stalenesses, such as PolynomialWeight(0.5), got "
+            f"staleness_weight={staleness_weight!r}."
         )
