@@ -382,7 +382,7 @@ def test_wrong_staleness_weights_are_errors(model, weight):
 
 def test_runs_that_cannot_go_on_say_why():
     run_that_fails(
-        r"cannot go on after \d+ server steps, at .*37 of 40 have failed .* have sent an update or are reserved: give.*recovery",
+        r"cannot go on after \d+ server.* .*37 of 40 have failed .* have sent an update or are reserved: give.*recovery",
         faults=systems.Faults(client_failures=0.5, recovery=None),
     )
     run_that_fails(
