@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
 from fedsim.primitives import Placed, Placement, bounded_loop
+
+T = TypeVar("T")
 
 
 class Setting(NamedTuple):
@@ -95,7 +97,7 @@ class DeviceClients(Clients):
         # a group again in a backward pass, so the group itself need not.
         run = primitives.program(functools.partial(self.run_together, call, work, side_by_side=True), recompute=False)
         accumulator, own, rows = run(Placed(ClientGroup(clients, stored), Placement("clients", len(slots))), accumulator)
-        entries = jax.tree.map(functools.partial(put, jnp.where(exists, slots, self.layout.slots)), entries, own)
+        entries = put_rows(entries, jnp.where(exists, slots, self.layout.slots), own)
         if call.aggregator is not None and isinstance(table, ClientTable):
             # The rows are written after the updates are accumulated, because an update may be computed from the old row.
             # Otherwise XLA would copy the table.
@@ -184,13 +186,16 @@ def rows_of(table: ClientTable, at: jax.Array) -> ClientTable:
     return ClientTable(rows, seen & exists)
 
 
-def put_rows(table: ClientTable, at: jax.Array, rows: ClientTable) -> ClientTable:
-    """Writes rows, leaves ``[n, ...]``, at indices ``[n]`` of a table. Indices beyond the end are not written."""
+def put_rows(table: T, at: jax.Array, rows: T) -> T:
+    """Writes rows, leaves ``[n, ...]``, at indices ``[n]`` of a pytree of arrays. Indices beyond the end are not written."""
+    leaves = jax.tree.leaves(table)
+    if not leaves:
+        return table
     if len(at) > 1 or not isinstance(at, jax.core.Tracer):  # `fedsim.Debug` writes concrete rows, which compiles no loop.
         return jax.tree.map(functools.partial(put, at), table, rows)
 
-    def write(_: jax.Array, table: ClientTable) -> ClientTable:
+    def write(_: jax.Array, table: T) -> T:
         return jax.tree.map(lambda leaf, row: jax.lax.dynamic_update_index_in_dim(leaf, row[0], at[0], 0), table, rows)
 
     # A loop of one step or none writes in place. On a CPU a scatter, or a selection between two tables, copies the table.
-    return bounded_loop(at[0] < len(table.seen), write, table, most_steps=1)
+    return bounded_loop(at[0] < len(leaves[0]), write, table, most_steps=1)
