@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import fedsim
-from fedsim import aggregators, algorithms, attacks, compressors
+from fedsim import aggregators, algorithms, attacks, compressors, decentralized
 
 HEAD = """\
 # Algorithms, aggregators, compressors, attacks
@@ -27,22 +27,30 @@ algorithm = fedsim.algorithms.SCAFFOLD(
 ```
 """
 
+WITHOUT_SERVER = """\
+These are in `fedsim.decentralized`. All take a `topology`, and most mixing `weights`, `message_loss` and `link_failures`. In
+the formulas, x_i is the model of node i, g_i its gradient times the learning rate (or the sum over its local steps), and
+W_ij the weight with which it takes the value of node j.
+
+"""
+
 
 def page() -> str:
     """The whole page."""
     sections = [HEAD]
     for family, members in algorithms.FAMILIES.items():
         sections.append(_section(family, {cls.__name__.lower(): cls for cls in members}, level="##"))
+    sections.append(_section("Without a server", decentralized.ALGORITHMS, level="##", text=WITHOUT_SERVER))
     sections.append(_section("Aggregators", aggregators.AGGREGATORS, level="##"))
     sections.append(_section("Compressors", compressors.COMPRESSORS, level="##"))
     sections.append(_section("Attacks", attacks.ATTACKS, level="##"))
     return "\n".join(sections)
 
 
-def _section(title: str, members: dict[str, type], level: str) -> str:
+def _section(title: str, members: dict[str, type], level: str, text: str = "") -> str:
     cells = ((f"`{name}`", _first_sentence(cls), _own_fields(cls), _paper(cls)) for name, cls in members.items())
     rows = "".join(f"| {' | '.join(row)} |\n" for row in cells)
-    return f"{level} {title}\n\n| name | what it does | its own settings | paper |\n| --- | --- | --- | --- |\n{rows}"
+    return f"{level} {title}\n\n{text}| name | what it does | its own settings | paper |\n| --- | --- | --- | --- |\n{rows}"
 
 
 def _first_sentence(cls: type) -> str:
@@ -52,7 +60,8 @@ def _first_sentence(cls: type) -> str:
 
 def _own_fields(cls: type) -> str:
     """Returns the fields that not all classes of this kind have, with their defaults."""
-    kinds = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm, aggregators.Wrapper)
+    server = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm)
+    kinds = (decentralized.DecentralizedAlgorithm, *server, aggregators.Wrapper)
     general = {field.name for kind in kinds if issubclass(cls, kind) and cls is not kind for field in dataclasses.fields(kind)}
     own = [field for field in dataclasses.fields(cls) if field.init and field.name not in general]
     return ", ".join(f"`{field.name}{_default(field)}`" for field in own) or "–"

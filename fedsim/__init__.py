@@ -1,5 +1,9 @@
 """fedsim: simulating federated learning in JAX."""
 
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
 from fedsim import attacks as attacks
@@ -56,3 +60,13 @@ from fedsim.planning import Plan as Plan
 from fedsim.planning import audit as audit
 from fedsim.planning import plan as plan
 from fedsim.samplers import UniformSampler as UniformSampler
+
+if TYPE_CHECKING:
+    from fedsim import decentralized as decentralized
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports `fedsim.decentralized` where it is first used, because SciPy and networkx take a third of a second."""
+    if name == "decentralized":
+        return importlib.import_module("fedsim.decentralized")
+    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

@@ -93,7 +93,7 @@ def one_of(*choices: Any, remedy: str = "", **values: Any) -> None:
     for name, value in values.items():
         if not (isinstance(value, type(choices[0])) and value in choices):
             *first, last = map(repr, choices)
-            _refuse(name, value, f"{name} to be {', '.join(first)} or {last}", False, remedy)
+            _refuse(name, value, f"{name} to be {', '.join(first)}{' or ' * bool(first)}{last}", False, remedy)
 
 
 def truth(**values: Any) -> None:

@@ -19,8 +19,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import _datasets_command, _reproduce_command, checks, datasets, experiment, models
-from fedsim.algorithms import ALGORITHMS
+from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, decentralized, experiment, models
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
@@ -73,7 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in models_without_arguments()),
         "reproduce": _reproduce_command.main,
-        "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(ALGORITHMS.items())),
+        "algorithms": lambda _: _list(
+            (name, _first_line(cls)) for name, cls in sorted({**algorithms.ALGORITHMS, **decentralized.ALGORITHMS}.items())
+        ),
     }
     try:
         if command in ("--help", "-h", "help"):

@@ -21,6 +21,7 @@ _QUICK = {
     "algorithms",
     "attacks",
     "compressors",
+    "decentralized",
     "evaluation",
     "execution",
     "models",

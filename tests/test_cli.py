@@ -143,6 +143,7 @@ _FACTORIES = {
     "aggregator": fedsim.aggregators.AGGREGATORS,
     "compressor": fedsim.compressors.COMPRESSORS,
     "attack": fedsim.attacks.ATTACKS,
+    "topology": fedsim.decentralized.TOPOLOGIES,
     "synchronization": fedsim.systems.SYNCHRONIZATIONS,
     "client_devices": fedsim.systems.LAWS,
 }
@@ -157,7 +158,8 @@ def test_every_example_of_the_help_is_accepted():
         named = [example.strip("'") for example in re.split(r", (?![^(]*\))", examples[1])]
         assert len(named) == 3, named
         for example in named:
-            made = make(field.name, example, _FACTORIES[field.name])
+            options = {"nodes": 16} if field.name == "topology" else {}
+            made = make(field.name, example, _FACTORIES[field.name], **options)
             RunConfig(**{field.name: example})
             if field.name == "aggregator":  # an example may need a larger cohort than the default
                 made.check(np.zeros(2, np.float32), RunConfig().clients)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim import aggregators, attacks, compressors, datasets
+from fedsim import aggregators, attacks, compressors, datasets, decentralized
 from fedsim.experiment.reproductions import REPRODUCTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -46,7 +46,13 @@ def test_a_page_equals_the_output_of_its_script(name):
 
 def test_page_of_algorithms_lists_all_registered_classes():
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-    known = [*fedsim.algorithms.ALGORITHMS, *aggregators.AGGREGATORS, *compressors.COMPRESSORS, *attacks.ATTACKS]
+    known = [
+        *fedsim.algorithms.ALGORITHMS,
+        *decentralized.ALGORITHMS,
+        *aggregators.AGGREGATORS,
+        *compressors.COMPRESSORS,
+        *attacks.ATTACKS,
+    ]
     assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
@@ -76,6 +82,15 @@ PAPERS = {
     "perfedavg": "2002.07948",
     "pfedme": "2006.08848",
     "reptile": "1803.02999",
+    "dpsgd": "1705.09056",
+    "dfedavg": "2104.11375",
+    "gradienttracking": "1607.03218",
+    "d2": "1803.07068",
+    "stochasticgradientpush": "1811.10792",
+    "quasiglobalmomentum": "2102.04761",
+    "chocosgd": "1902.00340",
+    "relaysgd": "2110.04175",
+    "adpsgd": "1710.06952",
     "dssgd": "10.1145/2810103.2813687",
     "kmeans": "10.1109/TIT.1982.1056489",
     "gaussianmixture": "10.1111/j.2517-6161.1977.tb01600.x",
@@ -108,13 +123,15 @@ def test_every_algorithm_cites_its_own_paper():
         r"^\| `(\w+)` \|.*\| (?:\[([^\]]+)\]\(\S+\)|–) \|$", runpy.run_path(str(DOCS / "write_algorithms.py"))["page"](), re.M
     )
     assert {name: paper or "–" for name, paper in rows} == PAPERS
-    summaries = [cls.__doc__.split("\n\n")[0] for cls in fedsim.algorithms.ALGORITHMS.values()]
+    classes = [*fedsim.algorithms.ALGORITHMS.values(), *decentralized.ALGORITHMS.values()]
+    summaries = [cls.__doc__.split("\n\n")[0] for cls in classes]
     assert [text for text in summaries if "\n" in text.strip() or "``" in text] == []  # `fedsim algorithms` prints one line
 
 
 # Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
+    "DecentralizedAlgorithm",
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
 }
@@ -124,6 +141,7 @@ WITHOUT_NAME = {
     ("package", "base", "registry"),
     [
         (fedsim.algorithms, fedsim.Algorithm, fedsim.algorithms.ALGORITHMS),
+        (decentralized, decentralized.DecentralizedAlgorithm, decentralized.ALGORITHMS),
         (aggregators, aggregators.Aggregator, aggregators.AGGREGATORS),
         (compressors, compressors.Compressor, compressors.COMPRESSORS),
         (attacks, attacks.Attack, attacks.ATTACKS),

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import aggregators, attacks, checks
+from fedsim import aggregators, attacks, checks, decentralized
 from fedsim.experiment._build import _evaluated_type
 from fedsim.experiment._folder import lock
 
@@ -124,6 +124,7 @@ def train(batches=None, data=None, attack=None, **changes):
 
 REGISTERED = {
     **fedsim.algorithms.ALGORITHMS,
+    **decentralized.ALGORITHMS,
     **aggregators.AGGREGATORS,
     **{cls.__name__: cls for cls in (aggregators.Clipped, aggregators.Noised, aggregators.Grouped)},
     **fedsim.compressors.COMPRESSORS,
@@ -133,6 +134,7 @@ VALID = {
     "model": federation.model(),
     "batches": fedsim.Batches(size=2),
     "client_optimizer": optax.sgd(0.1),
+    "topology": decentralized.line(2),
     "num_classes": 3,
     "target": 1,
 }
@@ -164,6 +166,16 @@ def test_every_number_is_checked_when_it_is_passed(name):
                 if not re.search(rf"^Expected .*\b{field.name}\b.* got .*\b{field.name}={re.escape(repr(value))}", message):
                     unchecked.append((field.name, value, message))
     assert unchecked == []
+
+
+@pytest.mark.parametrize("name", decentralized.TOPOLOGIES)
+def test_every_number_of_a_topology_is_checked(name):
+    function = decentralized.TOPOLOGIES[name]
+    kinds = {name: kind for name, kind in typing.get_type_hints(function).items() if name != "return"}
+    for argument, kind in kinds.items():
+        for value in WRONG[next(iter({*typing.get_args(kind), kind} & {*WRONG}))]:
+            with pytest.raises(ValueError, match=rf"^Expected .*\b{argument}\b.* got {argument}={re.escape(repr(value))}"):
+                function(**{"nodes": 8} | {argument: value})
 
 
 def test_numbers_of_numpy_and_jax_are_accepted():

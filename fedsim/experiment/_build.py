@@ -21,15 +21,19 @@ from fedsim.experiment._pinned import pinned_path
 from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
 from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
-from fedsim.names import did_you_mean, import_reference, make, required
+from fedsim.names import did_you_mean, import_reference, look_up, make, required
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that are built from a RunConfig, and not copied from its field of the same name.
-_BUILT_FIELDS = ("model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink")
+_BUILT_FIELDS = (
+    "model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink", "compressor",
+    "topology", "weights",
+)  # fmt: skip
 # What a sampler depends on.
 _FIELDS_OF_SAMPLERS = (
-    "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "attack", "attackers",
+    "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "max_steps", "batch_size", "attack", "attackers",
+    "client_devices",
 )  # fmt: skip
 
 
@@ -93,16 +97,20 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     first = configs[0]
     cls = algorithm_class(first.algorithm)
     description = datasets.describe(first.dataset)
-    has_model = any(field.name == "model" for field in dataclasses.fields(cls))
-    model = _model(first.model or description.default_model, first.dataset) if has_model else None
-    made = [_algorithm(cls, model, config, settings) for config in configs]
-    splits = datasets.load(first.dataset, data=first.data)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    model = _model(first.model or description.default_model, first.dataset) if "model" in fields else None
+    if "topology" in fields:  # The clients of the dataset are its nodes.
+        splits = datasets.load(first.dataset, data=first.data)
+        made = [_algorithm(cls, model, config, settings, nodes=splits.train.num_clients) for config in configs]
+    else:  # Wrong options of an algorithm are reported before a dataset is downloaded.
+        made = [_algorithm(cls, model, config, settings) for config in configs]
+        splits = datasets.load(first.dataset, data=first.data)
     samplers: dict[Any, Sampler] = {}
     experiments = []
     for algorithm, config in zip(made, configs, strict=True):
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
-            samplers[key] = _sampler(splits.train, config)
+            samplers[key] = _sampler(splits.train, config, algorithm)
         experiment = _with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config)
         _share_programs(experiment.algorithm, config)
         experiments.append(experiment)
@@ -111,7 +119,10 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
 
 def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment:
     """Simulates the events of a run, if the configuration has a virtual clock; see `simulate`."""
-    if not config.has_virtual_clock:
+    if not config.clock_options:
+        return experiment
+    if hasattr(experiment.algorithm, "topology"):
+        _check_no_server(experiment.algorithm, config)
         return experiment
     traces = config.client_traces and systems.Traces.read(pinned_path(config.client_traces), config.client_traces_period)
     rates = {name: _law(name, getattr(config, name)) for name in ("download_rate", "upload_rate") if getattr(config, name)}
@@ -131,6 +142,13 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
     return experiment._replace(algorithm=made.algorithm, sampler=made.sampler)
 
 
+def _check_no_server(algorithm: Algorithm, config: RunConfig) -> None:
+    """Raises ``ValueError`` for options of the virtual clock that only algorithms with a server have."""
+    others = set(config.clock_options) - {"client_devices", "message_loss"}
+    if others:
+        raise ValueError(f"{type(algorithm).__name__} has no server, so it takes no {', '.join(sorted(others))}: leave it out.")
+
+
 def _law(name: str, text: str) -> systems.Law | float:
     """Returns the number in a text, or the law that it names."""
     try:
@@ -139,7 +157,9 @@ def _law(name: str, text: str) -> systems.Law | float:
         return make(f"law of {name}", text, systems.LAWS)
 
 
-def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings) -> Algorithm:
+def _algorithm(
+    cls: type[Algorithm], model: Model | None, config: RunConfig, settings: Settings, nodes: int | None = None
+) -> Algorithm:
     hyperparameters = algorithm_hyperparameters(cls)
     unknown = sorted(set(config.hyperparameters) - set(hyperparameters))
     if unknown:
@@ -158,7 +178,11 @@ def _algorithm(cls: type[Algorithm], model: Model | None, config: RunConfig, set
         given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
-    given |= _communication(cls, fields["aggregator"], config)
+    if "compressor" in fields:
+        if config.compressor is not None:
+            given["compressor"] = make("compressor", config.compressor, compressors.COMPRESSORS)
+        config = dataclasses.replace(config, compressor=None, error_feedback=False)
+    given |= _communication(cls, fields["aggregator"], config) | _graph(cls, config, nodes)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)
     return cls(**given, **own)
@@ -232,6 +256,22 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
     return {"aggregator": aggregator, "downlink": downlink}
 
 
+def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[str, Any]:
+    """Returns the topology and the weights of an algorithm without a server."""
+    if nodes is None:
+        if config.topology is not None or config.mixing != "auto":
+            raise ValueError(
+                f"{cls.__name__} has a server, so it takes no topology or mixing: leave them out, or choose an algorithm "
+                "without a server, such as dpsgd."
+            )
+        return {}
+    from fedsim import decentralized  # imports SciPy and networkx, which take a third of a second
+
+    default: Any = getattr(cls, "default_topology", "ring")
+    topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, nodes=nodes)
+    return {"topology": topology} | ({} if config.mixing == "auto" else {"weights": config.mixing})
+
+
 def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
     """Raises ``ValueError`` if the server would take a full step along the sum of weighted updates, which diverges."""
     rate: Any = config.hyperparameters.get("server_learning_rate", 1.0)
@@ -243,9 +283,14 @@ def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:
         )
 
 
-def _sampler(data: FederatedData, config: RunConfig) -> Sampler:
-    """Returns a uniform sampler, with the stragglers and attackers of the config."""
-    sampler: Any = UniformSampler(data, clients=config.clients, seed=config.seed)
+def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sampler:
+    """Returns a uniform sampler, or that of an algorithm without a server, with the stragglers and attackers of the config."""
+    own = getattr(algorithm, "sampler", None)
+    if own is not None:
+        devices = systems.Devices(_law("seconds", config.client_devices)) if config.client_devices else None
+        sampler: Any = own(data, clients=config.clients, devices=devices, seed=config.seed)
+    else:
+        sampler = UniformSampler(data, clients=config.clients, seed=config.seed)
     if config.stragglers:
         # The sampler draws a fraction of the epochs. If there is a number of steps instead, it is a fraction of the steps.
         epochs = config.epochs if config.steps is None else config.steps
@@ -266,7 +311,9 @@ def algorithm_class(name: str) -> type[Algorithm]:
     True
     """
     if ":" not in name:
-        return algorithms.get(name)
+        from fedsim import decentralized  # imports SciPy and networkx, which take a third of a second
+
+        return look_up("algorithm", name.lower(), {**algorithms.ALGORITHMS, **decentralized.ALGORITHMS})
     cls = import_reference(name)
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
         raise ValueError(f"{name} is not a subclass of fedsim.Algorithm.")

@@ -83,6 +83,18 @@ class RunConfig:
     drop_stragglers: bool = _option(
         False, "attacks and stragglers", "Leave stragglers out instead of using their partial work."
     )
+    topology: str | None = _option(
+        None,
+        "decentralized learning",
+        "The graph of the clients, for algorithms without a server: ring, 'random_regular(degree=4)', one_peer_exponential, "
+        "...; default: ring, or a tree if the algorithm needs one.",
+    )
+    mixing: str = _option(
+        "auto",
+        "decentralized learning",
+        "The weights of neighbours: metropolis, uniform, lazy, column_stochastic, or auto: those that suit the graph and the "
+        "algorithm.",
+    )
     synchronization: str | None = _option(
         None,
         "virtual clock",
@@ -187,10 +199,10 @@ class RunConfig:
                 object.__setattr__(self, name, pinned(file))
 
     @property
-    def has_virtual_clock(self) -> bool:
-        """Whether a federation is simulated on a virtual clock: an option of this group differs from its default."""
+    def clock_options(self) -> list[str]:
+        """The options of the virtual clock that differ from their defaults. If there are any, a federation is simulated."""
         fields = [field for field in dataclasses.fields(self) if field.metadata.get("group") == "virtual clock"]
-        return any(getattr(self, field.name) != field.default for field in fields)
+        return [field.name for field in fields if getattr(self, field.name) != field.default]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunConfig:

@@ -42,14 +42,15 @@ def default_evaluation(
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
     if own is not None:
         return lambda state: own(state, data)
-    if model is None or not hasattr(like, "params"):
+    params = jax.eval_shape(lambda state: getattr(state, "params", None), like)
+    if model is None or params is None:
         raise ValueError(
             f"{type(algorithm).__name__} cannot be evaluated on test_data, because it has no model or no state.params. Define "
             "a method evaluate(state, data), or pass evaluate=, a function of the state, to run."
         )
     model.check(data)
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (like.params, jax.eval_shape(model.init, rng.root(0)))]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init, rng.root(0)))]
 
     def evaluation(state: State) -> Evaluation:
         # A server with only a part of the model, or with several models, has no model of its own to evaluate.

@@ -281,7 +281,9 @@ _BARE = """
 import sys, warnings
 for name in ("orbax", "orbax.checkpoint", "tensorboardX", "matplotlib", "tyro", "sklearn"):
     sys.modules[name] = None
-import numpy as np, optax, fedsim, fedsim.cli
+import numpy as np, optax, fedsim
+assert {"networkx", "scipy.sparse"} & {*sys.modules} == set()  # `fedsim.decentralized` imports them where it is used
+import fedsim.cli
 from fedsim.experiment import run
 data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
 algorithm = fedsim.algorithms.FedAvg(

@@ -11,6 +11,7 @@ import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedsim
@@ -68,6 +69,20 @@ def test_a_resumed_run_of_varying_cohorts_equals_an_uninterrupted_one(make_algor
     again = run(algorithm, sampler, rounds=6, folder=tmp_path / "r", checkpoint_every=1, rounds_per_dispatch=1, progress=False)
     assert bits(again.state) == bits(whole.state)
     assert [line["round"] for line in again.history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_without_a_server_equals_an_uninterrupted_one(model, data, bits, tmp_path):
+    settings = dict(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    ring = fedsim.decentralized.ring(data.num_clients)
+    algorithm = fedsim.decentralized.GradientTracking(**settings, topology=ring, message_loss=0.2)
+    sampler = fedsim.UniformSampler(data, clients=data.num_clients, seed=7)
+    given = dict(rounds=7, test_data=data, evaluate_every=3, progress=False, checkpoint_every=2, rounds_per_dispatch=1)
+    whole = run(algorithm, sampler, **given)
+    with pytest.raises(KilledError):
+        run(algorithm, sampler, **given, folder=tmp_path / "r", callbacks=[_die_after(5)])
+    again = run(algorithm, sampler, **given, folder=tmp_path / "r")
+    assert bits(again.state) == bits(whole.state) and _rounds(again.history) == list(range(1, 8))
+    assert [line["consensus_distance"] for line in again.history if "loss" in line][-1] > 0
 
 
 @pytest.mark.slow

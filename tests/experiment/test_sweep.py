@@ -444,3 +444,17 @@ def test_a_killed_sweep_ends_with_the_bits_of_an_unbroken_one(number, tmp_path):
     assert first.stat().st_mtime_ns == before
     for name in ("client_learning_rate=0.05,seed=0", "client_learning_rate=0.5,seed=0"):
         assert bits(killed / name) == bits(unbroken / name)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("dpsgd", ["--topology", "complete"]), pytest.param("adpsgd", ["--batch-size", "10,20"], marks=slow)],
+)
+def test_a_sweep_without_a_server_has_the_runs_of_separate_commands(algorithm, options, tmp_path, no_pictures):
+    few = ["--dataset", "digits(clients=6)", *SMALL, *ONE_DEVICE, "--no-progress", "--algorithm", algorithm]
+    sweep = ["--client-learning-rate", "0.05,0.1", *options, "--how", "sequential"]
+    assert main(["run", *few, *sweep, "--folder", str(tmp_path / "s")]) == 0
+    single = ["--client-learning-rate", "0.1", *(value.rpartition(",")[2] for value in options)]
+    assert main(["run", *few, *single, "--folder", str(tmp_path / "r")]) == 0
+    (folder,) = (path for path in (tmp_path / "s").glob("*rate=0.1*") if algorithm == "dpsgd" or "batch_size=20" in path.name)
+    assert bits(folder) == bits(tmp_path / "r")

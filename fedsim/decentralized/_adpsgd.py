@@ -1,0 +1,160 @@
+"""AD-PSGD: nodes that finish at different times average with one neighbour each, without waiting for anyone.
+
+X. Lian, W. Zhang, C. Zhang, J. Liu, "Asynchronous decentralized parallel stochastic gradient descent", ICML 2018, Algorithm 1:
+https://arxiv.org/abs/1710.06952.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import checks, rng, tree
+from fedsim.data import Batches, Cohort, FederatedData
+from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState, consensus_distance
+from fedsim.execution import Clients
+from fedsim.model import Params
+from fedsim.systems import Devices
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ADPSGD(DecentralizedAlgorithm):
+    """AD-PSGD: a node that has computed g_i averages its model with a random neighbour's, subtracts g_i, and starts again.
+
+    g_i is the gradient times the rate at the model that the node had when it started; since then, neighbours may have averaged
+    with it. ``state.memory`` holds those models. The nodes of a round's cohort finish one after another, in its order;
+    `FinishingNodes` samples them by their speed.
+
+    Attributes:
+      topology: undirected.
+      weights: must be "auto": a node and its neighbour keep the mean of both models.
+      message_loss, link_failures: must be 0.
+
+    Raises:
+      ValueError: the topology is directed or differs between rounds, or one of the other fields is given.
+
+    >>> import fedsim, optax
+    >>> data = fedsim.datasets.load("digits", clients=4).train
+    >>> algorithm = ADPSGD(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.5),
+    ...     batches=fedsim.Batches(size=20, steps=1), topology=fedsim.decentralized.ring(4))
+    >>> state = algorithm.init(jax.random.key(0))
+    >>> for cohort in fedsim.decentralized.FinishingNodes(data, algorithm.batches, per_round=4).rounds(20):
+    ...     state, info = algorithm.apply(state, cohort)
+    >>> float(info["loss"]) < 1, cohort.measures
+    (True, {'simulated_seconds': 20.0})
+    """
+
+    def check_matrices(self) -> None:
+        checks.one_of("auto", weights=self.weights, remedy="ADPSGD has no mixing weights")
+        remedy = "ADPSGD does not simulate lost messages"
+        checks.number(least=0, most=0, message_loss=self.message_loss, link_failures=self.link_failures, remedy=remedy)
+        if self.topology.is_directed or self.topology.period > 1:
+            raise ValueError(
+                f"ADPSGD needs one undirected graph, and {self.topology.name!r} is not one: use ring, for example."
+            )
+
+    def sampler(self, data: FederatedData, clients: int, devices: Devices | None = None, seed: Any = 0) -> FinishingNodes:
+        """Returns the nodes that finish next, up to ``clients`` in a round."""
+        return FinishingNodes(data, self.batches, devices, per_round=clients, seed=seed)
+
+    def node_memory(self, models: Params) -> Params:
+        return models
+
+    def training_models(self, state: NodesState) -> Params:
+        return state.memory
+
+    def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
+        trained = self.train_nodes(state, clients)
+        graph = self.topology.graphs[0]
+        neighbours = [sorted(graph[node]) or [node] for node in range(self.topology.nodes)]  # itself if there is one node
+        table = np.zeros((len(neighbours), max(map(len, neighbours))), np.int32)
+        for node, own in enumerate(neighbours):
+            table[node, : len(own)] = own
+        degrees = np.array(list(map(len, neighbours)), np.int32)
+        key = rng.round_key(clients.key, state.round, "exchange")
+
+        def finish(slot: jax.Array, models_and_memory: tuple[Params, Params]) -> tuple[Params, Params]:
+            models, memory = models_and_memory
+            node = jnp.asarray(clients.plan.client)[slot]
+            place = jax.random.randint(jax.random.fold_in(key, slot), (), 0, jnp.asarray(degrees)[node])
+            other = jnp.asarray(table)[node, place]
+            mean = jax.tree.map(lambda x: (x[node] + x[other]) / 2, models)
+            own = jax.tree.map(lambda x, move: x - jnp.where(trained.finite[slot], move[slot], 0), mean, trained.movement)
+            models = jax.tree.map(lambda x, a, b: x.at[other].set(a).at[node].set(b), models, mean, own)
+            return models, jax.tree.map(lambda x, a: x.at[node].set(a), memory, own)
+
+        models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
+        size = tree.num_bits(state.models) / self.topology.nodes
+        return NodesState(models, memory, state.round + 1), {
+            **trained.info,
+            "consensus_distance": consensus_distance(models),
+            "bits_up": 2 * size * clients.num_clients.astype(jnp.float32),
+        }
+
+
+class FinishingNodes:
+    """Samples the nodes that finish their work next, each of which starts again at once.
+
+    Args:
+      data: the population.
+      batches: how many steps a node's work has.
+      devices: how fast nodes are; None: one second per step.
+      per_round: the number of nodes in a cohort. A node that finishes twice begins another cohort, so there may be fewer.
+      seed: the seed, or root key, of the speeds and of the run.
+
+    >>> import numpy as np
+    >>> data = FederatedData.from_arrays({"x": np.zeros(6)}, sizes=[1, 2, 3])
+    >>> nodes = FinishingNodes(data, Batches(size=1), per_round=1)
+    >>> [nodes.cohort(round).clients.tolist() for round in range(6)]
+    [[0], [0], [1], [0], [2], [0]]
+    """
+
+    def __init__(
+        self, data: FederatedData, batches: Batches, devices: Devices | None = None, per_round: int = 1, seed: Any = 0
+    ) -> None:
+        checks.whole(1, per_round=per_round)
+        self.data, self.clients, self.key = data, per_round, rng.root(seed)
+        self.batches, self.devices = batches, devices or Devices()
+        self._cohorts: list[tuple[list[int], float]] = []
+        self._events = self._finish()
+
+    def cohort(self, round: int) -> Cohort:
+        """Returns the nodes that finish in a round, and the time of the last one as ``simulated_seconds``."""
+        while len(self._cohorts) <= round:
+            self._cohorts.append(next(self._events))
+        nodes, time = self._cohorts[round]
+        measures = {"simulated_seconds": time}
+        return Cohort(self.data, np.array(nodes), round, self.key, slots=self.clients, measures=measures)
+
+    def rounds(self, stop: int, start: int = 0) -> Iterator[Cohort]:
+        """Returns the cohorts of rounds ``start`` to ``stop - 1``."""
+        return (self.cohort(r) for r in range(start, stop))
+
+    def _finish(self) -> Iterator[tuple[list[int], float]]:
+        drawn, steps = self.devices.draw(self.data.client_ids, self.key), self.batches.num_steps(self.data.sizes)
+        events: list[tuple[float, int]] = []
+        nodes: list[int] = []
+        number, last = 0, 0.0
+
+        def start(node: int, now: float) -> None:
+            nonlocal number
+            seconds = float(drawn.seconds_per_step[node]) * int(steps[node]) * drawn.variation[number]
+            heapq.heappush(events, (drawn.advance(node, now, seconds), node))
+            number += 1
+
+        for node in np.flatnonzero(steps).tolist():
+            start(node, 0.0)
+        while True:
+            now, node = heapq.heappop(events)
+            if node in nodes or len(nodes) == self.clients:
+                yield nodes, last
+                nodes = []
+            nodes, last = [*nodes, node], now
+            start(node, now)

@@ -1,0 +1,253 @@
+"""`DecentralizedAlgorithm`: nodes that train models of their own, and mix them with those of their neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedsim import checks, rng
+from fedsim.aggregators import Mean
+from fedsim.algorithm import Capabilities
+from fedsim.algorithms import FedAvg, Shared
+from fedsim.data import FederatedData
+from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
+from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
+from fedsim.decentralized._topology import Topology
+from fedsim.execution import Client, Clients
+from fedsim.model import Params
+from fedsim.samplers import Sampler, UniformSampler
+from fedsim.systems import Devices
+
+
+class NodesState(NamedTuple):
+    """The state of all nodes.
+
+    Attributes:
+      models: the parameters of every node, leaves ``[nodes, ...]``.
+      memory: what the algorithm keeps of every node, leaves ``[nodes, ...]``.
+      round: the number of rounds so far, ``int32 []``.
+
+    >>> state = NodesState(models={"w": jnp.array([[1.0], [5.0]])}, memory=(), round=jnp.int32(0))
+    >>> state.params["w"].tolist()
+    [3.0]
+    """
+
+    models: Params
+    memory: Any
+    round: jax.Array
+
+    @property
+    def params(self) -> Params:
+        """The mean of the nodes' parameters, which is what is evaluated as the model of all."""
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.models)
+
+
+class Trained(NamedTuple):
+    """The local steps of a round.
+
+    Attributes:
+      movement: the models from which nodes trained minus the results, in the cohort's order, leaves ``[slots, ...]``.
+      finite: whether a slot of the cohort has a node whose movement is finite, ``bool [slots]``.
+      info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
+    """
+
+    movement: Params
+    finite: jax.Array
+    info: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DecentralizedAlgorithm(FedAvg):
+    """Base class of algorithms without a server: the clients are the nodes 0 to n - 1 of a graph.
+
+    In a round every node takes local steps from its own model, as a client of `FedAvg` does from the server's. Then the nodes
+    exchange values with their neighbours. Subclasses define `exchange` and, if they keep more than a model, `node_memory`. The
+    parameters that are evaluated are the mean of the nodes' models, and ``personal_`` metrics are those of each node's own
+    model on its client's test examples.
+
+    Attributes:
+      topology: a `Topology` with as many nodes as the population has clients.
+      weights: the mixing weights, see `Topology.matrices`.
+      message_loss: the probability that a message is lost. The receiver uses its own value in its place. A message is
+        everything that a node sends to a neighbour in a round.
+      link_failures: the probability that a link loses the messages in both directions in a round.
+
+    >>> import numpy as np, fedsim
+    >>> from fedsim import tree
+    >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    ... class TrainThenMix(DecentralizedAlgorithm):
+    ...     def exchange(self, state, movement, neighbours):
+    ...         return state._replace(models=neighbours.mix(tree.subtract(state.models, movement)))
+    >>> data = fedsim.FederatedData.from_arrays(
+    ...     {"x": np.zeros([4, 8, 8, 1], np.uint8), "y": np.arange(4, dtype=np.int32)}, sizes=[1] * 4)
+    >>> algorithm = TrainThenMix(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=1),
+    ...     topology=fedsim.decentralized.ring(4))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, list("0123")))
+    >>> jax.tree.leaves(state.models)[0].shape[0], float(info["consensus_distance"]) > 0
+    (4, True)
+    """
+
+    capabilities = Capabilities(aggregators=False)
+    # Whether a node uses its own value in place of one that was lost.
+    keeps_own: ClassVar[bool] = True
+    # The topology of ``fedsim run`` without ``--topology``.
+    default_topology: ClassVar[str] = "ring"
+
+    topology: Topology
+    weights: str | Weights | Sequence[Matrix] = "auto"
+    message_loss: float = 0.0
+    link_failures: float = 0.0
+    server_optimizer: optax.GradientTransformation = dataclasses.field(
+        init=False, repr=False, default_factory=lambda: optax.sgd(1.0)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.instance(Topology, "fedsim.decentralized.ring(16)", topology=self.topology)
+        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop"}
+        given = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
+        given |= {} if type(self.aggregator) is Mean else {"aggregator": self.aggregator}
+        for name, value in given.items():
+            raise ValueError(f"{type(self).__name__} has no server, got {name}={value!r}: leave it out.")
+        checks.number(least=0, most=1, message_loss=self.message_loss, link_failures=self.link_failures)
+        self.check_matrices()
+
+    def check_matrices(self) -> None:
+        """Raises ``ValueError`` if the algorithm does not converge to a common model with the mixing matrices."""
+        for number, matrix in enumerate(self.matrices):
+            if not is_doubly_stochastic(matrix):
+                raise ValueError(
+                    f"{type(self).__name__} needs mixing matrices whose rows and columns sum to 1, but the one of round "
+                    f"{number} of {self.topology.name!r} is not: use weights='metropolis' with an undirected graph, or "
+                    "StochasticGradientPush."
+                )
+
+    @functools.cached_property
+    def matrices(self) -> list[Matrix]:
+        """The mixing matrices of a period, see `Topology.matrices`."""
+        return self.topology.matrices(self.weights)
+
+    @functools.cached_property
+    def mixer(self) -> Mixer:
+        """The mixing matrices, for compiled rounds."""
+        return Mixer.of(self.matrices)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        if data.num_clients != self.topology.nodes:
+            raise ValueError(
+                f"The topology {self.topology.name!r} has {self.topology.nodes} nodes, and the population has "
+                f"{data.num_clients} clients: give a topology of {data.num_clients} nodes, or choose {self.topology.nodes} "
+                "clients."
+            )
+
+    def sampler(self, data: FederatedData, clients: int, devices: Devices | None = None, seed: Any = 0) -> Sampler:
+        """Returns the sampler of ``fedsim run``: all nodes in every round, whatever ``clients`` is.
+
+        Raises:
+          ValueError: devices are given; nodes wait for each other, so their speed does not matter.
+        """
+        if devices is not None:
+            raise ValueError(
+                f"The nodes of {type(self).__name__} wait for each other: leave client_devices out, or use ADPSGD."
+            )
+        return UniformSampler(data, clients=data.num_clients, seed=seed)
+
+    def init(self, key: jax.Array) -> NodesState:
+        nodes = self.topology.nodes
+        models = jax.tree.map(lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), self.model.init(key))
+        return NodesState(models, self.node_memory(models), jnp.int32(0))
+
+    def node_memory(self, models: Params) -> Any:
+        """Returns what nodes keep besides their models before the first round, leaves ``[nodes, ...]``; default: nothing."""
+        return ()
+
+    def node_models(self, state: NodesState) -> Params:
+        """Returns the models that are evaluated, leaves ``[nodes, ...]``."""
+        return state.models
+
+    def training_models(self, state: NodesState) -> Params:
+        """Returns the models from which the nodes train, leaves ``[nodes, ...]``; default: `node_models`."""
+        return self.node_models(state)
+
+    def broadcast(self, state: NodesState) -> NodesState:
+        return state
+
+    def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
+        trained = self.train_nodes(state, clients)
+        # A node that is not in the cohort, or whose training is not finite, does not move.
+        at = jnp.where(trained.finite, jnp.asarray(clients.plan.client), self.topology.nodes)
+        zeros = jax.tree.map(jnp.zeros_like, state.models)
+        movement = jax.tree.map(lambda zero, x: zero.at[at].set(x[: len(at)], mode="drop"), zeros, trained.movement)
+        key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
+        lossy = self.message_loss > 0 or self.link_failures > 0
+        loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.keeps_own) if lossy else None
+        neighbours = Neighbours(self.mixer, state.round, key, loss)
+        new = self.exchange(state, movement, neighbours)._replace(round=state.round + 1)
+        return new, {
+            **trained.info,
+            "consensus_distance": consensus_distance(self.node_models(new)),
+            "bits_up": neighbours.bits,
+        }
+
+    def train_nodes(self, state: NodesState, clients: Clients) -> Trained:
+        """Runs the local steps of the nodes of a round's cohort."""
+        if clients.attack is not None:
+            raise ValueError(
+                f"{type(self).__name__} has no server that attackers could send updates to: use a sampler without attackers."
+            )
+        movement, losses = clients.map(self.node_update, state)
+        exists = jnp.arange(len(losses)) < clients.num_clients
+        finite = functools.reduce(jnp.logical_and, map(_finite_rows, jax.tree.leaves(movement)))
+        info = {
+            "loss": jnp.mean(losses, where=exists & finite & (jnp.asarray(clients.plan.size) > 0)),
+            "dropped": jnp.sum(exists & ~finite, dtype=jnp.int32),
+        }
+        return Trained(movement, exists & finite, info)
+
+    def node_update(self, state: NodesState, client: Client) -> tuple[Params, jax.Array]:
+        """Returns a node's model minus the result of its local steps, and its training loss."""
+        own = jax.tree.map(lambda x: x[client.position], self.training_models(state))
+        result = self.client_update(Shared(own, state.round), client)
+        return result.update, result.info["loss"]
+
+    def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
+        """Returns the state after the nodes have exchanged values.
+
+        Args:
+          state: before the round.
+          movement: the nodes' models minus the results of their local steps, leaves ``[nodes, ...]``. With one SGD step this is
+            the learning rate times the gradient.
+          neighbours: ``neighbours.mix(values)`` sends values, leaves ``[nodes, ...]``, and returns the weighted means of those
+            that the nodes have and receive.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define exchange.")
+
+    def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the parameters of a node's own model."""
+        return jax.tree.map(lambda x: x[client.position], self.node_models(shared))
+
+
+def _finite_rows(x: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+
+
+def consensus_distance(models: Params) -> jax.Array:
+    """Returns the root of the mean over nodes of the squared distance between a node's model and their mean, ``float32 []``.
+
+    >>> float(consensus_distance({"w": jnp.array([[0.0, 0.0], [6.0, 8.0]])}))
+    5.0
+    """
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(x - jnp.mean(x, axis=0, keepdims=True)).astype(jnp.float32))
+
+    nodes = len(jax.tree.leaves(models)[0])
+    return jnp.sqrt(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)

@@ -1,0 +1,169 @@
+"""`Mixer`: mixing matrices as arrays, which compiled rounds apply to the values of all nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import tree
+from fedsim.decentralized._mixing import Matrix
+
+# Rows of matrices are padded to the longest one if that multiplies the entries by at most this. Then a loop over the places in
+# a row, for all nodes at the same time, is faster than a segment sum.
+_MOST_PADDING = 4
+
+
+class Mixer(NamedTuple):
+    """The mixing matrices of a period.
+
+    Attributes:
+      sources: the nodes whose values a node takes, ``int32 [period, entries, nodes]``, or ``[period, entries]`` with
+        ``targets``.
+      weights: ``float32``, the weights, like ``sources``; 0 where a node takes fewer values.
+      links: ``int32``, like ``sources``: the number of the link over which the value comes, from 1, the same in both
+        directions; 0 for the own value.
+      receivers: ``float32 [period, nodes]``, to how many others a node sends.
+      targets: None, or the nodes that take the values, ``int32 [period, entries]``.
+
+    >>> import networkx as nx
+    >>> from fedsim.decentralized import ring
+    >>> mixer = Mixer.of(ring(4).matrices())
+    >>> mixer({"w": jnp.array([[3.0], [0.0], [0.0], [0.0]])}, round=jnp.int32(0))["w"].ravel().tolist()
+    [1.0, 1.0, 0.0, 1.0]
+    """
+
+    sources: Any
+    weights: Any
+    links: Any
+    receivers: Any
+    targets: Any = None
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix]) -> Mixer:
+        """Returns the mixer of matrices ``[nodes, nodes]``."""
+        nodes, period = matrices[0].shape[0], len(matrices)
+        entries = [matrix.tocoo() for matrix in matrices]
+        receivers = [np.bincount(each.col[each.row != each.col], minlength=nodes) for each in entries]
+        width = max(int(np.diff(matrix.indptr).max()) for matrix in matrices)
+        most = max(matrix.nnz for matrix in matrices)
+        padded = width * nodes <= _MOST_PADDING * most
+        shape = (period, width, nodes) if padded else (period, most)
+        sources, weights, links = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        targets = np.full(shape, nodes - 1, np.int32)  # sorted, also those of entries with weight 0
+        for number, (matrix, each) in enumerate(zip(matrices, entries, strict=True)):
+            place = np.arange(matrix.nnz)
+            at = (place - matrix.indptr[each.row], each.row) if padded else (place,)
+            sources[number][at], weights[number][at], targets[number][at] = each.col, each.data, each.row
+            links[number][at] = numbered_links(each.row, each.col)
+        return cls(sources, weights, links, np.array(receivers, np.float32), None if padded else targets)
+
+    def __call__(self, values: Any, round: jax.Array, loss: MessageLoss | None = None) -> Any:
+        """Returns, for every node i, the sum over j of W_ij times the value of j.
+
+        Args:
+          values: a pytree of floats, leaves ``[nodes, ...]``.
+          round: the number of the round, ``int32 []``, which chooses the matrix of the period.
+          loss: which messages are lost; None: none.
+        """
+        sources, weights, links, _, targets = jax.tree.map(lambda x: jnp.asarray(x)[round % len(self.weights)], tuple(self))
+        if loss is not None:
+            lost = loss.lost(links)
+            nodes = self.receivers.shape[1]
+            own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
+            if loss.keep_own:
+                sources = jnp.where(lost, own, sources)
+            else:
+                weights = jnp.where(lost, 0, weights)
+        return jax.tree.map(lambda x: _mixed(x, sources, weights, targets), values)
+
+
+class MessageLoss(NamedTuple):
+    """Which messages of a round are lost.
+
+    Attributes:
+      key: the PRNG key of the round.
+      messages: the probability that a message is lost.
+      links: the probability that a link loses the messages in both directions.
+      keep_own: whether a node uses its own value in place of one that was lost; otherwise that is left out.
+    """
+
+    key: jax.Array
+    messages: float | jax.Array
+    links: float | jax.Array
+    keep_own: bool
+
+    def lost(self, links: jax.Array) -> jax.Array:
+        """Returns whether each message is lost, ``bool`` like the numbers of links, which are 0 for own values."""
+        of_links, of_messages = jax.random.split(self.key)
+        uniform = jax.vmap(lambda link: jax.random.uniform(jax.random.fold_in(of_links, link)))(links.ravel())
+        fails = uniform.reshape(links.shape) < self.links
+        return (links > 0) & (fails | (jax.random.uniform(of_messages, links.shape) < self.messages))
+
+
+def numbered_links(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Numbers the unordered pairs of different nodes from 1; 0 for equal ones."""
+    pairs = np.stack([np.minimum(rows, columns), np.maximum(rows, columns)], axis=1)
+    _, number = np.unique(pairs, axis=0, return_inverse=True)
+    return np.where(rows == columns, 0, number.ravel() + 1)
+
+
+class Neighbours:
+    """What the nodes exchange in a round.
+
+    Args:
+      mixer: the mixing matrices.
+      round: the number of the round.
+      key: the PRNG key of the round's exchange.
+      loss: which messages are lost; None: none.
+
+    Attributes:
+      key, loss: as above.
+      bits: the bits of all messages so far, ``float32 []``.
+
+    >>> from fedsim.decentralized import ring
+    >>> neighbours = Neighbours(Mixer.of(ring(4).matrices()), jnp.int32(0), jax.random.key(0))
+    >>> _ = neighbours.mix(jnp.ones([4, 10]))
+    >>> float(neighbours.bits)  # 8 messages of 10 floats
+    2560.0
+    """
+
+    def __init__(self, mixer: Mixer, round: jax.Array, key: jax.Array, loss: MessageLoss | None = None) -> None:
+        self._mixer, self._round = mixer, round
+        self.key, self.loss, self.bits = key, loss, jnp.float32(0)
+
+    def mix(self, values: Any, bits: jax.Array | float | None = None) -> Any:
+        """Sends values to neighbours, and returns for every node i the sum over j of W_ij times the value of j.
+
+        If several values are mixed in a round, the same messages are lost.
+
+        Args:
+          values: a pytree of floats, leaves ``[nodes, ...]``.
+          bits: the size of a node's message, a number or ``[nodes]``; None: that of the uncompressed value.
+        """
+        receivers = jnp.asarray(self._mixer.receivers)[self._round % len(self._mixer.receivers)]
+        bits = tree.num_bits(values) / len(receivers) if bits is None else bits
+        self.count(jnp.sum(receivers * jnp.asarray(bits, jnp.float32)))
+        return self._mixer(values, self._round, self.loss)
+
+    def count(self, bits: jax.Array | float) -> None:
+        """Adds the bits of messages that are sent in another way than by `mix`."""
+        self.bits = self.bits + bits
+
+
+def per_row(values: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns values ``[n]`` as ``[n, 1, ...]`` with as many axes as x, in order to scale or choose its rows."""
+    return values.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _mixed(values: jax.Array, sources: jax.Array, weights: jax.Array, targets: jax.Array | None) -> jax.Array:
+    def scaled(sources: jax.Array, weights: jax.Array) -> jax.Array:
+        return values[sources] * per_row(weights, values).astype(values.dtype)
+
+    if targets is not None:
+        return jax.ops.segment_sum(scaled(sources, weights), targets, len(values), indices_are_sorted=True)
+    add = lambda entry, total: total + scaled(sources[entry], weights[entry])  # noqa: E731
+    return jax.lax.fori_loop(1, len(weights), add, scaled(sources[0], weights[0]))

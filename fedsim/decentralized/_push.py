@@ -1,0 +1,65 @@
+"""Stochastic gradient push: training over directed graphs, whose mixing matrices are only column-stochastic.
+
+M. Assran, N. Loizou, N. Ballas, M. Rabbat, "Stochastic gradient push for distributed deep learning", ICML 2019, Algorithm 1:
+https://arxiv.org/abs/1811.10792.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import tree
+from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
+from fedsim.decentralized._mixer import Neighbours, per_row
+from fedsim.decentralized._mixing import Matrix, Weights
+from fedsim.model import Params
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class StochasticGradientPush(DecentralizedAlgorithm):
+    """Stochastic gradient push: x_i becomes sum_j P_ij (x_j - g_j), and w_i becomes sum_j P_ij w_j.
+
+    Gradients are computed at x_i / w_i. The columns of P sum to 1, so the sum over nodes is kept, and x_i / w_i tends to the
+    mean. ``state.models`` are the x_i, and ``state.memory`` the w_i, which start with 1.
+
+    Attributes:
+      topology, weights: see `DecentralizedAlgorithm`.
+
+    >>> import fedsim, optax, networkx as nx
+    >>> graph = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
+    >>> data = fedsim.datasets.load("digits", clients=4).train
+    >>> algorithm = StochasticGradientPush(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.5),
+    ...     batches=fedsim.Batches(size=20, steps=1), topology=fedsim.decentralized.Topology([graph]))
+    >>> state = algorithm.init(jax.random.key(0))
+    >>> for cohort in fedsim.UniformSampler(data, clients=4, seed=0).rounds(5):
+    ...     state, info = algorithm.apply(state, cohort)
+    >>> state.memory.shape, round(float(state.memory.sum()), 5)  # w_i differ, and keep their sum
+    ((4,), 4.0)
+    """
+
+    keeps_own: ClassVar[bool] = False  # What is lost is missing in x_i and in w_i, and so the quotient stays a mean of models.
+
+    weights: str | Weights | Sequence[Matrix] = "column_stochastic"
+
+    def check_matrices(self) -> None:
+        for matrix in self.matrices:
+            if not np.allclose(matrix.sum(axis=0), 1):
+                raise ValueError(
+                    "StochasticGradientPush needs mixing matrices whose columns sum to 1: use weights='column_stochastic'."
+                )
+
+    def node_memory(self, models: Params) -> jax.Array:
+        return jnp.ones(self.topology.nodes, jnp.float32)
+
+    def node_models(self, state: NodesState) -> Params:
+        return jax.tree.map(lambda x: x / per_row(state.memory, x).astype(x.dtype), state.models)
+
+    def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
+        return state._replace(models=neighbours.mix(tree.subtract(state.models, movement)), memory=neighbours.mix(state.memory))

@@ -1,0 +1,347 @@
+"""Decentralized algorithms against loops in NumPy, and where their theory says that they go."""
+
+import federation
+import jax
+import jax.numpy as jnp
+import linear_models
+import networkx as nx
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import decentralized
+
+RATE = 0.3
+SIZES = (7, 4, 3, 12, 1, 5)
+DATA = federation.data(SIZES)
+RING = decentralized.ring(6)
+
+
+def make(name, **changes):
+    settings = {
+        "model": federation.model(), "client_optimizer": optax.sgd(RATE), "batches": linear_models.ONE_STEP,
+        "topology": RING, "execution": fedsim.Jit(),
+    }  # fmt: skip
+    return getattr(decentralized, name)(**settings | changes)
+
+
+def everyone(round, data=DATA):
+    return fedsim.Cohort(data, np.arange(data.num_clients), round, fedsim.rng.root(0))
+
+
+def run(algorithm, rounds, data=DATA):
+    state = algorithm.init(jax.random.key(1))
+    for round in range(rounds):
+        state, info = algorithm.apply(state, everyone(round, data))
+    return state, info
+
+
+def thetas(models):
+    return np.concatenate(
+        [np.asarray(models["linear"]["w"], np.float64), np.asarray(models["linear"]["b"], np.float64)[:, None]], 1
+    )
+
+
+def gradients(x):
+    """Returns each node's full gradient at its own parameters."""
+    examples = [DATA.client(i) for i in range(len(SIZES))]
+    return np.stack(
+        [linear_models.gradient(theta, linear_models.with_ones(d["x"]), d["y"]) for theta, d in zip(x, examples, strict=True)]
+    )
+
+
+def mixed(matrix, x):
+    return np.einsum("ij,j...->i...", matrix.toarray() if hasattr(matrix, "toarray") else matrix, x)
+
+
+def dpsgd(x, rounds, matrices):
+    for t in range(rounds):
+        x = mixed(matrices[t % len(matrices)], x) - RATE * gradients(x)
+    return x
+
+
+def dfedavg(x, rounds, matrices):
+    for t in range(rounds):
+        x = mixed(matrices[t % len(matrices)], x - RATE * gradients(x))
+    return x
+
+
+def gradient_tracking(x, rounds, matrices):
+    y, last = np.zeros_like(x), np.zeros_like(x)
+    for t in range(rounds):
+        g = RATE * gradients(x)
+        y, last = mixed(matrices[t % len(matrices)], y) + g - last, g
+        x = mixed(matrices[t % len(matrices)], x - y)
+    return x
+
+
+def d2(x, rounds, matrices):
+    xs, gs = [x], []
+    for t in range(rounds):
+        gs.append(RATE * gradients(xs[-1]))
+        step = xs[-1] - gs[-1] if t == 0 else 2 * xs[-1] - xs[-2] - gs[-1] + gs[-2]
+        xs.append(mixed(matrices[0], step))
+    return xs[-1]
+
+
+def push(x, rounds, matrices):
+    w = np.ones(len(x))
+    for t in range(rounds):
+        x = mixed(matrices[t % len(matrices)], x - RATE * gradients(x / w[:, None, None]))
+        w = mixed(matrices[t % len(matrices)], w)
+    return x
+
+
+def quasi_global(x, rounds, matrices):
+    m = np.zeros_like(x)  # the paper's momentum, not times the rate
+    for t in range(rounds):
+        new = mixed(matrices[t % len(matrices)], x - RATE * (gradients(x) + 0.9 * m))
+        m, x = 0.9 * m + 0.1 * (x - new) / RATE, new
+    return x
+
+
+def choco(x, rounds, matrices):
+    h = x.copy()
+    for t in range(rounds):
+        x = x - RATE * gradients(x)
+        difference = (x - h).reshape(len(x), -1)
+        kept = np.zeros_like(difference)
+        largest = np.argsort(-np.abs(difference), axis=1)[:, : -(-difference.shape[1] // 2)]
+        np.put_along_axis(kept, largest, np.take_along_axis(difference, largest, 1), 1)
+        h = h + kept.reshape(h.shape)
+        x = x + 0.5 * (mixed(matrices[t % len(matrices)], h) - h)
+    return x
+
+
+DIRECTED = decentralized.Topology([nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0), (0, 3), (2, 0)])])
+
+
+def relay(x, rounds, edges):
+    """Message for message, as the paper's Algorithm 1 is written."""
+    neighbours = {i: [b if a == i else a for a, b in edges if i in (a, b)] for i in range(len(x))}
+    messages = {(i, j): (0.0, 0) for i in neighbours for j in neighbours[i]}
+    for _ in range(rounds):
+        trained = x - RATE * gradients(x)
+        new = {}
+        for i, j in messages:
+            others = [messages[k, i] for k in neighbours[i] if k != j]
+            new[i, j] = trained[i] + sum(m for m, _ in others), 1 + sum(c for _, c in others)
+        messages = new
+        x = np.stack(
+            [
+                (trained[i] + sum(messages[j, i][0] for j in neighbours[i]))
+                / (1 + sum(messages[j, i][1] for j in neighbours[i]))
+                for i in range(len(x))
+            ]
+        )
+    return x
+
+
+@pytest.mark.parametrize("topology", [decentralized.line(6), decentralized.binary_tree(6)])
+def test_relay_sgd_equals_a_loop_over_messages(topology):
+    algorithm = make("RelaySGD", topology=topology)
+    state, info = run(algorithm, 9)
+    expected = relay(thetas(algorithm.init(jax.random.key(1)).models), 9, list(topology.graphs[0].edges))
+    np.testing.assert_allclose(thetas(state.models), expected, rtol=2e-4, atol=2e-5)
+    assert float(info["bits_up"]) == 10 * 32 * (expected[0].size + 1)
+    with pytest.raises(ValueError, match="RelaySGD needs a tree"):
+        make("RelaySGD")
+
+
+def test_asynchronous_pairs_equal_a_loop_over_events():
+    algorithm = make("ADPSGD", topology=decentralized.line(6))
+    nodes = decentralized.FinishingNodes(
+        DATA, algorithm.batches, fedsim.systems.Devices(seconds_per_step=fedsim.systems.LogNormal(sigma=0.3)), per_round=3
+    )
+    state = algorithm.init(jax.random.key(1))
+    x = thetas(state.models)
+    read = x.copy()
+    for round, cohort in enumerate(nodes.rounds(8)):
+        state, _ = algorithm.apply(state, cohort)
+        key, moves = fedsim.rng.round_key(fedsim.rng.root(0), round, "exchange"), RATE * gradients(read)
+        for slot, i in enumerate(cohort.clients.tolist()):
+            others = [j for j in (i - 1, i + 1) if 0 <= j < 6]
+            j = others[int(jax.random.randint(jax.random.fold_in(key, slot), (), 0, len(others)))]
+            mean = (x[i] + x[j]) / 2
+            x[j], x[i] = mean, mean - moves[i]
+            read[i] = x[i]
+    assert round == 7 and len({tuple(cohort.clients) for cohort in nodes.rounds(8)}) > 2
+    np.testing.assert_allclose(thetas(state.models), x, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(thetas(state.memory), read, rtol=2e-4, atol=2e-5)
+
+
+def test_nodes_finish_in_the_order_of_their_speeds():
+    nodes = decentralized.FinishingNodes(DATA, fedsim.Batches(size=1), per_round=1)
+    finished = [(cohort.clients[0], cohort.measures["simulated_seconds"]) for cohort in nodes.rounds(40)]
+    expected = sorted((time, node) for node, size in enumerate(SIZES) for time in range(size, 200, size))[:40]
+    assert finished == [(node, time) for time, node in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "settings"),
+    [
+        ("DPSGD", dpsgd, {}),
+        ("DPSGD", dpsgd, {"topology": decentralized.base_graph(6)}),
+        ("DFedAvg", dfedavg, {"topology": decentralized.star(6)}),
+        ("GradientTracking", gradient_tracking, {}),
+        ("GradientTracking", gradient_tracking, {"topology": decentralized.exponential(6)}),
+        ("D2", d2, {}),
+        ("D2", d2, {"topology": decentralized.line(6), "weights": "lazy"}),
+        ("StochasticGradientPush", push, {"topology": DIRECTED}),
+        ("QuasiGlobalMomentum", quasi_global, {}),
+        ("ChocoSGD", choco, {"compressor": fedsim.compressors.TopK(fraction=0.5), "gamma": 0.5}),
+    ],
+)
+def test_rounds_equal_a_loop_in_numpy(name, reference, settings):
+    algorithm = make(name, **settings)
+    state, info = run(algorithm, 7)
+    start = thetas(algorithm.init(jax.random.key(1)).models)
+    expected = reference(start, 7, algorithm.matrices)
+    np.testing.assert_allclose(thetas(state.models), expected, rtol=2e-4, atol=2e-5)
+    models = expected / np.asarray(state.memory)[:, None, None] if name == "StochasticGradientPush" else expected
+    away = models - models.mean(0)
+    assert float(info["consensus_distance"]) == pytest.approx(np.sqrt((away**2).sum() / 6), rel=1e-3)
+    edges = np.mean(
+        [graph.to_directed().number_of_edges() for graph in algorithm.topology.graphs[6 % algorithm.topology.period :][:1]]
+    )
+    per_message = {"GradientTracking": 2, "ChocoSGD": None}.get(name, 1)
+    if per_message:
+        extra = 32 * edges if name == "StochasticGradientPush" else 0
+        assert float(info["bits_up"]) == edges * per_message * 32 * start[0].size + extra
+
+
+def test_the_complete_graph_is_centralized_sgd():
+    state, info = run(make("DFedAvg", topology=decentralized.complete(6)), 5)
+    x = thetas(make("DFedAvg").init(jax.random.key(1)).models)[0]
+    for _ in range(5):
+        x = x - RATE * gradients(np.stack([x] * 6)).mean(0)
+    np.testing.assert_allclose(thetas(state.models), np.stack([x] * 6), rtol=1e-4, atol=1e-6)
+    assert float(info["consensus_distance"]) < 1e-6
+
+
+@pytest.mark.parametrize("topology", [RING, decentralized.star(40)])  # rows of equal and of unequal lengths
+@pytest.mark.parametrize("kind", ["messages", "links"])
+def test_lost_messages_are_replaced_by_the_own_value(topology, kind):
+    matrix = topology.matrices()[0].toarray()
+    mixer = decentralized._mixer.Mixer.of(topology.matrices())
+    x, n = np.random.default_rng(0).standard_normal([topology.nodes, 3]).astype(np.float32), topology.nodes
+    fractions = {"messages": 0.0, "links": 0.0} | {kind: 0.4}
+    seen = []
+
+    @jax.jit
+    def mix(key, values):
+        return mixer(values, jnp.int32(0), decentralized._mixer.MessageLoss(key, **fractions, keep_own=True))
+
+    for seed in range(60):
+        used = np.asarray(mix(jax.random.key(seed), jnp.eye(n)))  # unit vectors show the matrix that was used
+        np.testing.assert_allclose(used.sum(axis=1), 1, rtol=1e-5)
+        lost = (matrix > 0) & (used == 0) & ~np.eye(n, dtype=bool)
+        expected = np.where(lost, 0, matrix) + np.diag((matrix * lost).sum(axis=1))
+        np.testing.assert_allclose(used, expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(np.asarray(mix(jax.random.key(seed), jnp.asarray(x))), expected @ x, rtol=1e-4, atol=1e-5)
+        assert kind == "messages" or (lost == lost.T).all()
+        seen.append(lost.sum() / ((matrix > 0).sum() - n))
+    assert np.mean(seen) == pytest.approx(0.4, abs=0.1)
+
+
+def test_pushed_sums_stay_means_if_messages_are_lost():
+    algorithm = make("StochasticGradientPush", topology=DIRECTED, message_loss=0.3, client_optimizer=optax.sgd(1e-6))
+    start = algorithm.init(jax.random.key(1))
+    state = start
+    for round in range(10):
+        state, _ = algorithm.apply(state, everyone(round))
+    assert float(jnp.sum(state.memory)) < 4  # some mass is lost
+    federation.assert_trees_close(algorithm.node_models(state), start.models, rtol=1e-3, atol=1e-3)
+
+
+def test_relay_sgd_counts_the_models_that_arrive():
+    algorithm = make("RelaySGD", topology=decentralized.line(6), message_loss=0.3, client_optimizer=optax.sgd(1e-6))
+    state = start = algorithm.init(jax.random.key(1))
+    for round in range(10):
+        state, _ = algorithm.apply(state, everyone(round))
+    assert float(jnp.sum(state.memory.counts)) < 30  # 1 to 5 in each direction if nothing is lost
+    federation.assert_trees_close(state.models, start.models, rtol=1e-3, atol=1e-3)
+
+
+def test_the_order_of_the_cohort_does_not_matter():
+    algorithm = make("DPSGD")
+    start = algorithm.init(jax.random.key(1))
+    forward, _ = algorithm.apply(start, everyone(0))
+    order = np.array([3, 5, 0, 1, 4, 2])
+    backward, _ = algorithm.apply(start, fedsim.Cohort(DATA, order, 0, fedsim.rng.root(0)))
+    federation.assert_trees_close(forward.models, backward.models)
+
+
+def test_nodes_that_do_not_train_mix_nevertheless():
+    algorithm = make("DFedAvg")
+    start = algorithm.init(jax.random.key(1))
+    only, _ = algorithm.apply(start, fedsim.Cohort(DATA, np.array([2]), 0, fedsim.rng.root(0)))
+    x = thetas(start.models)
+    moved = x - RATE * np.where(np.arange(6)[:, None, None] == 2, gradients(x), 0)
+    np.testing.assert_allclose(thetas(only.models), mixed(algorithm.matrices[0], moved), rtol=1e-4, atol=1e-6)
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DFedAvg", "GradientTracking", "D2", "QuasiGlobalMomentum")]
+
+
+@pytest.mark.parametrize("name", ["ChocoSGD", *SLOW])
+def test_devices_and_debug_give_the_same_answer(name):
+    results = [
+        run(make(name, execution=execution), 3)[0] for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())
+    ]
+    for other in results[1:]:
+        federation.assert_trees_close(results[0].models, other.models, rtol=1e-4, atol=1e-5)
+
+
+def test_errors_name_the_remedy():
+    with pytest.raises(ValueError, match="has 5 nodes, and the population has 6 clients"):
+        run(make("DPSGD", topology=decentralized.ring(5)), 1)
+    with pytest.raises(ValueError, match="DPSGD needs mixing matrices whose rows and columns sum to 1"):
+        make("DPSGD", topology=DIRECTED)
+    with pytest.raises(ValueError, match="columns sum to 1: use weights='column_stochastic'"):
+        make("StochasticGradientPush", topology=decentralized.star(6), weights="uniform")
+    with pytest.raises(ValueError, match="eigenvalues of at least -1/3.*lazy"):
+        make("D2", weights=[nx.to_numpy_array(nx.cycle_graph(6)) / 2])
+    with pytest.raises(ValueError, match="one symmetric mixing matrix"):
+        make("D2", topology=decentralized.exponential(6))
+    with pytest.raises(ValueError, match="ADPSGD needs one undirected graph"):
+        make("ADPSGD", topology=DIRECTED)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("DPSGD", {"nonfinite": "raise"}, "has no server, got nonfinite='raise'"),
+        ("DPSGD", {"downlink": fedsim.compressors.QSGD(levels=4)}, "has no server, got downlink="),
+        ("DPSGD", {"aggregator": fedsim.aggregators.Clipped(1.0)}, "has no server, got aggregator=Clipped"),
+        ("RelaySGD", {"topology": decentralized.line(6), "weights": "lazy"}, "weights to be 'auto', got weights='lazy'"),
+        ("ADPSGD", {"weights": "lazy"}, "weights to be 'auto', got weights='lazy'"),
+        ("ADPSGD", {"message_loss": 0.1}, "got message_loss=0.1: ADPSGD does not simulate lost messages"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **settings)
+
+
+def test_attacks_are_refused():
+    attacked = fedsim.samplers.Attacked(fedsim.UniformSampler(DATA, clients=6, seed=0), fedsim.attacks.SignFlip(), seed=0)
+    algorithm = make("DPSGD")
+    with pytest.raises(ValueError, match="use a sampler without attackers"):
+        algorithm.apply(algorithm.init(jax.random.key(1)), attacked.cohort(0))
+
+
+def test_no_sampler_for_devices_of_nodes_that_wait_for_each_other():
+    with pytest.raises(ValueError, match="wait for each other"):
+        make("DPSGD").sampler(DATA, clients=6, devices=fedsim.systems.Devices())
+
+
+@pytest.mark.parametrize("name", ["DFedAvg", "ADPSGD"])
+def test_a_node_whose_training_is_not_finite_does_not_disturb_the_others(name):
+    columns = {key: np.array(column) for key, column in DATA.columns.items()}
+    columns["x"][: SIZES[0]] = 1e30  # the squared error overflows
+    broken = fedsim.FederatedData(columns, DATA.offsets, DATA.client_ids)
+    state, info = run(make(name), 3, broken)
+    assert int(info["dropped"]) == 1 and np.isfinite(thetas(state.models)).all() and np.isfinite(info["loss"])
+    assert not np.allclose(thetas(state.models)[0], thetas(make(name).init(jax.random.key(1)).models)[0])  # it mixes
