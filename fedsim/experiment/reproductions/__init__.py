@@ -13,6 +13,7 @@ from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
+from fedsim.experiment.reproductions._random_quadratics import RANDOM_QUADRATICS
 from fedsim.experiment.reproductions._record import read as read
 from fedsim.experiment.reproductions._record import reproduce as reproduce
 from fedsim.experiment.reproductions._record import select_cases as select_cases
@@ -44,6 +45,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_DSSGD,
         UNUS_STALENESS,
         UNUS_FAULTS,
+        RANDOM_QUADRATICS,
     )
 }
 
