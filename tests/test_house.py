@@ -56,6 +56,7 @@ PUBLIC_MODULES = [
     "fedsim.data",
     "fedsim.datasets",
     "fedsim.decentralized",
+    "fedsim.decentralized.costs",
     "fedsim.differentiation",
     "fedsim.evaluation",
     "fedsim.execution",

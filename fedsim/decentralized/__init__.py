@@ -1,6 +1,7 @@
 """Decentralized learning: topologies, mixing weights, and algorithms without a server."""
 
 from fedsim.algorithm import Algorithm
+from fedsim.decentralized import costs as costs
 from fedsim.decentralized._adpsgd import ADPSGD as ADPSGD
 from fedsim.decentralized._adpsgd import FinishingNodes as FinishingNodes
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm as DecentralizedAlgorithm
