@@ -16,7 +16,7 @@ import pytest
 import fedsim
 from fedsim.cli import main
 from fedsim.experiment import reproductions
-from fedsim.experiment.reproductions import Plan, Request, Row, rounds_to_target
+from fedsim.experiment.reproductions import Plan, Request, Row, _random_quadratics, rounds_to_target
 from fedsim.experiment.reproductions import _fedprox_stragglers as stragglers
 from fedsim.experiment.reproductions import _qffl_fairness as fairness
 from fedsim.experiment.reproductions import _scaffold_emnist as drift
@@ -404,3 +404,21 @@ def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, c
 
 def test_every_reproduction_has_a_tiny_setting():
     assert [name for name, _ in TINY] == list(reproductions.REPRODUCTIONS)
+
+
+def test_random_quadratics_have_the_constants_of_the_paper_and_one_method_its_rounds():
+    hessians, slopes, start = _random_quadratics.problem(nodes=12, seed=1, zeta2=0.5, r0=25.0)
+    values = np.linalg.eigvalsh(hessians.mean(0).astype(np.float64))
+    assert values[[0, -1]] == pytest.approx([0.5, 1.0], abs=1e-5) and start @ start == pytest.approx(25.0)
+    np.testing.assert_allclose(slopes.sum(0), 0, atol=1e-5)
+    assert np.square(slopes).sum(1).mean() == pytest.approx(0.5, rel=1e-5)
+    # One method, against a loop in NumPy: all-reduce is gradient descent on the mean.
+    (row,) = _random_quadratics._run(Request(quick=True), "all-reduce")
+    fewest = []
+    hessians, _, start = _random_quadratics.problem(nodes=6, seed=0, zeta2=1.0, r0=100.0)
+    for rate in _random_quadratics._METHODS["all-reduce"].rates:
+        x, rounds = start.astype(np.float64), 0
+        while x @ x >= 1e-6 and rounds < 100:
+            x, rounds = x - rate * hessians.mean(0) @ x, rounds + 1
+        fewest.append(rounds)
+    assert list(row.values) == [min(fewest)] and row.paper == "9"

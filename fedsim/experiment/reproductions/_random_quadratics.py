@@ -126,7 +126,7 @@ def rounds_to_optimum(
     """Returns the rounds until the mean squared distance to the optimum is below 1e-6; None if there are more than ``most``."""
     hessians, slopes, start = problem(nodes, seed, zeta2, r0)
     data = FederatedData.from_arrays({"hessian": hessians, "slope": slopes}, sizes=[1] * nodes)
-    algorithm = make(rate)
+    algorithm: Any = make(rate)
     share_programs(algorithm, make, {"rate": rate})
     models = {"x": jnp.broadcast_to(start, (nodes, _DIMENSIONS))}
     state = algorithm.init(rng.root(0))._replace(models=models, memory=algorithm.node_memory(models))
@@ -190,11 +190,12 @@ RANDOM_QUADRATICS = Reproduction(
     duration="about 10 minutes",
     required_data="none",
     cases=_cases,
-    notes="Node i has f_i(x) = 1/2 x' H_i x - b_i' x in 10 dimensions; the mean of the H_i has eigenvalues from 0.5 to 1, and the "
-    "optimum of the sum is 0. A run ends when the mean over nodes of the squared distance to it is below 1e-6, from 100 (D-PSGD: 10); "
-    "the gradients at the optimum have mean squared norm 1 (D-PSGD: 0.01). The learning rate is the best of a grid for every problem. "
-    "How the paper draws the H_i was not read: here they are products of random normal matrices, shifted and scaled. Rounds: median "
-    "and range over random problems. Arithmetic in float32. The row of D-PSGD, which mixes after the step as the others do, ended by "
-    "another rule in the paper, which was not read: its nodes stay apart by the rate times the unlikeness of their data, so that this "
-    "distance needs small rates.",
+    notes="Node i has f_i(x) = 1/2 x' H_i x - b_i' x in 10 dimensions; the mean of the H_i has eigenvalues from 0.5 to 1, "
+    "and the optimum of the sum is 0. A run ends when the mean over nodes of the squared distance to it is below "
+    "1e-6, from 100 (D-PSGD: 10); the gradients at the optimum have mean squared norm 1 (D-PSGD: 0.01). The "
+    "learning rate is the best of a grid for every problem. How the paper draws the H_i was not read: here they are "
+    "products of random normal matrices, shifted and scaled. Rounds: median and range over random problems. "
+    "Arithmetic in float32. The row of D-PSGD, which mixes after the step as the others do, ended by another rule "
+    "in the paper, which was not read: its nodes stay apart by the rate times the unlikeness of their data, so that "
+    "this distance needs small rates.",
 )
