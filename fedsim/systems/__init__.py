@@ -28,6 +28,7 @@ from fedsim.systems._server import Server as Server
 from fedsim.systems._server import Synchronization as Synchronization
 from fedsim.systems._simulator import Simulator as Simulator
 from fedsim.systems._simulator import schedule as schedule
+from fedsim.systems._staleness_weights import STALENESS_WEIGHTS as STALENESS_WEIGHTS
 from fedsim.systems._staleness_weights import ConstantWeight as ConstantWeight
 from fedsim.systems._staleness_weights import HingeWeight as HingeWeight
 from fedsim.systems._staleness_weights import PolynomialWeight as PolynomialWeight

@@ -6,10 +6,14 @@ C. Xie, S. Koyejo, I. Gupta, "Asynchronous federated optimization", 2019, https:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
 from fedsim import checks
+from fedsim.names import make
+
+StalenessWeight = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +77,29 @@ class HingeWeight:
     def __call__(self, staleness: np.ndarray) -> np.ndarray:
         """Returns the weight for each staleness, ``float64 [n]``."""
         return 1.0 / (self.a * np.maximum(staleness - self.b, 0.0) + 1.0)
+
+
+STALENESS_WEIGHTS: dict[str, Callable[..., StalenessWeight]] = {
+    "constant": ConstantWeight,
+    "polynomial": PolynomialWeight,
+    "hinge": HingeWeight,
+}
+
+
+def as_staleness_weight(value: StalenessWeight | str) -> StalenessWeight:
+    """Returns a function as it is, and the function that a text names, such as ``"hinge(a=10, b=4)"``.
+
+    Raises:
+      ValueError: it is neither, or there is no such name.
+
+    >>> as_staleness_weight("polynomial(a=1.0)")
+    PolynomialWeight(a=1.0)
+    """
+    if isinstance(value, str):
+        return make("staleness weight", value, STALENESS_WEIGHTS)
+    if not callable(value):
+        raise ValueError(
+            "Expected staleness_weight to be a function of an array of stalenesses, such as PolynomialWeight(0.5), or its "
+            f"name, such as 'hinge(a=10, b=4)', got staleness_weight={value!r}."
+        )
+    return value

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-
-import numpy as np
+from typing import Any
 
 from fedsim import checks
 from fedsim.systems._dispatch import Dispatch
 from fedsim.systems._server import Server, Synchronization
-from fedsim.systems._staleness_weights import ConstantWeight, PolynomialWeight
+from fedsim.systems._staleness_weights import ConstantWeight, PolynomialWeight, as_staleness_weight
 
-StalenessWeight = Callable[[np.ndarray], np.ndarray]
 _CONSTANT, _INVERSE_SQUARE_ROOT = ConstantWeight(), PolynomialWeight(0.5)
 
 
@@ -171,12 +168,13 @@ class Buffered(Synchronization):
     Attributes:
       size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
       concurrency: C, the number of clients in flight.
-      staleness_weight: a function from the staleness of updates to their weights; the paper's is 1 / sqrt(1 + staleness).
+      staleness_weight: a function from the staleness of updates to their weights, or its name, such as "hinge(a=10, b=4)"; the
+        paper's is 1 / sqrt(1 + staleness).
       divide_by: "size": a server step's update is the sum of the weighted updates over their number, as in the paper.
         "weights": it is their sum over the sum of their staleness weights, so stale updates make no server step shorter.
 
     Raises:
-      ValueError: ``size`` or ``concurrency`` is below 1; ``divide_by`` is none of the two; ``staleness_weight`` is no function;
+      ValueError: ``size`` or ``concurrency`` is below 1; ``divide_by`` is none of the two; ``staleness_weight`` is neither;
         in a run, ``size`` or ``concurrency`` is larger than the population, or a weight is negative or not finite.
 
     >>> Buffered(size=10, concurrency=30).staleness_weight
@@ -185,12 +183,12 @@ class Buffered(Synchronization):
 
     size: int
     concurrency: int
-    staleness_weight: StalenessWeight = _INVERSE_SQUARE_ROOT
+    staleness_weight: Any = _INVERSE_SQUARE_ROOT
     divide_by: str = "size"
 
     def __post_init__(self) -> None:
         checks.whole(1, size=self.size, concurrency=self.concurrency)
-        _check_staleness_weight(self.staleness_weight)
+        object.__setattr__(self, "staleness_weight", as_staleness_weight(self.staleness_weight))
         checks.one_of("size", "weights", divide_by=self.divide_by)
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -227,10 +225,10 @@ class Asynchronous(Synchronization):
     Attributes:
       concurrency: the number of clients in flight.
       mixing: alpha of an update without staleness, in (0, 1].
-      staleness_weight: a function from the staleness of updates to their weights.
+      staleness_weight: a function from the staleness of updates to their weights, or its name, such as "hinge(a=10, b=4)".
 
     Raises:
-      ValueError: ``concurrency`` is below 1, ``mixing`` is outside (0, 1], or ``staleness_weight`` is no function; in a run,
+      ValueError: ``concurrency`` is below 1, ``mixing`` is outside (0, 1], or ``staleness_weight`` is neither; in a run,
         ``concurrency`` is larger than the population, or a weight is negative or not finite.
 
     >>> Asynchronous(concurrency=30).mixing
@@ -239,11 +237,11 @@ class Asynchronous(Synchronization):
 
     concurrency: int
     mixing: float = 0.6
-    staleness_weight: StalenessWeight = _CONSTANT
+    staleness_weight: Any = _CONSTANT
 
     def __post_init__(self) -> None:
         checks.whole(1, concurrency=self.concurrency)
-        _check_staleness_weight(self.staleness_weight)
+        object.__setattr__(self, "staleness_weight", as_staleness_weight(self.staleness_weight))
         checks.number(above=0, most=1, mixing=self.mixing, remedy="it is the weight of a client's model in the server's")
 
     def check(self, *, clients: int, cohort: int, fastest: float) -> None:
@@ -266,12 +264,4 @@ def _check_concurrency(concurrency: int, clients: int) -> None:
         raise ValueError(
             f"Expected concurrency <= {clients}, the clients of the population, got concurrency={concurrency}: give at most "
             f"concurrency={clients}, or more clients."
-        )
-
-
-def _check_staleness_weight(staleness_weight: StalenessWeight) -> None:
-    if not callable(staleness_weight):
-        raise ValueError(
-            "Expected staleness_weight to be a function of an array of stalenesses, such as PolynomialWeight(0.5), got "
-            f"staleness_weight={staleness_weight!r}."
         )

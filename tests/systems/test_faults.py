@@ -202,8 +202,8 @@ def test_wrong_files_are_errors(tmp_path, text, match):
         (lambda: systems.Buffered(size=0, concurrency=1), "size >= 1"),
         (lambda: systems.Buffered(size=1, concurrency=1, divide_by="k"), "divide_by to be 'size' or 'weights'"),
         (
-            lambda: systems.Buffered(size=1, concurrency=1, staleness_weight="hinge"),
-            "staleness_weight to be .*Polynomial.*'hinge'",
+            lambda: systems.Buffered(size=1, concurrency=1, staleness_weight="hinges"),
+            "no staleness weight 'hinges'. Did you mean 'hinge'",
         ),
         (lambda: systems.Asynchronous(concurrency=1, staleness_weight=0.5), "staleness_weight to be .*staleness_weight=0.5"),
         (lambda: systems.Asynchronous(concurrency=1, mixing=0.0), "0 < mixing <= 1"),

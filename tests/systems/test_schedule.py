@@ -17,6 +17,7 @@ from federation import singletons
 from fedsim import rng, systems
 from fedsim.cli import main
 from fedsim.experiment import read_metrics
+from fedsim.names import make
 from fedsim.samplers import ScheduleSampler, Stragglers, UniformSampler
 from fedsim.systems import _server
 from fedsim.systems._draws import BLOCK, purpose_generator
@@ -155,6 +156,15 @@ def test_weights_and_scales_of_stale_updates():
     model = systems.Asynchronous(concurrency=9, mixing=0.5, staleness_weight=systems.PolynomialWeight(0.5))
     updates = systems.schedule(SAMPLER, 40, steps=STEPS, devices=SPEEDS, synchronization=model).updates
     np.testing.assert_allclose(updates.scale, 0.5 / np.sqrt(1 + updates.staleness))
+
+
+def test_staleness_weights_by_name():
+    named = systems.Buffered(size=2, concurrency=9, staleness_weight="hinge(a=2, b=1)")
+    assert named.staleness_weight == systems.HingeWeight(2, 1)
+    model = make("synchronization", "asynchronous(concurrency=3, staleness_weight='polynomial(a=1)')", systems.SYNCHRONIZATIONS)
+    assert model.staleness_weight == systems.PolynomialWeight(1)
+    with pytest.raises(ValueError, match="no staleness weight 'hing'. Did you mean 'hinge'"):
+        systems.Buffered(size=2, concurrency=9, staleness_weight="hing")
 
 
 def test_a_client_is_as_slow_whatever_the_other_arguments():
