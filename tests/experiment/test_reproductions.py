@@ -381,6 +381,7 @@ TINY = [
     ("unus_dssgd", ["upload-0.1", "asynchronous-0.1"]),
     ("unus_staleness", ["digits-bound-constant", "femnist-methods"]),
     ("unus_faults", ["digits-losses", "femnist-both"]),
+    ("random_quadratics", ["all-reduce"]),
 ]
 
 
