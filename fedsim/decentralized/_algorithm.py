@@ -45,7 +45,7 @@ class NodesState(NamedTuple):
     @property
     def params(self) -> Params:
         """The mean of the nodes' parameters, which is what is evaluated as the model of all."""
-        return jax.tree.map(lambda x: jnp.mean(x, axis=0), self.models)
+        return jax.tree.map(_mean, self.models)
 
 
 class Trained(NamedTuple):
@@ -239,6 +239,13 @@ def _finite_rows(x: jax.Array) -> jax.Array:
     return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
+def _mean(x: jax.Array) -> jax.Array:
+    """Returns the mean over nodes. On a CPU, a product with a vector is many times as fast as a mean over the first axis."""
+    rows = x.reshape(len(x), -1).astype(jnp.float32)
+    mean = jnp.dot(jnp.full(len(x), 1 / len(x), jnp.float32), rows, precision="highest")
+    return mean.reshape(x.shape[1:]).astype(x.dtype)
+
+
 def consensus_distance(models: Params) -> jax.Array:
     """Returns the root of the mean over nodes of the squared distance between a node's model and their mean, ``float32 []``.
 
@@ -247,7 +254,7 @@ def consensus_distance(models: Params) -> jax.Array:
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x - jnp.mean(x, axis=0, keepdims=True)).astype(jnp.float32))
+        return jnp.sum(jnp.square(x - _mean(x)[None]).astype(jnp.float32))
 
     nodes = len(jax.tree.leaves(models)[0])
     return jnp.sqrt(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)
