@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports `fedsim.decentralized` where it is first used, because SciPy and networkx take a third of a second."""
+    """Imports `fedsim.decentralized` where it is first used, because that also imports SciPy and networkx."""
     if name == "decentralized":
         return importlib.import_module("fedsim.decentralized")
     raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

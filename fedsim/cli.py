@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import jax
 
 import fedsim
-from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, decentralized, experiment, models
+from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, experiment, models
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
@@ -72,9 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "datasets": _datasets_command.main,
         "models": lambda _: _list((name, _first_line(models.MODELS[name])) for name in models_without_arguments()),
         "reproduce": _reproduce_command.main,
-        "algorithms": lambda _: _list(
-            (name, _first_line(cls)) for name, cls in sorted({**algorithms.ALGORITHMS, **decentralized.ALGORITHMS}.items())
-        ),
+        "algorithms": lambda _: _list((name, _first_line(cls)) for name, cls in sorted(_algorithms().items())),
     }
     try:
         if command in ("--help", "-h", "help"):
@@ -432,6 +430,10 @@ def _tyro(options: Mapping[str, _Option], arguments: list[str], program: str, de
     root: Any = dataclasses.make_dataclass("Options", fields, kw_only=True)
     parsed: Any = tyro.cli(root, args=arguments, prog=program, description=description, config=(tyro.conf.OmitArgPrefixes,))
     return {field.name[:-1]: getattr(part, field.name) for part in vars(parsed).values() for field in dataclasses.fields(part)}
+
+
+def _algorithms() -> dict[str, type[fedsim.Algorithm]]:
+    return {**algorithms.ALGORITHMS, **fedsim.decentralized.ALGORITHMS}
 
 
 def _list(rows: Iterable[tuple[str, str]]) -> int:

@@ -114,8 +114,9 @@ class DecentralizedAlgorithm(FedAvg):
         defaults = {"downlink": None, "staleness": None, "nonfinite": "drop"}
         given = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         given |= {} if type(self.aggregator) is Mean else {"aggregator": self.aggregator}
-        for name, value in given.items():
-            raise ValueError(f"{type(self).__name__} has no server, got {name}={value!r}: leave it out.")
+        if given:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise ValueError(f"{type(self).__name__} has no server, got {shown}: leave it out.")
         checks.number(least=0, most=1, message_loss=self.message_loss, link_failures=self.link_failures)
         self.check_matrices()
 
@@ -185,7 +186,7 @@ class DecentralizedAlgorithm(FedAvg):
         # A node that is not in the cohort, or whose training is not finite, does not move.
         at = jnp.where(trained.finite, jnp.asarray(clients.plan.client), self.topology.nodes)
         zeros = jax.tree.map(jnp.zeros_like, state.models)
-        movement = jax.tree.map(lambda zero, x: zero.at[at].set(x[: len(at)], mode="drop"), zeros, trained.movement)
+        movement = jax.tree.map(lambda zero, x: zero.at[at].set(x, mode="drop"), zeros, trained.movement)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
         loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.keeps_own) if lossy else None

@@ -1,4 +1,4 @@
-"""D²: a correction by the last two models and gradients, so that unlike data cause no bias.
+"""D²: a correction by the last two models and gradients, so that heterogeneous data cause no bias.
 
 H. Tang, X. Lian, M. Yan, C. Zhang, J. Liu, "D²: decentralized training over decentralized data", ICML 2018, Algorithm 1:
 https://arxiv.org/abs/1803.07068.

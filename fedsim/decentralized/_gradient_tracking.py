@@ -1,4 +1,4 @@
-"""Gradient tracking: every node also estimates the mean gradient of all nodes, so that unlike data cause no bias.
+"""Gradient tracking: every node also estimates the mean gradient of all nodes, so that heterogeneous data cause no bias.
 
 P. Di Lorenzo, G. Scutari, "NEXT: in-network nonconvex optimization", IEEE TSIPN 2016; A. Nedić, A. Olshevsky, W. Shi,
 "Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM J. Optim. 2017:

@@ -61,20 +61,20 @@ class Mixer(NamedTuple):
             links[number][at] = numbered_links(each.row, each.col)
         return cls(sources, weights, links, np.array(receivers, np.float32), None if padded else targets)
 
-    def __call__(self, values: Any, round: jax.Array, loss: MessageLoss | None = None) -> Any:
+    def __call__(self, values: Any, round: jax.Array, message_loss: MessageLoss | None = None) -> Any:
         """Returns, for every node i, the sum over j of W_ij times the value of j.
 
         Args:
           values: a pytree of floats, leaves ``[nodes, ...]``.
           round: the number of the round, ``int32 []``, which chooses the matrix of the period.
-          loss: which messages are lost; None: none.
+          message_loss: which messages are lost; None: none.
         """
         sources, weights, links, _, targets = jax.tree.map(lambda x: jnp.asarray(x)[round % len(self.weights)], tuple(self))
-        if loss is not None:
-            lost = loss.lost(links)
+        if message_loss is not None:
+            lost = message_loss.lost(links)
             nodes = self.receivers.shape[1]
             own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
-            if loss.keep_own:
+            if message_loss.keep_own:
                 sources = jnp.where(lost, own, sources)
             else:
                 weights = jnp.where(lost, 0, weights)
@@ -118,10 +118,10 @@ class Neighbours:
       mixer: the mixing matrices.
       round: the number of the round.
       key: the PRNG key of the round's exchange.
-      loss: which messages are lost; None: none.
+      message_loss: which messages are lost; None: none.
 
     Attributes:
-      key, loss: as above.
+      key, message_loss: as above.
       bits: the bits of all messages so far, ``float32 []``.
 
     >>> from fedsim.decentralized import ring
@@ -131,9 +131,9 @@ class Neighbours:
     2560.0
     """
 
-    def __init__(self, mixer: Mixer, round: jax.Array, key: jax.Array, loss: MessageLoss | None = None) -> None:
+    def __init__(self, mixer: Mixer, round: jax.Array, key: jax.Array, message_loss: MessageLoss | None = None) -> None:
         self._mixer, self._round = mixer, round
-        self.key, self.loss, self.bits = key, loss, jnp.float32(0)
+        self.key, self.message_loss, self.bits = key, message_loss, jnp.float32(0)
 
     def mix(self, values: Any, bits: jax.Array | float | None = None) -> Any:
         """Sends values to neighbours, and returns for every node i the sum over j of W_ij times the value of j.
@@ -147,7 +147,7 @@ class Neighbours:
         receivers = jnp.asarray(self._mixer.receivers)[self._round % len(self._mixer.receivers)]
         bits = tree.num_bits(values) / len(receivers) if bits is None else bits
         self.count(jnp.sum(receivers * jnp.asarray(bits, jnp.float32)))
-        return self._mixer(values, self._round, self.loss)
+        return self._mixer(values, self._round, self.message_loss)
 
     def count(self, bits: jax.Array | float) -> None:
         """Adds the bits of messages that are sent in another way than by `mix`."""

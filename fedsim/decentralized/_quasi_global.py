@@ -1,4 +1,4 @@
-"""Quasi-global momentum: momentum along the differences of the mixed models, which unlike data disturb less.
+"""Quasi-global momentum: momentum along the differences of the mixed models, which heterogeneous data disturb less.
 
 T. Lin, S. P. Karimireddy, S. Stich, M. Jaggi, "Quasi-global momentum: accelerating decentralized deep learning on heterogeneous
 data", ICML 2021, Algorithm 1: https://arxiv.org/abs/2102.04761. Deviation: the momentum is kept times the learning rate, so it

@@ -1,4 +1,4 @@
-"""RelaySGD: nodes of a tree relay sums of models, so that every model reaches every node, undiluted and once.
+"""RelaySGD: nodes of a tree relay sums of models, so that every model reaches every node once, with its full weight.
 
 T. Vogels, L. He, A. Koloskova, T. Lin, S. P. Karimireddy, S. Stich, M. Jaggi, "RelaySum for decentralized deep learning on
 heterogeneous data", NeurIPS 2021, Algorithm 1: https://arxiv.org/abs/2110.04175.
@@ -91,8 +91,8 @@ class RelaySGD(DecentralizedAlgorithm):
             sent(trained, state.memory.sums), sent(jnp.ones(self.topology.nodes, jnp.float32), state.memory.counts)
         )
         neighbours.count(tree.num_bits(relayed))
-        if neighbours.loss is not None:  # The counts tell the receiver which models are missing in the sums.
-            arrives = ~neighbours.loss.lost(jnp.asarray(numbered_links(senders, receivers), jnp.int32))
+        if neighbours.message_loss is not None:  # The counts tell the receiver which models are missing in the sums.
+            arrives = ~neighbours.message_loss.lost(jnp.asarray(numbered_links(senders, receivers), jnp.int32))
             relayed = jax.tree.map(lambda x: jnp.where(per_row(arrives, x), x, 0), relayed)
         counts = 1 + received(relayed.counts)
         total = tree.add(trained, received(relayed.sums))

@@ -265,7 +265,7 @@ def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[s
                 "without a server, such as dpsgd."
             )
         return {}
-    from fedsim import decentralized  # imports SciPy and networkx, which take a third of a second
+    from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
 
     default: Any = getattr(cls, "default_topology", "ring")
     topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, nodes=nodes)
@@ -311,7 +311,9 @@ def algorithm_class(name: str) -> type[Algorithm]:
     True
     """
     if ":" not in name:
-        from fedsim import decentralized  # imports SciPy and networkx, which take a third of a second
+        if name.lower() in algorithms.ALGORITHMS:
+            return algorithms.ALGORITHMS[name.lower()]
+        from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
 
         return look_up("algorithm", name.lower(), {**algorithms.ALGORITHMS, **decentralized.ALGORITHMS})
     cls = import_reference(name)

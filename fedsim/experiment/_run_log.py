@@ -113,7 +113,7 @@ class RunLog:
             "learning_curve.png": lambda path: draw_learning_curve(self.history, path, title)
         }
         if isinstance(sampler, ScheduledSampler):
-            names = [name for line in self.history if (name := score_name(line))]
+            names = [name for line in self.history if (name := score_name(line)) and line[name] is not None]
             if names:
                 pictures["progress.png"] = lambda path: plot_progress({title: self.history}, names[-1]).savefig(path)
             ids = sampler.data.client_ids

@@ -247,6 +247,13 @@ def test_the_algorithm_of_a_result_continues_its_state():
     assert int(state.server.round) == 9
 
 
+def test_a_run_whose_evaluations_are_not_finite_ends_without_a_picture_of_them(tmp_path):
+    with pytest.warns(UserWarning, match="loss"):
+        result = run(rounds=2, folder=tmp_path / "r", evaluate=lambda state: {"loss": float("nan")})
+    assert result.round == 2 and (tmp_path / "r/timeline.png").exists()
+    assert not (tmp_path / "r/progress.png").exists()
+
+
 def test_a_folder_says_what_was_simulated(tmp_path):
     run(folder=tmp_path / "r", synchronization=systems.Buffered(size=2, concurrency=4), rounds=2)
     text = (tmp_path / "r/config.json").read_text()

@@ -196,6 +196,6 @@ RANDOM_QUADRATICS = Reproduction(
     "learning rate is the best of a grid for every problem. How the paper draws the H_i was not read: here they are "
     "products of random normal matrices, shifted and scaled. Rounds: median and range over random problems. "
     "Arithmetic in float32. The row of D-PSGD, which mixes after the step as the others do, ended by another rule "
-    "in the paper, which was not read: its nodes stay apart by the rate times the unlikeness of their data, so that "
+    "in the paper, which was not read: its nodes stay apart by the rate times the heterogeneity of their data, so that "
     "this distance needs small rates.",
 )
