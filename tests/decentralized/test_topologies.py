@@ -182,3 +182,6 @@ def test_a_damaged_file_of_edges_raises_only_value_errors(tmp_path):
         except ValueError as error:
             messages.append(str(error))
     assert len(messages) > 75 and [text for text in messages if "edges.txt" not in text] == []
+    path.write_text("0 1 0.2\n1 2 0.1\n1 0 0.3\n")
+    with pytest.raises(ValueError, match=r"edges.txt: The edge \(0, 1\) is there twice"):
+        decentralized.edge_list(path)
