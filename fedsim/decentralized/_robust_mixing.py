@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, tree
+from fedsim.aggregators._rows import sort_rows
 from fedsim.decentralized._mixing import Matrix
 from fedsim.names import by_name
 
@@ -118,12 +119,16 @@ class TrimmedMixing(RobustMixing):
         count = jnp.sum(present, axis=0)
 
         def trimmed(own: jax.Array, received: jax.Array) -> jax.Array:
-            wide = (..., *[None] * (own.ndim - 1))
-            ordered = jnp.sort(jnp.where(present[wide], received, jnp.inf), axis=0)
-            rank = jnp.arange(len(received))[:, None]
-            kept = (rank >= self.trim) & (rank < count[None] - self.trim)
-            total = own + jnp.sum(jnp.where(kept[wide], ordered, 0), axis=0)
-            return total / (count - 2 * self.trim + 1).astype(own.dtype)[wide]
+            comparable = jnp.isfinite(received) & jax.vmap(tree.per_row)(present, received)
+            ordered = sort_rows(jnp.where(comparable, received, jnp.inf), jnp.ones(len(received), bool))
+
+            # One value after another, because XLA's sum along the first axis is not vectorized on a CPU.
+            def add(rank: jax.Array, total: jax.Array) -> jax.Array:
+                kept = (rank >= self.trim) & (rank < count - self.trim)
+                return total + jnp.where(tree.per_row(kept, own), ordered[rank], 0)
+
+            total = jax.lax.fori_loop(0, len(received), add, own)
+            return total / tree.per_row(count - 2 * self.trim + 1, own).astype(own.dtype)
 
         return jax.tree.map(trimmed, own, received)
 

@@ -11,6 +11,7 @@ import pytest
 import fedsim
 from fedsim import decentralized
 from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
+from fedsim.cli import main
 from fedsim.decentralized._mixer import Mixer
 
 NODES = 8
@@ -210,3 +211,20 @@ def test_attackers_train_on_poisoned_examples():
     poisoned, _ = run(make(), 1, fedsim.attacks.LabelFlip(num_classes=4))
     differs = [not np.allclose(a, b) for a, b in zip(honest.models["linear"]["w"], poisoned.models["linear"]["w"], strict=True)]
     assert sum(differs) == 1
+
+
+def test_bytes_by_link_are_those_that_the_rounds_count():
+    topology = decentralized.one_peer_exponential(4)
+    algorithm = make("DPSGD", topology=topology)
+    state, total = algorithm.init(jax.random.key(0)), 0.0
+    for cohort in fedsim.UniformSampler(DATA, clients=4, seed=0).rounds(3):
+        state, info = algorithm.apply(state, cohort)
+        total += float(info["bits_up"]) / 8
+    size = fedsim.tree.num_bits(state.models) / 4 / 8
+    assert sum(topology.bytes_by_link(size, rounds=3).values()) == total
+
+
+def test_a_run_of_nodes_that_do_not_wait_ends_with_its_table_and_pictures(tmp_path, capsys):
+    run = ["run", "--algorithm", "adpsgd", "--folder", str(tmp_path / "r"), "--rounds", "1", "--model", "digits_logistic"]
+    assert main(run) in (None, 0)
+    assert "personal_accuracy" in capsys.readouterr().out and (tmp_path / "r/nodes.png").exists()
