@@ -228,3 +228,27 @@ def test_a_run_of_nodes_that_do_not_wait_ends_with_its_table_and_pictures(tmp_pa
     run = ["run", "--algorithm", "adpsgd", "--folder", str(tmp_path / "r"), "--rounds", "1", "--model", "digits_logistic"]
     assert main(run) in (None, 0)
     assert "personal_accuracy" in capsys.readouterr().out and (tmp_path / "r/nodes.png").exists()
+
+
+@pytest.mark.slow
+def test_devices_and_debug_give_the_same_answer():
+    settings = {
+        "robust_mixing": decentralized.TrimmedMixing(1), "local_noise": decentralized.LocalNoise(0.1, norm=0.1),
+        "message_loss": 0.2, "personal": lambda module, name: name == "b",
+    }  # fmt: skip
+    first, *others = [
+        run(make(execution=execution, **settings), 2, SignFlip(3.0))[0]
+        for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())
+    ]
+    for other in others:
+        federation.assert_trees_close(first, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_average_over_rounds_is_that_of_the_mean_of_the_nodes():
+    algorithm, means = make(averaging=0.5), []
+    state = algorithm.init(jax.random.key(1))
+    for cohort in fedsim.UniformSampler(DATA, clients=4, seed=0).rounds(3):
+        state, _ = algorithm.apply(state, cohort)
+        means.append(np.asarray(state.server.params["linear"]["w"]))
+    expected = (0.25 * means[0] + 0.5 * means[1] + means[2]) / 1.75
+    np.testing.assert_allclose(state.params["linear"]["w"], expected, rtol=1e-5, atol=1e-6)

@@ -10,6 +10,7 @@ from fedsim.experiment.reproductions._curve import Curve as Curve
 from fedsim.experiment.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.experiment.reproductions._curve import train as train
 from fedsim.experiment.reproductions._data_parallel import DATA_PARALLEL
+from fedsim.experiment.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
 from fedsim.experiment.reproductions._four_ways import FOUR_WAYS
@@ -48,6 +49,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_STALENESS,
         UNUS_FAULTS,
         RANDOM_QUADRATICS,
+        DROPPED_MESSAGES,
         FOUR_WAYS,
         DATA_PARALLEL,
     )
