@@ -1,8 +1,8 @@
 """An own algorithm without a server, EXTRA, and an own topology: clusters whose first nodes form a ring.
 
-W. Shi, Q. Ling, G. Wu, W. Yin, "EXTRA: an exact first-order algorithm for decentralized consensus optimization", SIAM Journal on
-Optimization 25, 2015. In a round, x_i becomes sum_j W_ij x_j - g_i + c_i, and c_i becomes c_i + (sum_j W_ij x_j - x_i) / 2. The sum
-of all earlier differences to the neighbours, c_i, removes the bias of D-PSGD on nodes with different data.
+W. Shi, Q. Ling, G. Wu, W. Yin, "EXTRA: an exact first-order algorithm for decentralized consensus optimization", SIAM Journal
+on Optimization 25, 2015. In a round, x_i becomes sum_j W_ij x_j - g_i + c_i, and c_i becomes c_i + (sum_j W_ij x_j - x_i) / 2.
+The sum of all earlier differences to the neighbours, c_i, removes the bias of D-PSGD on nodes with different data.
 """
 
 import jax

@@ -85,8 +85,9 @@ class DecentralizedAlgorithm(FedAvg):
     Attributes:
       topology: a `Topology` with as many nodes as the population has clients.
       weights: the mixing weights, see `Topology.matrices`.
-      message_loss: the probability that a message is lost. The receiver uses its own value in its place. A message is
-        everything that a node sends to a neighbour in a round.
+      message_loss: the probability that a message is lost. The receiver uses its own value in its place (in
+        `StochasticGradientPush`, the sender keeps what is lost). A message is everything that a node sends to a neighbour in a
+        round.
       link_failures: the probability that a link loses the messages in both directions in a round.
       robust_mixing: replaces the weighted means, against Byzantine neighbours: `ClippedMixing` or `TrimmedMixing`.
       local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does.
@@ -110,8 +111,8 @@ class DecentralizedAlgorithm(FedAvg):
     """
 
     capabilities = Capabilities(aggregators=False)
-    # Whether a node uses its own value in place of one that was lost.
-    keeps_own: ClassVar[bool] = True
+    # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
+    lost_stays_with_sender: ClassVar[bool] = False
     # The topology of ``fedsim run`` without ``--topology``.
     default_topology: ClassVar[str] = "ring"
 
@@ -226,7 +227,7 @@ class DecentralizedAlgorithm(FedAvg):
         movement = jax.tree.map(lambda zero, x: zero.at[at].set(x, mode="drop"), zeros, trained.movement)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
-        loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.keeps_own) if lossy else None
+        loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.lost_stays_with_sender) if lossy else None
         neighbours = Neighbours(self.mixer, state.round, key, loss, self._corrupt(clients), self.robust_mixing)
         new = self.exchange(state, movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
         return new, {

@@ -81,10 +81,11 @@ class Mixer(NamedTuple):
             lost = message_loss.lost(links)
             arrives &= ~lost
             own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
-            if message_loss.keep_own:
-                sources = jnp.where(lost, own, sources)
-            else:
+            if message_loss.stays_with_sender:
+                kept = jnp.zeros(nodes).at[sources].add(jnp.where(lost, weights, 0))
                 weights = jnp.where(lost, 0, weights)
+            else:
+                sources = jnp.where(lost, own, sources)
         held = values
         if sent is not None:  # The rows of what is sent follow those of what the nodes have.
             held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, sent)
@@ -92,7 +93,10 @@ class Mixer(NamedTuple):
         if robust is not None:
             received = jax.tree.map(lambda x: x[sources], held)
             return robust(values, received, jnp.where(links > 0, weights, 0))
-        return jax.tree.map(lambda x: _mixed(x, nodes, sources, weights, targets), held)
+        mixed = jax.tree.map(lambda x: _mixed(x, nodes, sources, weights, targets), held)
+        if message_loss is not None and message_loss.stays_with_sender:
+            return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
+        return mixed
 
 
 class MessageLoss(NamedTuple):
@@ -102,13 +106,14 @@ class MessageLoss(NamedTuple):
       key: the PRNG key of the round.
       messages: the probability that a message is lost.
       links: the probability that a link loses the messages in both directions.
-      keep_own: whether a node uses its own value in place of one that was lost; otherwise that is left out.
+      stays_with_sender: whether what is lost is added to what the sender keeps, so that columns still sum to 1; otherwise the
+        receiver uses its own value in its place, so that rows do.
     """
 
     key: jax.Array
     messages: float | jax.Array
     links: float | jax.Array
-    keep_own: bool
+    stays_with_sender: bool
 
     def lost(self, links: jax.Array) -> jax.Array:
         """Returns whether each message is lost, ``bool`` like the numbers of links, which are 0 for own values."""

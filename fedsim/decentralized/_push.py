@@ -44,7 +44,8 @@ class StochasticGradientPush(DecentralizedAlgorithm):
     ((4,), 4.0)
     """
 
-    keeps_own: ClassVar[bool] = False  # What is lost is missing in x_i and in w_i, and so the quotient stays a mean of models.
+    # Otherwise the w_i would shrink with every lost message, and steps of x_i / w_i would grow.
+    lost_stays_with_sender: ClassVar[bool] = True
 
     weights: str | Weights | Sequence[Matrix] = "column_stochastic"
 
