@@ -27,6 +27,7 @@ from fedsim import samplers as samplers
 from fedsim import systems as systems
 from fedsim import text as text
 from fedsim import tree as tree
+from fedsim import vertical as vertical
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
 from fedsim.algorithm import Capabilities as Capabilities

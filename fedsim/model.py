@@ -91,10 +91,6 @@ class Model:
                 f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
             )
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
-        if metrics is None:
-            metrics = {"loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))}
-            if loss is metrics_lib.cross_entropy:
-                metrics["accuracy"] = metrics_lib.accuracy
 
         @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
         def init(key: jax.Array) -> Params:
@@ -105,7 +101,7 @@ class Model:
             apply_for_train=lambda params, examples, key: transformed.apply(params, key, examples, **train_kwargs),
             apply_for_eval=lambda params, examples: transformed.apply(params, None, examples, **eval_kwargs),
             loss=loss,
-            metrics=dict(metrics),
+            metrics=default_metrics(loss) if metrics is None else dict(metrics),
             features=dict(features),
             num_classes=num_classes,
         )
@@ -174,6 +170,18 @@ class Model:
         data.check_finite()
         if self.num_classes is not None and "y" in self.features:
             data.check_labels("y", self.num_classes)
+
+
+def default_metrics(loss: Callable[[Examples, Any], jax.Array]) -> dict[str, metrics_lib.Metric]:
+    """Returns the metric "loss", and with the cross-entropy of labels also "accuracy".
+
+    >>> list(default_metrics(metrics_lib.cross_entropy))
+    ['loss', 'accuracy']
+    """
+    metrics: dict[str, metrics_lib.Metric] = {
+        "loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))
+    }
+    return metrics | ({"accuracy": metrics_lib.accuracy} if loss is metrics_lib.cross_entropy else {})
 
 
 def _accepted(feature: Feature) -> tuple[jax.ShapeDtypeStruct, ...]:
