@@ -56,6 +56,7 @@ from fedsim.execution import place_clients as place_clients
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.experiment import population as population
 from fedsim.model import Model as Model
+from fedsim.model import SplitModel as SplitModel
 from fedsim.planning import Audit as Audit
 from fedsim.planning import Plan as Plan
 from fedsim.planning import audit as audit

@@ -1,8 +1,9 @@
-"""`Model`: the functions of a neural network that algorithms call. It can be made from any Haiku transform."""
+"""`Model`: the functions of a neural network that algorithms call. It can be made from any Haiku transform, or from several."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,76 @@ class Model:
         data.check_finite()
         if self.num_classes is not None and "y" in self.features:
             data.check_labels("y", self.num_classes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SplitModel(Model):
+    """A model in two or three parts, which run at different places; see `fedsim.algorithms.SplitFed`.
+
+    The part "device" maps examples to activations ``[n, ...]``. The part "server" maps these to the outputs or, if there is a
+    part "head", to further activations, which the head maps to the outputs, on the device again. Parameters are a dict by part.
+
+    Attributes:
+      parts: functions ``(params[part], value) -> value`` by name, in this order.
+
+    >>> model = SplitModel.from_parts(
+    ...     device=hk.transform(lambda examples: jax.nn.relu(hk.Linear(4)(examples["x"]))),
+    ...     server=hk.transform(lambda activations: hk.Linear(3)(activations)),
+    ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+    ...     num_classes=3)
+    >>> params = model.init(jax.random.key(0))
+    >>> sorted(params), model.apply_for_eval(params, {"x": jnp.ones([5, 2])}).shape
+    (['device', 'server'], (5, 3))
+    """
+
+    parts: Mapping[str, Callable[[Params, Any], Any]]
+
+    @classmethod
+    def from_parts(
+        cls,
+        *,
+        device: hk.Transformed,
+        server: hk.Transformed,
+        head: hk.Transformed | None = None,
+        features: Mapping[str, Feature],
+        loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
+        metrics: Mapping[str, metrics_lib.Metric] | None = None,
+        num_classes: int | None = None,
+    ) -> SplitModel:
+        """Returns a model from Haiku transforms without random draws: ``device`` of examples, the others of activations.
+
+        Args:
+          device, server, head: the parts.
+          features, loss, metrics, num_classes: see `Model.from_haiku`.
+        """
+        transforms = {"device": device, "server": server} | ({} if head is None else {"head": head})
+        parts = {name: functools.partial(_apply, each) for name, each in transforms.items()}
+
+        @jit
+        def init(key: jax.Array) -> Params:
+            value, params = jax.tree.map(jnp.asarray, _zeros(features, 1)), {}
+            for number, (name, each) in enumerate(transforms.items()):
+                params[name] = each.init(jax.random.fold_in(key, number), value)
+                value = parts[name](params[name], value)
+            return params
+
+        def apply(params: Params, examples: Examples, key: jax.Array | None = None) -> Any:
+            return functools.reduce(lambda value, name: parts[name](params[name], value), parts, examples)
+
+        return cls(
+            init=init,
+            apply_for_train=apply,
+            apply_for_eval=apply,
+            loss=loss,
+            metrics=default_metrics(loss) if metrics is None else dict(metrics),
+            features=dict(features),
+            num_classes=num_classes,
+            parts=parts,
+        )
+
+
+def _apply(transformed: hk.Transformed, params: Params, value: Any) -> Any:
+    return transformed.apply(params, None, value)
 
 
 def default_metrics(loss: Callable[[Examples, Any], jax.Array]) -> dict[str, metrics_lib.Metric]:
