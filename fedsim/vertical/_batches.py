@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -61,14 +62,25 @@ class BatchSampler:
     def __post_init__(self) -> None:
         checks.whole(1, len(self.data), size=self.size, remedy="at most the number of people")
 
+    @functools.cached_property
+    def _root(self) -> jax.Array:
+        return rng.root(self.seed)
+
+    @functools.cached_property
+    def _words(self) -> np.ndarray:
+        return np.asarray(rng.words(rng.stream(self._root, "sampling")))
+
     def batch(self, round: int) -> VerticalBatch:
         """Returns the batch of a round, which depends on the seed and the round only."""
-        root = rng.root(self.seed)
-        words = np.asarray(rng.words(rng.stream(root, "sampling")))
-        rows, _ = Batches(size=self.size).indices(words, len(self.data), round, np)
+        rows, _ = Batches(size=self.size).indices(self._words, len(self.data), round, np)
         features = {party: values[rows] for party, values in self.data.features.items()}
-        return VerticalBatch(features, self.data.labels[rows], rng.round_key(root, round, "vertical"))
+        return VerticalBatch(features, self.data.labels[rows], _round_key(self._root, round))
 
     def rounds(self, count: int, start: int = 0) -> Iterator[VerticalBatch]:
         """Yields the batches of the rounds from ``start`` to ``count - 1``."""
         return (self.batch(round) for round in range(start, count))
+
+
+@jax.jit  # One by one, its operations take longer than the exchange of a small batch.
+def _round_key(root: jax.Array, round: int) -> jax.Array:
+    return rng.round_key(root, round, "vertical")

@@ -128,14 +128,26 @@ class VerticalModel:
     def joint(self) -> Model:
         """The whole network as a `fedsim.Model` of the data of `VerticalData.pooled`, for evaluation and central training.
 
-        `VerticalModel.init` and ``joint.init`` give the same parameters. Data without the features of a party can be evaluated.
+        `VerticalModel.init` and ``joint.init`` give the same parameters.
         """
+        return self.without()
+
+    def without(self, *parties: str) -> Model:
+        """Returns `joint` without the features of these parties, whose embeddings are zeros; the parameters are the same.
+
+        Raises:
+          ValueError: a party has no features.
+        """
+        for party in parties:
+            if party not in self.widths:
+                raise ValueError(f"Expected a party with features, got {party!r}: they are at {', '.join(self.widths)}.")
+        widths = {party: width for party, width in self.widths.items() if party not in parties}
 
         def apply(params: Params, examples: Examples, key: jax.Array | None = None) -> Any:
-            return self.outputs(params, {party: examples[party] for party in self.widths if party in examples})
+            return self.outputs(params, {party: examples[party] for party in widths})
 
-        features = {party: jax.ShapeDtypeStruct((width,), jnp.float32) for party, width in self.widths.items()}
-        label = jnp.float32 if self.num_classes is None and self.loss is not metrics_lib.cross_entropy else jnp.int32
+        features = {party: jax.ShapeDtypeStruct((width,), jnp.float32) for party, width in widths.items()}
+        label = jnp.float32 if self.loss is metrics_lib.squared_error else jnp.int32
         return Model(
             init=self.init,
             apply_for_train=apply,

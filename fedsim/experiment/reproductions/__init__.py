@@ -29,6 +29,7 @@ from fedsim.experiment.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.experiment.reproductions._unus_faults import UNUS_FAULTS
 from fedsim.experiment.reproductions._unus_fedavg import UNUS_FEDAVG
 from fedsim.experiment.reproductions._unus_staleness import UNUS_STALENESS
+from fedsim.experiment.reproductions._vertical import VERTICAL
 from fedsim.names import look_up
 
 REPRODUCTIONS: dict[str, Reproduction] = {
@@ -46,6 +47,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_STALENESS,
         UNUS_FAULTS,
         RANDOM_QUADRATICS,
+        VERTICAL,
     )
 }
 
