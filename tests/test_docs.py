@@ -92,6 +92,7 @@ PAPERS = {
     "relaysgd": "2110.04175",
     "adpsgd": "1710.06952",
     "dssgd": "10.1145/2810103.2813687",
+    "splitfed": "2004.12088",
     "kmeans": "10.1109/TIT.1982.1056489",
     "gaussianmixture": "10.1111/j.2517-6161.1977.tb01600.x",
     "histogram": "ai.googleblog.com",

@@ -64,14 +64,15 @@ class VerticalAlgorithm:
     >>> x, y = np.eye(4), np.array([0, 1, 0, 1])
     >>> data = vertical.align(vertical.divide_columns(x, y, {"bank": [0, 1], "shop": [2, 3]}, labels_at="bank"), secret="s")
     >>> model = vertical.VerticalModel.of(data, bottoms=vertical.dense(2), top=vertical.sum_embeddings(), num_classes=2)
-    >>> algorithm = vertical.SplitLearning(model=model, optimizer=optax.sgd(0.5))
+    >>> class FrozenBottoms(vertical.SplitLearning):  # only the party with the labels trains
+    ...     def local_gradient(self, party, own, received, batch):
+    ...         gradient = super().local_gradient(party, own, received, batch)
+    ...         return gradient if party == self.model.labels_at else jax.tree.map(jnp.zeros_like, gradient)
+    >>> algorithm = FrozenBottoms(model=model, optimizer=optax.sgd(0.5))
     >>> state = algorithm.init(jax.random.key(0))
-    >>> for batch in vertical.BatchSampler(data, size=4, seed=0).rounds(30):
-    ...     state, info = algorithm.apply(state, batch)
-    >>> fedsim.evaluate(model.joint, state.params, data.pooled()).overall["accuracy"]
-    1.0
-    >>> info["bits_up"]["shop"].item(), info["bits_down"]["shop"].item()  # 4 people, 2 floats each
-    (256, 256)
+    >>> after, info = algorithm.apply(state, vertical.BatchSampler(data, size=4, seed=0).batch(0))
+    >>> jax.tree.map(lambda a, b: bool((a == b).all()), after.params["shop"], state.params["shop"])
+    {'bottom': {'mlp/~/linear_0': {'b': True, 'w': True}}}
     """
 
     model: VerticalModel

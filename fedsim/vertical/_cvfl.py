@@ -41,6 +41,16 @@ class CVFL(VerticalAlgorithm):
       local_steps: Q, the number of local steps per exchange.
       compressor: compresses the embeddings, also those that are passed on, and the top model.
       model, optimizer, missing: see `VerticalAlgorithm`.
+
+    >>> import numpy as np, optax
+    >>> from fedsim import vertical
+    >>> x, y = np.eye(4), np.array([0, 1, 0, 1])
+    >>> data = vertical.align(vertical.divide_columns(x, y, {"bank": [0, 1], "shop": [2, 3]}, labels_at="bank"), secret="s")
+    >>> model = vertical.VerticalModel.of(data, bottoms=vertical.dense(2), top=vertical.sum_embeddings(), num_classes=2)
+    >>> algorithm = CVFL(model=model, optimizer=optax.sgd(0.5), local_steps=5)
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), vertical.BatchSampler(data, size=4).batch(0))
+    >>> info["bits_up"]["shop"].item()  # 4 people, 2 numbers of 4 bits each, and the range of the numbers
+    96
     """
 
     local_steps: int = 10

@@ -28,6 +28,20 @@ class SplitLearning(VerticalAlgorithm):
 
     Attributes:
       model, optimizer, compressor, missing: see `VerticalAlgorithm`.
+
+    >>> import numpy as np, fedsim, optax
+    >>> from fedsim import vertical
+    >>> x, y = np.eye(4), np.array([0, 1, 0, 1])
+    >>> data = vertical.align(vertical.divide_columns(x, y, {"bank": [0, 1], "shop": [2, 3]}, labels_at="bank"), secret="s")
+    >>> model = vertical.VerticalModel.of(data, bottoms=vertical.dense(2), top=vertical.sum_embeddings(), num_classes=2)
+    >>> algorithm = vertical.SplitLearning(model=model, optimizer=optax.sgd(0.5))
+    >>> state = algorithm.init(jax.random.key(0))
+    >>> for batch in vertical.BatchSampler(data, size=4, seed=0).rounds(30):
+    ...     state, info = algorithm.apply(state, batch)
+    >>> fedsim.evaluate(model.joint, state.params, data.pooled()).overall["accuracy"]
+    1.0
+    >>> info["bits_up"]["shop"].item(), info["bits_down"]["shop"].item()  # 4 people, 2 floats each
+    (256, 256)
     """
 
     local_steps: int = dataclasses.field(init=False, repr=False, default=1)
