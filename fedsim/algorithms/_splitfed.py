@@ -89,21 +89,21 @@ class SplitFed(FedAvg):
     def _train(self, shared: Any, client: Client) -> tuple[Local, Traffic]:
         def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
             local, traffic = state
-            loss, gradient, sent = self.gradient_through_cuts(local.params, batch)
+            loss, gradient, sent = self.gradient_through_cuts(shared, local.params, batch)
             return self.step(shared, local, batch, (loss, gradient)), tree.add(traffic, sent)
 
         start = self.start(shared, self.client_params(shared, client))
         return client.for_each_batch(self.batches, step, (start, Traffic(jnp.float32(0), jnp.float32(0))))
 
     def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient, _ = self.gradient_through_cuts(params, batch)
+        loss, gradient, _ = self.gradient_through_cuts(shared, params, batch)
         return loss, gradient
 
-    def gradient_through_cuts(self, params: Params, batch: Batch) -> tuple[jax.Array, Params, Traffic]:
+    def gradient_through_cuts(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params, Traffic]:
         """Returns the loss of a batch, the gradient of each part as its place computes it, and what was sent for this."""
         model = self.model
         if not isinstance(model, SplitModel):
-            return *self.loss_and_gradient(None, params, batch), Traffic(jnp.float32(0), jnp.float32(0))
+            return *super().client_gradient(shared, params, batch), Traffic(jnp.float32(0), jnp.float32(0))
         first, *others = model.parts
         sent: list[list[jax.Array]] = [[], []]  # up and down
 

@@ -15,3 +15,5 @@ from fedsim.vertical._model import dense as dense
 from fedsim.vertical._model import sum_embeddings as sum_embeddings
 from fedsim.vertical._party import Party as Party
 from fedsim.vertical._split_learning import SplitLearning as SplitLearning
+
+ALGORITHMS: dict[str, type[VerticalAlgorithm]] = {cls.__name__.lower(): cls for cls in (SplitLearning, FedBCD, CVFL)}

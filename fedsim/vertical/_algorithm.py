@@ -24,7 +24,7 @@ class VerticalState(NamedTuple):
     Attributes:
       params: the parameters by party, see `VerticalModel`.
       opt_state: the state of each party's optimizer.
-      round: the number of exchanges so far, ``int32 []``.
+      round: the number of exchanges so far, ``int32 []``, at which `BatchSampler.rounds` continues.
 
     >>> VerticalState(params={"bank": {}}, opt_state={"bank": ()}, round=jnp.int32(0)).params
     {'bank': {}}
@@ -108,7 +108,15 @@ class VerticalAlgorithm:
         Returns:
           The state, and the info of the exchange: ``loss``, the mean loss of the batch before the local steps, ``float32 []``;
           and by passive party ``bits_up``, ``bits_down`` and ``present``, ``bool []``.
+
+        Raises:
+          ValueError: the batch does not have the features of the parties of the model.
         """
+        if set(batch.features) != set(self.model.bottoms):
+            raise ValueError(
+                f"Expected a batch with the features of {', '.join(self.model.bottoms)}, got those of "
+                f"{', '.join(batch.features) or 'nobody'}: sample from the data that the model was made for."
+            )
         present = self._present(batch.key)
         up = self.send_up(state.params, batch, present)
         down = self.send_down(state.params, up, batch)

@@ -65,7 +65,7 @@ def test_a_compressed_step_is_a_backward_pass_at_what_arrived():
     x, y = draw.normal(size=(4, 3)).astype(np.float32), np.array([0, 3, 1, 1], np.int32)
     params = algorithm.init(jax.random.key(0)).params
     batch = fedsim.Batch({"x": jnp.asarray(x), "y": jnp.asarray(y)}, jnp.ones(4, bool), jax.random.key(1), 0)
-    loss, gradient, traffic = algorithm.gradient_through_cuts(params, batch)
+    loss, gradient, traffic = algorithm.gradient_through_cuts(None, params, batch)
 
     (one,), (two, three) = (
         [(np.float64(v["w"]), np.float64(v["b"])) for v in params[p].values()] for p in ("device", "server")

@@ -261,3 +261,25 @@ def test_wrong_arguments_are_refused(options, message):
     given = {"model": linear(people()), "optimizer": optax.sgd(0.1)} | options
     with pytest.raises(ValueError, match=message):
         vertical.FedBCD(**given)
+
+
+def test_a_batch_of_other_parties_is_refused():
+    data = people()
+    algorithm = vertical.SplitLearning(model=linear(data), optimizer=optax.sgd(0.1))
+    batch = batch_of(data.only("shop", "bank"))
+    with pytest.raises(ValueError, match="Expected a batch with the features of bank, shop, clinic, got those of bank, shop"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), batch)
+
+
+@pytest.mark.slow
+def test_a_run_that_continues_at_its_round_equals_one_without_a_break():
+    data = people()
+    algorithm = vertical.FedBCD(model=network(data), optimizer=optax.adam(0.1), missing=0.3)
+    sampler = vertical.BatchSampler(data, size=8, seed=1)
+    whole = start = algorithm.init(jax.random.key(0))
+    for batch in sampler.rounds(4):
+        whole, _ = algorithm.apply(whole, batch)
+    for count in (2, 4):
+        for batch in sampler.rounds(count, start=int(start.round)):
+            start, _ = algorithm.apply(start, batch)
+    close(start, whole, rtol=0, atol=0)
