@@ -87,10 +87,7 @@ class Model:
         Raises:
           ValueError: ``transformed`` has state (``hk.transform_with_state``), which algorithms do not support.
         """
-        if not isinstance(transformed, hk.Transformed):
-            raise ValueError(
-                f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
-            )
+        _check_transformed(transformed)
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
 
         @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
@@ -212,8 +209,13 @@ class SplitModel(Model):
         Args:
           device, server, head: the parts.
           features, loss, metrics, num_classes: see `Model.from_haiku`.
+
+        Raises:
+          ValueError: a part is not the result of ``hk.transform``.
         """
         transforms = {"device": device, "server": server} | ({} if head is None else {"head": head})
+        for each in transforms.values():
+            _check_transformed(each)
         parts = {name: functools.partial(_apply, each) for name, each in transforms.items()}
 
         @jit
@@ -236,6 +238,13 @@ class SplitModel(Model):
             features=dict(features),
             num_classes=num_classes,
             parts=parts,
+        )
+
+
+def _check_transformed(transformed: Any) -> None:
+    if not isinstance(transformed, hk.Transformed):
+        raise ValueError(
+            f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
         )
 
 

@@ -116,6 +116,8 @@ def _checked(what: str, values: Any, count: int, dtype: Any) -> np.ndarray:
     array = np.asarray(values)
     if array.ndim == 0 or len(array) != count:
         raise ValueError(f"Expected one value per id in {what}, got shape {list(array.shape)} for {count} ids.")
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"Expected numbers in {what}, got {array.ravel()[0].item()!r}: encode other values as numbers.")
     array = array.astype(dtype)
     if not np.all(np.isfinite(array)):
         raise ValueError(f"Expected finite numbers in {what}, got NaN or infinity: fill in or leave out missing values.")

@@ -136,5 +136,7 @@ def test_a_model_without_parts_is_on_the_device():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="Expected compressor to be an instance of Compressor"):
         SplitFed(**settings(compressor="topk"))
+    with pytest.raises(ValueError, match="Expected the result of hk.transform, got a str"):
+        fedsim.SplitModel.from_parts(device="dense", server="dense", features={})
     with pytest.raises(ValueError, match="Expected device >= 1, got device=0"):
         fedsim.models.digits_split(device=0)

@@ -93,6 +93,7 @@ def test_the_secret_is_needed(secret):
         ({"ids": [1.5, 2.5]}, "Expected ids to be texts or whole numbers, got 1.5"),
         ({"columns": {"income": [1, 2, 3]}}, r"Expected one value per id in column 'income', got shape \[3\] for 2 ids"),
         ({"columns": {"income": [1, np.nan]}}, "Expected finite numbers in column 'income'"),
+        ({"columns": {"city": ["Bonn", "Rome"]}}, "Expected numbers in column 'city', got 'Bonn': encode other values"),
         ({"labels": [[1], [2]]}, r"Expected one label per id, got labels of shape \[2, 1\]"),
         ({"columns": {}, "labels": None}, "Expected a party to have columns or labels, got neither"),
     ],
