@@ -15,6 +15,7 @@ PACKAGES: dict[str, tuple[tuple[str, ...], ...]] = {  # each group is one pip ca
     "fedjax": (("fedjax==0.0.17", JAX, "dm-haiku==0.0.17", "optax==0.2.8", "h5py==3.16.0", "numpy==2.4.6"),),
     "drjax": (("drjax==0.2.1", JAX, "dm-haiku==0.0.17", "optax==0.2.8", "numpy==2.4.6"),),
     "pfl": ((TORCH, "numpy==2.4.6"), ("pfl==0.6.0",)),  # PyTorch first, because pfl alone installs an older one
+    "torch": ((TORCH, "numpy==2.4.6"),),
     "flower": (("flwr[simulation]==1.41.0", TORCH, "numpy==2.4.6"),),
 }
 SHARED = {"fedjax_catalogue": "fedjax"}  # contenders that use another's environment

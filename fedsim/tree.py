@@ -151,6 +151,25 @@ def squared_norm(a: Tree) -> jax.Array:
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
 
 
+def clip(a: Tree, norm: float) -> Tree:
+    """Returns ``a`` times min(1, norm / ‖a‖), with the Euclidean norm over all leaves.
+
+    >>> [round(x, 4) for x in clip({"w": jnp.array([3.0, 4.0])}, 1.0)["w"].tolist()]
+    [0.6, 0.8]
+    """
+    length = jnp.sqrt(squared_norm(a))
+    return scale(a, jnp.where(length > norm, norm / jnp.where(length == 0, 1, length), 1))
+
+
+def per_row(values: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns values ``[n]`` as ``[n, 1, ...]`` with as many axes as x, in order to scale or choose its rows.
+
+    >>> per_row(jnp.arange(3), jnp.zeros([3, 4, 5])).shape
+    (3, 1, 1)
+    """
+    return values.reshape(-1, *[1] * (x.ndim - 1))
+
+
 def select(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     """Returns ``yes`` if the scalar ``condition`` is true, else ``no``; NaNs in the other one have no effect.
 

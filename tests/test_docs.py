@@ -173,6 +173,12 @@ def test_page_of_reproductions_equals_the_output_of_its_script():
     assert [path.stem for path in (DOCS / "reproductions").glob("*.json") if path.stem not in REPRODUCTIONS] == []
 
 
+def test_tables_of_four_ways_are_those_of_its_script():
+    written = runpy.run_path(str(DOCS / "write_four_ways.py"))["page"]()
+    assert written == (DOCS / "four_ways.md").read_text(encoding="utf-8"), "run: python docs/write_four_ways.py"
+    assert written.count("| **offloading** |") == 3 + 2 and "| asynchronous |" in written
+
+
 def test_page_of_datasets_has_a_section_for_each_and_links_to_it():
     text = PAGE.read_text(encoding="utf-8")
     sections = re.findall(r"^## (.+)$", text, re.MULTILINE)

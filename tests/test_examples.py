@@ -69,6 +69,7 @@ def test_every_example_is_tested():
         "hierarchical",
         "custom_synchronization",
         "traces",
+        "custom_gossip",
     }
 
 
@@ -213,11 +214,23 @@ def test_traces_keep_clients_to_the_hours_of_the_file(tmp_path, capsys):
     np.testing.assert_allclose(updates.stop - updates.start, 100.0 * steps)
 
 
+def test_extra_keeps_nodes_together_that_dpsgd_keeps_apart(capsys):
+    example = load("custom_gossip")
+    example.main(rounds=150)
+    distances = [float(line.split("distance ")[1].split(",")[0]) for line in capsys.readouterr().out.splitlines()]
+    assert 0 < 5 * distances[1] < distances[0]
+    graph = example.clusters(12, size=5).graphs[0]
+    assert graph.number_of_edges() == 10 + 10 + 1 + 3 and graph.has_edge(0, 10)
+
+
 def test_examples_are_short():
     lines = (EXAMPLES / "fedprox.py").read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("@dataclasses"))
     last = next(i for i, line in enumerate(lines) if line.startswith("def main"))
     assert len([line for line in lines[first:last] if line.strip()]) <= 15
     assert len((EXAMPLES / "custom_algorithm.py").read_text().splitlines()) <= 60
+    gossip = (EXAMPLES / "custom_gossip.py").read_text()
+    algorithm, topology = gossip[gossip.index("class EXTRA") : gossip.index("def main")].split("def clusters")
+    assert len(algorithm.strip().splitlines()) <= 40 and len(topology.strip().splitlines()) <= 10
     for name in ("own_dataset", "custom_synchronization"):
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 40

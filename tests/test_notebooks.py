@@ -35,7 +35,7 @@ def path(request):
 def test_all_notebooks_exist():
     assert {path.stem for path in NOTEBOOKS} == {
         *("quickstart", "custom_algorithm", "datasets", "heterogeneous_clients", "compression_and_attacks"),
-        *("differentiate", "asynchronous"),
+        *("differentiate", "asynchronous", "decentralized"),
     }
 
 

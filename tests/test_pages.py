@@ -16,25 +16,35 @@ def page(name):
     return text, re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "vertical"])
-def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
+def run_blocks(blocks, capsys):
     namespace = {"__name__": "page"}
-    _, blocks = page(name)
-    assert len(blocks) >= 5
     for block in blocks:
         capsys.readouterr()
         exec(block, namespace)
         comments = re.findall(r"^ *print\(.*\)  # (.+)$", block, re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == comments, block
         assert len(comments) == block.count("print("), block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical"])
+def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
+    _, blocks = page(name)
+    assert len(blocks) >= 5
+    run_blocks(blocks, capsys)
     drawn = {picture.name for picture in tmp_path.glob("*.png")}
     assert drawn == {picture.name for picture in (ROOT / "docs" / name).glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "vertical"])
+def test_the_block_of_the_page_on_four_ways_prints_what_its_comments_say(capsys):
+    _, blocks = page("four_ways")
+    assert len(blocks) == 1
+    run_blocks(blocks, capsys)
+
+
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "four_ways", "vertical"])
 def test_links_of_a_page_have_targets(name):
     text, _ = page(name)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]

@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import io
 
+import networkx as nx
 import numpy as np
 import pytest
 from IPython.core.formatters import PNGFormatter
@@ -241,3 +242,34 @@ def test_progress_is_shown_against_what_all_runs_have():
         plots.plot_progress({"plain": plain}, "test_loss")
     with pytest.raises(ValueError, match="at least one run"):
         plots.plot_progress({})
+
+
+def test_a_graph_shows_the_nodes_values_and_the_bytes_of_its_links():
+    topology = fedsim.decentralized.Topology([nx.path_graph(4), nx.cycle_graph(4)])
+    links = topology.bytes_by_link(10, rounds=3)  # two rounds on the path, one on the cycle
+    figure = plots.plot_graph(topology.graphs[1], values=[0.1, 0.9, 0.5, 0.4], links=links)
+    axes, bar = figure.axes
+    edges, nodes = axes.collections
+    widths = dict(zip(topology.graphs[1].edges, edges.get_linewidths(), strict=True))
+    assert np.isclose((widths[0, 1] - 0.3) / (widths[0, 3] - 0.3), 3)
+    assert nodes.get_array().tolist() == [0.1, 0.9, 0.5, 0.4] and bar.get_ylabel() == "accuracy"
+    assert [text.get_text() for text in axes.texts] == list("0123") and png(figure)
+    with pytest.raises(ValueError, match="Expected 4 values, one per node, got shape"):
+        plots.plot_graph(topology.graphs[0], values=[0.1])
+    with pytest.raises(ValueError, match="none of the edges"):
+        plots.plot_graph(topology.graphs[0], links={(0, 3): 1.0})
+
+
+def test_nodes_are_shown_over_rounds_and_bytes():
+    history = [{"round": 1, "bits_up": 8e6, "consensus_distance": 2.0}, {"round": 2, "bits_up": 8e6, "consensus_distance": 0.5}]
+    history += [{"round": 2, "test_personal_loss_clients_mean": 0.7, "test_personal_loss_clients_worst10": 0.9}]
+    figure = plots.plot_nodes({"ring": history}, "loss")
+    assert [axes.get_xlabel() for axes in figure.axes] == ["rounds", "rounds", "megabytes sent by all nodes so far"]
+    assert [line.get_ydata().tolist() for axes in figure.axes for line in axes.lines] == [
+        [0.7], [0.9], [2.0, 0.5], [0.7], [0.9]
+    ]  # fmt: skip
+    assert figure.axes[2].lines[0].get_xdata().tolist() == [2.0] and png(figure)
+    with pytest.raises(ValueError, match="'ring' has no test_personal_accuracy_clients_mean"):
+        plots.plot_nodes({"ring": history})
+    with pytest.raises(ValueError, match="at least one run"):
+        plots.plot_nodes({})

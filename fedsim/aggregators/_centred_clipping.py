@@ -12,9 +12,9 @@ import dataclasses
 
 import jax
 
-from fedsim import checks
+from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Accumulator, Mean, Memory, Sent, Update
-from fedsim.aggregators._clipped import check_floats, clip
+from fedsim.aggregators._clipped import check_floats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +59,9 @@ class CentredClipping(Mean):
 
     def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
         difference = jax.tree.map(lambda u, v: u.astype(v.dtype) - v, update, server_memory)
-        clipped = jax.tree.map(lambda u, v, d: (v + d).astype(u.dtype), update, server_memory, clip(difference, self.radius))
+        clipped = jax.tree.map(
+            lambda u, v, d: (v + d).astype(u.dtype), update, server_memory, tree.clip(difference, self.radius)
+        )
         return super().send(clipped, server_memory, memory, key)
 
     def finish_round(self, accumulator: Accumulator, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:

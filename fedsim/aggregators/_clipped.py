@@ -10,16 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.aggregators._aggregator import Memory, Sent, Update, Wrapper
-
-
-def clip(update: Update, norm: float) -> Update:
-    """Returns ``update`` times min(1, norm / ‖update‖), with the Euclidean norm over all leaves."""
-    length = jnp.sqrt(tree.squared_norm(update))
-    return tree.scale(update, jnp.where(length > norm, norm / jnp.where(length == 0, 1, length), 1))
 
 
 def check_floats(name: str, update: Update) -> None:
@@ -43,6 +36,7 @@ class Clipped(Wrapper):
     Raises:
       ValueError: ``norm`` is not positive and finite. Before the first round: an update has leaves that are not floats.
 
+    >>> import jax.numpy as jnp
     >>> sent = Clipped(1.0).send({"w": jnp.array([3.0, 4.0])}, (), (), jax.random.key(0))
     >>> [round(x, 4) for x in sent.update["w"].tolist()]
     [0.6, 0.8]
@@ -59,4 +53,4 @@ class Clipped(Wrapper):
         check_floats("Clipped", update)
 
     def send(self, update: Update, server_memory: Memory, memory: Memory, key: jax.Array) -> Sent:
-        return super().send(clip(update, self.norm), server_memory, memory, key)
+        return super().send(tree.clip(update, self.norm), server_memory, memory, key)

@@ -61,6 +61,17 @@ class Attack:
         """
         return update
 
+    def corrupt_all(self, values: Update, attackers: jax.Array, key: jax.Array) -> Update:
+        """Returns what nodes without a server send: `corrupt` of the attackers' values, and those of the others.
+
+        Args:
+          values: what honest nodes send, leaves ``[n, ...]``.
+          attackers: ``bool [n]``.
+          key: a random key for this message and round.
+        """
+        corrupted = jax.vmap(self.corrupt)(values, jax.random.split(key, len(attackers)))
+        return jax.vmap(tree.select)(attackers, corrupted, values)
+
     def wrap_aggregator(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
         """Returns the aggregator to use in a cohort with these attackers, ``bool [slots]``. Colluding attacks override it."""
         return aggregator

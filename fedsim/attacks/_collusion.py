@@ -51,6 +51,17 @@ class Collusion(Attack):
         """Returns the update that every attacker sends."""
         raise NotImplementedError(f"{type(self).__name__} must define collude(honest).")
 
+    def corrupt_all(self, values: Update, attackers: jax.Array, key: jax.Array) -> Update:
+        clients = jnp.sum(~attackers, dtype=jnp.float32)
+
+        def mean(x: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(tree.per_row(attackers, x), 0, x), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
+
+        means = jax.tree.map(mean, values)
+        variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), values, means)
+        honest = HonestStatistics(means, jax.tree.map(jnp.sqrt, variances), clients, len(attackers) - clients)
+        return jax.vmap(tree.select, (0, None, 0))(attackers, self.collude(honest), values)
+
     def wrap_aggregator(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
         return _CollusionWrapper(self, attackers, inner=aggregator)
 

@@ -14,6 +14,7 @@ from fedsim.decentralized._dpsgd import DPSGD as DPSGD
 from fedsim.decentralized._dpsgd import DFedAvg as DFedAvg
 from fedsim.decentralized._gossip import gossip as gossip
 from fedsim.decentralized._gradient_tracking import GradientTracking as GradientTracking
+from fedsim.decentralized._local_noise import LocalNoise as LocalNoise
 from fedsim.decentralized._mixer import Neighbours as Neighbours
 from fedsim.decentralized._mixing import WEIGHTS as WEIGHTS
 from fedsim.decentralized._mixing import column_stochastic as column_stochastic
@@ -27,6 +28,10 @@ from fedsim.decentralized._mixing import uniform as uniform
 from fedsim.decentralized._push import StochasticGradientPush as StochasticGradientPush
 from fedsim.decentralized._quasi_global import QuasiGlobalMomentum as QuasiGlobalMomentum
 from fedsim.decentralized._relay import RelaySGD as RelaySGD
+from fedsim.decentralized._robust_mixing import ROBUST_MIXING as ROBUST_MIXING
+from fedsim.decentralized._robust_mixing import ClippedMixing as ClippedMixing
+from fedsim.decentralized._robust_mixing import RobustMixing as RobustMixing
+from fedsim.decentralized._robust_mixing import TrimmedMixing as TrimmedMixing
 from fedsim.decentralized._topologies import TOPOLOGIES as TOPOLOGIES
 from fedsim.decentralized._topologies import binary_tree as binary_tree
 from fedsim.decentralized._topologies import complete as complete

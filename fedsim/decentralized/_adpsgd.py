@@ -34,7 +34,8 @@ class ADPSGD(DecentralizedAlgorithm):
     Attributes:
       topology: undirected.
       weights: must be "auto": a node and its neighbour keep the mean of both models.
-      message_loss, link_failures: must be 0.
+      message_loss, link_failures: if one of the two messages of an averaging is lost, or its link fails, both nodes keep their
+        models.
 
     Raises:
       ValueError: the topology is directed or differs between rounds, or one of the other fields is given.
@@ -53,8 +54,7 @@ class ADPSGD(DecentralizedAlgorithm):
 
     def check_matrices(self) -> None:
         checks.one_of("auto", weights=self.weights, remedy="ADPSGD has no mixing weights")
-        remedy = "ADPSGD does not simulate lost messages"
-        checks.number(least=0, most=0, message_loss=self.message_loss, link_failures=self.link_failures, remedy=remedy)
+        checks.one_of(None, robust_mixing=self.robust_mixing, remedy="ADPSGD does not mix")
         if self.topology.is_directed or self.topology.period > 1:
             raise ValueError(
                 f"ADPSGD needs one undirected graph, and {self.topology.name!r} is not one: use ring, for example."
@@ -71,6 +71,7 @@ class ADPSGD(DecentralizedAlgorithm):
         return state.memory
 
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
+        self.check_no_attack(clients)
         trained = self.train_nodes(state, clients)
         graph = self.topology.graphs[0]
         neighbours = [sorted(graph[node]) or [node] for node in range(self.topology.nodes)]  # itself if there is one node
@@ -78,13 +79,16 @@ class ADPSGD(DecentralizedAlgorithm):
         for node, own in enumerate(neighbours):
             table[node, : len(own)] = own
         degrees = np.array(list(map(len, neighbours)), np.int32)
-        key = rng.round_key(clients.key, state.round, "exchange")
+        key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
+        succeeds = (1 - self.message_loss) ** 2 * (1 - self.link_failures)
+        averaged = jax.random.uniform(loss_key, trained.finite.shape) < succeeds
 
         def finish(slot: jax.Array, models_and_memory: tuple[Params, Params]) -> tuple[Params, Params]:
             models, memory = models_and_memory
             node = jnp.asarray(clients.plan.client)[slot]
             place = jax.random.randint(jax.random.fold_in(key, slot), (), 0, jnp.asarray(degrees)[node])
             other = jnp.asarray(table)[node, place]
+            other = jnp.where(averaged[slot], other, node)
             mean = jax.tree.map(lambda x: (x[node] + x[other]) / 2, models)
             own = jax.tree.map(lambda x, move: x - jnp.where(trained.finite[slot], move[slot], 0), mean, trained.movement)
             models = jax.tree.map(lambda x, a, b: x.at[other].set(a).at[node].set(b), models, mean, own)
@@ -92,7 +96,7 @@ class ADPSGD(DecentralizedAlgorithm):
 
         models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
         size = tree.num_bits(state.models) / self.topology.nodes
-        return NodesState(models, memory, state.round + 1), {
+        return NodesState(models, memory, state.round + 1, trained.personal), {
             **trained.info,
             "consensus_distance": consensus_distance(models),
             "bits_up": 2 * size * clients.num_clients.astype(jnp.float32),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,8 +17,10 @@ from fedsim.aggregators import Mean
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms import FedAvg, Shared
 from fedsim.data import FederatedData
+from fedsim.decentralized._local_noise import LocalNoise
 from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
+from fedsim.decentralized._robust_mixing import RobustMixing
 from fedsim.decentralized._topology import Topology
 from fedsim.execution import Client, Clients
 from fedsim.model import Params
@@ -29,9 +32,10 @@ class NodesState(NamedTuple):
     """The state of all nodes.
 
     Attributes:
-      models: the parameters of every node, leaves ``[nodes, ...]``.
+      models: the parameters of every node that nodes exchange, leaves ``[nodes, ...]``.
       memory: what the algorithm keeps of every node, leaves ``[nodes, ...]``.
       round: the number of rounds so far, ``int32 []``.
+      personal: the other parameters of every node, which it never sends, leaves ``[nodes, ...]``; () if there are none.
 
     >>> state = NodesState(models={"w": jnp.array([[1.0], [5.0]])}, memory=(), round=jnp.int32(0))
     >>> state.params["w"].tolist()
@@ -41,24 +45,28 @@ class NodesState(NamedTuple):
     models: Params
     memory: Any
     round: jax.Array
+    personal: Any = ()
 
     @property
     def params(self) -> Params:
         """The mean of the nodes' parameters, which is what is evaluated as the model of all."""
-        return jax.tree.map(_mean, self.models)
+        return jax.tree.map(_mean, _joined(self.models, self.personal))
 
 
 class Trained(NamedTuple):
     """The local steps of a round.
 
     Attributes:
-      movement: the models from which nodes trained minus the results, in the cohort's order, leaves ``[slots, ...]``.
+      movement: the models from which nodes trained minus the results, in the cohort's order, leaves ``[slots, ...]``, without
+        personal parameters.
       finite: whether a slot of the cohort has a node whose movement is finite, ``bool [slots]``.
+      personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
     """
 
     movement: Params
     finite: jax.Array
+    personal: Params
     info: dict[str, jax.Array]
 
 
@@ -71,12 +79,19 @@ class DecentralizedAlgorithm(FedAvg):
     parameters that are evaluated are the mean of the nodes' models, and ``personal_`` metrics are those of each node's own
     model on its client's test examples.
 
+    If a cohort has attackers, they train on what `fedsim.attacks.Attack.poison` returns, and send to their neighbours what
+    `fedsim.attacks.Attack.corrupt_all` returns. They keep their own values, which count in the mean, like those of others.
+
     Attributes:
       topology: a `Topology` with as many nodes as the population has clients.
       weights: the mixing weights, see `Topology.matrices`.
       message_loss: the probability that a message is lost. The receiver uses its own value in its place. A message is
         everything that a node sends to a neighbour in a round.
       link_failures: the probability that a link loses the messages in both directions in a round.
+      robust_mixing: replaces the weighted means, against Byzantine neighbours: `ClippedMixing` or `TrimmedMixing`.
+      local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does.
+      personal: a function from a Haiku module's name and a parameter's name to whether nodes keep the parameter to themselves,
+        as in `fedsim.algorithms.FedPer`: ``lambda module, name: module == "linear_2"``. None: they share all parameters.
 
     >>> import numpy as np, fedsim
     >>> from fedsim import tree
@@ -104,6 +119,9 @@ class DecentralizedAlgorithm(FedAvg):
     weights: str | Weights | Sequence[Matrix] = "auto"
     message_loss: float = 0.0
     link_failures: float = 0.0
+    robust_mixing: RobustMixing | None = None
+    local_noise: LocalNoise | None = None
+    personal: Callable[[str, str], bool] | None = None
     server_optimizer: optax.GradientTransformation = dataclasses.field(
         init=False, repr=False, default_factory=lambda: optax.sgd(1.0)
     )
@@ -118,7 +136,15 @@ class DecentralizedAlgorithm(FedAvg):
             shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
             raise ValueError(f"{type(self).__name__} has no server, got {shown}: leave it out.")
         checks.number(least=0, most=1, message_loss=self.message_loss, link_failures=self.link_failures)
+        checks.instance(RobustMixing, "TrimmedMixing(trim=1)", or_none=True, robust_mixing=self.robust_mixing)
+        checks.instance(LocalNoise, "LocalNoise(multiplier=1.0, norm=1.0)", or_none=True, local_noise=self.local_noise)
+        if self.personal is not None and not callable(self.personal):
+            raise ValueError(
+                f"Expected personal to be a function of a module's and a parameter's name, or None, got {self.personal!r}."
+            )
         self.check_matrices()
+        if self.robust_mixing is not None:
+            self.robust_mixing.check(self.matrices)
 
     def check_matrices(self) -> None:
         """Raises ``ValueError`` if the algorithm does not converge to a common model with the mixing matrices."""
@@ -138,7 +164,7 @@ class DecentralizedAlgorithm(FedAvg):
     @functools.cached_property
     def mixer(self) -> Mixer:
         """The mixing matrices, for compiled rounds."""
-        return Mixer.of(self.matrices)
+        return Mixer.of(self.matrices, padded=self.robust_mixing is not None)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -164,18 +190,29 @@ class DecentralizedAlgorithm(FedAvg):
     def init(self, key: jax.Array) -> NodesState:
         nodes = self.topology.nodes
         models = jax.tree.map(lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), self.model.init(key))
-        return NodesState(models, self.node_memory(models), jnp.int32(0))
+        models, personal = self._split(models)
+        if not jax.tree.leaves(models):
+            raise ValueError("All parameters are personal, so nodes would exchange nothing: let personal be False for some.")
+        return NodesState(models, self.node_memory(models), jnp.int32(0), personal)
+
+    def _split(self, params: Params) -> tuple[Params, Params]:
+        """Returns the parameters that nodes exchange, and those that they keep to themselves."""
+        if self.personal is None:
+            return params, ()
+        kept = self.personal
+        personal, exchanged = hk.data_structures.partition(lambda module, name, value: kept(module, name), params)
+        return exchanged, personal
 
     def node_memory(self, models: Params) -> Any:
         """Returns what nodes keep besides their models before the first round, leaves ``[nodes, ...]``; default: nothing."""
         return ()
 
     def node_models(self, state: NodesState) -> Params:
-        """Returns the models that are evaluated, leaves ``[nodes, ...]``."""
+        """Returns the models that are evaluated, without personal parameters, leaves ``[nodes, ...]``."""
         return state.models
 
     def training_models(self, state: NodesState) -> Params:
-        """Returns the models from which the nodes train, leaves ``[nodes, ...]``; default: `node_models`."""
+        """Returns the models from which the nodes train, like `node_models`, which is the default."""
         return self.node_models(state)
 
     def broadcast(self, state: NodesState) -> NodesState:
@@ -184,40 +221,63 @@ class DecentralizedAlgorithm(FedAvg):
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
         trained = self.train_nodes(state, clients)
         # A node that is not in the cohort, or whose training is not finite, does not move.
-        at = jnp.where(trained.finite, jnp.asarray(clients.plan.client), self.topology.nodes)
+        at = self._nodes_of(clients, trained.finite)
         zeros = jax.tree.map(jnp.zeros_like, state.models)
         movement = jax.tree.map(lambda zero, x: zero.at[at].set(x, mode="drop"), zeros, trained.movement)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
         loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.keeps_own) if lossy else None
-        neighbours = Neighbours(self.mixer, state.round, key, loss)
-        new = self.exchange(state, movement, neighbours)._replace(round=state.round + 1)
+        neighbours = Neighbours(self.mixer, state.round, key, loss, self._corrupt(clients), self.robust_mixing)
+        new = self.exchange(state, movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
         return new, {
             **trained.info,
             "consensus_distance": consensus_distance(self.node_models(new)),
             "bits_up": neighbours.bits,
         }
 
-    def train_nodes(self, state: NodesState, clients: Clients) -> Trained:
-        """Runs the local steps of the nodes of a round's cohort."""
+    def check_no_attack(self, clients: Clients) -> None:
+        """Raises ``ValueError`` if the cohort has attackers, in algorithms whose messages attacks do not change."""
         if clients.attack is not None:
             raise ValueError(
-                f"{type(self).__name__} has no server that attackers could send updates to: use a sampler without attackers."
+                f"Attacks change the values that nodes mix, and {type(self).__name__} does not mix: use a sampler without "
+                "attackers, or DPSGD."
             )
-        movement, losses = clients.map(self.node_update, state)
+
+    def train_nodes(self, state: NodesState, clients: Clients) -> Trained:
+        """Runs the local steps of the nodes of a round's cohort."""
+        movement, moved, losses = clients.map(self.node_update, state)
         exists = jnp.arange(len(losses)) < clients.num_clients
         finite = functools.reduce(jnp.logical_and, map(_finite_rows, jax.tree.leaves(movement)))
         info = {
             "loss": jnp.mean(losses, where=exists & finite & (jnp.asarray(clients.plan.size) > 0)),
             "dropped": jnp.sum(exists & ~finite, dtype=jnp.int32),
         }
-        return Trained(movement, exists & finite, info)
+        at = self._nodes_of(clients, exists & finite)
+        personal = jax.tree.map(lambda x, move: x.at[at].add(-move, mode="drop"), state.personal, moved)
+        return Trained(movement, exists & finite, personal, info)
 
-    def node_update(self, state: NodesState, client: Client) -> tuple[Params, jax.Array]:
-        """Returns a node's model minus the result of its local steps, and its training loss."""
-        own = jax.tree.map(lambda x: x[client.position], self.training_models(state))
+    def _nodes_of(self, clients: Clients, chosen: jax.Array) -> jax.Array:
+        """Returns the nodes of the slots of a cohort, ``int32 [slots]``; the number of nodes where ``chosen`` is False."""
+        return jnp.where(chosen, jnp.asarray(clients.plan.client), self.topology.nodes)
+
+    def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
+        """Returns the function with which attackers change what they send, if there are some."""
+        attack = clients.attack
+        if attack is None:
+            return None
+        at = self._nodes_of(clients, jnp.asarray(clients.plan.attacker) > 0)
+        attackers = jnp.zeros(self.topology.nodes, bool).at[at].set(True, mode="drop")
+        return lambda values, key: attack.corrupt_all(values, attackers, key)
+
+    def node_update(self, state: NodesState, client: Client) -> tuple[Params, Params, jax.Array]:
+        """Returns a node's model minus the result of its local steps, the same of personal parameters, and the loss."""
+        models = _joined(self.training_models(state), state.personal)
+        own = jax.tree.map(lambda x: x[client.position], models)
         result = self.client_update(Shared(own, state.round), client)
-        return result.update, result.info["loss"]
+        movement, moved = self._split(result.update)
+        if self.local_noise is not None:
+            movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
+        return movement, moved, result.info["loss"]
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.
@@ -233,7 +293,12 @@ class DecentralizedAlgorithm(FedAvg):
 
     def personal_params(self, shared: Any, client: Client) -> Params:
         """Returns the parameters of a node's own model."""
-        return jax.tree.map(lambda x: x[client.position], self.node_models(shared))
+        return jax.tree.map(lambda x: x[client.position], _joined(self.node_models(shared), shared.personal))
+
+
+def _joined(models: Params, personal: Params) -> Params:
+    """Returns models with their personal parameters, if they have some."""
+    return hk.data_structures.merge(models, personal) if personal else models
 
 
 def _finite_rows(x: jax.Array) -> jax.Array:

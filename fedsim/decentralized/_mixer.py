@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import tree
+from fedsim import rng, tree
 from fedsim.decentralized._mixing import Matrix
+from fedsim.decentralized._robust_mixing import RobustMixing
 
 # Rows of matrices are padded to the longest one if that multiplies the entries by at most this. Then a loop over the places in
 # a row, for all nodes at the same time, is faster than a segment sum.
@@ -43,14 +44,14 @@ class Mixer(NamedTuple):
     targets: Any = None
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix]) -> Mixer:
-        """Returns the mixer of matrices ``[nodes, nodes]``."""
+    def of(cls, matrices: Sequence[Matrix], *, padded: bool = False) -> Mixer:
+        """Returns the mixer of matrices ``[nodes, nodes]``, without ``targets`` if ``padded`` or if that is faster."""
         nodes, period = matrices[0].shape[0], len(matrices)
         entries = [matrix.tocoo() for matrix in matrices]
         receivers = [np.bincount(each.col[each.row != each.col], minlength=nodes) for each in entries]
         width = max(int(np.diff(matrix.indptr).max()) for matrix in matrices)
         most = max(matrix.nnz for matrix in matrices)
-        padded = width * nodes <= _MOST_PADDING * most
+        padded = padded or width * nodes <= _MOST_PADDING * most
         shape = (period, width, nodes) if padded else (period, most)
         sources, weights, links = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
         targets = np.full(shape, nodes - 1, np.int32)  # sorted, also those of entries with weight 0
@@ -61,24 +62,37 @@ class Mixer(NamedTuple):
             links[number][at] = numbered_links(each.row, each.col)
         return cls(sources, weights, links, np.array(receivers, np.float32), None if padded else targets)
 
-    def __call__(self, values: Any, round: jax.Array, message_loss: MessageLoss | None = None) -> Any:
+    def __call__(
+        self, values: Any, round: jax.Array, message_loss: MessageLoss | None = None, sent: Any = None,
+        robust: RobustMixing | None = None,
+    ) -> Any:  # fmt: skip
         """Returns, for every node i, the sum over j of W_ij times the value of j.
 
         Args:
           values: a pytree of floats, leaves ``[nodes, ...]``.
           round: the number of the round, ``int32 []``, which chooses the matrix of the period.
           message_loss: which messages are lost; None: none.
+          sent: what the nodes send, like ``values``; None: the values.
+          robust: replaces the sum; the mixer must be padded.
         """
         sources, weights, links, _, targets = jax.tree.map(lambda x: jnp.asarray(x)[round % len(self.weights)], tuple(self))
+        nodes, arrives = self.receivers.shape[1], links > 0
         if message_loss is not None:
             lost = message_loss.lost(links)
-            nodes = self.receivers.shape[1]
+            arrives &= ~lost
             own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
             if message_loss.keep_own:
                 sources = jnp.where(lost, own, sources)
             else:
                 weights = jnp.where(lost, 0, weights)
-        return jax.tree.map(lambda x: _mixed(x, sources, weights, targets), values)
+        held = values
+        if sent is not None:  # The rows of what is sent follow those of what the nodes have.
+            held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, sent)
+            sources = jnp.where(arrives, sources + nodes, sources)
+        if robust is not None:
+            received = jax.tree.map(lambda x: x[sources], held)
+            return robust(values, received, jnp.where(links > 0, weights, 0))
+        return jax.tree.map(lambda x: _mixed(x, nodes, sources, weights, targets), held)
 
 
 class MessageLoss(NamedTuple):
@@ -119,6 +133,8 @@ class Neighbours:
       round: the number of the round.
       key: the PRNG key of the round's exchange.
       message_loss: which messages are lost; None: none.
+      corrupt: a function of values ``[nodes, ...]`` and a key to what is sent in their place; None: no node is malicious.
+      robust: replaces the weighted mean of what a node has and receives; None: nothing does.
 
     Attributes:
       key, message_loss: as above.
@@ -131,14 +147,18 @@ class Neighbours:
     2560.0
     """
 
-    def __init__(self, mixer: Mixer, round: jax.Array, key: jax.Array, message_loss: MessageLoss | None = None) -> None:
-        self._mixer, self._round = mixer, round
-        self.key, self.message_loss, self.bits = key, message_loss, jnp.float32(0)
+    def __init__(
+        self, mixer: Mixer, round: jax.Array, key: jax.Array, message_loss: MessageLoss | None = None,
+        corrupt: Callable[[Any, jax.Array], Any] | None = None, robust: RobustMixing | None = None,
+    ) -> None:  # fmt: skip
+        self._mixer, self._round, self._corrupt, self._robust = mixer, round, corrupt, robust
+        self.key, self.message_loss, self.bits, self._calls = key, message_loss, jnp.float32(0), 0
 
     def mix(self, values: Any, bits: jax.Array | float | None = None) -> Any:
         """Sends values to neighbours, and returns for every node i the sum over j of W_ij times the value of j.
 
-        If several values are mixed in a round, the same messages are lost.
+        Attackers send something else, and robust mixing replaces the sum. If several values are mixed in a round, the same
+        messages are lost.
 
         Args:
           values: a pytree of floats, leaves ``[nodes, ...]``.
@@ -147,23 +167,22 @@ class Neighbours:
         receivers = jnp.asarray(self._mixer.receivers)[self._round % len(self._mixer.receivers)]
         bits = tree.num_bits(values) / len(receivers) if bits is None else bits
         self.count(jnp.sum(receivers * jnp.asarray(bits, jnp.float32)))
-        return self._mixer(values, self._round, self.message_loss)
+        sent = None
+        if self._corrupt is not None:
+            sent = self._corrupt(values, jax.random.fold_in(rng.stream(self.key, "attack"), self._calls))
+            self._calls += 1
+        return self._mixer(values, self._round, self.message_loss, sent, self._robust)
 
     def count(self, bits: jax.Array | float) -> None:
         """Adds the bits of messages that are sent in another way than by `mix`."""
         self.bits = self.bits + bits
 
 
-def per_row(values: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns values ``[n]`` as ``[n, 1, ...]`` with as many axes as x, in order to scale or choose its rows."""
-    return values.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def _mixed(values: jax.Array, sources: jax.Array, weights: jax.Array, targets: jax.Array | None) -> jax.Array:
+def _mixed(values: jax.Array, nodes: int, sources: jax.Array, weights: jax.Array, targets: jax.Array | None) -> jax.Array:
     def scaled(sources: jax.Array, weights: jax.Array) -> jax.Array:
-        return values[sources] * per_row(weights, values).astype(values.dtype)
+        return values[sources] * tree.per_row(weights, values).astype(values.dtype)
 
     if targets is not None:
-        return jax.ops.segment_sum(scaled(sources, weights), targets, len(values), indices_are_sorted=True)
+        return jax.ops.segment_sum(scaled(sources, weights), targets, nodes, indices_are_sorted=True)
     add = lambda entry, total: total + scaled(sources[entry], weights[entry])  # noqa: E731
     return jax.lax.fori_loop(1, len(weights), add, scaled(sources[0], weights[0]))

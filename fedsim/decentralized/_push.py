@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
-from fedsim.decentralized._mixer import Neighbours, per_row
+from fedsim.decentralized._mixer import Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights
 from fedsim.model import Params
 
@@ -49,6 +49,8 @@ class StochasticGradientPush(DecentralizedAlgorithm):
     weights: str | Weights | Sequence[Matrix] = "column_stochastic"
 
     def check_matrices(self) -> None:
+        remedy = "a robust mean does not keep the sums of push-sum"
+        checks.one_of(None, robust_mixing=self.robust_mixing, remedy=remedy)
         for matrix in self.matrices:
             if not np.allclose(matrix.sum(axis=0), 1):
                 raise ValueError(
@@ -59,7 +61,7 @@ class StochasticGradientPush(DecentralizedAlgorithm):
         return jnp.ones(self.topology.nodes, jnp.float32)
 
     def node_models(self, state: NodesState) -> Params:
-        return jax.tree.map(lambda x: x / per_row(state.memory, x).astype(x.dtype), state.models)
+        return jax.tree.map(lambda x: x / tree.per_row(state.memory, x).astype(x.dtype), state.models)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         return state._replace(models=neighbours.mix(tree.subtract(state.models, movement)), memory=neighbours.mix(state.memory))

@@ -16,7 +16,8 @@ import numpy as np
 
 from fedsim import checks, tree
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
-from fedsim.decentralized._mixer import Neighbours, numbered_links, per_row
+from fedsim.decentralized._mixer import Neighbours, numbered_links
+from fedsim.execution import Clients
 from fedsim.model import Params
 
 
@@ -57,6 +58,7 @@ class RelaySGD(DecentralizedAlgorithm):
 
     def check_matrices(self) -> None:
         checks.one_of("auto", weights=self.weights, remedy="RelaySGD has no mixing weights")
+        checks.one_of(None, robust_mixing=self.robust_mixing, remedy="RelaySGD does not mix")
         graph = self.topology.graphs[0]
         if self.topology.period > 1 or graph.is_directed() or not nx.is_tree(graph):
             raise ValueError(
@@ -70,6 +72,10 @@ class RelaySGD(DecentralizedAlgorithm):
         place = {edge: number for number, edge in enumerate(edges)}
         senders, receivers = np.array(edges, np.int32).reshape(-1, 2).T
         return senders, receivers, np.array([place[j, i] for i, j in edges], np.int32)
+
+    def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
+        self.check_no_attack(clients)
+        return super().round(state, clients)
 
     def node_memory(self, models: Params) -> Relayed:
         edges = 2 * (self.topology.nodes - 1)
@@ -93,8 +99,8 @@ class RelaySGD(DecentralizedAlgorithm):
         neighbours.count(tree.num_bits(relayed))
         if neighbours.message_loss is not None:  # The counts tell the receiver which models are missing in the sums.
             arrives = ~neighbours.message_loss.lost(jnp.asarray(numbered_links(senders, receivers), jnp.int32))
-            relayed = jax.tree.map(lambda x: jnp.where(per_row(arrives, x), x, 0), relayed)
+            relayed = jax.tree.map(lambda x: jnp.where(tree.per_row(arrives, x), x, 0), relayed)
         counts = 1 + received(relayed.counts)
         total = tree.add(trained, received(relayed.sums))
-        models = jax.tree.map(lambda x: x / per_row(counts, x).astype(x.dtype), total)
+        models = jax.tree.map(lambda x: x / tree.per_row(counts, x).astype(x.dtype), total)
         return state._replace(models=models, memory=relayed)

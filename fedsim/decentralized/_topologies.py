@@ -276,7 +276,7 @@ def edge_list(path: str | os.PathLike[str], directed: bool = False) -> Topology:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file has another form, or the graph is not connected.
+      ValueError: the file has another form or an edge twice, or the graph is not connected.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "edges.txt"
@@ -284,9 +284,12 @@ def edge_list(path: str | os.PathLike[str], directed: bool = False) -> Topology:
     >>> edge_list(path).nodes
     3
     """
-    kind = nx.DiGraph if directed else nx.Graph
     try:
-        graph = nx.read_weighted_edgelist(path, create_using=kind, nodetype=int)
+        edges = nx.read_weighted_edgelist(path, create_using=nx.MultiDiGraph if directed else nx.MultiGraph, nodetype=int)
+        graph = nx.DiGraph(edges) if directed else nx.Graph(edges)
+        twice = next((edge for edge in graph.edges if edges.number_of_edges(*edge) > 1), None)
+        if twice is not None:
+            raise ValueError(f"The edge {twice} is there twice: leave one out.")
         return Topology([graph], f"edges of {os.path.basename(path)}")
     except FileNotFoundError:
         raise

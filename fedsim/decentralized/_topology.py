@@ -93,6 +93,27 @@ class Topology:
             check_stochastic(matrix, graph)
         return matrices
 
+    def bytes_by_link(self, message_bytes: float, rounds: int) -> dict[tuple[int, int], float]:
+        """Returns the bytes of all messages from one node to another, by ``(sender, receiver)``.
+
+        Args:
+          message_bytes: the size of a message, such as that of the model.
+          rounds: the number of rounds, from the first one of the period.
+
+        >>> import networkx as nx
+        >>> Topology([nx.path_graph(3)]).bytes_by_link(100, rounds=2)
+        {(0, 1): 200.0, (1, 0): 200.0, (1, 2): 200.0, (2, 1): 200.0}
+        """
+        checks.whole(0, rounds=rounds)
+        checks.number(least=0, message_bytes=message_bytes)
+        sent: dict[tuple[int, int], float] = {}
+        for number, graph in enumerate(self.graphs):
+            times = len(range(number, rounds, self.period))
+            for link in graph.to_directed().edges:
+                if link[0] != link[1] and times:
+                    sent[link] = sent.get(link, 0) + float(message_bytes) * times
+        return dict(sorted(sent.items()))
+
     def _rule(self, weights: str | Weights, graph: nx.Graph) -> Weights:
         if callable(weights):
             return weights

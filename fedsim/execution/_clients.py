@@ -289,7 +289,7 @@ class Clients:
 
     def client(self, call: Call, own: ClientPlan, columns: Any, row: Row) -> Client:
         """Returns the client that the work of a call gets."""
-        attack = self.attack if call.aggregator is not None else None
+        attack = self.attack
 
         def poison(batch: Batch) -> dict[str, jax.Array]:
             assert attack is not None

@@ -28,7 +28,7 @@ _SIMPLE = (float, int, str, bool)
 # Fields of algorithms that are built from a RunConfig, and not copied from its field of the same name.
 _BUILT_FIELDS = (
     "model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink", "compressor",
-    "topology", "weights",
+    "topology", "weights", "robust_mixing", "local_noise", "personal",
 )  # fmt: skip
 # What a sampler depends on.
 _FIELDS_OF_SAMPLERS = (
@@ -258,19 +258,20 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
 
 
 def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[str, Any]:
-    """Returns the topology and the weights of an algorithm without a server."""
+    """Returns the topology, the weights and the robust mixing of an algorithm without a server."""
     if nodes is None:
-        if config.topology is not None or config.mixing != "auto":
+        if config.topology is not None or config.mixing != "auto" or config.robust_mixing is not None:
             raise ValueError(
-                f"{cls.__name__} has a server, so it takes no topology or mixing: leave them out, or choose an algorithm "
-                "without a server, such as dpsgd."
+                f"{cls.__name__} has a server, so it takes no topology, mixing or robust_mixing: leave them out, or choose an "
+                "algorithm without a server, such as dpsgd."
             )
         return {}
     from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
 
     default: Any = getattr(cls, "default_topology", "ring")
     topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, nodes=nodes)
-    return {"topology": topology} | ({} if config.mixing == "auto" else {"weights": config.mixing})
+    robust = config.robust_mixing and make("robust mixing", config.robust_mixing, decentralized.ROBUST_MIXING)
+    return {"topology": topology, "robust_mixing": robust} | ({} if config.mixing == "auto" else {"weights": config.mixing})
 
 
 def _check_sum(aggregator: aggregators.Aggregator, config: RunConfig) -> None:

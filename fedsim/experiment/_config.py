@@ -95,6 +95,11 @@ class RunConfig:
         "The weights of neighbours: metropolis, uniform, lazy, column_stochastic, or auto: those that suit the graph and the "
         "algorithm.",
     )
+    robust_mixing: str | None = _option(
+        None,
+        "decentralized learning",
+        "What replaces the weighted mean, against malicious neighbours: 'clipped_mixing(radius=1)', 'trimmed_mixing(trim=1)'.",
+    )
     synchronization: str | None = _option(
         None,
         "virtual clock",

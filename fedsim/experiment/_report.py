@@ -80,7 +80,7 @@ def closing_table(
         f"wall time  {seconds:.1f} s"
         + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
     )
-    clock = [line for line in history if "simulated_seconds" in line]
+    clock = [line for line in history if "updates_late" in line]
     if clock:
         total = {name: sum(line[name] for line in clock) for name in ("updates_late", "updates_lost", "updates_dropped")}
         counts = ", ".join(f"{count:,} {name.removeprefix('updates_')}" for name, count in total.items())

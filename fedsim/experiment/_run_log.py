@@ -13,7 +13,7 @@ from fedsim.experiment._folder import RunFolder, lock
 from fedsim.experiment._lines import Line, score, score_name
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import MetricsFile, TensorBoard
-from fedsim.plots import plot_progress, plot_timeline
+from fedsim.plots import plot_nodes, plot_progress, plot_timeline
 from fedsim.samplers import Sampler
 from fedsim.systems import ScheduledSampler
 
@@ -108,7 +108,7 @@ class RunLog:
         return shown
 
     def draw(self, folder: Path, title: str, sampler: Sampler) -> None:
-        """Draws the pictures of the run, if matplotlib is installed: the learning curve, and those of a virtual clock."""
+        """Draws the run's pictures, if matplotlib is installed: the learning curve, and those of a clock or of nodes."""
         pictures: dict[str, Callable[[Path], object]] = {
             "learning_curve.png": lambda path: draw_learning_curve(self.history, path, title)
         }
@@ -118,6 +118,10 @@ class RunLog:
                 pictures["progress.png"] = lambda path: plot_progress({title: self.history}, names[-1]).savefig(path)
             ids = sampler.data.client_ids
             pictures["timeline.png"] = lambda path: plot_timeline(sampler.schedule, client_ids=ids).savefig(path)
+        seen = {name for line in self.history for name in line}
+        metrics = [name for name in ("accuracy", "loss") if f"test_personal_{name}_clients_mean" in seen]
+        if "consensus_distance" in seen and metrics:
+            pictures["nodes.png"] = lambda path: plot_nodes({title: self.history}, metrics[0]).savefig(path)
         for name, draw in pictures.items():
             try:
                 with writing(folder / name):

@@ -7,7 +7,9 @@ Okabe and Ito, which are distinguishable for colour-blind readers, or a colour m
 
 from fedsim.plots._bits import plot_bits as plot_bits
 from fedsim.plots._examples import plot_examples as plot_examples
+from fedsim.plots._graph import plot_graph as plot_graph
 from fedsim.plots._labels import plot_labels as plot_labels
+from fedsim.plots._nodes import plot_nodes as plot_nodes
 from fedsim.plots._overview import plot_overview as plot_overview
 from fedsim.plots._progress import plot_progress as plot_progress
 from fedsim.plots._sizes import plot_sizes as plot_sizes

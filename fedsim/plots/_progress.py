@@ -36,7 +36,7 @@ def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: 
     """
     if not histories:
         raise ValueError("Expected the history of at least one run, got none: give {name: result.history}.")
-    panels = {"server steps (rounds)": _rounds, "simulated seconds": _seconds, "megabytes sent so far": _megabytes}
+    panels = {"server steps (rounds)": rounds_of, "simulated seconds": _seconds, "megabytes sent so far": megabytes_of}
     curves = {
         label: {name: curve(name, history, metric, position(history)) for name, history in histories.items()}
         for label, position in panels.items()
@@ -70,7 +70,7 @@ def curve(
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _rounds(history: Sequence[Mapping[str, Any]]) -> list[float]:
+def rounds_of(history: Sequence[Mapping[str, Any]]) -> list[float]:
     return [line["round"] for line in history]
 
 
@@ -78,7 +78,7 @@ def _seconds(history: Sequence[Mapping[str, Any]]) -> list[float]:
     return list(itertools.accumulate((line.get("simulated_seconds") or 0.0 for line in history), max))
 
 
-def _megabytes(history: Sequence[Mapping[str, Any]]) -> list[float]:
+def megabytes_of(history: Sequence[Mapping[str, Any]]) -> list[float]:
     simulated = any("bytes_up" in line for line in history)
     names, factor = (("bytes_down", "bytes_up"), 1e-6) if simulated else (("bits_down", "bits_up"), 1e-6 / 8)
     return list(itertools.accumulate(factor * sum(line.get(name) or 0 for name in names) for line in history))

@@ -1,6 +1,6 @@
 """Systems: devices, faults and synchronization models, and the schedule of events on a virtual clock.
 
-All times are in seconds of the virtual clock, and all sizes in bytes.
+All times are in seconds of the virtual clock, all sizes in bytes, and all energies in joules.
 """
 
 from fedsim.names import by_name
@@ -9,6 +9,7 @@ from fedsim.systems._availability import Traces as Traces
 from fedsim.systems._devices import Devices as Devices
 from fedsim.systems._dispatch import Dispatch as Dispatch
 from fedsim.systems._dispatch import Policy as Policy
+from fedsim.systems._energy import EnergyModel as EnergyModel
 from fedsim.systems._faults import Fault as Fault
 from fedsim.systems._faults import Faults as Faults
 from fedsim.systems._faults import FaultSchedule as FaultSchedule

@@ -317,19 +317,11 @@ def test_errors_name_the_remedy():
         ("DPSGD", {"aggregator": fedsim.aggregators.Clipped(1.0)}, "has no server, got aggregator=Clipped"),
         ("RelaySGD", {"topology": decentralized.line(6), "weights": "lazy"}, "weights to be 'auto', got weights='lazy'"),
         ("ADPSGD", {"weights": "lazy"}, "weights to be 'auto', got weights='lazy'"),
-        ("ADPSGD", {"message_loss": 0.1}, "got message_loss=0.1: ADPSGD does not simulate lost messages"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         make(name, **settings)
-
-
-def test_attacks_are_refused():
-    attacked = fedsim.samplers.Attacked(fedsim.UniformSampler(DATA, clients=6, seed=0), fedsim.attacks.SignFlip(), seed=0)
-    algorithm = make("DPSGD")
-    with pytest.raises(ValueError, match="use a sampler without attackers"):
-        algorithm.apply(algorithm.init(jax.random.key(1)), attacked.cohort(0))
 
 
 def test_no_sampler_for_devices_of_nodes_that_wait_for_each_other():

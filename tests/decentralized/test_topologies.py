@@ -169,6 +169,9 @@ def test_edges_are_read_from_a_file(tmp_path):
         decentralized.edge_list(tmp_path / "missing.txt")
     path.write_text("0 1\n1 2\n")
     assert decentralized.edge_list(path).matrices()[0].toarray()[0].tolist() == pytest.approx([2 / 3, 1 / 3, 0])
+    path.write_text("0 1 0.2\n1 2 0.1\n1 0 0.3\n")
+    with pytest.raises(ValueError, match=r"edges.txt: The edge \(0, 1\) is there twice"):
+        decentralized.edge_list(path)
 
 
 def test_a_damaged_file_of_edges_raises_only_value_errors(tmp_path):

@@ -397,6 +397,9 @@ TINY = [
     ("unus_staleness", ["digits-bound-constant", "femnist-methods"]),
     ("unus_faults", ["digits-losses", "femnist-both"]),
     ("random_quadratics", ["all-reduce"]),
+    ("dropped_messages", ["relaysgd"]),
+    ("four_ways", ["stragglers-partial", "femnist"]),
+    ("data_parallel", ["slow-1"]),
     ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
 ]
 

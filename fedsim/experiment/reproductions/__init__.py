@@ -9,8 +9,11 @@ from fedsim.experiment.reproductions._compression_femnist import COMPRESSION
 from fedsim.experiment.reproductions._curve import Curve as Curve
 from fedsim.experiment.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.experiment.reproductions._curve import train as train
+from fedsim.experiment.reproductions._data_parallel import DATA_PARALLEL
+from fedsim.experiment.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
+from fedsim.experiment.reproductions._four_ways import FOUR_WAYS
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
 from fedsim.experiment.reproductions._random_quadratics import RANDOM_QUADRATICS
@@ -47,6 +50,9 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_STALENESS,
         UNUS_FAULTS,
         RANDOM_QUADRATICS,
+        DROPPED_MESSAGES,
+        FOUR_WAYS,
+        DATA_PARALLEL,
         VERTICAL,
     )
 }

@@ -1,0 +1,254 @@
+"""Byzantine neighbours, robust mixing, noise on what nodes send, and parameters that nodes keep to themselves."""
+
+import federation
+import jax
+import jax.numpy as jnp
+import networkx as nx
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import decentralized
+from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
+from fedsim.cli import main
+from fedsim.decentralized._mixer import Mixer
+
+NODES = 8
+# Nodes have 3 to 7 neighbours.
+GRAPH = decentralized.Topology([nx.compose(nx.random_regular_graph(3, NODES, seed=0), nx.star_graph(NODES - 1))])
+MATRIX = GRAPH.matrices()[0].toarray()
+NEIGHBOURS = [[j for j in range(NODES) if j != i and MATRIX[i, j] > 0] for i in range(NODES)]
+VALUES = np.random.default_rng(0).normal(size=(NODES, 5))
+ATTACKERS = np.arange(NODES) < 2
+
+
+def mix(values, *, attack=None, robust=None):
+    """Mixes two leaves, which together are the columns of ``values``."""
+    corrupt = attack and (lambda x, key: attack.corrupt_all(x, jnp.asarray(ATTACKERS), key))
+    neighbours = decentralized.Neighbours(
+        Mixer.of(GRAPH.matrices(), padded=robust is not None), jnp.int32(0), jax.random.key(0), corrupt=corrupt, robust=robust
+    )
+    parts = {"a": jnp.asarray(values[:, :2], jnp.float32), "b": jnp.asarray(values[:, 2:, None], jnp.float32)}
+    mixed = neighbours.mix(parts)
+    return np.concatenate([mixed["a"], mixed["b"][..., 0]], axis=1)
+
+
+def clipped(own, sent, radius):
+    result = own.copy()
+    for i in range(NODES):
+        for j in NEIGHBOURS[i]:
+            step = sent[j] - own[i]
+            length = np.linalg.norm(step)
+            result[i] += MATRIX[i, j] * step * min(1, radius / length) if np.isfinite(length) else 0
+    return result
+
+
+def trimmed(own, sent, trim):
+    kept = [np.sort(sent[NEIGHBOURS[i]], axis=0)[trim : len(NEIGHBOURS[i]) - trim] for i in range(NODES)]
+    return np.stack([np.concatenate([own[i : i + 1], kept[i]]).mean(axis=0) for i in range(NODES)])
+
+
+@pytest.mark.parametrize("radius", [0.5, 2.0, 100.0])
+def test_clipped_mixing_equals_a_loop(radius):
+    result = mix(VALUES, robust=decentralized.ClippedMixing(radius))
+    np.testing.assert_allclose(result, clipped(VALUES, VALUES, radius), rtol=1e-4, atol=1e-5)
+    if radius == 100:
+        np.testing.assert_allclose(result, MATRIX @ VALUES, rtol=1e-4, atol=1e-5)
+
+
+def test_trimmed_mixing_equals_a_loop():
+    np.testing.assert_allclose(
+        mix(VALUES, robust=decentralized.TrimmedMixing(1)), trimmed(VALUES, VALUES, 1), rtol=1e-5, atol=1e-6
+    )
+
+
+def sign_flipped():
+    return np.where(ATTACKERS[:, None], -10 * VALUES, VALUES)
+
+
+def little_is_enough():
+    honest = VALUES[~ATTACKERS]
+    return np.where(ATTACKERS[:, None], honest.mean(axis=0) - 1.5 * honest.std(axis=0), VALUES)
+
+
+@pytest.mark.parametrize(
+    ("attack", "sent"),
+    [
+        (SignFlip(scale=10.0), sign_flipped()),
+        (ALittleIsEnough(z=1.5), little_is_enough()),
+    ],
+)
+def test_neighbours_receive_what_attackers_send_and_attackers_keep_their_own_values(attack, sent):
+    plain = MATRIX @ sent + np.diag(MATRIX)[:, None] * (VALUES - sent)
+    np.testing.assert_allclose(mix(VALUES, attack=attack), plain, rtol=1e-4, atol=1e-5)
+    for robust, expected in (
+        (decentralized.ClippedMixing(1.0), clipped(VALUES, sent, 1.0)),
+        (decentralized.TrimmedMixing(1), trimmed(VALUES, sent, 1)),
+    ):
+        np.testing.assert_allclose(mix(VALUES, attack=attack, robust=robust), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_that_are_not_finite_do_not_spread():
+    sent = np.where(ATTACKERS[:, None], np.inf * VALUES, VALUES)
+    result = mix(VALUES, attack=SignFlip(scale=3e38), robust=decentralized.ClippedMixing(1.0))
+    assert np.isfinite(result).all()
+    huge = mix(100 * VALUES, attack=SignFlip(scale=3e38), robust=decentralized.ClippedMixing(1.0))
+    np.testing.assert_allclose(huge, clipped(100 * VALUES, 100 * sent, 1.0), rtol=1e-4, atol=1e-4)
+
+
+DIGITS = fedsim.datasets.load("digits", clients=16)
+
+
+def accuracy(**settings):
+    algorithm = decentralized.DFedAvg(
+        model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.5), batches=fedsim.Batches(size=20, steps=3),
+        topology=decentralized.random_regular(16, degree=6), **settings,
+    )  # fmt: skip
+    everyone = fedsim.UniformSampler(DIGITS.train, clients=16, seed=0)
+    state = algorithm.init(jax.random.key(0))
+    for cohort in fedsim.samplers.Attacked(everyone, GaussianNoise(10.0), fraction=0.125, seed=0).rounds(15):
+        state, _ = algorithm.apply(state, cohort)
+    return fedsim.evaluate(algorithm.model, state.params, DIGITS.test).overall["accuracy"]
+
+
+def test_robust_mixing_learns_where_the_mean_does_not():
+    assert accuracy() < 0.5
+    assert accuracy(robust_mixing=decentralized.TrimmedMixing(2)) > 0.8
+    assert accuracy(robust_mixing=decentralized.ClippedMixing(0.5)) > 0.8
+
+
+SIZES = (4, 4, 4, 4)
+DATA = federation.data(SIZES)
+
+
+def make(name="DPSGD", **changes):
+    settings = {
+        "model": federation.model(), "client_optimizer": optax.sgd(0.3), "batches": fedsim.Batches(size=4, steps=1),
+        "topology": decentralized.complete(4), "execution": fedsim.Jit(),
+    }  # fmt: skip
+    return getattr(decentralized, name)(**settings | changes)
+
+
+def run(algorithm, rounds=2, attack=None):
+    sampler = fedsim.UniformSampler(DATA, clients=4, seed=0)
+    state = algorithm.init(jax.random.key(1))
+    for cohort in (fedsim.samplers.Attacked(sampler, attack, fraction=0.25, seed=0) if attack else sampler).rounds(rounds):
+        state, info = algorithm.apply(state, cohort)
+    return state, info
+
+
+def test_noise_is_added_to_the_clipped_movement():
+    quiet, loud = (run(make(local_noise=decentralized.LocalNoise(z, norm=0.01)), 1)[0] for z in (0.0, 2.0))
+    start = make().init(jax.random.key(1))
+    moved = jax.vmap(fedsim.tree.squared_norm)(fedsim.tree.subtract(start.models, quiet.models))
+    np.testing.assert_allclose(np.sqrt(moved), 0.01, rtol=1e-3)
+    noise = np.concatenate([x.reshape(4, -1) for x in jax.tree.leaves(fedsim.tree.subtract(loud.models, quiet.models))], axis=1)
+    assert 0.5 < noise.std() / 0.02 < 1.5
+    assert not np.allclose(noise[0], noise[1])
+
+
+def test_personal_parameters_are_those_of_fedper():
+    model = fedsim.models.digits_dense()
+    examples = DIGITS.train.client(0)
+    columns = {name: np.asarray(examples[name])[:32] for name in ("x", "y")}
+    digits = fedsim.FederatedData.from_arrays(columns, sizes=[8] * 4)  # A step uses all examples, in whatever order.
+    settings = {"model": model, "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=8, steps=2)}
+    with_server = fedsim.algorithms.FedPer(**settings, weighting="uniform")
+    without = decentralized.DFedAvg(
+        **settings, topology=decentralized.complete(4), personal=lambda module, name: module == "linear_2"
+    )
+    server, nodes = with_server.init(jax.random.key(0)), without.init(jax.random.key(0))
+    head = with_server.client_memory(with_server.broadcast(server))
+    nodes = nodes._replace(personal=jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), head))
+    nodes = nodes._replace(models=jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), server.params))
+    for cohort in fedsim.UniformSampler(digits, clients=4, seed=0).rounds(3):
+        server, _ = with_server.apply(server, cohort)
+        nodes, info = without.apply(nodes, cohort)
+    body, _ = without._split(nodes.params)
+    federation.assert_trees_close(body, server.server.params, rtol=1e-4, atol=1e-5)
+    assert np.abs(np.diff(nodes.personal["linear_2"]["w"], axis=0)).max() > 1e-3
+    sent = sum(x.size for x in jax.tree.leaves(body))
+    assert float(info["bits_up"]) == 4 * 3 * 32 * sent
+
+
+def test_nodes_that_exchange_nothing_are_refused():
+    with pytest.raises(ValueError, match="All parameters are personal"):
+        make(personal=lambda module, name: True).init(jax.random.key(0))
+
+
+def test_lost_averages_of_adpsgd_leave_nodes_alone():
+    alone, averaged = (run(make("ADPSGD", message_loss=loss), 1)[0] for loss in (1.0, 0.0))
+    trained, _ = run(make("DPSGD"), 1)
+    # All nodes start with the same model, so that D-PSGD's first round also leaves everyone with its own step.
+    federation.assert_trees_close(alone.models, trained.models, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(averaged.models["linear"]["w"], alone.models["linear"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("DPSGD", {"robust_mixing": decentralized.TrimmedMixing(2)}, "node 0 has 3 neighbours in round 0.*at least 5"),
+        ("RelaySGD", {"topology": decentralized.line(4), "robust_mixing": decentralized.TrimmedMixing(1)}, "does not mix"),
+        ("ADPSGD", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not mix"),
+        ("StochasticGradientPush", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not keep the sums"),
+        ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **settings)
+
+
+@pytest.mark.parametrize("name", ["RelaySGD", "ADPSGD"])
+def test_attacks_need_values_that_are_mixed(name):
+    with pytest.raises(ValueError, match="Attacks change the values that nodes mix"):
+        run(make(name, topology=decentralized.line(4)), attack=SignFlip())
+
+
+def test_attackers_train_on_poisoned_examples():
+    honest, _ = run(make(), 1)
+    poisoned, _ = run(make(), 1, fedsim.attacks.LabelFlip(num_classes=4))
+    differs = [not np.allclose(a, b) for a, b in zip(honest.models["linear"]["w"], poisoned.models["linear"]["w"], strict=True)]
+    assert sum(differs) == 1
+
+
+def test_bytes_by_link_are_those_that_the_rounds_count():
+    topology = decentralized.one_peer_exponential(4)
+    algorithm = make("DPSGD", topology=topology)
+    state, total = algorithm.init(jax.random.key(0)), 0.0
+    for cohort in fedsim.UniformSampler(DATA, clients=4, seed=0).rounds(3):
+        state, info = algorithm.apply(state, cohort)
+        total += float(info["bits_up"]) / 8
+    size = fedsim.tree.num_bits(state.models) / 4 / 8
+    assert sum(topology.bytes_by_link(size, rounds=3).values()) == total
+
+
+def test_a_run_of_nodes_that_do_not_wait_ends_with_its_table_and_pictures(tmp_path, capsys):
+    run = ["run", "--algorithm", "adpsgd", "--folder", str(tmp_path / "r"), "--rounds", "1", "--model", "digits_logistic"]
+    assert main(run) in (None, 0)
+    assert "personal_accuracy" in capsys.readouterr().out and (tmp_path / "r/nodes.png").exists()
+
+
+@pytest.mark.slow
+def test_devices_and_debug_give_the_same_answer():
+    settings = {
+        "robust_mixing": decentralized.TrimmedMixing(1), "local_noise": decentralized.LocalNoise(0.1, norm=0.1),
+        "message_loss": 0.2, "personal": lambda module, name: name == "b",
+    }  # fmt: skip
+    first, *others = [
+        run(make(execution=execution, **settings), 2, SignFlip(3.0))[0]
+        for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())
+    ]
+    for other in others:
+        federation.assert_trees_close(first, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_average_over_rounds_is_that_of_the_mean_of_the_nodes():
+    algorithm, means = make(averaging=0.5), []
+    state = algorithm.init(jax.random.key(1))
+    for cohort in fedsim.UniformSampler(DATA, clients=4, seed=0).rounds(3):
+        state, _ = algorithm.apply(state, cohort)
+        means.append(np.asarray(state.server.params["linear"]["w"]))
+    expected = (0.25 * means[0] + 0.5 * means[1] + means[2]) / 1.75
+    np.testing.assert_allclose(state.params["linear"]["w"], expected, rtol=1e-5, atol=1e-6)
