@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import fedsim
-from fedsim import aggregators, algorithms, attacks, compressors, decentralized
+from fedsim import aggregators, algorithms, attacks, compressors, decentralized, vertical
 
 HEAD = """\
 # Algorithms, aggregators, compressors, attacks
@@ -34,6 +34,13 @@ W_ij the weight with which it takes the value of node j.
 
 """
 
+VERTICAL = """\
+These are in `fedsim.vertical`, for Python only; [the page on vertical learning](vertical.md) explains them. All take a
+`VerticalModel`, an `optimizer` of the parties, a `compressor`, and `missing`, the probability that a party is missing in a
+round.
+
+"""
+
 
 def page() -> str:
     """The whole page."""
@@ -41,6 +48,7 @@ def page() -> str:
     for family, members in algorithms.FAMILIES.items():
         sections.append(_section(family, {cls.__name__.lower(): cls for cls in members}, level="##"))
     sections.append(_section("Without a server", decentralized.ALGORITHMS, level="##", text=WITHOUT_SERVER))
+    sections.append(_section("Columns at several parties", vertical.ALGORITHMS, level="##", text=VERTICAL))
     sections.append(_section("Aggregators", aggregators.AGGREGATORS, level="##"))
     sections.append(_section("Compressors", compressors.COMPRESSORS, level="##"))
     sections.append(_section("Attacks", attacks.ATTACKS, level="##"))
@@ -59,11 +67,12 @@ def _first_sentence(cls: type) -> str:
 
 
 def _own_fields(cls: type) -> str:
-    """Returns the fields that not all classes of this kind have, with their defaults."""
+    """Returns the fields that not all classes of this kind have, or have with another default, with their defaults."""
     server = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm)
-    kinds = (decentralized.DecentralizedAlgorithm, *server, aggregators.Wrapper)
-    general = {field.name for kind in kinds if issubclass(cls, kind) and cls is not kind for field in dataclasses.fields(kind)}
-    own = [field for field in dataclasses.fields(cls) if field.init and field.name not in general]
+    kinds = [decentralized.DecentralizedAlgorithm, vertical.VerticalAlgorithm, *server, aggregators.Wrapper]
+    kinds = [kind for kind in kinds if issubclass(cls, kind) and cls is not kind]
+    general = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    own = [field for field in dataclasses.fields(cls) if field.init and general.get(field.name, field) != field.default]
     return ", ".join(f"`{field.name}{_default(field)}`" for field in own) or "–"
 
 

@@ -27,6 +27,7 @@ from fedsim import samplers as samplers
 from fedsim import systems as systems
 from fedsim import text as text
 from fedsim import tree as tree
+from fedsim import vertical as vertical
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm
 from fedsim.algorithm import Capabilities as Capabilities
@@ -55,6 +56,7 @@ from fedsim.execution import place_clients as place_clients
 from fedsim.execution import use_all_cores as use_all_cores
 from fedsim.experiment import population as population
 from fedsim.model import Model as Model
+from fedsim.model import SplitModel as SplitModel
 from fedsim.planning import Audit as Audit
 from fedsim.planning import Plan as Plan
 from fedsim.planning import audit as audit

@@ -1,8 +1,9 @@
-"""`Model`: the functions of a neural network that algorithms call. It can be made from any Haiku transform."""
+"""`Model`: the functions of a neural network that algorithms call. It can be made from any Haiku transform, or from several."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +87,8 @@ class Model:
         Raises:
           ValueError: ``transformed`` has state (``hk.transform_with_state``), which algorithms do not support.
         """
-        if not isinstance(transformed, hk.Transformed):
-            raise ValueError(
-                f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
-            )
+        _check_transformed(transformed)
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
-        if metrics is None:
-            metrics = {"loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))}
-            if loss is metrics_lib.cross_entropy:
-                metrics["accuracy"] = metrics_lib.accuracy
 
         @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
         def init(key: jax.Array) -> Params:
@@ -105,7 +99,7 @@ class Model:
             apply_for_train=lambda params, examples, key: transformed.apply(params, key, examples, **train_kwargs),
             apply_for_eval=lambda params, examples: transformed.apply(params, None, examples, **eval_kwargs),
             loss=loss,
-            metrics=dict(metrics),
+            metrics=default_metrics(loss) if metrics is None else dict(metrics),
             features=dict(features),
             num_classes=num_classes,
         )
@@ -174,6 +168,100 @@ class Model:
         data.check_finite()
         if self.num_classes is not None and "y" in self.features:
             data.check_labels("y", self.num_classes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SplitModel(Model):
+    """A model in two or three parts, which run at different places; see `fedsim.algorithms.SplitFed`.
+
+    The part "device" maps examples to activations ``[n, ...]``. The part "server" maps these to the outputs or, if there is a
+    part "head", to further activations, which the head maps to the outputs, on the device again. Parameters are a dict by part.
+
+    Attributes:
+      parts: functions ``(params[part], value) -> value`` by name, in this order.
+
+    >>> model = SplitModel.from_parts(
+    ...     device=hk.transform(lambda examples: jax.nn.relu(hk.Linear(4)(examples["x"]))),
+    ...     server=hk.transform(lambda activations: hk.Linear(3)(activations)),
+    ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+    ...     num_classes=3)
+    >>> params = model.init(jax.random.key(0))
+    >>> sorted(params), model.apply_for_eval(params, {"x": jnp.ones([5, 2])}).shape
+    (['device', 'server'], (5, 3))
+    """
+
+    parts: Mapping[str, Callable[[Params, Any], Any]]
+
+    @classmethod
+    def from_parts(
+        cls,
+        *,
+        device: hk.Transformed,
+        server: hk.Transformed,
+        head: hk.Transformed | None = None,
+        features: Mapping[str, Feature],
+        loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
+        metrics: Mapping[str, metrics_lib.Metric] | None = None,
+        num_classes: int | None = None,
+    ) -> SplitModel:
+        """Returns a model from Haiku transforms without random draws: ``device`` of examples, the others of activations.
+
+        Args:
+          device, server, head: the parts.
+          features, loss, metrics, num_classes: see `Model.from_haiku`.
+
+        Raises:
+          ValueError: a part is not the result of ``hk.transform``.
+        """
+        transforms = {"device": device, "server": server} | ({} if head is None else {"head": head})
+        for each in transforms.values():
+            _check_transformed(each)
+        parts = {name: functools.partial(_apply, each) for name, each in transforms.items()}
+
+        @jit
+        def init(key: jax.Array) -> Params:
+            value, params = jax.tree.map(jnp.asarray, _zeros(features, 1)), {}
+            for number, (name, each) in enumerate(transforms.items()):
+                params[name] = each.init(jax.random.fold_in(key, number), value)
+                value = parts[name](params[name], value)
+            return params
+
+        def apply(params: Params, examples: Examples, key: jax.Array | None = None) -> Any:
+            return functools.reduce(lambda value, name: parts[name](params[name], value), parts, examples)
+
+        return cls(
+            init=init,
+            apply_for_train=apply,
+            apply_for_eval=apply,
+            loss=loss,
+            metrics=default_metrics(loss) if metrics is None else dict(metrics),
+            features=dict(features),
+            num_classes=num_classes,
+            parts=parts,
+        )
+
+
+def _check_transformed(transformed: Any) -> None:
+    if not isinstance(transformed, hk.Transformed):
+        raise ValueError(
+            f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
+        )
+
+
+def _apply(transformed: hk.Transformed, params: Params, value: Any) -> Any:
+    return transformed.apply(params, None, value)
+
+
+def default_metrics(loss: Callable[[Examples, Any], jax.Array]) -> dict[str, metrics_lib.Metric]:
+    """Returns the metric "loss", and with the cross-entropy of labels also "accuracy".
+
+    >>> list(default_metrics(metrics_lib.cross_entropy))
+    ['loss', 'accuracy']
+    """
+    metrics: dict[str, metrics_lib.Metric] = {
+        "loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))
+    }
+    return metrics | ({"accuracy": metrics_lib.accuracy} if loss is metrics_lib.cross_entropy else {})
 
 
 def _accepted(feature: Feature) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedsim
-from fedsim import aggregators, attacks, compressors, datasets, decentralized
+from fedsim import aggregators, attacks, compressors, datasets, decentralized, vertical
 from fedsim.experiment.reproductions import REPRODUCTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +49,7 @@ def test_page_of_algorithms_lists_all_registered_classes():
     known = [
         *fedsim.algorithms.ALGORITHMS,
         *decentralized.ALGORITHMS,
+        *vertical.ALGORITHMS,
         *aggregators.AGGREGATORS,
         *compressors.COMPRESSORS,
         *attacks.ATTACKS,
@@ -92,6 +93,10 @@ PAPERS = {
     "relaysgd": "2110.04175",
     "adpsgd": "1710.06952",
     "dssgd": "10.1145/2810103.2813687",
+    "splitfed": "2004.12088",
+    "splitlearning": "1812.00564",
+    "fedbcd": "1912.11187",
+    "cvfl": "2206.08330",
     "kmeans": "10.1109/TIT.1982.1056489",
     "gaussianmixture": "10.1111/j.2517-6161.1977.tb01600.x",
     "histogram": "ai.googleblog.com",
@@ -123,7 +128,7 @@ def test_every_algorithm_cites_its_own_paper():
         r"^\| `(\w+)` \|.*\| (?:\[([^\]]+)\]\(\S+\)|–) \|$", runpy.run_path(str(DOCS / "write_algorithms.py"))["page"](), re.M
     )
     assert {name: paper or "–" for name, paper in rows} == PAPERS
-    classes = [*fedsim.algorithms.ALGORITHMS.values(), *decentralized.ALGORITHMS.values()]
+    classes = [cls for module in (fedsim.algorithms, decentralized, vertical) for cls in module.ALGORITHMS.values()]
     summaries = [cls.__doc__.split("\n\n")[0] for cls in classes]
     assert [text for text in summaries if "\n" in text.strip() or "``" in text] == []  # `fedsim algorithms` prints one line
 
@@ -131,7 +136,7 @@ def test_every_algorithm_cites_its_own_paper():
 # Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
     *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
-    "DecentralizedAlgorithm",
+    *("DecentralizedAlgorithm", "VerticalAlgorithm"),
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
 }
@@ -142,6 +147,7 @@ WITHOUT_NAME = {
     [
         (fedsim.algorithms, fedsim.Algorithm, fedsim.algorithms.ALGORITHMS),
         (decentralized, decentralized.DecentralizedAlgorithm, decentralized.ALGORITHMS),
+        (vertical, vertical.VerticalAlgorithm, vertical.ALGORITHMS),
         (aggregators, aggregators.Aggregator, aggregators.AGGREGATORS),
         (compressors, compressors.Compressor, compressors.COMPRESSORS),
         (attacks, attacks.Attack, attacks.ATTACKS),

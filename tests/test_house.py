@@ -37,6 +37,7 @@ LAYERS: list[set[str]] = [
     {"differentiation", "evaluation", "planning"},
     {"algorithms"},
     {"decentralized"},
+    {"vertical"},
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
@@ -75,6 +76,7 @@ PUBLIC_MODULES = [
     "fedsim.samplers",
     "fedsim.systems",
     "fedsim.tree",
+    "fedsim.vertical",
 ]
 
 # Public names without their own example. No name may be added.

@@ -39,6 +39,7 @@ from fedsim.algorithms._qffl import QFedSGD as QFedSGD
 from fedsim.algorithms._quantiles import Quantiles as Quantiles
 from fedsim.algorithms._reptile import Reptile as Reptile
 from fedsim.algorithms._scaffold import SCAFFOLD as SCAFFOLD
+from fedsim.algorithms._splitfed import SplitFed as SplitFed
 from fedsim.algorithms._statistics import Statistics as Statistics
 from fedsim.names import look_up
 
@@ -48,6 +49,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
     "Selective sharing": (DSSGD,),
+    "Networks divided between device and server": (SplitFed,),
     "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}

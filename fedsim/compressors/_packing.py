@@ -54,7 +54,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     planes = jnp.arange(bits, dtype=jnp.uint32)[:, None]
 
     def spread(row: jax.Array, place: jax.Array) -> jax.Array:
-        return ((row[None].astype(jnp.uint32) >> planes) & jnp.uint32(1)) << place.astype(jnp.uint32)
+        return ((row[None].astype(jnp.uint32) >> planes) & jnp.uint32(1)) << jnp.asarray(place, jnp.uint32)
 
     def several(i: jax.Array, packed: jax.Array) -> jax.Array:
         for place in (_PACKED * i + j for j in range(_PACKED)):

@@ -21,7 +21,7 @@ from fedsim.experiment._pinned import pinned_path
 from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
 from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
-from fedsim.names import did_you_mean, import_reference, look_up, make, required
+from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
@@ -98,7 +98,8 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     cls = algorithm_class(first.algorithm)
     description = datasets.describe(first.dataset)
     fields = {field.name for field in dataclasses.fields(cls)}
-    model = _model(first.model or description.default_model, first.dataset) if "model" in fields else None
+    own_model = getattr(cls, "default_models", {}).get(parse_call(first.dataset)[0])
+    model = _model(first.model or own_model or description.default_model, first.dataset) if "model" in fields else None
     if "topology" in fields:  # The clients of the dataset are its nodes.
         splits = datasets.load(first.dataset, data=first.data)
         made = [_algorithm(cls, model, config, settings, nodes=splits.train.num_clients) for config in configs]

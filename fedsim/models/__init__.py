@@ -13,6 +13,7 @@ from fedsim.models._dense import dense as dense
 from fedsim.models._dense import logistic as logistic
 from fedsim.models._digits import digits_dense as digits_dense
 from fedsim.models._digits import digits_logistic as digits_logistic
+from fedsim.models._digits import digits_split as digits_split
 from fedsim.models._dropout import dropout as dropout
 from fedsim.models._emnist import emnist_cnn as emnist_cnn
 from fedsim.models._emnist import emnist_dense as emnist_dense

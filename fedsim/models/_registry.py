@@ -9,7 +9,7 @@ from fedsim.model import Model
 from fedsim.models._autoencoder import emnist_autoencoder
 from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
 from fedsim.models._dense import dense, logistic
-from fedsim.models._digits import digits_dense, digits_logistic
+from fedsim.models._digits import digits_dense, digits_logistic, digits_split
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
 from fedsim.models._generated import synthetic_logistic, toy_regression
 from fedsim.models._mnist import mnist_2nn, mnist_cnn
@@ -26,6 +26,7 @@ MODELS: dict[str, Callable[..., Model]] = {
         dense,
         digits_dense,
         digits_logistic,
+        digits_split,
         emnist_autoencoder,
         emnist_cnn,
         emnist_dense,

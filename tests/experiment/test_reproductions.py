@@ -58,6 +58,21 @@ def data(tmp_path_factory):
             for writer in range(12):
                 file[f"examples/w{writer}/pixels"] = DRAW.integers(256, size=(count, 28, 28)).astype(np.uint8)
                 file[f"examples/w{writer}/label"] = DRAW.integers(62, size=count).astype(np.int32)
+    tables = folder / "tabular_vfl"
+    tables.mkdir()
+    draw = np.random.default_rng(1)
+    for party, (names, labels) in {"guest": ("x0,x1", "y,"), "host": ("x0,x1,x2", "")}.items():
+        rows = [[i, *([i % 2] if labels else []), *draw.normal(size=len(names.split(",")))] for i in draw.permutation(40)]
+        lines = [f"id,{labels}{names}", *(",".join(map(str, row)) for row in rows)]
+        (tables / f"breast_hetero_{party}.csv").write_text("\n".join(lines))
+    for split in ("data", "test"):
+        labels = np.where(np.arange(60) % 3, "<=50K", ">50K")[:, None]
+        cells = [draw.normal(size=[60, 7]).round(2).astype(str), draw.choice(["A", "B", "C"], [60, 7]), labels]
+        rows = map(", ".join, np.concatenate(cells, axis=1).tolist())
+        (tables / f"adult.{split}").write_text("\n".join([", ".join("abcdefghijklmno"), *rows]))
+    for name in ("a9a", "a9a.t"):
+        lines = [f"{1 if i % 3 else -1} {1 + i % 67}:1 {68 + i % 56}:1 \n" for i in range(60)]
+        (tables / f"{name}.gz").write_bytes(gzip.compress("".join(lines).encode()))
     return folder
 
 
@@ -385,6 +400,7 @@ TINY = [
     ("dropped_messages", ["relaysgd"]),
     ("four_ways", ["stragglers-partial", "femnist"]),
     ("data_parallel", ["slow-1"]),
+    ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
 ]
 
 

@@ -32,6 +32,7 @@ from fedsim.experiment.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.experiment.reproductions._unus_faults import UNUS_FAULTS
 from fedsim.experiment.reproductions._unus_fedavg import UNUS_FEDAVG
 from fedsim.experiment.reproductions._unus_staleness import UNUS_STALENESS
+from fedsim.experiment.reproductions._vertical import VERTICAL
 from fedsim.names import look_up
 
 REPRODUCTIONS: dict[str, Reproduction] = {
@@ -52,6 +53,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         DROPPED_MESSAGES,
         FOUR_WAYS,
         DATA_PARALLEL,
+        VERTICAL,
     )
 }
 

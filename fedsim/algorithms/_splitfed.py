@@ -1,0 +1,146 @@
+"""SplitFed: federated averaging of a network that is divided between each device and the server.
+
+C. Thapa, M. A. P. Chamikara, S. Camtepe, L. Sun, "SplitFed: when federated learning meets split learning", AAAI 2022, SFLV1
+(Algorithms 1 and 2): https://arxiv.org/abs/2004.12088. All clients of a round work in parallel, the server has a copy of its
+part for each of them, and both parts are averaged at the end of the round. The version without label sharing, whose last layers
+are on the device again, is the U-shaped configuration of P. Vepakomma et al., "Split learning for health", 2018:
+https://arxiv.org/abs/1812.00564. Deviations: a compressor; a client takes as many local steps as ``batches`` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedsim import checks, metrics, rng, tree
+from fedsim.algorithms._fedavg import FedAvg, Local
+from fedsim.compressors import Compressor, Identity
+from fedsim.data import Batch
+from fedsim.execution import Client, ClientUpdate
+from fedsim.model import Params, SplitModel
+
+
+class Traffic(NamedTuple):
+    """The bits that cross the cuts from the device to the server and back, ``float32 []``."""
+
+    up: jax.Array
+    down: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class SplitFed(FedAvg):
+    """FedAvg of a network whose first part is on the device and whose second part is on the server.
+
+    In every local step the device sends its activations and the labels up, and the server sends the gradient with respect to
+    the activations down. With a model that has a ``head``, the device computes the last layers and the loss itself, so the
+    labels stay there: the server sends its activations down, and the device their gradient up. Uncompressed, this is `FedAvg`
+    of the whole model. A model without parts is on the device as a whole.
+
+    The info of a round has for each client ``step_bits_up`` and ``step_bits_down``, what crosses the cuts per local step, and
+    ``device_bits_up`` and ``device_bits_down``, all that the device sends and receives in the round: this and its parts of the
+    model, ``float32``. (``bits_up`` and ``bits_down`` are those of all parameters, also of the server's copies.)
+
+    Attributes:
+      model: a `fedsim.SplitModel`.
+      compressor: compresses activations and gradients, each message as a whole batch, without memory. The gradient is computed
+        at the activations that arrived.
+      client_optimizer, server_optimizer, weighting: see `FedAvg`. The first takes the steps of all parts.
+
+    >>> import fedsim, optax
+    >>> data = fedsim.datasets.load("digits", clients=4).train
+    >>> algorithm = SplitFed(
+    ...     model=fedsim.models.digits_split(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=16))
+    >>> state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, data.client_ids[:2]))
+    >>> sorted(state.params), info.clients["step_bits_down"].max().item() == 16 * 128 * 32  # 16 images, 128 floats
+    (['device', 'server'], True)
+    """
+
+    # A model in parts for the digits, whose default model has none.
+    default_models: ClassVar[Mapping[str, str]] = {"digits": "digits_split"}
+
+    compressor: Compressor = dataclasses.field(default_factory=Identity)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.instance(Compressor, "UniformQuantizer(levels=16)", compressor=self.compressor)
+
+    @property
+    def not_differentiable(self) -> str:
+        return self.compressor.not_differentiable
+
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        local, traffic = self._train(shared, client)
+        steps = client.num_steps.astype(jnp.float32)
+        parts = self.model.parts if isinstance(self.model, SplitModel) else {}
+        own = {part: shared.params[part] for part in parts if part != "server"} or shared.params
+        model_bits = jnp.where(steps > 0, jnp.float32(tree.num_bits(own)), 0.0)
+        info = {f"step_bits_{way}": bits / jnp.maximum(steps, 1) for way, bits in traffic._asdict().items()}
+        info |= {f"device_bits_{way}": bits + model_bits for way, bits in traffic._asdict().items()}
+        update = self.update_of(shared, client, local)
+        return update._replace(info={**update.info, **info})
+
+    def train(self, shared: Any, client: Client) -> Local:
+        return self._train(shared, client)[0]
+
+    def _train(self, shared: Any, client: Client) -> tuple[Local, Traffic]:
+        def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
+            local, traffic = state
+            loss, gradient, sent = self.gradient_through_cuts(shared, local.params, batch)
+            return self.step(shared, local, batch, (loss, gradient)), tree.add(traffic, sent)
+
+        start = self.start(shared, self.client_params(shared, client))
+        return client.for_each_batch(self.batches, step, (start, Traffic(jnp.float32(0), jnp.float32(0))))
+
+    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        loss, gradient, _ = self.gradient_through_cuts(shared, params, batch)
+        return loss, gradient
+
+    def gradient_through_cuts(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params, Traffic]:
+        """Returns the loss of a batch, the gradient of each part as its place computes it, and what was sent for this."""
+        model = self.model
+        if not isinstance(model, SplitModel):
+            return *super().client_gradient(shared, params, batch), Traffic(jnp.float32(0), jnp.float32(0))
+        first, *others = model.parts
+        sent: list[list[jax.Array]] = [[], []]  # up and down
+
+        # Forward: the first part is on the device, and every message goes to the other side.
+        value, pull = jax.vjp(lambda own: model.parts[first](own, batch.examples), params[first])
+        pulls = [pull]
+        for cut, name in enumerate(others):
+            value, bits = self._send(value, batch, f"to {name}")
+            sent[cut % 2].append(bits)
+            value, pull = jax.vjp(model.parts[name], params[name], value)
+            pulls.append(pull)
+
+        def mean_loss(outputs: Any) -> jax.Array:
+            return metrics.masked_mean(model.losses(batch.examples, outputs), batch.mask)
+
+        loss, slope = jax.value_and_grad(mean_loss)(value)
+        if len(others) == 1 and "y" in batch.examples:  # The server computes the loss, so it needs the labels.
+            sent[0].append(self._real(tree.num_bits(batch.examples["y"]), batch))
+
+        # Backward: gradients return through the same cuts.
+        gradient = {}
+        for cut, name in reversed(list(enumerate(others))):
+            gradient[name], slope = pulls[cut + 1](slope)
+            slope, bits = self._send(slope, batch, f"back from {name}")
+            sent[1 - cut % 2].append(bits)
+        (gradient[first],) = pulls[0](slope)
+        return loss, gradient, Traffic(*(sum(each, jnp.float32(0)) for each in sent))
+
+    def _send(self, value: Any, batch: Batch, name: str) -> tuple[Any, jax.Array]:
+        """Returns what arrives of a message with one row per example, and its size without padding, in bits, ``float32 []``."""
+
+        def without_padding(x: jax.Array) -> jax.Array:
+            return jnp.where(batch.mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+
+        arrived = self.compressor.transmit(jax.tree.map(without_padding, value), rng.stream(batch.key, name))
+        return arrived.value, self._real(arrived.bits, batch)
+
+    def _real(self, bits: Any, batch: Batch) -> jax.Array:
+        """Returns the share of bits that belongs to examples and not to padding."""
+        return jnp.asarray(bits).astype(jnp.float32) * jnp.mean(batch.mask.astype(jnp.float32))

@@ -1,0 +1,136 @@
+"""`Party`: what one organization knows of its people."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import gzip
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Party:
+    """The ids of the people that a party knows, and its columns, the labels, or both.
+
+    Rows are in any order. `align` brings the rows of several parties into a common order.
+
+    Attributes:
+      ids: one text or whole number per person, ``[n]``, all different. A number and its decimal digits are the same id.
+      columns: numbers or arrays of numbers by name, ``[n, ...]``; stored as ``float32``. Empty for a party with labels only.
+      labels: ``[n]``, or None; whole numbers are stored as ``int32``, others as ``float32``.
+
+    Raises:
+      ValueError: an id occurs twice or is neither a text nor a whole number; a column or the labels do not have one finite
+        value per id; or there are neither columns nor labels.
+
+    >>> bank = Party(ids=["ann", "bob"], columns={"income": [3.1, 2.0]}, labels=[1, 0])
+    >>> bank.columns["income"].dtype, bank.labels.tolist()
+    (dtype('float32'), [1, 0])
+    >>> Party(ids=["ann", "ann"], labels=[1, 0])
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected ids to be different, got the id 'ann' in 2 rows: keep one row per person.
+    """
+
+    ids: Sequence[str] | Sequence[int] | np.ndarray
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    labels: Any = None
+
+    def __post_init__(self) -> None:
+        ids = tuple(map(_as_id, self.ids))
+        if len(set(ids)) < len(ids):
+            unique, counts = np.unique(ids, return_counts=True)
+            twice = str(unique[np.argmax(counts > 1)])
+            raise ValueError(
+                f"Expected ids to be different, got the id {twice!r} in {ids.count(twice)} rows: keep one row per person."
+            )
+        if not self.columns and self.labels is None:
+            raise ValueError("Expected a party to have columns or labels, got neither: give columns={name: values} or labels.")
+        columns = {name: _checked(f"column {name!r}", values, len(ids), np.float32) for name, values in self.columns.items()}
+        labels = self.labels
+        if labels is not None:
+            whole = np.asarray(labels).dtype.kind in "iub"
+            labels = _checked("labels", labels, len(ids), np.int32 if whole else np.float32)
+            if labels.ndim != 1:
+                raise ValueError(f"Expected one label per id, got labels of shape {list(labels.shape)}: give labels [n].")
+        for name, value in (("ids", ids), ("columns", columns), ("labels", labels)):
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def from_csv(cls, path: str | Path, *, ids: str = "id", labels: str | None = None, prefix: str = "") -> Party:
+        """Reads a table of numbers with a line of names, such as those of FATE's examples; the file may be gzipped.
+
+        Args:
+          path: the file.
+          ids: the name of the column with ids, which are read as texts.
+          labels: the name of the column with labels; None if the party has none.
+          prefix: is put before the names of the other columns, because in FATE's files both parties have columns ``x0``, ....
+
+        Raises:
+          ValueError: there is no column ``ids`` or ``labels``, a row has more or fewer values than there are names, or a value
+            is not a finite number.
+
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+        ...     _ = file.write("id,y,x0\\n7,1,0.5\\n3,0,-2\\n"), file.flush()
+        ...     party = Party.from_csv(file.name, labels="y", prefix="bank.")
+        >>> party.ids, party.columns["bank.x0"].tolist(), party.labels.tolist()
+        (('7', '3'), [0.5, -2.0], [1, 0])
+        """
+        path = Path(path)
+        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+            names, *rows = [*csv.reader(file)] or [[]]
+        if not rows or any(len(row) != len(names) for row in rows):
+            raise ValueError(f"Expected {path.name} to have a line of names and rows with as many values, separated by commas.")
+        for option, name in (("ids", ids), ("labels", labels)):
+            if name is not None and name not in names:
+                raise ValueError(f"Expected {option} to be a column of {path.name}, got {option}={name!r}: it has {names}.")
+        table = dict(zip(names, zip(*rows, strict=True), strict=True))
+        own_ids = table.pop(ids)
+        numbers = {name: _numbers(path, name, own_ids, values) for name, values in table.items()}
+        own_labels = numbers.pop(labels) if labels is not None else None
+        if own_labels is not None and np.array_equal(own_labels, np.round(own_labels)):
+            own_labels = own_labels.astype(np.int32)
+        return cls(ids=own_ids, columns={f"{prefix}{name}": values for name, values in numbers.items()}, labels=own_labels)
+
+    def matrix(self) -> np.ndarray:
+        """Returns all columns side by side, flattened to ``float32 [n, width]``, in the order of `columns`.
+
+        >>> Party(ids=[1, 2], columns={"age": [30, 40], "scores": [[1, 2], [3, 4]]}).matrix().tolist()
+        [[30.0, 1.0, 2.0], [40.0, 3.0, 4.0]]
+        """
+        return np.concatenate([column.reshape(len(column), -1) for column in self.columns.values()], axis=1)
+
+
+def _as_id(value: Any) -> str:
+    if isinstance(value, str | int | np.integer) and not isinstance(value, bool):
+        return str(value)
+    raise ValueError(f"Expected ids to be texts or whole numbers, got {value!r}: convert them, for example with str.")
+
+
+def _checked(what: str, values: Any, count: int, dtype: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim == 0 or len(array) != count:
+        raise ValueError(f"Expected one value per id in {what}, got shape {list(array.shape)} for {count} ids.")
+    if array.dtype.kind not in "iufb":
+        raise ValueError(f"Expected numbers in {what}, got {array.ravel()[0].item()!r}: encode other values as numbers.")
+    array = array.astype(dtype)
+    if not np.all(np.isfinite(array)):
+        raise ValueError(f"Expected finite numbers in {what}, got NaN or infinity: fill in or leave out missing values.")
+    return array
+
+
+def _numbers(path: Path, name: str, ids: Sequence[str], values: Sequence[str]) -> np.ndarray:
+    for person, value in zip(ids, values, strict=True):
+        try:
+            float(value)
+        except ValueError:
+            raise ValueError(
+                f"Expected numbers in column {name!r} of {path.name}, got {value!r} for id {person!r}: encode texts as "
+                "numbers, and fill in missing values."
+            ) from None
+    return np.array(values, np.float32)

@@ -1,0 +1,181 @@
+"""Parties, their alignment by id, and their division from one table."""
+
+import gzip
+import hashlib
+import hmac
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fedsim
+from fedsim import vertical
+from fedsim.vertical import Party
+
+REAL = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "tabular_vfl"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")
+
+
+def test_rows_belong_together_and_their_order_depends_on_ids_and_secret_only():
+    draw = np.random.default_rng(0)
+    ids, values = np.array([f"person {i}" for i in range(50)]), np.arange(50.0)
+
+    def aligned(secret="s"):
+        bank, shop = draw.permutation(50)[:40], draw.permutation(50)[:45]
+        parties = {
+            "bank": Party(ids=ids[bank].tolist(), columns={"a": values[bank]}, labels=bank % 3),
+            "shop": Party(ids=ids[shop].tolist(), columns={"b": 2 * values[shop]}),
+        }
+        data = vertical.align(parties, secret=secret)
+        assert set(data.ids) == set(ids[bank]) & set(ids[shop])
+        return data
+
+    data = aligned()
+    people = np.array([int(each.split()[1]) for each in data.ids])
+    np.testing.assert_array_equal(data.features["bank"][:, 0], people)
+    np.testing.assert_array_equal(data.features["shop"][:, 0], 2 * people)
+    np.testing.assert_array_equal(data.labels, people % 3)
+    hashes = [hmac.new(b"s", each.encode(), hashlib.sha256).digest() for each in data.ids]
+    assert hashes == sorted(hashes) and list(data.ids) != sorted(data.ids)
+    again = aligned()  # other rows in another order
+    both = [each for each in data.ids if each in again.ids]
+    assert both == [each for each in again.ids if each in data.ids]
+    other = aligned("another secret")
+    assert [each for each in data.ids if each in other.ids] != [each for each in other.ids if each in data.ids]
+
+
+def test_a_number_and_its_digits_are_the_same_id():
+    data = vertical.align(
+        {"a": Party(ids=[7, 12], columns={"x": [1, 2]}), "b": Party(ids=["12", "7", "07"], labels=[0, 1, 2])}, secret=b"key"
+    )
+    assert sorted(zip(data.ids, data.labels.tolist(), strict=True)) == [("12", 0), ("7", 1)]
+    assert data.labels_at == "b" and list(data.features) == ["a"]
+
+
+def bank(**changes):
+    return Party(**({"ids": ["ann", "bob"], "columns": {"income": [3, 2]}, "labels": [1, 0]} | changes))
+
+
+def shop(**changes):
+    return Party(**({"ids": ["ann", "bob"], "columns": {"visits": [3, 2]}} | changes))
+
+
+@pytest.mark.parametrize(
+    ("parties", "message"),
+    [
+        (
+            {"bank": bank(), "shop": shop(columns={"income": [1, 2]})},
+            "Expected every column at one party, got 'income' at 'bank' and 'shop': leave it out at one of them",
+        ),
+        ({"bank": bank(labels=None), "shop": shop()}, "Expected a party with labels, got none of bank, shop"),
+        ({"bank": bank(), "shop": shop(labels=[0, 1])}, "Expected labels at one party, got them at bank and shop"),
+        ({"bank": bank(), "shop": shop(ids=["Ann", "Bob"])}, "got no id in common of bank, shop: check that their ids"),
+        ({"bank": bank(columns={})}, "Expected a party with columns, got only labels"),
+        ({"bank": bank(), "y": shop()}, "Expected parties to have names other than 'y'"),
+    ],
+)
+def test_parties_that_cannot_be_aligned_are_refused(parties, message):
+    with pytest.raises(ValueError, match=message):
+        vertical.align(parties, secret="s")
+
+
+@pytest.mark.parametrize("secret", ["", b"", None])
+def test_the_secret_is_needed(secret):
+    with pytest.raises(ValueError, match="Expected secret to be a text or bytes, not empty"):
+        vertical.align({"bank": bank(), "shop": shop()}, secret=secret)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ids": ["ann", "ann"]}, "Expected ids to be different, got the id 'ann' in 2 rows"),
+        ({"ids": [1.5, 2.5]}, "Expected ids to be texts or whole numbers, got 1.5"),
+        ({"columns": {"income": [1, 2, 3]}}, r"Expected one value per id in column 'income', got shape \[3\] for 2 ids"),
+        ({"columns": {"income": [1, np.nan]}}, "Expected finite numbers in column 'income'"),
+        ({"columns": {"city": ["Bonn", "Rome"]}}, "Expected numbers in column 'city', got 'Bonn': encode other values"),
+        ({"labels": [[1], [2]]}, r"Expected one label per id, got labels of shape \[2, 1\]"),
+        ({"columns": {}, "labels": None}, "Expected a party to have columns or labels, got neither"),
+    ],
+)
+def test_wrong_parties_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        bank(**changes)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_the_overlap_is_the_share_of_people_whom_all_parties_know(share):
+    x, y = np.random.default_rng(0).normal(size=(200, 6)), np.arange(200)
+    blocks = {"a": [0, 1], "b": [2, 3, 4], "c": [5]}
+    parties = vertical.divide_columns(x, y, blocks, labels_at="d", overlap=share, seed=1)
+    knows = {name: set(party.ids) for name, party in parties.items()}
+    everywhere = set.intersection(*knows.values())
+    assert len(everywhere) == round(200 * share) and len(set.union(*knows.values())) == 200
+    assert sum(map(len, knows.values())) == 4 * len(everywhere) + 200 - len(everywhere)  # the others are at one party each
+    data = vertical.align(parties, secret="s")
+    assert set(data.ids) == everywhere and data.columns == {"a": ("x0", "x1"), "b": ("x2", "x3", "x4"), "c": ("x5",)}
+    rows = np.array([int(each) for each in data.ids])
+    np.testing.assert_array_equal(data.labels, rows)
+    for name, block in blocks.items():
+        np.testing.assert_array_equal(data.features[name], x[rows][:, block].astype(np.float32))
+
+
+def test_wrong_divisions_are_refused():
+    for options, message in (
+        ({"overlap": 1.5}, "Expected 0 <= overlap <= 1, got overlap=1.5"),
+        ({"ids": [1]}, r"Expected 3 ids for x of shape \[3, 2\], got 1"),
+        ({"x": np.zeros([3, 2, 2])}, r"Expected x to be a table \[n, features\], got shape \[3, 2, 2\]"),
+    ):
+        given = {"x": np.zeros([3, 2]), "labels": [0, 1, 1], "blocks": {"a": [0], "b": [1]}, "labels_at": "a"} | options
+        with pytest.raises(ValueError, match=message):
+            vertical.divide_columns(**given)
+
+
+def test_a_model_needs_a_bottom_for_every_party_with_features():
+    data = vertical.align({"bank": bank(), "shop": shop()}, secret="s")
+    with pytest.raises(ValueError, match="Expected bottoms for the parties with features, bank, shop, got those of bank"):
+        vertical.VerticalModel.of(data, bottoms={"bank": vertical.dense(2)}, top=vertical.concatenate(2))
+    with pytest.raises(ValueError, match="Expected a party with features, got 'clinic': they are at bank, shop"):
+        data.only("clinic")
+    with pytest.raises(ValueError, match="Expected 1 <= size <= 2, got size=3: at most the number of people"):
+        vertical.BatchSampler(data, size=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("id,x\n1,2\n", {"labels": "y"}, r"Expected labels to be a column of t.csv.gz, got labels='y': it has \['id', 'x'\]"),
+        ("id,x\n1,blue\n", {}, "Expected numbers in column 'x' of t.csv.gz, got 'blue' for id '1'"),
+        ("id,x\n1,\n", {}, "Expected numbers in column 'x' of t.csv.gz, got '' for id '1'"),
+        ("id,x\n1,nan\n", {}, "Expected finite numbers in column 'x'"),
+        ("id,x\n1\n", {}, "Expected t.csv.gz to have a line of names and rows with as many values"),
+        ("", {}, "Expected t.csv.gz to have a line of names"),
+    ],
+)
+def test_wrong_tables_are_refused(text, options, message, tmp_path):
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(ValueError, match=message):
+        Party.from_csv(tmp_path / "t.csv.gz", **options)
+
+
+@needs_real
+def test_two_files_of_fate_are_two_parties():
+    one = Party.from_csv(REAL / "breast_hetero_guest.csv.gz", labels="y", prefix="one.")
+    two = Party.from_csv(REAL / "breast_hetero_host.csv.gz", prefix="two.")
+    data = vertical.align({"one": one, "two": two}, secret="s")
+    assert len(data) == 569 and {name: x.shape[1] for name, x in data.features.items()} == {"one": 10, "two": 20}
+    row = data.ids.index("133")
+    assert data.features["one"][row, :2] == pytest.approx([0.254879, -1.046633])
+    assert data.features["two"][row, :2] == pytest.approx([0.449512, -1.247226]) and data.labels[row] == 1
+    both = {"one": one, "two": Party.from_csv(REAL / "breast_hetero_host.csv.gz", prefix="one.")}
+    with pytest.raises(ValueError, match="Expected every column at one party, got 'one.x0' at 'one' and 'two'"):
+        vertical.align(both, secret="s")
+
+
+def test_the_pooled_data_are_those_of_one_client():
+    data = vertical.align({"bank": bank(), "shop": shop()}, secret="s")
+    pooled = data.pooled()
+    assert isinstance(pooled, fedsim.FederatedData) and pooled.num_clients == 1
+    np.testing.assert_array_equal(pooled.columns["y"], data.labels)
+    assert list(data.only("shop").features) == ["shop"] and data.only("shop").labels_at == "bank"
+    assert data.take([1]).ids == data.ids[1:]
