@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
 from fedsim import attacks as attacks
+from fedsim import augmentations as augmentations
 from fedsim import compressors as compressors
 from fedsim import data as data
 from fedsim import datasets as datasets

@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
     {"descriptions", "names", "rng", "tree"},
-    {"metrics", "primitives"},
+    {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
     {"aggregators", "formats", "text"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
@@ -52,6 +52,7 @@ PUBLIC_MODULES = [
     "fedsim.aggregators",
     "fedsim.algorithms",
     "fedsim.attacks",
+    "fedsim.augmentations",
     "fedsim.compressors",
     "fedsim.data",
     "fedsim.datasets",

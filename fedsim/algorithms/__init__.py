@@ -20,6 +20,7 @@ from fedsim.algorithms._fedper import FedPer as FedPer
 from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedrep import FedRep as FedRep
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
+from fedsim.algorithms._fixmatch import FixMatch as FixMatch
 from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixture
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
@@ -31,6 +32,7 @@ from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._mime import Mime as Mime
 from fedsim.algorithms._mime import MimeLite as MimeLite
+from fedsim.algorithms._pca import PCA as PCA
 from fedsim.algorithms._perfedavg import PerFedAvg as PerFedAvg
 from fedsim.algorithms._pfedme import PFedMe as PFedMe
 from fedsim.algorithms._qffl import FairServer as FairServer
@@ -47,8 +49,9 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
+    "Few labels": (FixMatch,),
     "Selective sharing": (DSSGD,),
-    "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
+    "Beyond gradients": (KMeans, GaussianMixture, PCA, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 

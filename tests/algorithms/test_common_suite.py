@@ -39,6 +39,8 @@ SETTINGS = {
     "num_clusters": 2,
     "head": lambda module, name: name == "b",
     "num_items": federation.NUM_CLASSES,
+    "weak": fedsim.augmentations.noise,
+    "strong": fedsim.augmentations.noise,
 }
 AGGREGATORS = {
     "sum": aggregators.Sum(),

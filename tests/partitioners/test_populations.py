@@ -67,8 +67,8 @@ def test_rotation_does_not_change_its_argument_and_180_degrees_fit_any_shape():
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (population(), {"angles": [45]}, r"multiples of 90, got angles=\[45\]"),
-        (population(), {"angles": []}, "multiples of 90"),
+        (population(), {"angles": [np.inf]}, r"finite angles in degrees, got angles=\[inf\]"),
+        (population(), {"angles": []}, "give one or more"),
         (population(), {"feature": "z"}, "no feature 'z'"),
         (population(), {"feature": "y"}, "expected images"),
         (population(shape=(2, 5)), {}, "Images of 2 by 5 cannot be rotated"),
