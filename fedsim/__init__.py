@@ -27,6 +27,7 @@ from fedsim import rng as rng
 from fedsim import samplers as samplers
 from fedsim import systems as systems
 from fedsim import text as text
+from fedsim import transfer as transfer
 from fedsim import tree as tree
 from fedsim._version import __version__ as __version__
 from fedsim.algorithm import Algorithm as Algorithm

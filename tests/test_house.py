@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"descriptions", "names", "rng", "tree"},
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
-    {"aggregators", "formats", "text"},
+    {"aggregators", "formats", "text", "transfer"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
     {"systems"},
     {"plots"},
@@ -75,6 +75,7 @@ PUBLIC_MODULES = [
     "fedsim.text",
     "fedsim.samplers",
     "fedsim.systems",
+    "fedsim.transfer",
     "fedsim.tree",
 ]
 

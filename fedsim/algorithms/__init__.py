@@ -10,6 +10,7 @@ from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
+from fedsim.algorithms._fedmatch import FedMatch as FedMatch
 from fedsim.algorithms._fedmgda import FedMGDA as FedMGDA
 from fedsim.algorithms._fednova import FedNova as FedNova
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
@@ -49,7 +50,7 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
-    "Few labels": (FixMatch,),
+    "Few labels": (FixMatch, FedMatch),
     "Selective sharing": (DSSGD,),
     "Beyond gradients": (KMeans, GaussianMixture, PCA, Histogram, Quantiles, HeavyHitters),
 }

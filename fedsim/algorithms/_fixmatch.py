@@ -6,7 +6,8 @@ The paper's τ is ``threshold``, λ_u is ``unlabelled_weight``, α is ``weak`` a
 SemiFL compare with this combination of FixMatch and FedAvg (https://arxiv.org/abs/2006.12097, https://arxiv.org/abs/2106.01432).
 
 Deviations: a batch is drawn from all examples of a client, so that its numbers of labelled and unlabelled examples (the paper's
-B and μB) are random. The default augmentations do not flip images, which changes characters, and have no RandAugment.
+B and μB) are random. The default augmentations move images less, do not flip them, which changes characters, and
+have rotation, noise and cutout in place of RandAugment.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import optax
 
 from fedsim import augmentations, checks, metrics, rng
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
@@ -131,16 +132,16 @@ class FixMatch(FedAvg):
         probabilities = jax.nn.softmax(jax.lax.stop_gradient(logits))
         return jnp.argmax(probabilities, axis=1).astype(jnp.int32), jnp.max(probabilities, axis=1) >= self.threshold
 
-    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        result = super().client_update(shared, client)
-        return result._replace(info={**result.info, "confident": self.confident(shared.params, client)})
+    def update_of(self, shared: Any, client: Client, local: Local) -> ClientUpdate:
+        result = super().update_of(shared, client, local)
+        return result._replace(info={**result.info, "confident": self.confident(shared, client)})
 
-    def confident(self, params: Params, client: Client) -> jax.Array:
+    def confident(self, shared: Any, client: Client) -> jax.Array:
         """Returns the fraction of a client's unlabelled examples whose pseudo-labels reach the threshold, ``float32 []``."""
 
         def add(total: metrics.Mean, batch: Batch) -> metrics.Mean:
             unlabelled = batch.mask & (batch.examples["y"] < 0)
-            reached = unlabelled & self.pseudo_labels(self.logits(params, batch, "weak"))[1]
+            reached = unlabelled & self.pseudo_labels(self.logits(shared.params, batch, "weak"))[1]
             return total.merge(metrics.Mean(*(jnp.sum(each, dtype=jnp.float32) for each in (reached, unlabelled))))
 
         zero = metrics.Mean(jnp.float32(0), jnp.float32(0))

@@ -382,6 +382,7 @@ TINY = [
     ("unus_staleness", ["digits-bound-constant", "femnist-methods"]),
     ("unus_faults", ["digits-losses", "femnist-both"]),
     ("random_quadratics", ["all-reduce"]),
+    ("few_labels", ["digits-clients-10", "digits-server-10"]),
 ]
 
 

@@ -11,6 +11,7 @@ from fedsim.experiment.reproductions._curve import rounds_to_target as rounds_to
 from fedsim.experiment.reproductions._curve import train as train
 from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
+from fedsim.experiment.reproductions._few_labels import FEW_LABELS
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
 from fedsim.experiment.reproductions._random_quadratics import RANDOM_QUADRATICS
@@ -46,6 +47,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_STALENESS,
         UNUS_FAULTS,
         RANDOM_QUADRATICS,
+        FEW_LABELS,
     )
 }
 
