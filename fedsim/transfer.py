@@ -47,14 +47,15 @@ def head_of(model: Model, head: Head | None = None) -> Head:
 
 
 def module_names(model: Model) -> list[str]:
-    """Returns the names of the modules in the order in which the model creates them, which transformed parameters do not keep.
+    """Returns the names of the modules in the order in which the model creates their parameters, which these do not keep.
 
     >>> import fedsim
     >>> module_names(fedsim.models.digits_dense())
     ['linear', 'linear_1', 'linear_2']
     """
     names: list[str] = []
-    jax.eval_shape(lambda key: names.extend(model.init(key)), jax.random.key(0))
+    with jax.disable_jit():  # The results of a compiled function are sorted.
+        jax.eval_shape(lambda key: names.extend(model.init(key)), jax.random.key(0))
     return names
 
 
@@ -88,7 +89,7 @@ def transfer_body(model: Model, new: Params, old: Params, *, head: Head | None =
         if is_head(module, name):
             return value
         found = old.get(module, {}).get(name)
-        if jnp.shape(found) != jnp.shape(value) or found is None:
+        if found is None or jnp.shape(found) != jnp.shape(value):
             there = "there is none" if found is None else f"there it has {list(jnp.shape(found))}"
             wrong.append(f"{module}/{name} {list(jnp.shape(value))} ({there})")
         return found

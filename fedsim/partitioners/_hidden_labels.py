@@ -64,7 +64,8 @@ def hide_labels(
             # The draws are made in this order so that a larger fraction keeps the same labels.
             extra, order = draw.random(), draw.permutation(stop - start)
             kept[start + order[: int(fraction * (stop - start) + extra)]] = True
-    hidden = np.where(kept, labels, -1).astype(labels.dtype if labels.dtype.kind == "i" else np.int32)
+    hidden = labels.astype(labels.dtype if labels.dtype.kind == "i" else np.int32)
+    hidden[~kept] = -1
     return FederatedData({**data.columns, feature: hidden}, data.offsets, data.client_ids)
 
 
