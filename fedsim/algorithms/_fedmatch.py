@@ -7,11 +7,11 @@ ICLR 2021, equations 2 to 5, and the authors' code (github.com/wyjeong/FedMatch)
 every tenth round. E. Diao, J. Ding, V. Tarokh, "SemiFL", NeurIPS 2022, https://arxiv.org/abs/2106.01432, report that FedMatch is
 no better than training on the labels alone.
 
-Deviations: helpers are chosen among the clients of the round that have trained before, and the nearest are found by computing all
-distances (the paper chooses among all clients that have trained, by a k-d tree, which finds the same). In the simulation, clients
-keep the ψ that they sent last, and every client of a round receives those of all, of which it uses H, so that the metrics count
-too many bits down. Predictions for pseudo-labels are those for weakly augmented examples (the paper: for examples as they are).
-Differences of parameters are sent whole; the paper leaves out small ones.
+Deviations: helpers are chosen among the first ``candidates`` clients of the round that have trained before (the paper: among all
+clients that have), and the nearest are found by computing all distances, which finds the same as the paper's k-d tree. In the
+simulation, clients keep the ψ that they sent last, and all of a round receive those of all candidates, of which they
+use H, so that the metrics count too many bits down. Predictions for pseudo-labels are those for weakly augmented examples (the
+paper: for examples as they are). Differences of parameters are sent whole; the paper leaves out small ones.
 """
 
 from __future__ import annotations
@@ -52,28 +52,39 @@ class FedMatchState(NamedTuple):
     parts: Parts
 
 
-class Helpers(NamedTuple):
-    """Models of other clients.
+class Candidates(NamedTuple):
+    """The last models of some clients, from which every client gets its helpers; leaves have an axis for the clients.
 
     Attributes:
-      psi: their ψ, leaves ``[models, ...]``.
-      chosen: the models that help each client of the round, ``int32 [clients, helpers]``. For one client it is ``[helpers]``,
-        and ``psi`` holds only these.
-      there: whether there are so many, ``bool`` in the shape of ``chosen``.
+      psi: their ψ.
+      predictions: of the models on the probe, ``[clients, classes]``.
+      position: of the clients in the population, ``int32 [clients]``.
+      trained: whether the client has trained before, ``bool [clients]``; False where there is none.
     """
 
     psi: Params
-    chosen: jax.Array
+    predictions: jax.Array
+    position: jax.Array
+    trained: jax.Array
+
+
+class Helpers(NamedTuple):
+    """The ψ of the helpers of one client, leaves ``[helpers, ...]``, and whether there are so many, ``bool [helpers]``."""
+
+    psi: Params
     there: jax.Array
 
 
 class FedMatchShared(NamedTuple):
-    """What clients receive: the parameters' parts, the number of server updates so far, the helpers, and the probe's seed."""
+    """What clients receive: the parameters' parts, the number of server updates so far, the probe's seed, and `Candidates`.
+
+    In a client's steps ``helpers`` are its own, `Helpers`.
+    """
 
     params: Parts
     round: jax.Array
-    helpers: Helpers
     server_seed: jax.Array
+    helpers: Any
 
 
 class FedMatchMemory(NamedTuple):
@@ -101,6 +112,7 @@ class FedMatch(FixMatch):
       l1: the weight of the sum of the magnitudes of ψ, where there are unlabelled examples.
       psi_factor: the initial ψ is this times the initial σ.
       num_helpers: H, at least 0. With 0, every client is alone with its pseudo-labels.
+      candidates: the number of clients of a round among which helpers are chosen.
       helper_every: the interval in rounds between rounds with helpers.
       weak, strong, augmented, server_examples: see `FixMatch`.
 
@@ -121,13 +133,14 @@ class FedMatch(FixMatch):
     l1: float = 1e-4
     psi_factor: float = 0.2
     num_helpers: int = 2
+    candidates: int = 10
     helper_every: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.number(least=0, labels_weight=self.labels_weight, l2=self.l2, l1=self.l1, psi_factor=self.psi_factor)
-        checks.whole(0, num_helpers=self.num_helpers)
-        checks.whole(1, helper_every=self.helper_every)
+        checks.whole(1, candidates=self.candidates, helper_every=self.helper_every)
+        checks.whole(0, self.candidates, num_helpers=self.num_helpers)
 
     def init(self, key: jax.Array) -> FedMatchState:
         state = super().init(key)
@@ -136,36 +149,47 @@ class FedMatch(FixMatch):
         return FedMatchState(**{**state._asdict(), "params": parts.whole(), "opt_state": opt_state}, parts=parts)
 
     def broadcast(self, state: FedMatchState) -> FedMatchShared:
-        nobody = jnp.zeros((1, self.num_helpers), jnp.int32)
-        helpers = Helpers(jax.tree.map(lambda x: x[None], state.parts.psi), nobody, nobody.astype(bool))
-        return FedMatchShared(state.parts, state.round, helpers, state.server_seed)
+        one = Candidates(state.parts.psi, jnp.zeros(self.model.num_classes or 0), jnp.int32(0), jnp.bool_(False))
+        nobody = jax.tree.map(lambda x: jnp.zeros((self.candidates, *x.shape), x.dtype), one)
+        return FedMatchShared(state.parts, state.round, state.server_seed, nobody)
 
     def round(self, state: FedMatchState, clients: Clients) -> tuple[FedMatchState, RoundInfo]:
         shared = self.broadcast(state)
-        shared = shared._replace(helpers=self.nearest(shared, clients.map(self.last_model, shared, name="helpers")))
+        models = clients.map(self.last_model, shared, name="helpers")
+        # The shapes of what is sent do not depend on the number of clients in the round.
+        shared = shared._replace(
+            helpers=jax.tree.map(lambda x, rows: x.at[: len(rows)].set(rows[: len(x)]), shared.helpers, models)
+        )
         update, info = clients.aggregate(self.client_update, shared)
         return self.server_update(state, update, info), info
 
     def client_memory(self, shared: FedMatchShared) -> FedMatchMemory:
         return FedMatchMemory(shared.params.psi, jnp.bool_(False))
 
-    def last_model(self, shared: FedMatchShared, client: Client) -> tuple[Params, jax.Array, jax.Array]:
-        """Returns a client's last ψ, the predictions of its model on the probe, ``[classes]``, and whether it has trained."""
-        noise = jax.random.truncated_normal(rng.stream(jax.random.key(shared.server_seed), "probe"), -1, 1, _image(self))
-        probe = {**self.model.dummy_examples(1), self.augmented: (noise[None] + 1) / 2}
-        params = shared.params._replace(psi=client.memory.psi).whole()
-        return client.memory.psi, jax.nn.softmax(self.model.apply_for_eval(params, probe)[0]), client.memory.trained
+    def last_model(self, shared: FedMatchShared, client: Client) -> Candidates:
+        """Returns a client's last model."""
+        psi, trained = client.memory
+        return Candidates(psi, self.on_probe(shared, psi), client.position, trained)
 
-    def nearest(self, shared: FedMatchShared, models: tuple[Params, jax.Array, jax.Array]) -> Helpers:
-        """Returns the helpers of every client of a round: those with the most similar predictions on the probe."""
-        psi, predictions, trained = models
-        squares = jnp.sum(jnp.square(predictions[:, None] - predictions[None]), axis=2)
-        others = trained[:, None] & trained[None] & ~jnp.eye(len(trained), dtype=bool)
-        near, chosen = jax.lax.top_k(jnp.where(others, -squares, -jnp.inf), min(self.num_helpers, len(trained)))
-        return Helpers(psi, chosen, (near > -jnp.inf) & ((shared.round + 1) % self.helper_every == 0))
+    def on_probe(self, shared: FedMatchShared, psi: Params) -> jax.Array:
+        """Returns the predictions of a client's model for an image of noise, ``float32 [classes]``."""
+        key = rng.stream(jax.random.key(shared.server_seed), "probe")
+        noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
+        params = shared.params._replace(psi=psi).whole()
+        examples = {**self.model.dummy_examples(1), self.augmented: noise}
+        return jax.nn.softmax(self.model.apply_for_eval(params, examples)[0])
+
+    def nearest(self, shared: FedMatchShared, client: Client) -> Helpers:
+        """Returns a client's helpers: the other candidates with the most similar predictions on the probe."""
+        psi, predictions, position, trained = shared.helpers
+        squares = jnp.sum(jnp.square(predictions - self.on_probe(shared, client.memory.psi)[None]), axis=1)
+        others = trained & (position != client.position) & client.memory.trained
+        near, chosen = jax.lax.top_k(jnp.where(others, -squares, -jnp.inf), self.num_helpers)
+        takes_part = (shared.round + 1) % self.helper_every == 0
+        return Helpers(jax.tree.map(lambda x: x[chosen], psi), (near > -jnp.inf) & takes_part)
 
     def train(self, shared: FedMatchShared, client: Client) -> Local:
-        return super().train(_with_helpers_of(shared, client.slot), client)
+        return super().train(shared._replace(helpers=self.nearest(shared, client)), client)
 
     def update_of(self, shared: FedMatchShared, client: Client, local: Local) -> ClientUpdate:
         memory = FedMatchMemory(local.params.psi, jnp.bool_(True))
@@ -205,18 +229,13 @@ class FedMatch(FixMatch):
     def server_update(self, state: FedMatchState, update: Parts, info: RoundInfo) -> FedMatchState:
         of_parts = GradientServer.server_update(self, state._replace(params=state.parts), update, info)
         state = of_parts._replace(parts=of_parts.params)
-        parts = self.after_server_steps(_with_helpers_of(self.broadcast(state), jnp.int32(0)), state.server_seed)
+        alone = Helpers(jax.tree.map(lambda x: x[None], state.parts.psi), jnp.zeros(1, bool))
+        shared = self.broadcast(state)._replace(helpers=alone)
+        parts = self.after_server_steps(shared, state.server_seed)
         return state._replace(params=parts.whole(), parts=parts)
 
 
-def _with_helpers_of(shared: FedMatchShared, slot: jax.Array) -> FedMatchShared:
-    """Returns what one client uses of what the server sends."""
-    psi, chosen, there = shared.helpers
-    own = jax.tree.map(lambda x: x[chosen[slot]], psi)
-    return shared._replace(helpers=Helpers(own, chosen[slot], there[slot]))
-
-
-def _image(algorithm: FedMatch) -> tuple[int, ...]:
+def _shape(algorithm: FedMatch) -> tuple[int, ...]:
     feature = algorithm.model.features[algorithm.augmented]
     return tuple((feature[0] if isinstance(feature, tuple) else feature).shape)
 

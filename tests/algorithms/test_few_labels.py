@@ -1,15 +1,18 @@
 """FixMatch and FedMatch against NumPy in float64, and what both do without labels, without helpers and at the server."""
 
+import types
+
 import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from network_models import client_memories
 
 import fedsim
 from fedsim import algorithms
-from fedsim.algorithms._fedmatch import Helpers, Parts, _with_helpers_of
+from fedsim.algorithms._fedmatch import Candidates, FedMatchMemory, Helpers, Parts
 from fedsim.partitioners import hide_labels, only_labelled
 
 RATE, THRESHOLD, WEIGHT = 0.3, 0.4, 0.7
@@ -120,7 +123,7 @@ def test_the_loss_of_fedmatch_follows_its_equations():
     mask = np.arange(9) < 8
     single = lambda tree: jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), tree)  # noqa: E731
     batch = fedsim.Batch({"x": single(x), "y": jnp.asarray(y)}, jnp.asarray(mask), jax.random.key(0), jnp.int32(0))
-    helpers = Helpers(single(jax.tree.map(lambda *rows: np.stack(rows), *others)), jnp.arange(2), jnp.array([True, True]))
+    helpers = Helpers(single(jax.tree.map(lambda *rows: np.stack(rows), *others)), jnp.array([True, True]))
     start = algorithm.broadcast(algorithm.init(jax.random.key(0)))._replace(helpers=helpers)
     found = algorithm.client_loss(start, Parts(single(sigma), single(psi)), batch)
 
@@ -143,7 +146,8 @@ def test_the_loss_of_fedmatch_follows_its_equations():
 
 def test_labels_train_sigma_and_the_others_psi():
     algorithm = make(algorithms.FedMatch, threshold=0.0)
-    shared = _with_helpers_of(algorithm.broadcast(algorithm.init(jax.random.key(0))), 0)
+    shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))
+    shared = shared._replace(helpers=Helpers(shared.helpers.psi, jnp.zeros(10, bool)))
     for label, still in ((1, "psi"), (-1, "sigma")):
         examples = {"x": jnp.ones([4, 3]), "y": jnp.full(4, label)}
         batch = fedsim.Batch(examples, jnp.ones(4, bool), jax.random.key(0), jnp.int32(0))
@@ -153,16 +157,40 @@ def test_labels_train_sigma_and_the_others_psi():
             assert zero == (part == still)
 
 
-def test_helpers_are_the_nearest_others_that_have_trained():
-    algorithm = make(algorithms.FedMatch, num_helpers=2, helper_every=10)
+def test_helpers_are_the_nearest_others_that_have_trained(monkeypatch):
+    algorithm = make(algorithms.FedMatch, num_helpers=2, helper_every=10, candidates=5)
     shared = algorithm.broadcast(algorithm.init(jax.random.key(0)))
     predictions = jnp.array([[0.1, 0.9], [0.2, 0.8], [0.9, 0.1], [0.15, 0.85], [0.12, 0.88]])
-    trained = jnp.array([True, True, True, True, False])
-    models = jax.tree.map(lambda leaf: jnp.stack([leaf] * 5), shared.params.psi), predictions, trained
-    found = algorithm.nearest(shared._replace(round=jnp.int32(9)), models)
-    assert found.chosen[:4].tolist() == [[3, 1], [3, 0], [1, 3], [0, 1]]
-    assert found.there.tolist() == [[True, True]] * 4 + [[False, False]]
-    assert not algorithm.nearest(shared, models).there.any()  # in other rounds there are none
+    psi = {"w": jnp.arange(5.0)}
+    known = Candidates(psi, predictions, jnp.arange(10, 15), jnp.array([True, True, True, True, False]))
+    shared = shared._replace(helpers=known, round=jnp.int32(9))
+    monkeypatch.setattr(algorithms.FedMatch, "on_probe", lambda self, shared, psi: psi)
+
+    def helpers(number, trained=True, shared=shared):
+        memory = FedMatchMemory(predictions[number], jnp.bool_(trained))
+        return algorithm.nearest(shared, types.SimpleNamespace(position=10 + number, memory=memory))
+
+    assert [helpers(number).psi["w"].tolist() for number in range(4)] == [[3, 1], [3, 0], [1, 3], [0, 1]]
+    assert helpers(0).there.all() and not helpers(4, trained=False).there.any()
+    assert not helpers(0, shared=shared._replace(round=jnp.int32(8))).there.any()  # in other rounds there are none
+
+
+def test_candidates_are_the_last_models_of_the_clients_of_the_round():
+    seen = []
+
+    class Seen(algorithms.FedMatch):
+        def client_update(self, shared, client):
+            jax.debug.callback(lambda known: seen.append(known), shared.helpers)
+            return super().client_update(shared, client)
+
+    algorithm, population = make(Seen, execution=fedsim.Debug(), client_optimizer=optax.sgd(0.01)), few((3, 4, 2))
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
+    assert not np.any(seen[-1].trained)
+    last = [each.psi for each in client_memories(state, population).values()]
+    algorithm.apply(state, federation.cohort(population, round=1))
+    assert seen[-1].trained.tolist() == [True] * 3 + [False] * 7
+    for number, psi in enumerate(last):
+        federation.assert_trees_close(jax.tree.map(lambda x, number=number: x[number], seen[-1].psi), psi)
 
 
 def test_without_helpers_in_the_round_the_number_of_helpers_does_not_matter():

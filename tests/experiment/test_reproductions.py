@@ -383,6 +383,7 @@ TINY = [
     ("unus_faults", ["digits-losses", "femnist-both"]),
     ("random_quadratics", ["all-reduce"]),
     ("few_labels", ["digits-clients-10", "digits-server-10"]),
+    ("transfer", ["labels", "domain"]),
 ]
 
 

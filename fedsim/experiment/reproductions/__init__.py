@@ -26,6 +26,7 @@ from fedsim.experiment.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.experiment.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.experiment.reproductions._tables import markdown_table as markdown_table
 from fedsim.experiment.reproductions._tables import text_table as text_table
+from fedsim.experiment.reproductions._transfer import TRANSFER
 from fedsim.experiment.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.experiment.reproductions._unus_faults import UNUS_FAULTS
 from fedsim.experiment.reproductions._unus_fedavg import UNUS_FEDAVG
@@ -48,6 +49,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         UNUS_FAULTS,
         RANDOM_QUADRATICS,
         FEW_LABELS,
+        TRANSFER,
     )
 }
 
