@@ -17,7 +17,7 @@ def page(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems"])
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "few_labels"])
 def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
@@ -34,7 +34,7 @@ def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, t
     assert drawn == {picture.name for picture in (ROOT / "docs" / name).glob("*.png")}
 
 
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems"])
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "few_labels"])
 def test_links_of_a_page_have_targets(name):
     text, _ = page(name)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]
