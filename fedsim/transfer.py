@@ -1,10 +1,10 @@
 """Transfer: a federation that starts from the model of another one, with a new head, which is trained first.
 
 The head of a network is its last part, by default the output layer, and the body is the rest. `transfer_body` copies the body.
-`probe_then_tune` trains the head alone (linear probing) and then everything (fine-tuning), the order that A. Kumar, A. Raghunathan,
-R. Jones, T. Ma, P. Liang, "Fine-tuning can distort pretrained features and underperform out-of-distribution", ICLR 2022,
-https://arxiv.org/abs/2202.10054, recommend. For heads that clients keep for themselves, see `fedsim.algorithms.FedPer`, which chooses
-the head in the same way.
+`probe_then_tune` trains the head alone (linear probing) and then everything (fine-tuning), the order that A. Kumar, A.
+Raghunathan, R. Jones, T. Ma, P. Liang, "Fine-tuning can distort pretrained features and underperform out-of-distribution", ICLR
+2022, https://arxiv.org/abs/2202.10054, recommend. For heads that clients keep for themselves, see `fedsim.algorithms.FedPer`,
+which chooses the head in the same way.
 """
 
 from __future__ import annotations

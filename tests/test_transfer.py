@@ -22,7 +22,9 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.3), optax.sgd(0.1, momentum=0.9), optax.polyak_sgd(0.3)], ids=["sgd", "momentum", "polyak"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.3), optax.sgd(0.1, momentum=0.9), optax.polyak_sgd(0.3)], ids=["sgd", "momentum", "polyak"]
+)
 def test_a_probe_leaves_the_body_as_it_is_bit_for_bit_and_then_all_is_trained(optimizer):
     model = network_models.network()
     algorithm = fedsim.algorithms.FedAvg(
@@ -66,7 +68,9 @@ def test_the_body_of_fedper_is_replaced():
 def test_all_that_does_not_fit_is_in_the_error():
     model = fedsim.models.digits_dense()
     other = fedsim.models.digits_dense(hidden=(128,)).init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"others for linear_1/b \[64\] \(there it has \[10\]\), linear_1/w \[128, 64\] \(there"):
+    with pytest.raises(
+        ValueError, match=r"others for linear_1/b \[64\] \(there it has \[10\]\), linear_1/w \[128, 64\] \(there"
+    ):
         transfer_body(model, model.init(jax.random.key(0)), other)
     with pytest.raises(ValueError, match=r"linear/b \[128\] \(there is none\)"):
         transfer_body(model, model.init(jax.random.key(0)), {})

@@ -4,14 +4,14 @@ W. Jeong, J. Yoon, E. Yang, S. J. Hwang, "Federated semi-supervised learning wit
 ICLR 2021, equations 2 to 5, and the authors' code (github.com/wyjeong/FedMatch): https://arxiv.org/abs/2006.12097. The paper's
 λ_s is ``labels_weight``, λ_ICCS is ``unlabelled_weight``, λ_L2 is ``l2``, λ_L1 is ``l1``, τ is ``threshold`` and H is
 ``num_helpers``. As in the code, the model's own prediction alone decides which examples count, and helpers take part only in
-every tenth round. E. Diao, J. Ding, V. Tarokh, "SemiFL", NeurIPS 2022, https://arxiv.org/abs/2106.01432, report that FedMatch is
-no better than training on the labels alone.
+every tenth round. E. Diao, J. Ding, V. Tarokh, "SemiFL", NeurIPS 2022, https://arxiv.org/abs/2106.01432, report that FedMatch
+is no better than training on the labels alone.
 
-Deviations: helpers are chosen among the first ``candidates`` clients of the round that have trained before (the paper: among all
-clients that have), and the nearest are found by computing all distances, which finds the same as the paper's k-d tree. In the
-simulation, clients keep the ψ that they sent last, and all of a round receive those of all candidates, of which they
-use H, so that the metrics count too many bits down. Predictions for pseudo-labels are those for weakly augmented examples (the
-paper: for examples as they are). Differences of parameters are sent whole; the paper leaves out small ones.
+Deviations: helpers are chosen among the first ``candidates`` clients of the round that have trained before (the paper: among
+all clients that have), and the nearest are found by computing all distances, which finds the same as the paper's k-d tree. In
+the simulation, clients keep the ψ that they sent last, and all of a round receive those of all candidates, of which they use H,
+so that the metrics count too many bits down. Predictions for pseudo-labels are those for weakly augmented examples (the paper:
+for examples as they are). Differences of parameters are sent whole; the paper leaves out small ones.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ class FedMatch(FixMatch):
         return self.labels_weight * supervised + jnp.where(jnp.any(unlabelled), unsupervised, 0.0)
 
     def unsupervised(self, shared: FedMatchShared, params: Parts, batch: Batch, unlabelled: jax.Array) -> jax.Array:
-        """Returns the loss of the examples without label, ``float32 []``: equations 2 to 4 and the regularizers of equation 5."""
+        """Returns the loss of the examples without label, ``float32 []``: equations 2 to 4 and the regularizers of equation "
+        "5."""
         logits = self.logits(params.whole(), batch, "weak")
         label, confident = self.pseudo_labels(logits)
         votes, divergence = jax.nn.one_hot(label, logits.shape[1]), jnp.zeros(len(label))

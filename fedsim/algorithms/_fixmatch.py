@@ -2,8 +2,9 @@
 
 K. Sohn, D. Berthelot, C.-L. Li, Z. Zhang, N. Carlini, E. D. Cubuk, A. Kurakin, H. Zhang, C. Raffel, "FixMatch: simplifying
 semi-supervised learning with consistency and confidence", NeurIPS 2020, equations 3 and 4: https://arxiv.org/abs/2001.07685.
-The paper's τ is ``threshold``, λ_u is ``unlabelled_weight``, α is ``weak`` and the strong augmentation is ``strong``. FedMatch and
-SemiFL compare with this combination of FixMatch and FedAvg (https://arxiv.org/abs/2006.12097, https://arxiv.org/abs/2106.01432).
+The paper's τ is ``threshold``, λ_u is ``unlabelled_weight``, α is ``weak`` and the strong augmentation is ``strong``. FedMatch
+and SemiFL compare with this combination of FixMatch and FedAvg (https://arxiv.org/abs/2006.12097,
+https://arxiv.org/abs/2106.01432).
 
 Deviations: a batch is drawn from all examples of a client, so that its numbers of labelled and unlabelled examples (the paper's
 B and μB) are random. The default augmentations move images less, do not flip them, which changes characters, and
@@ -19,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from fedsim import augmentations, checks, metrics, rng
 from fedsim.algorithm import Capabilities
@@ -48,8 +48,8 @@ class FixMatch(FedAvg):
 
     The loss of a step is the cross-entropy of the labelled examples of the batch, plus ``unlabelled_weight`` times a term for
     the unlabelled ones: the class that the model predicts for a weakly augmented example is the label of its strongly augmented
-    version, if the predicted probability is at least ``threshold``. A hidden label is -1, see `fedsim.partitioners.hide_labels`;
-    without hidden labels this is FedAvg with weak augmentation.
+    version, if the predicted probability is at least ``threshold``. A hidden label is -1, see
+    `fedsim.partitioners.hide_labels`; without hidden labels this is FedAvg with weak augmentation.
 
     Labels at the server: with ``server_examples`` and clients without any label, the server takes supervised steps on its own
     examples after every round, as many and with the same optimizer as a client with these examples.

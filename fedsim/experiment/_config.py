@@ -56,8 +56,8 @@ class RunConfig:
     labels: float | None = _option(
         None,
         "data and model",
-        "Fraction of each client's training examples that have a label. Algorithms that need labels (not fixmatch, fedmatch) then "
-        "train on these alone; default: all.",
+        "Fraction of each client's training examples that have a label. Algorithms that need labels (not fixmatch, fedmatch) "
+        "then train on these alone; default: all.",
     )
     algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
     weighting: Literal["examples", "uniform"] = _option(

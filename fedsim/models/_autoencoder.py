@@ -1,8 +1,8 @@
 """Bottleneck autoencoders of EMNIST characters and of the embedded digits.
 
-The one of EMNIST: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C (EMNIST AE). The
-layer sizes are those of G. Hinton and R. Salakhutdinov, "Reducing the Dimensionality of Data with Neural Networks", Science
-2006.
+The one of EMNIST: S. Reddi et al., "Adaptive Federated Optimization", ICLR 2021, https://arxiv.org/abs/2003.00295, appendix C
+(EMNIST AE). The layer sizes are those of G. Hinton and R. Salakhutdinov, "Reducing the Dimensionality of Data with Neural
+Networks", Science 2006.
 
 Features: ``x: uint8 [28, 28, 1]``, 0 for paper, 255 for ink (digits: ``[8, 8, 1]`` and 16), or floats in [0, 1]; no label.
 """

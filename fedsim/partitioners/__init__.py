@@ -3,8 +3,8 @@
 Most take labels (or only a number of examples) and return one sorted ``int64`` index array per client, for
 `fedsim.FederatedData.from_partition`. `same_shares` divides another split, such as the test examples, by the shares of such a
 partition. `split_within_clients`, `held_out_clients`, `rotation`, `noise`, `hide_labels` and `only_labelled` take a population
-and return populations, and `vertical` divides features among parties. Unless its "Guarantees" say otherwise, a partitioner assigns every example to exactly
-one client, does not change its arguments, and returns the same result for the same arguments.
+and return populations, and `vertical` divides features among parties. Unless its "Guarantees" say otherwise, a partitioner
+assigns every example to exactly one client, does not change its arguments, and returns the same result for the same arguments.
 """
 
 from fedsim.partitioners._by_column import by_column as by_column

@@ -42,7 +42,9 @@ def hide_labels(
     [0, 1, -1, -1, -1, -1]
     """
     if (fraction is None) == (per_class is None):
-        raise ValueError(f"Expected fraction or per_class, got fraction={fraction} and per_class={per_class}: give one of them.")
+        raise ValueError(
+            f"Expected fraction or per_class, got fraction={fraction} and per_class={per_class}: give one of them."
+        )
     checks.number(least=0, most=1, or_none=True, fraction=fraction)
     checks.whole(1, or_none=True, per_class=per_class)
     labels = _labels(data, feature)
@@ -98,6 +100,7 @@ def _labels(data: FederatedData, feature: str) -> np.ndarray:
     labels = np.asarray(data.columns[feature])
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise ValueError(
-            f"Expected one whole number per example in {feature!r}, got {labels.dtype} {list(labels.shape)}: number the classes."
+            f"Expected one whole number per example in {feature!r}, got {labels.dtype} {list(labels.shape)}: number the "
+            "classes."
         )
     return labels

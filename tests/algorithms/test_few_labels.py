@@ -206,7 +206,9 @@ def test_without_helpers_in_the_round_the_number_of_helpers_does_not_matter():
 
 def test_algorithms_that_need_labels_refuse_hidden_ones():
     algorithm = algorithms.FedAvg(model=federation.model(), batches=BATCHES, client_optimizer=optax.sgd(RATE))
-    with pytest.raises(ValueError, match=r"label y=-1.*only_labelled\(data\), or with an algorithm that learns from unlabelled"):
+    with pytest.raises(
+        ValueError, match=r"label y=-1.*only_labelled\(data\), or with an algorithm that learns from unlabelled"
+    ):
         algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(few()))
     columns = dict(few().columns)
     columns["y"] = np.where(columns["y"] < 0, -2, columns["y"])
