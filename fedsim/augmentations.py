@@ -29,6 +29,7 @@ def chain(*augmentations: Augmentation) -> Augmentation:
     """
 
     def chained(key: jax.Array, images: jax.Array) -> jax.Array:
+        """Applies the augmentations of the chain to images ``[n, ...]``."""
         for number, augmentation in enumerate(augmentations):
             images = augmentation(jax.random.fold_in(key, number), images)
         return images

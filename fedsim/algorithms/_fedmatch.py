@@ -1,7 +1,7 @@
 """FedMatch: inter-client consistency, and separate parameters for labelled and unlabelled examples.
 
 W. Jeong, J. Yoon, E. Yang, S. J. Hwang, "Federated semi-supervised learning with inter-client consistency & disjoint learning",
-ICLR 2021, equations 2 to 5, and the authors' code (github.com/wyjeong/FedMatch): https://arxiv.org/abs/2006.12097. The paper's
+ICLR 2021, equations 2 to 5, and the authors' code: https://arxiv.org/abs/2006.12097. The paper's
 λ_s is ``labels_weight``, λ_ICCS is ``unlabelled_weight``, λ_L2 is ``l2``, λ_L1 is ``l1``, τ is ``threshold`` and H is
 ``num_helpers``. As in the code, the model's own prediction alone decides which examples count, and helpers take part only in
 every tenth round. E. Diao, J. Ding, V. Tarokh, "SemiFL", NeurIPS 2022, https://arxiv.org/abs/2106.01432, report that FedMatch
@@ -176,7 +176,7 @@ class FedMatch(FixMatch):
         key = rng.stream(jax.random.key(shared.server_seed), "probe")
         noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
         params = shared.params._replace(psi=psi).whole()
-        examples = {**self.model.dummy_examples(1), self.augmented: noise}
+        examples: dict[str, Any] = {**self.model.dummy_examples(1), self.augmented: noise}
         return jax.nn.softmax(self.model.apply_for_eval(params, examples)[0])
 
     def nearest(self, shared: FedMatchShared, client: Client) -> Helpers:

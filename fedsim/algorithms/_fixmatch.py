@@ -65,7 +65,7 @@ class FixMatch(FedAvg):
       augmented: name of the feature that is augmented.
       server_examples: the labelled examples of the server, feature name to array ``[n, ...]``; None if it has none.
 
-    >>> import fedsim
+    >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits").train
     >>> few = fedsim.partitioners.hide_labels(data, fraction=0.1, seed=0)
     >>> algorithm = FixMatch(

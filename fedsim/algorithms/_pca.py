@@ -43,12 +43,12 @@ class Products(NamedTuple):
     """Sums over examples, of which ``d`` is the difference from the old mean.
 
     Attributes:
-      count: the number of examples, ``[]``.
+      size: the number of examples, ``float32 []``.
       first: the sum of d, ``[features]``.
       second: the sum of d (d' Q), ``[features, components]``.
     """
 
-    count: jax.Array
+    size: jax.Array
     first: jax.Array
     second: jax.Array
 
@@ -96,8 +96,8 @@ class PCA(FlatFeatures):
 
     def server_update(self, state: PCAState, update: Products, info: RoundInfo) -> PCAState:
         dot = functools.partial(jnp.matmul, precision="highest")
-        shift = update.first / jnp.maximum(update.count, 1)
-        product = update.second / jnp.maximum(update.count, 1) - jnp.outer(shift, dot(shift, state.components))
+        shift = update.first / jnp.maximum(update.size, 1)
+        product = update.second / jnp.maximum(update.size, 1) - jnp.outer(shift, dot(shift, state.components))
         # The eigenvectors of Q'CQ turn the basis of the subspace, so that columns are single components in the right order.
         variances, turn = jnp.linalg.eigh(dot(state.components.T, product))
         components = jnp.linalg.qr(dot(product, turn[:, ::-1]))[0]
