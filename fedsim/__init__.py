@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
 from fedsim import attacks as attacks
+from fedsim import augmentations as augmentations
 from fedsim import compressors as compressors
 from fedsim import data as data
 from fedsim import datasets as datasets
@@ -26,6 +27,7 @@ from fedsim import rng as rng
 from fedsim import samplers as samplers
 from fedsim import systems as systems
 from fedsim import text as text
+from fedsim import transfer as transfer
 from fedsim import tree as tree
 from fedsim import vertical as vertical
 from fedsim._version import __version__ as __version__

@@ -34,6 +34,8 @@ class Capabilities:
       aggregators: every aggregator of updates may be its `aggregator`, also robust and compressing ones.
       scalable: an update that is multiplied by a number moves the server by as many times less or more. Updates whose parts
         enter the server's state in different ways, or that clients also store, are not.
+      unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
+        algorithms refuse them.
 
     >>> Algorithm.capabilities.minimizes
     True
@@ -44,6 +46,7 @@ class Capabilities:
     ordered: bool = True
     aggregators: bool = True
     scalable: bool = True
+    unlabelled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -184,7 +187,7 @@ class Algorithm:
         self.batches.check(data.sizes)
         model = getattr(self, "model", None)
         if isinstance(model, Model):
-            model.check(data)
+            model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
 
     @property

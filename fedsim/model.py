@@ -140,8 +140,12 @@ class Model:
         """Returns ``count`` examples of zeros, in the shapes and dtypes that the model reads."""
         return _zeros(self.features, count)
 
-    def check(self, data: FederatedData) -> None:
+    def check(self, data: FederatedData, *, unlabelled: bool = False) -> None:
         """Checks that ``data`` fits the model.
+
+        Args:
+          data: the population.
+          unlabelled: whether labels may be hidden, which is -1, see `fedsim.partitioners.hide_labels`.
 
         Raises:
           ValueError: a feature is missing, has another shape or dtype, or has values that are not finite; or a label is not in
@@ -167,7 +171,7 @@ class Model:
                 )
         data.check_finite()
         if self.num_classes is not None and "y" in self.features:
-            data.check_labels("y", self.num_classes)
+            data.check_labels("y", self.num_classes, unlabelled=unlabelled)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

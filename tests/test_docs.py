@@ -83,6 +83,9 @@ PAPERS = {
     "perfedavg": "2002.07948",
     "pfedme": "2006.08848",
     "reptile": "1803.02999",
+    "fixmatch": "2001.07685",
+    "fedmatch": "2006.12097",
+    "pca": "1907.08059",
     "dpsgd": "1705.09056",
     "dfedavg": "2104.11375",
     "gradienttracking": "1607.03218",
@@ -135,7 +138,7 @@ def test_every_algorithm_cites_its_own_paper():
 
 # Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
-    *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Seeding", "Statistics"),
+    *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "FlatFeatures", "Seeding", "Statistics"),
     *("DecentralizedAlgorithm", "VerticalAlgorithm"),
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),

@@ -26,9 +26,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
     {"descriptions", "names", "rng", "tree"},
-    {"metrics", "primitives"},
+    {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
-    {"aggregators", "formats", "text"},
+    {"aggregators", "formats", "text", "transfer"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
     {"systems"},
     {"plots"},
@@ -53,6 +53,7 @@ PUBLIC_MODULES = [
     "fedsim.aggregators",
     "fedsim.algorithms",
     "fedsim.attacks",
+    "fedsim.augmentations",
     "fedsim.compressors",
     "fedsim.data",
     "fedsim.datasets",
@@ -75,6 +76,7 @@ PUBLIC_MODULES = [
     "fedsim.text",
     "fedsim.samplers",
     "fedsim.systems",
+    "fedsim.transfer",
     "fedsim.tree",
     "fedsim.vertical",
 ]

@@ -27,7 +27,7 @@ def run_blocks(blocks, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical"])
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical", "few_labels"])
 def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
@@ -44,7 +44,7 @@ def test_the_block_of_the_page_on_four_ways_prints_what_its_comments_say(capsys)
     run_blocks(blocks, capsys)
 
 
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "four_ways", "vertical"])
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "four_ways", "vertical", "few_labels"])
 def test_links_of_a_page_have_targets(name):
     text, _ = page(name)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]

@@ -10,6 +10,7 @@ from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
 from fedsim.algorithms._fedavgm import FedAvgM as FedAvgM
 from fedsim.algorithms._feddyn import FedDyn as FedDyn
+from fedsim.algorithms._fedmatch import FedMatch as FedMatch
 from fedsim.algorithms._fedmgda import FedMGDA as FedMGDA
 from fedsim.algorithms._fednova import FedNova as FedNova
 from fedsim.algorithms._fedopt import AdaptiveFedAvg as AdaptiveFedAvg
@@ -20,6 +21,7 @@ from fedsim.algorithms._fedper import FedPer as FedPer
 from fedsim.algorithms._fedprox import FedProx as FedProx
 from fedsim.algorithms._fedrep import FedRep as FedRep
 from fedsim.algorithms._fedsgd import FedSGD as FedSGD
+from fedsim.algorithms._fixmatch import FixMatch as FixMatch
 from fedsim.algorithms._gaussian_mixture import GaussianMixture as GaussianMixture
 from fedsim.algorithms._gradient_server import GradientServer as GradientServer
 from fedsim.algorithms._gradient_server import ServerState as ServerState
@@ -31,6 +33,7 @@ from fedsim.algorithms._hyp_cluster import HypCluster as HypCluster
 from fedsim.algorithms._kmeans import KMeans as KMeans
 from fedsim.algorithms._mime import Mime as Mime
 from fedsim.algorithms._mime import MimeLite as MimeLite
+from fedsim.algorithms._pca import PCA as PCA
 from fedsim.algorithms._perfedavg import PerFedAvg as PerFedAvg
 from fedsim.algorithms._pfedme import PFedMe as PFedMe
 from fedsim.algorithms._qffl import FairServer as FairServer
@@ -48,9 +51,10 @@ FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),
+    "Few labels": (FixMatch, FedMatch),
     "Selective sharing": (DSSGD,),
     "Networks divided between device and server": (SplitFed,),
-    "Beyond gradients": (KMeans, GaussianMixture, Histogram, Quantiles, HeavyHitters),
+    "Beyond gradients": (KMeans, GaussianMixture, PCA, Histogram, Quantiles, HeavyHitters),
 }
 ALGORITHMS: dict[str, type[Algorithm]] = {cls.__name__.lower(): cls for family in FAMILIES.values() for cls in family}
 

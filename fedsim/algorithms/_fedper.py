@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import haiku as hk
@@ -22,6 +21,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import FederatedData
 from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.transfer import Head, head_of, module_names
 
 
 class FedPerState(NamedTuple):
@@ -49,9 +49,10 @@ class FedPer(FedAvg):
     `fedsim.evaluate_personalized` combines the body with each client's head.
 
     Attributes:
-      head: a function from a Haiku module's name and a parameter's name to whether the parameter belongs to the head: ``lambda
-        module, name: "norm" in module``. With None, the head is the module that the model creates last, usually the output
-        layer. If no parameter belongs to the head, the algorithm is FedAvg. If all do, clients train alone.
+      head: a function from a Haiku module's name and a parameter's name to whether the parameter belongs to the head, see
+        `fedsim.transfer.head_of`: ``lambda module, name: "norm" in module``. With None, the head is the module that the model
+        creates last, usually the output layer. If no parameter belongs to the head, the algorithm is FedAvg. If all do, clients
+        train alone.
 
     >>> import optax, fedsim
     >>> algorithm = FedPer(model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=3))
@@ -60,34 +61,29 @@ class FedPer(FedAvg):
     (['linear', 'linear_1'], ['linear_2'])
     """
 
-    head: Callable[[str, str], bool] | None = None
+    head: Head | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.head is not None and not callable(self.head):
-            raise ValueError(
-                f"Expected head to be a function of a module's and a parameter's name, or None, got head={self.head!r}."
-            )
+        if self.head is not None:
+            head_of(self.model, self.head)  # raises ValueError
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.head is None and len(self._modules) == 1:
+        modules = module_names(self.model)
+        if self.head is None and len(modules) == 1:
             raise ValueError(
-                f"All parameters are in one module, {self._modules[0]!r}, which would be the head, so no parameters would be "
+                f"All parameters are in one module, {modules[0]!r}, which would be the head, so no parameters would be "
                 "shared. Use a model with more modules, or set head to select the parameters that clients keep."
             )
 
     @functools.cached_property
-    def _modules(self) -> list[str]:
-        """Names of the modules, in the order in which the model creates them. Transformed parameters do not keep this order."""
-        names: list[str] = []
-        jax.eval_shape(lambda key: names.extend(self.model.init(key)), jax.random.key(0))
-        return names
+    def _is_head(self) -> Head:
+        return head_of(self.model, self.head)
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """Returns body and head. `haiku.data_structures.merge` is the inverse."""
-        is_head = self.head or (lambda module, name: module == self._modules[-1])
-        head, body = hk.data_structures.partition(lambda module, name, value: is_head(module, name), params)
+        head, body = hk.data_structures.partition(lambda module, name, value: self._is_head(module, name), params)
         return body, head
 
     def init(self, key: jax.Array) -> FedPerState:

@@ -6,7 +6,6 @@ D. Arthur, S. Vassilvitskii, "k-means++: the advantages of careful seeding", SOD
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import numpy as np
 
 from fedsim import checks, tree
 from fedsim.aggregators import Aggregator
+from fedsim.algorithms._flat_features import FlatFeatures
 from fedsim.algorithms._gumbel_max import (
     LOWEST,
     Candidate,
@@ -24,13 +24,12 @@ from fedsim.algorithms._gumbel_max import (
     no_candidate,
     with_higher_priority,
 )
-from fedsim.algorithms._statistics import Statistics
-from fedsim.data import Batch, FederatedData
+from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Seeding(Statistics):
+class Seeding(FlatFeatures):
     """Initializes k points from ``start``, or by k-means++ from the examples of the clients that participate, one point per
     round.
 
@@ -41,7 +40,7 @@ class Seeding(Statistics):
     receives moments only after all points are initialized.
 
     Attributes:
-      num_features: numbers per example. An example of another shape is flattened.
+      num_features: see `FlatFeatures`.
       num_clusters: k.
       start: the initial points, ``[num_clusters, num_features]``. None uses k-means++.
       feature, batches: see `Statistics`.
@@ -51,26 +50,16 @@ class Seeding(Statistics):
     """
 
     aggregator: Aggregator = dataclasses.field(default_factory=SumAndHighestPriority)
-    num_features: int
     num_clusters: int = 10
     start: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.whole(1, num_features=self.num_features, num_clusters=self.num_clusters)
+        checks.whole(1, num_clusters=self.num_clusters)
         if self.start is not None:
             shape = (self.num_clusters, self.num_features)
             if np.shape(self.start) != shape or not np.all(np.isfinite(self.start)):
                 raise ValueError(f"Expected start to hold finite numbers {list(shape)}, got {list(np.shape(self.start))}.")
-
-    def check(self, data: FederatedData) -> None:
-        super().check(data)
-        shape = data.columns[self.feature].shape[1:]
-        if math.prod(shape) != self.num_features:
-            raise ValueError(
-                f"Expected num_features={math.prod(shape)}, the size of an example in {self.feature!r}, got "
-                f"{self.num_features}."
-            )
 
     def points(self) -> tuple[jax.Array, jax.Array]:
         """Returns the points before the first round, and how many of them are initialized."""
@@ -117,10 +106,6 @@ class Seeding(Statistics):
             return state._replace(means=state.means.at[state.num_started].set(point), num_started=state.num_started + 1)
 
         return jax.lax.cond(state.num_started >= self.num_clusters, lambda: self.maximize(state, update.statistics), place)
-
-    def flat_features(self, examples: Any) -> jax.Array:
-        """Returns a batch's examples, ``float32 [n, features]``."""
-        return examples[self.feature].reshape(-1, self.num_features).astype(jnp.float32)
 
     def _candidate(self, shared: Any, x: jax.Array, batch: Batch) -> Candidate:
         there = jnp.arange(self.num_clusters) < shared.num_started

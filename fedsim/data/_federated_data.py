@@ -414,21 +414,27 @@ class FederatedData:
         """Raises a ``ValueError`` for the first NaN or infinity, with feature and client. The result is cached."""
         _ = self._finite
 
-    def check_labels(self, feature: str, num_classes: int) -> None:
+    def check_labels(self, feature: str, num_classes: int, *, unlabelled: bool = False) -> None:
         """Raises a ``ValueError`` unless all labels are integers in ``[0, num_classes)``. The message names the client.
 
         Args:
           feature: name of the labels, which may have any shape per example.
           num_classes: number of classes.
+          unlabelled: whether -1, a hidden label, is accepted, too.
         """
         low, high = self._label_range(feature)
         if low is None or high is None:
             return
-        label, row = low if low[0] < 0 else high
-        if not 0 <= label < num_classes:
+        label, row = low if low[0] < 0 and not (unlabelled and low[0] == -1) else high
+        if not (-1 if unlabelled else 0) <= label < num_classes:
             remedy = (
                 "Number the labels from 0." if label < 0 else f"Use the dataset's model, or one with num_classes={label + 1}."
             )
+            if label == -1:
+                remedy = (
+                    "If -1 marks hidden labels, train on fedsim.partitioners.only_labelled(data), or with an algorithm that "
+                    "learns from unlabelled examples, such as FixMatch. Otherwise number the labels from 0."
+                )
             raise ValueError(
                 f"Client {self._client_id_of_row(row)!r} has label {feature}={label}, and the model has classes 0 to "
                 f"{num_classes - 1}. {remedy}"

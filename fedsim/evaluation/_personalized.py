@@ -95,7 +95,7 @@ def evaluate_personalized(
     _check_state(algorithm, parts)
     for data in (train, test):
         data.check_dtypes()
-        algorithm.model.check(data)
+        algorithm.model.check(data, unlabelled=data is train and algorithm.capabilities.unlabelled)
     work = _work(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
     shared = algorithm.broadcast(_evaluated(parts))
     first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")

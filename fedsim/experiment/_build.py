@@ -22,6 +22,7 @@ from fedsim.experiment._schedule import client_optimizer as make_client_optimize
 from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
+from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
@@ -33,7 +34,7 @@ _BUILT_FIELDS = (
 # What a sampler depends on.
 _FIELDS_OF_SAMPLERS = (
     "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "max_steps", "batch_size", "attack", "attackers",
-    "client_devices",
+    "client_devices", "labels",
 )  # fmt: skip
 
 
@@ -111,11 +112,19 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     for algorithm, config in zip(made, configs, strict=True):
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
-            samplers[key] = _sampler(splits.train, config, algorithm)
+            samplers[key] = _sampler(_with_few_labels(splits.train, cls, config), config, algorithm)
         experiment = _with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config)
         _share_programs(experiment.algorithm, config)
         experiments.append(experiment)
     return experiments
+
+
+def _with_few_labels(data: FederatedData, cls: type[Algorithm], config: RunConfig) -> FederatedData:
+    """Returns the training data with the labels of the config. Algorithms that need labels get only examples that have one."""
+    if config.labels is None:
+        return data
+    few = hide_labels(data, fraction=config.labels, seed=config.seed)
+    return few if cls.capabilities.unlabelled else only_labelled(few)
 
 
 def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment:

@@ -53,6 +53,12 @@ class RunConfig:
     model: str | None = _option(
         None, "data and model", "Name of a model, 'NAME(option=value)' or FILE.py:FUNCTION; default: that of the dataset."
     )
+    labels: float | None = _option(
+        None,
+        "data and model",
+        "Fraction of each client's training examples that have a label. Algorithms that need labels (not fixmatch, fedmatch) "
+        "then train on these alone; default: all.",
+    )
     algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
     weighting: Literal["examples", "uniform"] = _option(
         "examples", "algorithm", "Weight of a client: its number of examples, or 1."
@@ -174,6 +180,7 @@ class RunConfig:
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
         check_choices(self)
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
+        checks.number(above=0, most=1, or_none=True, labels=self.labels, remedy="give a fraction")
         checks.number(least=0, most=1, message_loss=self.message_loss, client_failures=self.client_failures)
         checks.number(least=0, client_recovery=self.client_recovery, remedy="give seconds")
         checks.whole(0, retries=self.retries)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedsim.model import Model
-from fedsim.models._autoencoder import emnist_autoencoder
+from fedsim.models._autoencoder import digits_autoencoder, emnist_autoencoder
 from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic, digits_split
@@ -24,6 +24,7 @@ MODELS: dict[str, Callable[..., Model]] = {
         cifar100_logistic,
         cifar100_resnet18,
         dense,
+        digits_autoencoder,
         digits_dense,
         digits_logistic,
         digits_split,

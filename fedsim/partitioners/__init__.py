@@ -2,9 +2,9 @@
 
 Most take labels (or only a number of examples) and return one sorted ``int64`` index array per client, for
 `fedsim.FederatedData.from_partition`. `same_shares` divides another split, such as the test examples, by the shares of such a
-partition. `split_within_clients`, `held_out_clients`, `rotation` and `noise` take a population and return populations, and
-`vertical` divides features among parties. Unless its "Guarantees" say otherwise, a partitioner assigns every example to exactly
-one client, does not change its arguments, and returns the same result for the same arguments.
+partition. `split_within_clients`, `held_out_clients`, `rotation`, `noise`, `hide_labels` and `only_labelled` take a population
+and return populations, and `vertical` divides features among parties. Unless its "Guarantees" say otherwise, a partitioner
+assigns every example to exactly one client, does not change its arguments, and returns the same result for the same arguments.
 """
 
 from fedsim.partitioners._by_column import by_column as by_column
@@ -14,6 +14,8 @@ from fedsim.partitioners._dirichlet_balanced import dirichlet_balanced as dirich
 from fedsim.partitioners._feature_shift import noise as noise
 from fedsim.partitioners._feature_shift import rotation as rotation
 from fedsim.partitioners._held_out_clients import held_out_clients as held_out_clients
+from fedsim.partitioners._hidden_labels import hide_labels as hide_labels
+from fedsim.partitioners._hidden_labels import only_labelled as only_labelled
 from fedsim.partitioners._iid import iid as iid
 from fedsim.partitioners._pachinko import pachinko as pachinko
 from fedsim.partitioners._quantity_skew import quantity_skew as quantity_skew

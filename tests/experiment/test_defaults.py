@@ -12,6 +12,7 @@ NEEDS = {
     ("algorithm", "agnosticfedavg"): ("--num-domains", None),
     ("algorithm", "kmeans"): ("--num-features", None),
     ("algorithm", "gaussianmixture"): ("--num-features", None),
+    ("algorithm", "pca"): ("--num-features", None),
     ("algorithm", "heavyhitters"): ("--num-items", None),
     ("aggregator", "krum"): ("krum(attackers=...)", "krum(attackers=2, selected=10)"),
     ("aggregator", "bulyan"): ("bulyan(attackers=...)", "bulyan(attackers=2)"),

@@ -401,6 +401,8 @@ TINY = [
     ("four_ways", ["stragglers-partial", "femnist"]),
     ("data_parallel", ["slow-1"]),
     ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
+    ("few_labels", ["digits-clients-10", "digits-server-10"]),
+    ("transfer", ["labels", "domain"]),
 ]
 
 

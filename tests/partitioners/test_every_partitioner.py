@@ -61,6 +61,7 @@ def test_every_partitioner_is_in_the_table():
     there = {name for name, thing in vars(partitioners).items() if inspect.isfunction(thing)}
     # Partitioners of populations, features and further splits have their own tests.
     others = {"held_out_clients", "rotation", "noise", "vertical", "same_shares", "split_within_clients"}
+    others |= {"hide_labels", "only_labelled"}
     assert there == {name.partition(",")[0] for name in MAKERS} | others
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim import partitioners
+from fedsim import augmentations, partitioners
 from fedsim.data import FederatedData
 
 
@@ -67,8 +67,8 @@ def test_rotation_does_not_change_its_argument_and_180_degrees_fit_any_shape():
 @pytest.mark.parametrize(
     ("data", "arguments", "message"),
     [
-        (population(), {"angles": [45]}, r"multiples of 90, got angles=\[45\]"),
-        (population(), {"angles": []}, "multiples of 90"),
+        (population(), {"angles": [np.inf]}, r"finite angles in degrees, got angles=\[inf\]"),
+        (population(), {"angles": []}, "give one or more"),
         (population(), {"feature": "z"}, "no feature 'z'"),
         (population(), {"feature": "y"}, "expected images"),
         (population(shape=(2, 5)), {}, "Images of 2 by 5 cannot be rotated"),
@@ -77,6 +77,29 @@ def test_rotation_does_not_change_its_argument_and_180_degrees_fit_any_shape():
 def test_invalid_rotations_are_refused(data, arguments, message):
     with pytest.raises(ValueError, match=message):
         partitioners.rotation(data, **arguments)
+
+
+def test_rotation_by_other_angles_is_bilinear_and_the_same_for_all_clients():
+    data = population(shape=(5, 5), dtype=np.float32)
+    turned = partitioners.rotation(data, angles=[30])
+    c, s = np.cos(np.deg2rad(30)), np.sin(np.deg2rad(30))
+    image, found = data.columns["x"][0].astype(np.float64), turned.columns["x"][0]
+    for i, j in ((2, 2), (1, 2), (3, 1), (2, 3)):  # within the image, before and after
+        row, column = c * (i - 2) + s * (j - 2) + 2, c * (j - 2) - s * (i - 2) + 2
+        top, left = int(row), int(column)
+        p, q = row - top, column - left
+        at = image[top : top + 2, left : left + 2] if p or q else image[top : top + 1, left : left + 1]
+        weights = np.outer([1 - p, p], [1 - q, q])[: at.shape[0], : at.shape[1]]
+        assert found[i, j] == pytest.approx((weights * at).sum(), rel=1e-5)
+    images = augmentations.rotated(data.columns["x"][..., None], np.full(len(data.columns["x"]), 30.0, np.float32))
+    inner = np.s_[:, 1:-1, 1:-1]
+    np.testing.assert_allclose(np.asarray(images[..., 0])[inner], turned.columns["x"][inner], rtol=1e-4, atol=1e-4)
+
+
+def test_equal_noise_has_the_same_size_at_all_clients():
+    data = FederatedData.from_arrays({"x": np.zeros([40_000], np.float32)}, sizes=[10_000] * 4)
+    noisy = partitioners.noise(data, sigma=0.8, seed=0, equal=True)
+    assert [client["x"].std() for client in noisy.clients()] == pytest.approx([0.8] * 4, rel=0.03)
 
 
 def test_noise_increases_from_client_to_client():

@@ -13,6 +13,7 @@ from fedsim.experiment.reproductions._data_parallel import DATA_PARALLEL
 from fedsim.experiment.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.experiment.reproductions._fedavg_mnist import FEDAVG
 from fedsim.experiment.reproductions._fedprox_stragglers import FEDPROX
+from fedsim.experiment.reproductions._few_labels import FEW_LABELS
 from fedsim.experiment.reproductions._four_ways import FOUR_WAYS
 from fedsim.experiment.reproductions._personalization_femnist import PERSONALIZATION
 from fedsim.experiment.reproductions._qffl_fairness import QFFL
@@ -28,6 +29,7 @@ from fedsim.experiment.reproductions._robustness_femnist import ROBUSTNESS
 from fedsim.experiment.reproductions._scaffold_emnist import SCAFFOLD_EMNIST
 from fedsim.experiment.reproductions._tables import markdown_table as markdown_table
 from fedsim.experiment.reproductions._tables import text_table as text_table
+from fedsim.experiment.reproductions._transfer import TRANSFER
 from fedsim.experiment.reproductions._unus_dssgd import UNUS_DSSGD
 from fedsim.experiment.reproductions._unus_faults import UNUS_FAULTS
 from fedsim.experiment.reproductions._unus_fedavg import UNUS_FEDAVG
@@ -54,6 +56,8 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         FOUR_WAYS,
         DATA_PARALLEL,
         VERTICAL,
+        FEW_LABELS,
+        TRANSFER,
     )
 }
 

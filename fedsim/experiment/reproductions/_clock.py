@@ -130,11 +130,18 @@ class Task:
         return evaluate(self.model, state.params, self.test).overall["accuracy"]
 
 
-def digits(request: Request, seed: int, clients: int = 100) -> Task:
-    """Returns the digits, divided among clients with skewed labels, other clients for each seed."""
+def digits(request: Request, seed: int, clients: int = 100, partition: str = "dirichlet") -> Task:
+    """Returns the digits, divided among clients, by default with skewed labels; other clients for each seed."""
     del request
-    splits = datasets.load("digits", clients=clients, seed=seed)
-    return Task("digits", _digits_model(), splits.train, splits.test, Batches(size=10, epochs=5), 0.2)
+    splits = datasets.load("digits", clients=clients, partition=partition, seed=seed)
+    return Task(
+        "digits" if partition == "dirichlet" else f"digits, {partition}",
+        _digits_model(),
+        splits.train,
+        splits.test,
+        Batches(size=10, epochs=5),
+        0.2,
+    )
 
 
 def femnist_writers(request: Request, seed: int) -> Task:

@@ -1,0 +1,94 @@
+"""Transfer of a body and a head that is trained first."""
+
+import haiku as hk
+import jax
+import network_models
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.transfer import head_of, probe_then_tune, transfer_body
+
+
+def trained(algorithm, rounds=4):
+    states = [algorithm.init(jax.random.key(1))]
+    for cohort in network_models.cohorts(network_models.federation.data(), rounds):
+        states.append(algorithm.apply(states[-1], cohort)[0])
+    return [jax.device_get(state.params) for state in states]
+
+
+def same(a, b):
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.3), optax.sgd(0.1, momentum=0.9), optax.polyak_sgd(0.3)], ids=["sgd", "momentum", "polyak"]
+)
+def test_a_probe_leaves_the_body_as_it_is_bit_for_bit_and_then_all_is_trained(optimizer):
+    model = network_models.network()
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, batches=network_models.BATCHES, client_optimizer=probe_then_tune(model, optimizer, rounds=2)
+    )
+    found = trained(algorithm)
+    for round in range(4):
+        assert same(found[round]["linear"], found[round + 1]["linear"]) == (round < 2)
+        assert not same(found[round]["linear_1"], found[round + 1]["linear_1"])
+
+
+def test_after_no_rounds_of_probing_it_is_the_optimizer_alone():
+    model = network_models.network()
+    made = [
+        fedsim.algorithms.FedAvg(model=model, batches=network_models.BATCHES, client_optimizer=optimizer)
+        for optimizer in (optax.sgd(0.3), probe_then_tune(model, optax.sgd(0.3), rounds=0))
+    ]
+    found, expected = (trained(algorithm, 2)[-1] for algorithm in made)
+    network_models.federation.assert_trees_close(found, expected)
+
+
+def test_the_body_is_copied_and_the_head_is_new():
+    model = fedsim.models.digits_dense()
+    new, old = (model.init(jax.random.key(seed)) for seed in (0, 1))
+    found = transfer_body(model, new, old)
+    assert same(found["linear"], old["linear"]) and same(found["linear_1"], old["linear_1"])
+    assert same(found["linear_2"], new["linear_2"]) and not same(new["linear_2"]["w"], old["linear_2"]["w"])
+    assert same(transfer_body(model, new, old, head=lambda module, name: False), old)
+    biases = transfer_body(model, new, old, head=lambda module, name: name == "w")
+    assert same(biases["linear"]["w"], new["linear"]["w"]) and same(biases["linear"]["b"], old["linear"]["b"])
+
+
+def test_the_body_of_fedper_is_replaced():
+    model = fedsim.models.digits_dense()
+    algorithm = fedsim.algorithms.FedPer(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    state, old = algorithm.init(jax.random.key(0)), model.init(jax.random.key(1))
+    found = transfer_body(model, state.params, old)
+    assert sorted(found) == ["linear", "linear_1"] and same(found, {name: old[name] for name in found})
+
+
+def test_all_that_does_not_fit_is_in_the_error():
+    model = fedsim.models.digits_dense()
+    other = fedsim.models.digits_dense(hidden=(128,)).init(jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=r"others for linear_1/b \[64\] \(there it has \[10\]\), linear_1/w \[128, 64\] \(there"
+    ):
+        transfer_body(model, model.init(jax.random.key(0)), other)
+    with pytest.raises(ValueError, match=r"linear/b \[128\] \(there is none\)"):
+        transfer_body(model, model.init(jax.random.key(0)), {})
+
+
+def test_invalid_arguments_are_refused():
+    model = fedsim.models.digits_dense()
+    with pytest.raises(ValueError, match="Expected rounds >= 0, got rounds=-1"):
+        probe_then_tune(model, optax.sgd(0.1), rounds=-1)
+    with pytest.raises(ValueError, match="Expected optimizer to be an optax transformation"):
+        probe_then_tune(model, optax.sgd, rounds=1)
+    with pytest.raises(ValueError, match="Expected head to be a function of a module's and a parameter's name, or None"):
+        head_of(model, "linear_2")
+
+
+def test_the_last_module_is_that_which_the_model_creates_last():
+    def network(examples):
+        return hk.Linear(4, name="a")(hk.Linear(5, name="b")(examples["x"]))
+
+    model = fedsim.Model.from_haiku(hk.transform(network), features=network_models.federation.FEATURES, num_classes=4)
+    assert head_of(model)("a", "w") and not head_of(model)("b", "w")
