@@ -74,7 +74,7 @@ class SplitFed(FedAvg):
         if not isinstance(self.model, SplitModel) and type(self.cut_compressor) is not Identity:
             raise ValueError(
                 f"Expected a fedsim.SplitModel with a cut_compressor, got model={type(self.model).__name__} and "
-                f"cut_compressor={self.cut_compressor}: make one with fedsim.SplitModel.from_parts, or leave the compressor out."
+                f"cut_compressor={self.cut_compressor}: make one with fedsim.SplitModel.from_parts, or leave this out."
             )
 
     @property

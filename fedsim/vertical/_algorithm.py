@@ -85,8 +85,8 @@ class VerticalAlgorithm:
         if isinstance(self.optimizer, Mapping):
             if unknown := sorted(set(self.optimizer) - set(self.model.parties)):
                 raise ValueError(
-                    f"Expected optimizers of the parties {', '.join(self.model.parties)}, got those of {', '.join(unknown)}, too: "
-                    "leave them out, or correct their names."
+                    f"Expected optimizers of the parties {', '.join(self.model.parties)}, got those of {', '.join(unknown)}, "
+                    "too: leave them out, or correct their names."
                 )
             given = {f"optimizer[{party!r}]": self.optimizer.get(party) for party in self.model.parties}
         checks.optimizer(or_schedule=False, **given)

@@ -68,8 +68,8 @@ class VerticalModel:
 
         Raises:
           ValueError: a party with features has no transform, or a transform has no party; a transform is not the result of
-            ``hk.transform``; labels are not in [0, num_classes); or the loss is the cross-entropy and they are no whole numbers or
-            have no output of the model.
+            ``hk.transform``; labels are not in [0, num_classes); or the loss is the cross-entropy and they are no whole numbers
+            or have no output of the model.
         """
         if not isinstance(bottoms, Mapping):
             check_transformed(bottoms=bottoms)
@@ -97,14 +97,14 @@ class VerticalModel:
             return
         if labels.dtype.kind == "f":
             raise ValueError(
-                f"Expected {where} to be whole numbers, got {labels.dtype}: convert labels of classes with astype(np.int32), and "
-                "for other targets give a loss such as fedsim.metrics.squared_error, without num_classes."
+                f"Expected {where} to be whole numbers, got {labels.dtype}: convert labels of classes with astype(np.int32), "
+                "and for other targets give a loss such as fedsim.metrics.squared_error, without num_classes."
             )
         outside = np.flatnonzero((labels < 0) | (labels >= min(limits)))
         if len(outside):
             raise ValueError(
-                f"Expected {where} in [0, {min(limits)}), got {labels[outside[0]]} for id {data.ids[outside[0]]!r}: number them "
-                "from 0, and give as many outputs and num_classes as there are classes."
+                f"Expected {where} in [0, {min(limits)}), got {labels[outside[0]]} for id {data.ids[outside[0]]!r}: number "
+                "them from 0, and give as many outputs and num_classes as there are classes."
             )
 
     @property
@@ -238,7 +238,9 @@ def sum_embeddings() -> hk.Transformed:
     def outputs(embeddings: dict[str, jax.Array]) -> jax.Array:
         if len({each.shape for each in embeddings.values()}) > 1:
             shapes = ", ".join(f"{list(each.shape)} of {party!r}" for party, each in embeddings.items())
-            raise ValueError(f"Expected embeddings of equal shapes to sum, got {shapes}: give all bottom models the same width.")
+            raise ValueError(
+                f"Expected embeddings of equal shapes to sum, got {shapes}: give all bottom models the same width."
+            )
         return functools.reduce(jnp.add, embeddings.values())
 
     return hk.transform(outputs)

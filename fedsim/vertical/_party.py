@@ -87,7 +87,9 @@ class Party:
         """
         path = Path(path)
         if labels == ids:
-            raise ValueError(f"Expected ids and labels in different columns of {path.name}, got {ids!r} for both: name the other.")
+            raise ValueError(
+                f"Expected ids and labels in different columns of {path.name}, got {ids!r} for both: name the other."
+            )
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
             names, *rows = [row for row in csv.reader(file) if row] or [[]]
         if not rows or any(len(row) != len(names) for row in rows):
@@ -148,8 +150,8 @@ def _checked(what: str, values: Any, ids: Sequence[str], dtype: Any) -> np.ndarr
         at = tuple(outside[0])
         remedy = "number classes from 0" if dtype is np.int32 else "scale them"
         raise ValueError(
-            f"Expected numbers in {what} between {limits.min} and {limits.max}, the range of {np.dtype(dtype)}, got {array[at]} "
-            f"for id {ids[at[0]]!r}: {remedy}."
+            f"Expected numbers in {what} between {limits.min} and {limits.max}, the range of {np.dtype(dtype)}, got "
+            f"{array[at]} for id {ids[at[0]]!r}: {remedy}."
         )
     return array.astype(dtype)
 

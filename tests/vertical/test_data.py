@@ -128,7 +128,10 @@ def test_wrong_divisions_are_refused():
         ({"overlap": 1.5}, "Expected 0 <= overlap <= 1, got overlap=1.5"),
         ({"ids": [1]}, r"Expected 3 ids for x of shape \[3, 2\], got 1"),
         ({"blocks": [[0], [1]]}, "Expected blocks to be an instance of Mapping, such as dict"),
-        ({"blocks": {"a": [0], "b": [2]}}, r"Expected 0 <= blocks\['b'\] <= 1, got blocks\['b'\]=2: columns are numbered from 0"),
+        (
+            {"blocks": {"a": [0], "b": [2]}},
+            r"Expected 0 <= blocks\['b'\] <= 1, got blocks\['b'\]=2: columns are numbered from 0",
+        ),
         ({"blocks": {"a": [0], "b": [-1]}}, r"Expected 0 <= blocks\['b'\] <= 1, got blocks\['b'\]=-1"),
         ({"blocks": {"a": [0], "b": [0]}}, r"got blocks\['b'\]=0, which is also at 'a': leave it out"),
         ({"blocks": {"a": [0, 0]}}, r"got blocks\['a'\]=0, which is also at 'a'"),
