@@ -62,7 +62,8 @@ def divide_columns(
     holders: dict[int, str] = {}
     for party, block in blocks.items():
         for position in block:
-            checks.whole(0, width - 1, **{f"blocks[{party!r}]": position}, remedy="columns are numbered from 0")
+            given: dict[str, Any] = {f"blocks[{party!r}]": position}
+            checks.whole(0, width - 1, **given, remedy="columns are numbered from 0")
             if position in holders:
                 raise ValueError(
                     f"Expected every column at one party and once, got blocks[{party!r}]={position}, which is also at "

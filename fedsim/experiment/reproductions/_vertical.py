@@ -269,7 +269,7 @@ def _central(task: _Task, model: VerticalModel, data: VerticalData, steps: int) 
 
     @jax.jit
     def step(params: Params, opt_state: optax.OptState, batch: VerticalBatch) -> tuple[Params, optax.OptState]:
-        examples = {**batch.features, "y": batch.labels}
+        examples: dict[str, Any] = {**batch.features, "y": batch.labels}
         gradient = jax.grad(lambda params: jnp.mean(joint.losses(examples, joint.apply_for_eval(params, examples))))(params)
         updates, opt_state = made.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -408,7 +408,7 @@ VERTICAL = Reproduction(
     paper="P. Vepakomma et al. Split learning for health. 2018. https://arxiv.org/abs/1812.00564; Y. Liu et al. FedBCD. IEEE "
     "Transactions on Signal Processing 2022. https://arxiv.org/abs/1912.11187; T. Castiglia et al. Compressed-VFL. ICML 2022. "
     "https://arxiv.org/abs/2206.08330",
-    duration="about 5 minutes",
+    duration="about 3 minutes",
     required_data="DIR/tabular_vfl with FATE's default_credit and breast, UCI's adult.data and adult.test, and LIBSVM's a9a.gz "
     "and a9a.t.gz; none for the digits",
     cases=_cases,
