@@ -254,6 +254,15 @@ def test_a_graph_shows_the_nodes_values_and_the_bytes_of_its_links():
     assert np.isclose((widths[0, 1] - 0.3) / (widths[0, 3] - 0.3), 3)
     assert nodes.get_array().tolist() == [0.1, 0.9, 0.5, 0.4] and bar.get_ylabel() == "accuracy"
     assert [text.get_text() for text in axes.texts] == list("0123") and png(figure)
+    unordered = nx.Graph([(0, 2), (2, 1), (1, 3), (3, 0)])
+    axes = plots.plot_graph(unordered, values=[0.0, 0.1, 0.2, 1.0]).axes[0]
+    drawn = dict(zip(map(tuple, axes.collections[1].get_offsets().round(6)), axes.collections[1].get_array(), strict=True))
+    for text in axes.texts:  # Each number is written on the node that has its value, and neighbours are next to each other.
+        assert drawn[tuple(np.round(text.get_position(), 6))] == [0.0, 0.1, 0.2, 1.0][int(text.get_text())]
+    places = {int(text.get_text()): np.array(text.get_position()) for text in axes.texts}
+    assert all(np.isclose(np.linalg.norm(places[i] - places[j]), np.sqrt(2)) for i, j in unordered.edges)
+    with pytest.raises(ValueError, match="give topology.graphs"):
+        plots.plot_graph(topology)
     with pytest.raises(ValueError, match="Expected 4 values, one per node, got shape"):
         plots.plot_graph(topology.graphs[0], values=[0.1])
     with pytest.raises(ValueError, match="none of the edges"):

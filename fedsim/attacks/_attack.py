@@ -64,6 +64,8 @@ class Attack:
     def corrupt_all(self, values: Update, attackers: jax.Array, key: jax.Array) -> Update:
         """Returns what nodes without a server send: `corrupt` of the attackers' values, and those of the others.
 
+        The values are what nodes would send, mostly whole models and not updates.
+
         Args:
           values: what honest nodes send, leaves ``[n, ...]``.
           attackers: ``bool [n]``.

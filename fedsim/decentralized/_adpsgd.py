@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class ADPSGD(DecentralizedAlgorithm):
     (True, {'simulated_seconds': 20.0})
     """
 
+    attackable: ClassVar[bool] = False
+
     def check_matrices(self) -> None:
         checks.one_of("auto", weights=self.weights, remedy="ADPSGD has no mixing weights")
         checks.one_of(None, robust_mixing=self.robust_mixing, remedy="ADPSGD does not mix")
@@ -71,7 +73,6 @@ class ADPSGD(DecentralizedAlgorithm):
         return state.memory
 
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
-        self.check_no_attack(clients)
         trained = self.train_nodes(state, clients)
         graph = self.topology.graphs[0]
         neighbours = [sorted(graph[node]) or [node] for node in range(self.topology.nodes)]  # itself if there is one node
@@ -110,7 +111,7 @@ class FinishingNodes:
       data: the population.
       batches: how many steps a node's work has.
       devices: how fast nodes are; None: one second per step.
-      per_round: the number of nodes in a cohort. A node that finishes twice begins another cohort, so there may be fewer.
+      per_round: the most nodes in a cohort. A node that finishes twice begins another cohort, so there may be fewer.
       seed: the seed, or root key, of the speeds and of the run.
 
     >>> import numpy as np
@@ -124,7 +125,11 @@ class FinishingNodes:
         self, data: FederatedData, batches: Batches, devices: Devices | None = None, per_round: int = 1, seed: Any = 0
     ) -> None:
         checks.whole(1, per_round=per_round)
-        self.data, self.clients, self.key = data, per_round, rng.root(seed)
+        checks.instance(Batches, "fedsim.Batches(size=20)", batches=batches)
+        checks.instance(Devices, "fedsim.systems.Devices(seconds_per_step=1.0)", or_none=True, devices=devices)
+        if not data.sizes.any():
+            raise ValueError("No node has examples, so none would ever finish: give data with examples.")
+        self.data, self.clients, self.key = data, min(per_round, data.num_clients), rng.root(seed)
         self.batches, self.devices = batches, devices or Devices()
         self._cohorts: list[tuple[list[int], float]] = []
         self._events = self._finish()

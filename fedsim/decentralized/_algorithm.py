@@ -50,7 +50,7 @@ class NodesState(NamedTuple):
     @property
     def params(self) -> Params:
         """The mean of the nodes' parameters, which is what is evaluated as the model of all."""
-        return jax.tree.map(_mean, _joined(self.models, self.personal))
+        return jax.tree.map(lambda x: _mean(x).astype(x.dtype), _joined(self.models, self.personal))
 
 
 class Trained(NamedTuple):
@@ -80,14 +80,14 @@ class DecentralizedAlgorithm(FedAvg):
     model on its client's test examples.
 
     If a cohort has attackers, they train on what `fedsim.attacks.Attack.poison` returns, and send to their neighbours what
-    `fedsim.attacks.Attack.corrupt_all` returns. They keep their own values, which count in the mean, like those of others.
+    `fedsim.attacks.Attack.corrupt_all` returns of the values that they would send, which are whole models in most algorithms:
+    with `fedsim.attacks.SignFlip` a node sends -x. They keep their own values, which count in the mean, like those of others.
 
     Attributes:
       topology: a `Topology` with as many nodes as the population has clients.
       weights: the mixing weights, see `Topology.matrices`.
-      message_loss: the probability that a message is lost. The receiver uses its own value in its place (in
-        `StochasticGradientPush`, the sender keeps what is lost). A message is everything that a node sends to a neighbour in a
-        round.
+      message_loss: the probability that a message is lost, which is everything that a node sends to a neighbour in a round. The
+        receiver uses its own value in its place; `StochasticGradientPush`, `RelaySGD` and `ADPSGD` say what they do.
       link_failures: the probability that a link loses the messages in both directions in a round.
       robust_mixing: replaces the weighted means, against Byzantine neighbours: `ClippedMixing` or `TrimmedMixing`.
       local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does.
@@ -111,6 +111,8 @@ class DecentralizedAlgorithm(FedAvg):
     """
 
     capabilities = Capabilities(aggregators=False)
+    # Whether attackers may change what they send; they can where it is mixed as it arrives.
+    attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
     lost_stays_with_sender: ClassVar[bool] = False
     # The topology of ``fedsim run`` without ``--topology``.
@@ -130,7 +132,7 @@ class DecentralizedAlgorithm(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.instance(Topology, "fedsim.decentralized.ring(16)", topology=self.topology)
-        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop"}
+        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop", "weighting": "examples"}
         given = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         given |= {} if type(self.aggregator) is Mean else {"aggregator": self.aggregator}
         if given:
@@ -153,8 +155,8 @@ class DecentralizedAlgorithm(FedAvg):
             if not is_doubly_stochastic(matrix):
                 raise ValueError(
                     f"{type(self).__name__} needs mixing matrices whose rows and columns sum to 1, but the one of round "
-                    f"{number} of {self.topology.name!r} is not: use weights='metropolis' with an undirected graph, or "
-                    "StochasticGradientPush."
+                    f"{number} of {self.topology.name!r} is not: use weights='metropolis' (--mixing metropolis) with an "
+                    "undirected graph, or StochasticGradientPush."
                 )
 
     @functools.cached_property
@@ -236,16 +238,17 @@ class DecentralizedAlgorithm(FedAvg):
             "bits_up": neighbours.bits,
         }
 
-    def check_no_attack(self, clients: Clients) -> None:
-        """Raises ``ValueError`` if the cohort has attackers, in algorithms whose messages attacks do not change."""
-        if clients.attack is not None:
-            raise ValueError(
-                f"Attacks change the values that nodes mix, and {type(self).__name__} does not mix: use a sampler without "
-                "attackers, or DPSGD."
-            )
-
     def train_nodes(self, state: NodesState, clients: Clients) -> Trained:
-        """Runs the local steps of the nodes of a round's cohort."""
+        """Runs the local steps of the nodes of a round's cohort.
+
+        Raises:
+          ValueError: the cohort has attackers, and the algorithm is not ``attackable``.
+        """
+        if clients.attack is not None and not self.attackable:
+            raise ValueError(
+                f"{type(self).__name__} does not simulate attackers: use a sampler without them, or another algorithm, such as "
+                "DPSGD."
+            )
         movement, moved, losses = clients.map(self.node_update, state)
         exists = jnp.arange(len(losses)) < clients.num_clients
         finite = functools.reduce(jnp.logical_and, map(_finite_rows, jax.tree.leaves(movement)))
@@ -307,10 +310,10 @@ def _finite_rows(x: jax.Array) -> jax.Array:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """Returns the mean over nodes. On a CPU, a product with a vector is many times as fast as a mean over the first axis."""
+    """Returns the mean over nodes, ``float32``. On a CPU, a product with a vector is many times as fast as ``jnp.mean``."""
     rows = x.reshape(len(x), -1).astype(jnp.float32)
     mean = jnp.dot(jnp.full(len(x), 1 / len(x), jnp.float32), rows, precision="highest")
-    return mean.reshape(x.shape[1:]).astype(x.dtype)
+    return mean.reshape(x.shape[1:])
 
 
 def consensus_distance(models: Params) -> jax.Array:
@@ -321,7 +324,7 @@ def consensus_distance(models: Params) -> jax.Array:
     """
 
     def spread(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x - _mean(x)[None]).astype(jnp.float32))
+        return jnp.sum(jnp.square(x.astype(jnp.float32) - _mean(x)[None]))
 
     nodes = len(jax.tree.leaves(models)[0])
     return jnp.sqrt(sum(map(spread, jax.tree.leaves(models)), jnp.float32(0)) / nodes)

@@ -7,6 +7,7 @@ ICML 2019, Algorithm 2: https://arxiv.org/abs/1902.00340.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,8 @@ class ChocoSGD(DecentralizedAlgorithm):
 
     Attributes:
       compressor: C, one of `fedsim.compressors`; biased ones are fine, without error feedback.
+      message_loss, link_failures: must be 0. A receiver that misses q_i would have a wrong h_i for ever; the algorithm needs
+        links that send again.
       gamma: the consensus step size, in (0, 1]; smaller for stronger compression.
       topology, weights: see `DecentralizedAlgorithm`.
 
@@ -43,6 +46,8 @@ class ChocoSGD(DecentralizedAlgorithm):
     0.131
     """
 
+    attackable: ClassVar[bool] = False  # What changes is a difference, which would stay in the copies.
+
     compressor: Compressor = dataclasses.field(default_factory=lambda: TopK(fraction=0.1))
     gamma: float = 0.2
 
@@ -50,6 +55,8 @@ class ChocoSGD(DecentralizedAlgorithm):
         super().__post_init__()
         checks.instance(Compressor, "TopK(fraction=0.1)", compressor=self.compressor)
         checks.number(above=0, most=1, gamma=self.gamma)
+        remedy = "a receiver that misses a difference would have a wrong copy of its neighbour for ever"
+        checks.number(least=0, most=0, message_loss=self.message_loss, link_failures=self.link_failures, remedy=remedy)
 
     def node_memory(self, models: Params) -> Params:
         return models

@@ -51,7 +51,7 @@ class D2(DecentralizedAlgorithm):
         if (least := float(np.linalg.eigvalsh(matrix)[0])) < -1 / 3 - 1e-6:
             raise ValueError(
                 f"D2 needs mixing weights with eigenvalues of at least -1/3, and those of {self.topology.name!r} have "
-                f"{least:.4g}: use weights='lazy'."
+                f"{least:.4g}: use weights='lazy' (--mixing lazy)."
             )
 
     def node_memory(self, models: Params) -> Params:

@@ -26,7 +26,7 @@ def gossip(values: Any, topology: Topology, rounds: int, weights: str | Weights 
       weights: see `Topology.matrices`.
 
     Raises:
-      ValueError: a leaf does not have one entry per node.
+      ValueError: a leaf does not have one entry per node, or is not of floats.
 
     >>> from fedsim.decentralized import base_graph
     >>> topology = base_graph(5)
@@ -34,6 +34,7 @@ def gossip(values: Any, topology: Topology, rounds: int, weights: str | Weights 
     [4.0, 4.0, 4.0, 4.0, 4.0]
     """
     checks.whole(0, rounds=rounds)
+    checks.instance(Topology, "fedsim.decentralized.ring(16)", topology=topology)
     for leaf in jax.tree.leaves(values):
         if jnp.ndim(leaf) < 1 or len(leaf) != topology.nodes:
             raise ValueError(f"Expected values [{topology.nodes}, ...], one per node, got {list(jnp.shape(leaf))}.")

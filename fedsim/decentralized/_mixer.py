@@ -30,7 +30,6 @@ class Mixer(NamedTuple):
       receivers: ``float32 [period, nodes]``, to how many others a node sends.
       targets: None, or the nodes that take the values, ``int32 [period, entries]``.
 
-    >>> import networkx as nx
     >>> from fedsim.decentralized import ring
     >>> mixer = Mixer.of(ring(4).matrices())
     >>> mixer({"w": jnp.array([[3.0], [0.0], [0.0], [0.0]])}, round=jnp.int32(0))["w"].ravel().tolist()
@@ -74,17 +73,23 @@ class Mixer(NamedTuple):
           message_loss: which messages are lost; None: none.
           sent: what the nodes send, like ``values``; None: the values.
           robust: replaces the sum; the mixer must be padded.
+
+        Raises:
+          ValueError: a leaf of ``values`` is not of floats.
         """
+        for leaf in jax.tree.leaves(values):
+            if not tree.is_float(leaf):
+                raise ValueError(f"Expected floats to mix, got values of dtype {leaf.dtype}: use values.astype(jnp.float32).")
         sources, weights, links, _, targets = jax.tree.map(lambda x: jnp.asarray(x)[round % len(self.weights)], tuple(self))
-        nodes, arrives = self.receivers.shape[1], links > 0
+        nodes, arrives, kept = self.receivers.shape[1], links > 0, None
         if message_loss is not None:
             lost = message_loss.lost(links)
             arrives &= ~lost
-            own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
             if message_loss.stays_with_sender:
                 kept = jnp.zeros(nodes).at[sources].add(jnp.where(lost, weights, 0))
                 weights = jnp.where(lost, 0, weights)
             else:
+                own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
                 sources = jnp.where(lost, own, sources)
         held = values
         if sent is not None:  # The rows of what is sent follow those of what the nodes have.
@@ -94,9 +99,9 @@ class Mixer(NamedTuple):
             received = jax.tree.map(lambda x: x[sources], held)
             return robust(values, received, jnp.where(links > 0, weights, 0))
         mixed = jax.tree.map(lambda x: _mixed(x, nodes, sources, weights, targets), held)
-        if message_loss is not None and message_loss.stays_with_sender:
-            return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
-        return mixed
+        if kept is None:
+            return mixed
+        return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
 
 
 class MessageLoss(NamedTuple):

@@ -69,11 +69,16 @@ def column_stochastic(graph: nx.Graph) -> Matrix:
 def edge_weights(graph: nx.Graph) -> Matrix:
     """Returns the weights of the edges; a node keeps the rest of its own value.
 
+    Raises:
+      ValueError: the edges have no weights.
+
     >>> graph = nx.Graph()
     >>> graph.add_edge(0, 1, weight=0.25)
     >>> edge_weights(graph).toarray().tolist()
     [[0.75, 0.25], [0.25, 0.75]]
     """
+    if not nx.get_edge_attributes(graph, "weight"):
+        raise ValueError("The edges have no weight: set them, or use 'metropolis'.")
     return _with_rest(_adjacency(graph, weight="weight"))
 
 

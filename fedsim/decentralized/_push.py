@@ -30,6 +30,7 @@ class StochasticGradientPush(DecentralizedAlgorithm):
 
     Attributes:
       topology, weights: see `DecentralizedAlgorithm`.
+      message_loss, link_failures: the sender keeps what is lost, so that the sums of the x_i and of the w_i do not change.
 
     >>> import fedsim, optax, networkx as nx
     >>> graph = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
@@ -44,6 +45,7 @@ class StochasticGradientPush(DecentralizedAlgorithm):
     ((4,), 4.0)
     """
 
+    attackable: ClassVar[bool] = False  # A changed weight w_i would be an attack of its own.
     # Otherwise the w_i would shrink with every lost message, and steps of x_i / w_i would grow.
     lost_stays_with_sender: ClassVar[bool] = True
 
@@ -55,7 +57,8 @@ class StochasticGradientPush(DecentralizedAlgorithm):
         for matrix in self.matrices:
             if not np.allclose(matrix.sum(axis=0), 1):
                 raise ValueError(
-                    "StochasticGradientPush needs mixing matrices whose columns sum to 1: use weights='column_stochastic'."
+                    "StochasticGradientPush needs mixing matrices whose columns sum to 1: use weights='column_stochastic' "
+                    "(--mixing column_stochastic)."
                 )
 
     def node_memory(self, models: Params) -> jax.Array:

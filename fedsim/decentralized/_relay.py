@@ -17,7 +17,6 @@ import numpy as np
 from fedsim import checks, tree
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours, numbered_links
-from fedsim.execution import Clients
 from fedsim.model import Params
 
 
@@ -38,6 +37,7 @@ class RelaySGD(DecentralizedAlgorithm):
     Attributes:
       topology: a tree, such as `line` or `binary_tree`.
       weights: must be "auto"; there are no mixing weights.
+      message_loss, link_failures: what is lost is missing in the sum and in its count.
 
     Raises:
       ValueError: the topology is not a tree, or mixing weights are given.
@@ -54,6 +54,7 @@ class RelaySGD(DecentralizedAlgorithm):
     [1.0, 3.0, 2.0, 2.0, 3.0, 1.0]
     """
 
+    attackable: ClassVar[bool] = False
     default_topology: ClassVar[str] = "binary_tree"
 
     def check_matrices(self) -> None:
@@ -72,10 +73,6 @@ class RelaySGD(DecentralizedAlgorithm):
         place = {edge: number for number, edge in enumerate(edges)}
         senders, receivers = np.array(edges, np.int32).reshape(-1, 2).T
         return senders, receivers, np.array([place[j, i] for i, j in edges], np.int32)
-
-    def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
-        self.check_no_attack(clients)
-        return super().round(state, clients)
 
     def node_memory(self, models: Params) -> Relayed:
         edges = 2 * (self.topology.nodes - 1)

@@ -36,7 +36,7 @@ def ring(nodes: int) -> Topology:
 
 
 def torus(nodes: int, rows: int | None = None) -> Topology:
-    """A two-dimensional grid whose ends are connected: every node has four neighbours.
+    """A two-dimensional grid whose ends are connected: every node has four neighbours, or fewer with two rows or columns.
 
     Args:
       nodes: the number of nodes.
@@ -182,8 +182,10 @@ def small_world(nodes: int, degree: int = 4, rewiring: float = 0.3, seed: int = 
     >>> small_world(12, degree=4).graphs[0].number_of_edges()
     24
     """
-    checks.whole(1, nodes=nodes)
-    checks.whole(2, nodes, degree=degree)
+    checks.whole(3, nodes=nodes)
+    checks.whole(2, nodes - 1, degree=degree)
+    if degree % 2:
+        raise ValueError(f"Expected an even degree, half of it on either side, got degree={degree}.")
     checks.number(least=0, most=1, rewiring=rewiring)
     return _drawn(f"small world of {nodes}", seed, functools.partial(nx.watts_strogatz_graph, nodes, degree, rewiring))
 

@@ -37,6 +37,10 @@ class Topology:
     name: str = "graph"
 
     def __post_init__(self) -> None:
+        if isinstance(self.graphs, nx.Graph) or any(not isinstance(graph, nx.Graph) for graph in self.graphs):
+            raise ValueError("Expected a list of networkx graphs, one per round of a period: give Topology([graph]).")
+        if any(graph.is_multigraph() for graph in self.graphs):
+            raise ValueError("Expected graphs with one edge between two nodes, got a multigraph: give networkx.Graph(graph).")
         if not self.graphs:
             raise ValueError("Expected at least one graph, got graphs=[]: give [networkx.cycle_graph(8)], for example.")
         nodes = set(range(len(self.graphs[0])))
@@ -84,12 +88,15 @@ class Topology:
             sum to 1.
         """
         if not isinstance(weights, str) and not callable(weights):
+            if not isinstance(weights, Sequence):
+                raise ValueError(f"Expected a name, a function or a list of matrices, one per graph, got {weights!r}.")
             matrices = [Matrix(matrix) for matrix in weights]
             if len(matrices) != self.period:
                 raise ValueError(f"Expected {self.period} matrices, one per graph, got {len(matrices)}: repeat or drop some.")
         else:
             matrices = [Matrix(self._rule(weights, graph)(graph)) for graph in self.graphs]
         for matrix, graph in zip(matrices, self.graphs, strict=True):
+            matrix.eliminate_zeros()  # They are no messages.
             check_stochastic(matrix, graph)
         return matrices
 

@@ -132,7 +132,9 @@ class RunConfig:
     upload_rate: str | None = _option(
         None, "virtual clock", "Bytes per second that a client sends, a number or a law; default: messages take no time."
     )
-    message_loss: float = _option(0.0, "virtual clock", "Probability that a message to or from a client is lost.")
+    message_loss: float = _option(
+        0.0, "virtual clock", "Probability that a message to or from a client, or between nodes, is lost."
+    )
     client_failures: float = _option(0.0, "virtual clock", "Probability that a client fails during its training.")
     client_recovery: float = _option(0.0, "virtual clock", "Seconds after which such a client can be selected again.")
     faults: str | None = _option(
@@ -147,7 +149,7 @@ class RunConfig:
     )
     hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
     rounds: int = _option(100, "training", "Number of rounds.")
-    clients: int = _option(10, "training", "Clients per round.")
+    clients: int = _option(10, "training", "Clients per round. Without a server all take part, but for adpsgd.")
     batch_size: int = _option(20, "training", "Examples per client step.")
     epochs: int = _option(1, "training", "Passes of a client over its examples per round.")
     steps: int | None = _option(None, "training", "Steps of a client per round, instead of epochs.")

@@ -31,7 +31,7 @@ def plot_graph(
       A matplotlib figure.
 
     Raises:
-      ValueError: there is not one value per node, or ``links`` has none of the graph's edges.
+      ValueError: ``graph`` is none, there is not one value per node, or ``links`` has none of the graph's edges.
 
     >>> import networkx as nx
     >>> figure = plot_graph(nx.cycle_graph(4), values=[0.5, 0.6, 0.7, 0.8])
@@ -40,6 +40,8 @@ def plot_graph(
     """
     import networkx as nx  # SciPy and networkx take a second to import, which other plots need not wait for.
 
+    if not isinstance(graph, nx.Graph):
+        raise ValueError("Expected a networkx graph, got something else: give topology.graphs[0].")
     nodes = len(graph)
     if values is not None and np.shape(values) != (nodes,):
         raise ValueError(f"Expected {nodes} values, one per node, got shape {list(np.shape(values))}.")
@@ -51,18 +53,17 @@ def plot_graph(
         widths = [0.3 + 3.7 * total / max(sums) for total in sums]
     figure = new_figure(6.4 if values is not None else 5.6, 5.2)
     axes = figure.subplots()
-    is_ring = all(degree == 2 for _, degree in graph.to_undirected().degree)
-    places = (
-        nx.circular_layout(graph)
-        if is_ring
-        else nx.kamada_kawai_layout(graph)
-        if nodes <= 300
-        else nx.spring_layout(graph, seed=0)
-    )
+    undirected = graph.to_undirected()
+    if all(degree == 2 for _, degree in undirected.degree):
+        places = nx.circular_layout(list(nx.dfs_preorder_nodes(undirected, 0)))
+    else:
+        places = nx.kamada_kawai_layout(graph) if nodes <= 300 else nx.spring_layout(graph, seed=0)
     size = float(np.clip(9000 / nodes, 12, 420))
     nx.draw_networkx_edges(graph, places, ax=axes, width=widths, edge_color=GREY, alpha=0.6, node_size=size)
     colours = {"node_color": BLUE} if values is None else {"node_color": list(values), "cmap": LIGHTNESS}
-    drawn = nx.draw_networkx_nodes(graph, places, ax=axes, node_size=size, edgecolors="white", linewidths=0.8, **colours)
+    drawn = nx.draw_networkx_nodes(
+        graph, places, nodelist=range(nodes), ax=axes, node_size=size, edgecolors="white", linewidths=0.8, **colours
+    )
     if values is not None:
         figure.colorbar(drawn, ax=axes, label=label, shrink=0.75)
     if nodes <= _MOST_NAMED:

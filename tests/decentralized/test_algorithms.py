@@ -328,6 +328,13 @@ def test_what_would_have_no_effect_is_refused(name, settings, message):
         make(name, **settings)
 
 
+def test_few_nodes_or_none_with_data_that_do_not_wait():
+    sampler = make("ADPSGD").sampler(DATA, clients=20)
+    assert sampler.clients == 6 and len(sampler.cohort(0).clients) <= 6
+    with pytest.raises(ValueError, match="No node has examples"):
+        make("ADPSGD").sampler(federation.data((0, 0)), clients=2)
+
+
 def test_no_sampler_for_devices_of_nodes_that_wait_for_each_other():
     with pytest.raises(ValueError, match="wait for each other"):
         make("DPSGD").sampler(DATA, clients=6, devices=fedsim.systems.Devices())

@@ -192,6 +192,8 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("RelaySGD", {"topology": decentralized.line(4), "robust_mixing": decentralized.TrimmedMixing(1)}, "does not mix"),
         ("ADPSGD", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not mix"),
         ("StochasticGradientPush", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not keep the sums"),
+        ("ChocoSGD", {"message_loss": 0.1}, "message_loss=0.1: a receiver that misses a difference"),
+        ("DPSGD", {"weighting": "uniform"}, "has no server, got weighting='uniform'"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
 )
@@ -200,9 +202,9 @@ def test_what_does_not_fit_together_is_refused(name, settings, message):
         make(name, **settings)
 
 
-@pytest.mark.parametrize("name", ["RelaySGD", "ADPSGD"])
-def test_attacks_need_values_that_are_mixed(name):
-    with pytest.raises(ValueError, match="Attacks change the values that nodes mix"):
+@pytest.mark.parametrize("name", ["RelaySGD", "ADPSGD", "StochasticGradientPush", "ChocoSGD"])
+def test_some_algorithms_have_no_attackers(name):
+    with pytest.raises(ValueError, match=f"{name} does not simulate attackers: use a sampler without them"):
         run(make(name, topology=decentralized.line(4)), attack=SignFlip())
 
 
@@ -252,3 +254,18 @@ def test_the_average_over_rounds_is_that_of_the_mean_of_the_nodes():
         means.append(np.asarray(state.server.params["linear"]["w"]))
     expected = (0.25 * means[0] + 0.5 * means[1] + means[2]) / 1.75
     np.testing.assert_allclose(state.params["linear"]["w"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_consensus_distance_of_half_precision_is_computed_in_float32():
+    for size in (1e-4, 300.0):
+        models = {"w": jnp.array([[size], [-size]], jnp.float16)}
+        np.testing.assert_allclose(decentralized.consensus_distance(models), size, rtol=1e-3)
+
+
+def test_trimmed_mixing_counts_only_messages():
+    weights = np.eye(4)
+    weights[1:, 1:] = 1 / 3
+    stored = decentralized._mixing.Matrix((weights.ravel(), np.divmod(np.arange(16), 4)))
+    assert stored.nnz == 16
+    with pytest.raises(ValueError, match="node 0 has 0 neighbours"):
+        make(weights=[stored], topology=decentralized.complete(4), robust_mixing=decentralized.TrimmedMixing(1))

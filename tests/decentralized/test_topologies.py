@@ -157,6 +157,26 @@ def test_errors_name_what_is_wrong(make, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda: decentralized.Topology(nx.cycle_graph(4)), r"give Topology\(\[graph\]\)"),
+        (lambda: decentralized.Topology([nx.MultiGraph([(0, 1), (0, 1)])]), "give networkx.Graph"),
+        (lambda: decentralized.ring(4).matrices(None), "a list of matrices, one per graph, got None"),
+        (lambda: decentralized.ring(4).matrices("edges"), "The edges have no weight"),
+        (lambda: decentralized.small_world(12, degree=3), "an even degree.*got degree=3"),
+        (
+            lambda: decentralized.gossip(np.arange(4), decentralized.ring(4), 1),
+            "Expected floats to mix, got values of dtype int",
+        ),
+        (lambda: decentralized.gossip(np.ones(4), nx.cycle_graph(4), 1), "topology"),
+    ],
+)
+def test_misuse_is_refused_with_a_remedy(misuse, message):
+    with pytest.raises(ValueError, match=message):
+        misuse()
+
+
 def test_edges_are_read_from_a_file(tmp_path):
     path = tmp_path / "edges.txt"
     path.write_text("0 1 0.5\n1 2 0.25\n")
