@@ -102,7 +102,7 @@ class Party:
         own_ids = table.pop(ids)
         numbers = {name: _numbers(path, name, own_ids, values) for name, values in table.items()}
         own_labels = numbers.pop(labels) if labels is not None else None
-        if own_labels is not None and np.array_equal(own_labels, np.round(own_labels)):
+        if own_labels is not None and np.all((own_labels == np.round(own_labels)) & (np.abs(own_labels) < 2**63)):
             own_labels = own_labels.astype(np.int64)
         return cls(ids=own_ids, columns={f"{prefix}{name}": values for name, values in numbers.items()}, labels=own_labels)
 

@@ -166,6 +166,8 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         ("id,x\n1,\n", {}, "Expected numbers in column 'x' of t.csv.gz, got '' for id '1'"),
         ("id,x\n1,nan\n", {}, "Expected finite numbers in column 'x'"),
         ("id,y,x\n1,3e9,2\n", {"labels": "y"}, "Expected numbers in labels between .*, got 3000000000 for id '1'"),
+        ("id,y,x\n1,1e300,2\n", {"labels": "y"}, "Expected numbers in labels between .*, the range of float32, got 1e\\+300"),
+        ("id,y,x\n1,inf,2\n", {"labels": "y"}, "Expected finite numbers in labels, got NaN or infinity"),
         ("id,x\n1,0\n", {"labels": "id"}, "Expected ids and labels in different columns of t.csv.gz, got 'id' for both"),
         ("id,x,x\n1,0,0\n", {}, "Expected columns of t.csv.gz to have different names, got 'x' 2 times"),
         ("id,x\n1\n", {}, "Expected t.csv.gz to have a line of names and rows with as many values"),
