@@ -87,7 +87,7 @@ class Model:
         Raises:
           ValueError: ``transformed`` has state (``hk.transform_with_state``), which algorithms do not support.
         """
-        _check_transformed(transformed)
+        check_transformed(transformed=transformed)
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
 
         @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
@@ -218,8 +218,7 @@ class SplitModel(Model):
           ValueError: a part is not the result of ``hk.transform``.
         """
         transforms = {"device": device, "server": server} | ({} if head is None else {"head": head})
-        for each in transforms.values():
-            _check_transformed(each)
+        check_transformed(**transforms)
         parts = {name: functools.partial(_apply, each) for name, each in transforms.items()}
 
         @jit
@@ -245,11 +244,20 @@ class SplitModel(Model):
         )
 
 
-def _check_transformed(transformed: Any) -> None:
-    if not isinstance(transformed, hk.Transformed):
-        raise ValueError(
-            f"Expected the result of hk.transform, got a {type(transformed).__name__}. Models with state are not supported."
-        )
+def check_transformed(**values: Any) -> None:
+    """Raises ``ValueError`` unless the values, given by name, are results of ``hk.transform``.
+
+    >>> check_transformed(top="linear")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected top to be the result of hk.transform, got a str: models with state are not supported.
+    """
+    for name, value in values.items():
+        if not isinstance(value, hk.Transformed):
+            raise ValueError(
+                f"Expected {name} to be the result of hk.transform, got a {type(value).__name__}: models with state are not "
+                "supported."
+            )
 
 
 def _apply(transformed: hk.Transformed, params: Params, value: Any) -> Any:

@@ -42,13 +42,17 @@ class SplitFed(FedAvg):
 
     The info of a round has for each client ``step_bits_up`` and ``step_bits_down``, what crosses the cuts per local step, and
     ``device_bits_up`` and ``device_bits_down``, all that the device sends and receives in the round: this and its parts of the
-    model, ``float32``. (``bits_up`` and ``bits_down`` are those of all parameters, also of the server's copies.)
+    model, uncompressed, ``float32``. (``bits_up`` and ``bits_down`` are those of all parameters, also of the server's copies,
+    as an aggregator or a downlink compresses them.)
 
     Attributes:
       model: a `fedsim.SplitModel`.
-      compressor: compresses activations and gradients, each message as a whole batch, without memory. The gradient is computed
-        at the activations that arrived.
+      cut_compressor: compresses what crosses the cuts, without memory: each example's activations are a message of their own,
+        and so are the gradients with respect to them. The server's gradient is that at the activations that arrived.
       client_optimizer, server_optimizer, weighting: see `FedAvg`. The first takes the steps of all parts.
+
+    Raises:
+      ValueError: a model without parts, which sends nothing across a cut, has a ``cut_compressor``.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
@@ -62,15 +66,20 @@ class SplitFed(FedAvg):
     # A model in parts for the digits, whose default model has none.
     default_models: ClassVar[Mapping[str, str]] = {"digits": "digits_split"}
 
-    compressor: Compressor = dataclasses.field(default_factory=Identity)
+    cut_compressor: Compressor = dataclasses.field(default_factory=Identity)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checks.instance(Compressor, "UniformQuantizer(levels=16)", compressor=self.compressor)
+        checks.instance(Compressor, "UniformQuantizer(levels=16)", cut_compressor=self.cut_compressor)
+        if not isinstance(self.model, SplitModel) and type(self.cut_compressor) is not Identity:
+            raise ValueError(
+                f"Expected a fedsim.SplitModel with a cut_compressor, got model={type(self.model).__name__} and "
+                f"cut_compressor={self.cut_compressor}: make one with fedsim.SplitModel.from_parts, or leave this out."
+            )
 
     @property
     def not_differentiable(self) -> str:
-        return self.compressor.not_differentiable
+        return self.cut_compressor.not_differentiable
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         local, traffic = self._train(shared, client)
@@ -121,7 +130,8 @@ class SplitFed(FedAvg):
 
         loss, slope = jax.value_and_grad(mean_loss)(value)
         if len(others) == 1 and "y" in batch.examples:  # The server computes the loss, so it needs the labels.
-            sent[0].append(self._real(tree.num_bits(batch.examples["y"]), batch))
+            labels = batch.examples["y"]
+            sent[0].append(_of_examples(tree.num_bits(labels) // len(labels), batch))
 
         # Backward: gradients return through the same cuts.
         gradient = {}
@@ -133,14 +143,14 @@ class SplitFed(FedAvg):
         return loss, gradient, Traffic(*(sum(each, jnp.float32(0)) for each in sent))
 
     def _send(self, value: Any, batch: Batch, name: str) -> tuple[Any, jax.Array]:
-        """Returns what arrives of a message with one row per example, and its size without padding, in bits, ``float32 []``."""
+        """Returns what arrives of one message per example, and the bits of those that are not padding, ``float32 []``."""
+        # By position and not by `jax.random.split`, so that a key does not depend on the number of padding rows.
+        rows = jnp.arange(len(batch.mask), dtype=jnp.uint32)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(rng.stream(batch.key, name), rows)
+        arrived = jax.vmap(self.cut_compressor.transmit)(value, keys)
+        return arrived.value, _of_examples(arrived.bits, batch)
 
-        def without_padding(x: jax.Array) -> jax.Array:
-            return jnp.where(batch.mask.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
-        arrived = self.compressor.transmit(jax.tree.map(without_padding, value), rng.stream(batch.key, name))
-        return arrived.value, self._real(arrived.bits, batch)
-
-    def _real(self, bits: Any, batch: Batch) -> jax.Array:
-        """Returns the share of bits that belongs to examples and not to padding."""
-        return jnp.asarray(bits).astype(jnp.float32) * jnp.mean(batch.mask.astype(jnp.float32))
+def _of_examples(bits: jax.Array | int, batch: Batch) -> jax.Array:
+    """Returns the sum of the bits of every row, ``[n]`` or one number for each, without those of padding, ``float32 []``."""
+    return jnp.sum(jnp.where(batch.mask, jnp.asarray(bits, jnp.float32), 0.0))

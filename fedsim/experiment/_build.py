@@ -189,9 +189,13 @@ def _algorithm(
     settable = {field.name for field in dataclasses.fields(RunConfig)}
     given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
     if "compressor" in fields:
+        if config.error_feedback:
+            raise ValueError(
+                f"{cls.__name__} has a compressor of its own, for which error_feedback=True has no meaning: leave it out."
+            )
         if config.compressor is not None:
             given["compressor"] = make("compressor", config.compressor, compressors.COMPRESSORS)
-        config = dataclasses.replace(config, compressor=None, error_feedback=False)
+        config = dataclasses.replace(config, compressor=None)
     given |= _communication(cls, fields["aggregator"], config) | _graph(cls, config, nodes)
     if "server_optimizer" in given and config.aggregator is not None:
         _check_sum(given["aggregator"], config)

@@ -24,12 +24,12 @@ def cross_entropy(examples: Examples, outputs: jax.Array) -> jax.Array:
 
 
 def squared_error(examples: Examples, outputs: jax.Array) -> jax.Array:
-    """Returns the squared difference of outputs ``float32 [n]`` and targets ``examples["y"] float32 [n]``.
+    """Returns the squared difference of outputs ``float32 [n]`` and targets ``examples["y"] [n]``, floats or whole numbers.
 
     >>> squared_error({"y": jnp.array([1.0, 2.0])}, jnp.array([1.0, 5.0])).tolist()
     [0.0, 9.0]
     """
-    return jnp.square(outputs - examples["y"])
+    return jnp.square(outputs - examples["y"].astype(outputs.dtype))
 
 
 def accuracy(examples: Examples, outputs: jax.Array) -> Mean:

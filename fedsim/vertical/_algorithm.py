@@ -48,12 +48,11 @@ class VerticalAlgorithm:
 
     In a round, the passive parties send their embeddings of the batch up to the party with the labels, which answers with
     messages down. Then every party takes `local_steps` steps of its optimizer on its own parameters, with what it received.
-    Subclasses define what is sent down and the gradient of a local step.
+    Subclasses define what is sent down and the gradient of a local step; those with several local steps have a field for them.
 
     Attributes:
       model: a `VerticalModel`.
       optimizer: an optax transformation for all parties, or one by party. Each party has its own state of it.
-      local_steps: the number of local steps of each party per exchange, all on the same batch.
       compressor: compresses every message, each as a whole batch. Memories, such as those of error feedback, are not kept,
         because embeddings are of other people in every batch.
       missing: the probability that a passive party is missing in a round. It sends and receives nothing and does not step, and
@@ -77,7 +76,6 @@ class VerticalAlgorithm:
 
     model: VerticalModel
     optimizer: optax.GradientTransformation | Mapping[str, optax.GradientTransformation]
-    local_steps: int = 1
     compressor: Compressor = dataclasses.field(default_factory=Identity)
     missing: float = 0.0
 
@@ -85,11 +83,21 @@ class VerticalAlgorithm:
         checks.instance(VerticalModel, "VerticalModel.of(data, ...)", model=self.model)
         given: dict[str, Any] = {"optimizer": self.optimizer}
         if isinstance(self.optimizer, Mapping):
+            if unknown := sorted(set(self.optimizer) - set(self.model.parties)):
+                raise ValueError(
+                    f"Expected optimizers of the parties {', '.join(self.model.parties)}, got those of {', '.join(unknown)}, "
+                    "too: leave them out, or correct their names."
+                )
             given = {f"optimizer[{party!r}]": self.optimizer.get(party) for party in self.model.parties}
         checks.optimizer(or_schedule=False, **given)
         checks.whole(1, local_steps=self.local_steps)
         checks.instance(Compressor, "UniformQuantizer(levels=16)", compressor=self.compressor)
         checks.number(least=0, below=1, missing=self.missing)
+
+    @property
+    def local_steps(self) -> int:
+        """The number of local steps of each party per exchange, all on the same batch."""
+        return 1
 
     def optimizer_of(self, party: str) -> optax.GradientTransformation:
         """Returns a party's optimizer."""
@@ -165,6 +173,13 @@ class VerticalAlgorithm:
         """Returns what the receiver decodes of a message, and its size in bits. ``name`` is unique in a round."""
         sent = self.compressor.transmit(value, rng.stream(key, name))
         return sent.value, sent.bits
+
+    def with_own(
+        self, embeddings: Mapping[str, jax.Array], party: str, own: Params, batch: VerticalBatch
+    ) -> dict[str, jax.Array]:
+        """Returns the embeddings with the party's own, if it has features, computed from its current parameters ``own``."""
+        fresh = {party: self.model.embed(party, own, batch.features[party])} if party in batch.features else {}
+        return {**embeddings, **fresh}
 
     def _present(self, key: jax.Array) -> dict[str, jax.Array]:
         def draw(party: str) -> jax.Array:

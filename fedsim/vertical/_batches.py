@@ -45,7 +45,7 @@ class BatchSampler:
       seed: the seed of the run, or its root key.
 
     Raises:
-      ValueError: ``size`` is not in [1, number of people].
+      ValueError: ``data`` is no `VerticalData`, or ``size`` is not in [1, number of people].
 
     >>> data = VerticalData(features={"shop": np.arange(4.0)[:, None]}, labels=np.arange(4), labels_at="bank",
     ...     columns={"shop": ("x",)}, ids=tuple("abcd"))
@@ -60,6 +60,7 @@ class BatchSampler:
     seed: int | jax.Array = 0
 
     def __post_init__(self) -> None:
+        checks.instance(VerticalData, "vertical.align(parties, secret=...)", data=self.data)
         checks.whole(1, len(self.data), size=self.size, remedy="at most the number of people")
 
     @functools.cached_property
@@ -76,9 +77,9 @@ class BatchSampler:
         features = {party: values[rows] for party, values in self.data.features.items()}
         return VerticalBatch(features, self.data.labels[rows], _round_key(self._root, round))
 
-    def rounds(self, count: int, start: int = 0) -> Iterator[VerticalBatch]:
-        """Yields the batches of the rounds from ``start`` to ``count - 1``."""
-        return (self.batch(round) for round in range(start, count))
+    def rounds(self, stop: int, start: int = 0) -> Iterator[VerticalBatch]:
+        """Returns the batches of rounds ``start`` to ``stop - 1``."""
+        return (self.batch(round) for round in range(start, stop))
 
 
 @jax.jit  # One by one, its operations take longer than the exchange of a small batch.

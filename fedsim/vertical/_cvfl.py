@@ -70,7 +70,7 @@ class CVFL(VerticalAlgorithm):
 
     def local_gradient(self, party: str, own: Params, received: Snapshot, batch: VerticalBatch) -> Params:
         def loss(own: Params) -> jax.Array:
-            fresh = {party: self.model.embed(party, own, batch.features[party])} if party in batch.features else {}
-            return jnp.mean(self.model.losses({"top": received.top, **own}, {**received.embeddings, **fresh}, batch.labels))
+            embeddings = self.with_own(received.embeddings, party, own, batch)
+            return jnp.mean(self.model.losses({"top": received.top, **own}, embeddings, batch.labels))
 
         return jax.grad(loss)(own)

@@ -2,8 +2,9 @@
 
 Y. Liu, X. Zhang, Y. Kang, L. Li, T. Chen, M. Hong, Q. Yang, "FedBCD: a communication-efficient collaborative learning framework
 for distributed features", IEEE Transactions on Signal Processing 70, 2022, Algorithm 1, the parallel version FedBCD-p:
-https://arxiv.org/abs/1912.11187. The paper's Q is ``local_steps`` and its party K is the one with the labels. Deviations: a
-compressor, parties that go missing.
+https://arxiv.org/abs/1912.11187. The paper's Q is ``local_steps`` and its party K is the one with the labels. Deviations: the
+party with the labels has a top model, which it trains, where the paper sums the outputs of the parties (`sum_embeddings`); a
+compressor; parties that go missing.
 """
 
 from __future__ import annotations

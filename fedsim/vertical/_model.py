@@ -10,10 +10,11 @@ from typing import Any
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import metrics as metrics_lib
 from fedsim import rng
-from fedsim.model import Examples, Model, Params, default_metrics
+from fedsim.model import Examples, Model, Params, check_transformed, default_metrics
 from fedsim.vertical._data import VerticalData
 
 
@@ -31,6 +32,7 @@ class VerticalModel:
       top: the transform of the embeddings.
       labels_at: the party with the labels and the top model.
       widths: the number of features of each party with features.
+      label_dtype: ``int32`` or ``float32``.
       num_classes, loss, metrics: see `fedsim.Model`.
 
     >>> data = VerticalData(features={"bank": jnp.ones([4, 3]), "shop": jnp.ones([4, 2])}, labels=jnp.zeros(4, jnp.int32),
@@ -47,6 +49,7 @@ class VerticalModel:
     top: hk.Transformed
     labels_at: str
     widths: Mapping[str, int]
+    label_dtype: Any = np.int32
     num_classes: int | None = None
     loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy
     metrics: Mapping[str, metrics_lib.Metric] | None = None
@@ -58,23 +61,51 @@ class VerticalModel:
         """Returns a model for the parties of ``data``.
 
         Args:
-          data: the aligned data; only its parties and the shapes of their features matter.
+          data: the aligned data; only its parties, the shapes of their features and the labels matter.
           bottoms: a transform for every party with features, or one for all of them, of which each has its own parameters.
           top: the transform of the embeddings.
           **options: ``num_classes``, ``loss`` and ``metrics``.
 
         Raises:
-          ValueError: a party with features has no transform, or a transform has no party.
+          ValueError: a party with features has no transform, or a transform has no party; a transform is not the result of
+            ``hk.transform``; labels are not in [0, num_classes); or the loss is the cross-entropy and they are no whole numbers
+            or have no output of the model.
         """
-        if isinstance(bottoms, hk.Transformed):
+        if not isinstance(bottoms, Mapping):
+            check_transformed(bottoms=bottoms)
             bottoms = dict.fromkeys(data.features, bottoms)
         if set(bottoms) != set(data.features):
             raise ValueError(
                 f"Expected bottoms for the parties with features, {', '.join(data.features)}, got those of "
                 f"{', '.join(bottoms) or 'none'}: give one transform for each, or one for all."
             )
+        check_transformed(**{f"bottoms[{party!r}]": each for party, each in bottoms.items()}, top=top)
         widths = {party: values.shape[1] for party, values in data.features.items()}
-        return cls(bottoms=bottoms, top=top, labels_at=data.labels_at, widths=widths, **options)
+        dtype = np.float32 if np.asarray(data.labels).dtype.kind == "f" else np.int32
+        model = cls(bottoms=bottoms, top=top, labels_at=data.labels_at, widths=widths, label_dtype=dtype, **options)
+        model._check_labels(data)
+        return model
+
+    def _check_labels(self, data: VerticalData) -> None:
+        labels, where = np.asarray(data.labels), f"labels at party {self.labels_at!r}"
+        limits = [] if self.num_classes is None else [self.num_classes]
+        if self.loss is metrics_lib.cross_entropy:
+            features = {party: jax.ShapeDtypeStruct((1, width), jnp.float32) for party, width in self.widths.items()}
+            params = jax.eval_shape(self.init, jax.random.key(0))
+            limits.append(jax.eval_shape(self.outputs, params, features).shape[-1])
+        if not limits:
+            return
+        if labels.dtype.kind == "f":
+            raise ValueError(
+                f"Expected {where} to be whole numbers, got {labels.dtype}: convert labels of classes with astype(np.int32), "
+                "and for other targets give a loss such as fedsim.metrics.squared_error, without num_classes."
+            )
+        outside = np.flatnonzero((labels < 0) | (labels >= min(limits)))
+        if len(outside):
+            raise ValueError(
+                f"Expected {where} in [0, {min(limits)}), got {labels[outside[0]]} for id {data.ids[outside[0]]!r}: number "
+                "them from 0, and give as many outputs and num_classes as there are classes."
+            )
 
     @property
     def parties(self) -> tuple[str, ...]:
@@ -104,7 +135,7 @@ class VerticalModel:
 
     def losses(self, own: Params, embeddings: Mapping[str, jax.Array], labels: Any) -> jax.Array:
         """Returns the loss of each person, ``float32 [n]``, computed with ``params[labels_at]`` from embeddings and labels."""
-        return self.joint.losses({"y": jnp.asarray(labels)}, self._top_outputs(own, embeddings))
+        return self.joint.losses({"y": jnp.asarray(labels)}, self._top_outputs(own, embeddings)).astype(jnp.float32)
 
     def outputs(self, params: Mapping[str, Params], features: Mapping[str, Any]) -> Any:
         """Returns the outputs of the top model. The embeddings of parties whose features are missing are zeros."""
@@ -136,25 +167,26 @@ class VerticalModel:
         """Returns `joint` without the features of these parties, whose embeddings are zeros; the parameters are the same.
 
         Raises:
-          ValueError: a party has no features.
+          ValueError: a party has no features, or no party is left.
         """
         for party in parties:
             if party not in self.widths:
                 raise ValueError(f"Expected a party with features, got {party!r}: they are at {', '.join(self.widths)}.")
         widths = {party: width for party, width in self.widths.items() if party not in parties}
+        if not widths:
+            raise ValueError(f"Expected a party with features to be left, got all of {', '.join(self.widths)}: keep one.")
 
         def apply(params: Params, examples: Examples, key: jax.Array | None = None) -> Any:
             return self.outputs(params, {party: examples[party] for party in widths})
 
         features = {party: jax.ShapeDtypeStruct((width,), jnp.float32) for party, width in widths.items()}
-        label = jnp.float32 if self.loss is metrics_lib.squared_error else jnp.int32
         return Model(
             init=self.init,
             apply_for_train=apply,
             apply_for_eval=apply,
             loss=self.loss,
             metrics=default_metrics(self.loss) if self.metrics is None else self.metrics,
-            features={**features, "y": jax.ShapeDtypeStruct((), label)},
+            features={**features, "y": jax.ShapeDtypeStruct((), self.label_dtype)},
             num_classes=self.num_classes,
         )
 
@@ -192,11 +224,23 @@ def concatenate(width: int, *, hidden: Sequence[int] = ()) -> hk.Transformed:
 
 
 def sum_embeddings() -> hk.Transformed:
-    """Returns a top model without parameters: the sum of the embeddings, which must have equal shapes.
+    """Returns a top model without parameters: the sum of the embeddings.
 
     With `dense` as bottoms, the joint model is linear: logistic regression, if the loss is the cross-entropy.
+
+    Raises:
+      ValueError: when it is applied, the embeddings have different shapes.
 
     >>> sum_embeddings().apply({}, None, {"bank": jnp.array([[1.0]]), "shop": jnp.array([[2.0]])}).tolist()
     [[3.0]]
     """
-    return hk.transform(lambda embeddings: functools.reduce(jnp.add, embeddings.values()))
+
+    def outputs(embeddings: dict[str, jax.Array]) -> jax.Array:
+        if len({each.shape for each in embeddings.values()}) > 1:
+            shapes = ", ".join(f"{list(each.shape)} of {party!r}" for party, each in embeddings.items())
+            raise ValueError(
+                f"Expected embeddings of equal shapes to sum, got {shapes}: give all bottom models the same width."
+            )
+        return functools.reduce(jnp.add, embeddings.values())
+
+    return hk.transform(outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import gzip
@@ -25,7 +26,7 @@ class Party:
 
     Raises:
       ValueError: an id occurs twice or is neither a text nor a whole number; a column or the labels do not have one finite
-        value per id; or there are neither columns nor labels.
+        value per id, in the range of ``float32`` or, for whole labels, ``int32``; or there are neither columns nor labels.
 
     >>> bank = Party(ids=["ann", "bob"], columns={"income": [3.1, 2.0]}, labels=[1, 0])
     >>> bank.columns["income"].dtype, bank.labels.tolist()
@@ -50,11 +51,11 @@ class Party:
             )
         if not self.columns and self.labels is None:
             raise ValueError("Expected a party to have columns or labels, got neither: give columns={name: values} or labels.")
-        columns = {name: _checked(f"column {name!r}", values, len(ids), np.float32) for name, values in self.columns.items()}
+        columns = {name: _checked(f"column {name!r}", values, ids, np.float32) for name, values in self.columns.items()}
         labels = self.labels
         if labels is not None:
             whole = np.asarray(labels).dtype.kind in "iub"
-            labels = _checked("labels", labels, len(ids), np.int32 if whole else np.float32)
+            labels = _checked("labels", labels, ids, np.int32 if whole else np.float32)
             if labels.ndim != 1:
                 raise ValueError(f"Expected one label per id, got labels of shape {list(labels.shape)}: give labels [n].")
         for name, value in (("ids", ids), ("columns", columns), ("labels", labels)):
@@ -62,17 +63,20 @@ class Party:
 
     @classmethod
     def from_csv(cls, path: str | Path, *, ids: str = "id", labels: str | None = None, prefix: str = "") -> Party:
-        """Reads a table of numbers with a line of names, such as those of FATE's examples; the file may be gzipped.
+        """Reads a table of numbers with a line of names, such as those of FATE's examples.
+
+        The file is in UTF-8, with or without a byte order mark, and may be gzipped. Empty lines are skipped.
 
         Args:
           path: the file.
           ids: the name of the column with ids, which are read as texts.
-          labels: the name of the column with labels; None if the party has none.
+          labels: the name of the column with labels; None if the party has none. If all are whole numbers, they are stored as
+            ``int32``.
           prefix: is put before the names of the other columns, because in FATE's files both parties have columns ``x0``, ....
 
         Raises:
-          ValueError: there is no column ``ids`` or ``labels``, a row has more or fewer values than there are names, or a value
-            is not a finite number.
+          ValueError: there is no column ``ids`` or ``labels``, or both are the same; two columns have the same name; a row has
+            more or fewer values than there are names; or a value is not a finite number, or too large.
 
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -82,19 +86,24 @@ class Party:
         (('7', '3'), [0.5, -2.0], [1, 0])
         """
         path = Path(path)
-        with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
-            names, *rows = [*csv.reader(file)] or [[]]
+        if labels == ids:
+            raise ValueError(
+                f"Expected ids and labels in different columns of {path.name}, got {ids!r} for both: name the other."
+            )
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
+            names, *rows = [row for row in csv.reader(file) if row] or [[]]
         if not rows or any(len(row) != len(names) for row in rows):
             raise ValueError(f"Expected {path.name} to have a line of names and rows with as many values, separated by commas.")
         for option, name in (("ids", ids), ("labels", labels)):
             if name is not None and name not in names:
                 raise ValueError(f"Expected {option} to be a column of {path.name}, got {option}={name!r}: it has {names}.")
+        check_different(f"columns of {path.name}", names)
         table = dict(zip(names, zip(*rows, strict=True), strict=True))
         own_ids = table.pop(ids)
         numbers = {name: _numbers(path, name, own_ids, values) for name, values in table.items()}
         own_labels = numbers.pop(labels) if labels is not None else None
-        if own_labels is not None and np.array_equal(own_labels, np.round(own_labels)):
-            own_labels = own_labels.astype(np.int32)
+        if own_labels is not None and np.all((own_labels == np.round(own_labels)) & (np.abs(own_labels) < 2**63)):
+            own_labels = own_labels.astype(np.int64)
         return cls(ids=own_ids, columns={f"{prefix}{name}": values for name, values in numbers.items()}, labels=own_labels)
 
     def matrix(self) -> np.ndarray:
@@ -112,16 +121,39 @@ def _as_id(value: Any) -> str:
     raise ValueError(f"Expected ids to be texts or whole numbers, got {value!r}: convert them, for example with str.")
 
 
-def _checked(what: str, values: Any, count: int, dtype: Any) -> np.ndarray:
+def check_different(what: str, names: Sequence[str]) -> None:
+    """Raises ``ValueError`` unless all names differ.
+
+    >>> check_different("columns", ["age", "age"])
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected columns to have different names, got 'age' 2 times: rename or leave out all but one.
+    """
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            raise ValueError(
+                f"Expected {what} to have different names, got {name!r} {count} times: rename or leave out all but one."
+            )
+
+
+def _checked(what: str, values: Any, ids: Sequence[str], dtype: Any) -> np.ndarray:
     array = np.asarray(values)
-    if array.ndim == 0 or len(array) != count:
-        raise ValueError(f"Expected one value per id in {what}, got shape {list(array.shape)} for {count} ids.")
+    if array.ndim == 0 or len(array) != len(ids):
+        raise ValueError(f"Expected one value per id in {what}, got shape {list(array.shape)} for {len(ids)} ids.")
     if array.dtype.kind not in "iufb":
-        raise ValueError(f"Expected numbers in {what}, got {array.ravel()[0].item()!r}: encode other values as numbers.")
-    array = array.astype(dtype)
+        raise ValueError(f"Expected numbers in {what}, got {array.ravel().tolist()[0]!r}: encode other values as numbers.")
     if not np.all(np.isfinite(array)):
         raise ValueError(f"Expected finite numbers in {what}, got NaN or infinity: fill in or leave out missing values.")
-    return array
+    limits: Any = np.iinfo(dtype) if dtype is np.int32 else np.finfo(dtype)
+    outside = np.argwhere((array < limits.min) | (array > limits.max))
+    if len(outside):
+        at = tuple(outside[0])
+        remedy = "number classes from 0" if dtype is np.int32 else "scale them"
+        raise ValueError(
+            f"Expected numbers in {what} between {limits.min} and {limits.max}, the range of {np.dtype(dtype)}, got "
+            f"{array[at]} for id {ids[at[0]]!r}: {remedy}."
+        )
+    return array.astype(dtype)
 
 
 def _numbers(path: Path, name: str, ids: Sequence[str], values: Sequence[str]) -> np.ndarray:
@@ -133,4 +165,4 @@ def _numbers(path: Path, name: str, ids: Sequence[str], values: Sequence[str]) -
                 f"Expected numbers in column {name!r} of {path.name}, got {value!r} for id {person!r}: encode texts as "
                 "numbers, and fill in missing values."
             ) from None
-    return np.array(values, np.float32)
+    return np.array(values, np.float64)

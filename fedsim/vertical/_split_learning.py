@@ -44,8 +44,6 @@ class SplitLearning(VerticalAlgorithm):
     (256, 256)
     """
 
-    local_steps: int = dataclasses.field(init=False, repr=False, default=1)
-
     def send_down(self, params: Mapping[str, Params], up: Messages, batch: VerticalBatch) -> Messages:
         holder = self.model.labels_at
 
@@ -65,7 +63,6 @@ class SplitLearning(VerticalAlgorithm):
             return pull(received)[0]
 
         def loss(own: Params) -> jax.Array:
-            fresh = {party: self.model.embed(party, own, batch.features[party])} if party in batch.features else {}
-            return jnp.mean(self.model.losses(own, {**received, **fresh}, batch.labels))
+            return jnp.mean(self.model.losses(own, self.with_own(received, party, own, batch), batch.labels))
 
         return jax.grad(loss)(own)

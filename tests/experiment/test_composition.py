@@ -47,6 +47,10 @@ def test_cohorts_have_attackers_and_stragglers():
         (dict(compressor="eden(bits=0)"), "bits=0"),
         (dict(compressor="eden(bit=1)"), "bit"),
         (dict(error_feedback=True), "error_feedback=True requires a compressor"),
+        (
+            dict(algorithm="chocosgd", compressor="top_k", error_feedback=True),
+            "ChocoSGD has a compressor of its own, for which error_feedback=True has no meaning",
+        ),
         (dict(clip=-1.0), "clip=-1.0"),
         (dict(attack="sing_flip"), "There is no attack 'sing_flip'. Did you mean 'sign_flip'"),
         (dict(attack="sign_flip", attackers=1.5), "attackers=1.5"),

@@ -251,6 +251,7 @@ def test_bottom_and_top_models_may_be_any_transform_and_the_labels_any_numbers()
     [
         ({"optimizer": optax.sgd}, "Expected optimizer to be an optax transformation"),
         ({"optimizer": {"bank": optax.sgd(0.1)}}, r"optimizer\['shop'\]"),
+        ({"optimizer": dict.fromkeys([*BLOCKS, "Bank"], optax.sgd(0.1))}, "got those of Bank, too: leave them out"),
         ({"local_steps": 0}, "Expected local_steps >= 1, got local_steps=0"),
         ({"missing": 1.0}, "Expected 0 <= missing < 1, got missing=1.0"),
         ({"compressor": "topk"}, "Expected compressor to be an instance of Compressor"),
@@ -283,3 +284,50 @@ def test_a_run_that_continues_at_its_round_equals_one_without_a_break():
         for batch in sampler.rounds(count, start=int(start.round)):
             start, _ = algorithm.apply(start, batch)
     close(start, whole, rtol=0, atol=0)
+
+
+def one_output(embeddings):
+    return sum(embeddings.values())[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        ([-1, 1, -1, 1], {"num_classes": 2}, r"Expected labels at party 'bank' in \[0, 2\), got -1 for id '[02]'"),
+        ([-1, 1, -1, 1], {}, r"Expected labels at party 'bank' in \[0, 2\), got -1 for id '[02]': number them from 0"),
+        ([1, 2, 1, 2], {"num_classes": 5}, r"in \[0, 2\), got 2 for id '[13]': number them from 0, and give as many outputs"),
+        ([0.0, 1.0, 0.5, 0.0], {}, "Expected labels at party 'bank' to be whole numbers, got float32: convert labels"),
+        ([0, 1, 1, 0], {"top": None}, "Expected top to be the result of hk.transform, got a NoneType"),
+        ([0, 1, 1, 0], {"bottoms": hk.Linear}, "Expected bottoms to be the result of hk.transform, got a"),
+        (
+            [0, 1, 1, 0],
+            {"bottoms": {"bank": vertical.dense(1), "shop": vertical.dense(2)}},
+            r"Expected embeddings of equal shapes to sum, got \[1, 1\] of 'bank', \[1, 2\] of 'shop'",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_its_data_is_refused(labels, options, message):
+    parties = vertical.divide_columns(np.eye(4), labels, {"bank": [0, 1], "shop": [2, 3]}, labels_at="bank")
+    data = vertical.align(parties, secret="s")
+    with pytest.raises(ValueError, match=message):
+        vertical.VerticalModel.of(data, **({"bottoms": vertical.dense(2), "top": vertical.sum_embeddings()} | options))
+
+
+@pytest.mark.parametrize("targets", [[0, 3, 1, 2], [0.5, 3.0, 1.0, 2.0]], ids=["whole", "floats"])
+def test_regression_has_targets_of_any_number_and_any_loss(targets):
+    def absolute_error(examples, outputs):
+        return jnp.abs(outputs - examples["y"].astype(jnp.float32)).astype(jnp.float16)
+
+    parties = vertical.divide_columns(np.eye(4), targets, {"bank": [0, 1], "shop": [2, 3]}, labels_at="bank")
+    data = vertical.align(parties, secret="s")
+    for loss, power in ((fedsim.metrics.squared_error, 2), (absolute_error, 1)):
+        model = vertical.VerticalModel.of(data, bottoms=vertical.dense(1), top=hk.transform(one_output), loss=loss)
+        params = model.init(jax.random.key(0))
+        with jax.numpy_dtype_promotion("strict"):
+            found = fedsim.evaluate(model.joint, params, data.pooled()).overall["loss"]
+        weights = numpy_weights(params)
+        ones = np.ones([4, 1])
+        outputs = sum(np.concatenate([data.features[party], ones], axis=1) @ weights[party][:, 0] for party in weights)
+        assert found == pytest.approx(np.mean(np.abs(outputs - data.labels) ** power), rel=1e-2)
+        embeddings = {party: model.embed(party, params[party], features) for party, features in data.features.items()}
+        assert model.losses(params["bank"], embeddings, data.labels).dtype == jnp.float32

@@ -94,6 +94,9 @@ def test_the_secret_is_needed(secret):
         ({"columns": {"income": [1, 2, 3]}}, r"Expected one value per id in column 'income', got shape \[3\] for 2 ids"),
         ({"columns": {"income": [1, np.nan]}}, "Expected finite numbers in column 'income'"),
         ({"columns": {"city": ["Bonn", "Rome"]}}, "Expected numbers in column 'city', got 'Bonn': encode other values"),
+        ({"columns": {"income": [1, 1e300]}}, r"in column 'income' between .*, the range of float32, got 1e\+300 for id 'bob'"),
+        ({"columns": {"income": [None, 1]}}, "Expected numbers in column 'income', got None: encode"),
+        ({"labels": [2**40, 1]}, "Expected numbers in labels between -2147483648 and .*, got 1099511627776 for id 'ann'"),
         ({"labels": [[1], [2]]}, r"Expected one label per id, got labels of shape \[2, 1\]"),
         ({"columns": {}, "labels": None}, "Expected a party to have columns or labels, got neither"),
     ],
@@ -124,6 +127,15 @@ def test_wrong_divisions_are_refused():
     for options, message in (
         ({"overlap": 1.5}, "Expected 0 <= overlap <= 1, got overlap=1.5"),
         ({"ids": [1]}, r"Expected 3 ids for x of shape \[3, 2\], got 1"),
+        ({"blocks": [[0], [1]]}, "Expected blocks to be an instance of Mapping, such as dict"),
+        (
+            {"blocks": {"a": [0], "b": [2]}},
+            r"Expected 0 <= blocks\['b'\] <= 1, got blocks\['b'\]=2: columns are numbered from 0",
+        ),
+        ({"blocks": {"a": [0], "b": [-1]}}, r"Expected 0 <= blocks\['b'\] <= 1, got blocks\['b'\]=-1"),
+        ({"blocks": {"a": [0], "b": [0]}}, r"got blocks\['b'\]=0, which is also at 'a': leave it out"),
+        ({"blocks": {"a": [0, 0]}}, r"got blocks\['a'\]=0, which is also at 'a'"),
+        ({"names": ["age", "age"]}, "Expected columns to have different names, got 'age' 2 times"),
         ({"x": np.zeros([3, 2, 2])}, r"Expected x to be a table \[n, features\], got shape \[3, 2, 2\]"),
     ):
         given = {"x": np.zeros([3, 2]), "labels": [0, 1, 1], "blocks": {"a": [0], "b": [1]}, "labels_at": "a"} | options
@@ -139,6 +151,11 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         data.only("clinic")
     with pytest.raises(ValueError, match="Expected 1 <= size <= 2, got size=3: at most the number of people"):
         vertical.BatchSampler(data, size=3)
+    with pytest.raises(ValueError, match="Expected data to be an instance of VerticalData"):
+        vertical.BatchSampler(data.features, size=1)
+    model = vertical.VerticalModel.of(data, bottoms=vertical.dense(2), top=vertical.concatenate(2))
+    with pytest.raises(ValueError, match="Expected a party with features to be left, got all of bank, shop"):
+        model.without("shop", "bank")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +165,11 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         ("id,x\n1,blue\n", {}, "Expected numbers in column 'x' of t.csv.gz, got 'blue' for id '1'"),
         ("id,x\n1,\n", {}, "Expected numbers in column 'x' of t.csv.gz, got '' for id '1'"),
         ("id,x\n1,nan\n", {}, "Expected finite numbers in column 'x'"),
+        ("id,y,x\n1,3e9,2\n", {"labels": "y"}, "Expected numbers in labels between .*, got 3000000000 for id '1'"),
+        ("id,y,x\n1,1e300,2\n", {"labels": "y"}, "Expected numbers in labels between .*, the range of float32, got 1e\\+300"),
+        ("id,y,x\n1,inf,2\n", {"labels": "y"}, "Expected finite numbers in labels, got NaN or infinity"),
+        ("id,x\n1,0\n", {"labels": "id"}, "Expected ids and labels in different columns of t.csv.gz, got 'id' for both"),
+        ("id,x,x\n1,0,0\n", {}, "Expected columns of t.csv.gz to have different names, got 'x' 2 times"),
         ("id,x\n1\n", {}, "Expected t.csv.gz to have a line of names and rows with as many values"),
         ("", {}, "Expected t.csv.gz to have a line of names"),
     ],
@@ -156,6 +178,12 @@ def test_wrong_tables_are_refused(text, options, message, tmp_path):
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress(text.encode()))
     with pytest.raises(ValueError, match=message):
         Party.from_csv(tmp_path / "t.csv.gz", **options)
+
+
+def test_a_table_may_have_a_byte_order_mark_and_empty_lines(tmp_path):
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbfid,y,x\r\n7,16777217,0.5\r\n\r\n3,0,-2\r\n\r\n")
+    party = Party.from_csv(tmp_path / "t.csv", labels="y")
+    assert party.ids == ("7", "3") and party.labels.tolist() == [16777217, 0] and party.columns["x"].tolist() == [0.5, -2]
 
 
 @needs_real

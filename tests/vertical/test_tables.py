@@ -31,6 +31,18 @@ def trained(name, algorithm, steps, **options):
         return fedsim.evaluate(model.joint, params, test.pooled()).overall, train, test
 
 
+@pytest.mark.parametrize("parties", [pytest.param(("B",), marks=pytest.mark.slow), ("A", "B")], ids="+".join)
+def test_one_organization_takes_the_steps_of_split_learning(parties):
+    task, steps = tables._DIGITS, 3
+    data = task.load(Request())[0].only(*parties)
+    model = task.model(data)
+    algorithm = vertical.SplitLearning(model=model, optimizer=tables.optimizer(task, steps, len(data)))
+    with jax.numpy_dtype_promotion("standard"):
+        expected, _ = tables._train(algorithm, data, task.batch_size, steps, seed=1)
+        found = tables._central(task, model, data, steps)(1)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
 @needs_real
 def test_split_learning_reaches_the_auc_of_both_on_a_small_table():
     scores, _, _ = trained("breast", vertical.SplitLearning, steps=400)

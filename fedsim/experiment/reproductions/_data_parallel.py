@@ -170,6 +170,8 @@ DATA_PARALLEL = Reproduction(
     notes="Eight workers have IID shards of the digits; a step is the gradient of a batch of 10. Every gradient is subtracted "
     "with rate 0.05, whichever the synchronization model (AD-PSGD: from one of eight models with rate 0.4). A step takes one "
     "second, times a factor from a log-normal law with σ = 0.3; slow workers take five times as long. Messages take no time. "
-    "Backup workers: the server goes on with the first 6 of 8 gradients. An epoch is 128 gradients that are used. Pictures: "
-    "docs/four_ways.md.",
+    "Backup workers: the server goes on with the first 6 of 8 gradients. An epoch is 128 gradients that are used. "
+    "The staleness of a gradient counts the server steps since its worker read the model. A step of stale synchronous SGD "
+    "takes all gradients that arrived since the last one, often several, and a step of asynchronous SGD takes one gradient, so "
+    "the two stalenesses have different units. Pictures: docs/four_ways.md.",
 )

@@ -196,7 +196,7 @@ class Costs(NamedTuple):
       up, down: the bytes that a device sends and receives, a mean over devices.
       through_server: the bytes that a server receives and sends.
       seconds: the simulated time.
-      joules: of all devices and the server.
+      joules: of all devices, and of the server's computing; what the server's network consumes is left out.
     """
 
     up: float
@@ -489,8 +489,9 @@ FOUR_WAYS = Reproduction(
     required_data=f"digits: none; {femnist.NEEDS}",
     cases=_cases,
     notes="All ways compute the same number of gradients of batches of the same size, devices × local steps × rounds. Each has "
-    "the learning rate with which seed 0 has the best mean of the last four evaluations. The accuracy is that of all devices' "
-    "test examples, each with the model that its device has. "
+    "the learning rate with which seed 0 has the best mean of the last four evaluations, which are on the test examples: no "
+    "validation examples are set apart, so the accuracies are slightly optimistic, for all ways alike. The accuracy is that "
+    "of all devices' test examples, each with the model that its device has. "
     + _described()
     + " Bytes are those until every device has the final model. What the links and the energy are, and pictures: "
     "docs/four_ways.md.",
