@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim import checks, rng
+from fedsim import checks, rng, tree
 from fedsim.aggregators import Mean
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms import FedAvg, Shared
@@ -223,10 +223,7 @@ class DecentralizedAlgorithm(FedAvg):
 
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
         trained = self.train_nodes(state, clients)
-        # A node that is not in the cohort, or whose training is not finite, does not move.
-        at = self._nodes_of(clients, trained.finite)
-        zeros = jax.tree.map(jnp.zeros_like, state.models)
-        movement = jax.tree.map(lambda zero, x: zero.at[at].set(x, mode="drop"), zeros, trained.movement)
+        movement = self._by_node(clients, trained)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
         loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.lost_stays_with_sender) if lossy else None
@@ -249,9 +246,8 @@ class DecentralizedAlgorithm(FedAvg):
                 f"{type(self).__name__} does not simulate attackers: use a sampler without them, or another algorithm, such as "
                 "DPSGD."
             )
-        movement, moved, losses = clients.map(self.node_update, state)
+        movement, moved, losses, finite = clients.map(self.node_update, state)
         exists = jnp.arange(len(losses)) < clients.num_clients
-        finite = functools.reduce(jnp.logical_and, map(_finite_rows, jax.tree.leaves(movement)))
         info = {
             "loss": jnp.mean(losses, where=exists & finite & (jnp.asarray(clients.plan.size) > 0)),
             "dropped": jnp.sum(exists & ~finite, dtype=jnp.int32),
@@ -264,6 +260,17 @@ class DecentralizedAlgorithm(FedAvg):
         """Returns the nodes of the slots of a cohort, ``int32 [slots]``; the number of nodes where ``chosen`` is False."""
         return jnp.where(chosen, jnp.asarray(clients.plan.client), self.topology.nodes)
 
+    def _by_node(self, clients: Clients, trained: Trained) -> Params:
+        """Returns the movement of every node, leaves ``[nodes, ...]``.
+
+        A node that is not in the cohort, or whose training is not finite, does not move.
+        """
+        slots = len(trained.finite)
+        at = self._nodes_of(clients, trained.finite)
+        slot = jnp.full(self.topology.nodes, slots, jnp.int32).at[at].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
+        # Rows are read and not written, because XLA reads them where they are used, without a pass over memory.
+        return jax.tree.map(lambda x: jnp.where(tree.per_row(slot < slots, x), x[slot], 0), trained.movement)
+
     def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
         """Returns the function with which attackers change what they send, if there are some."""
         attack = clients.attack
@@ -273,15 +280,17 @@ class DecentralizedAlgorithm(FedAvg):
         attackers = jnp.zeros(self.topology.nodes, bool).at[at].set(True, mode="drop")
         return lambda values, key: attack.corrupt_all(values, attackers, key)
 
-    def node_update(self, state: NodesState, client: Client) -> tuple[Params, Params, jax.Array]:
-        """Returns a node's model minus the result of its local steps, the same of personal parameters, and the loss."""
+    def node_update(self, state: NodesState, client: Client) -> tuple[Params, Params, jax.Array, jax.Array]:
+        """Returns a node's model minus the result of its local steps, the same of personal parameters, the loss, and whether
+        the first is finite."""
         models = _joined(self.training_models(state), state.personal)
         own = jax.tree.map(lambda x: x[client.position], models)
         result = self.client_update(Shared(own, state.round), client)
         movement, moved = self._split(result.update)
         if self.local_noise is not None:
             movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
-        return movement, moved, result.info["loss"]
+        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(movement)])
+        return movement, moved, result.info["loss"], finite
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.
@@ -303,10 +312,6 @@ class DecentralizedAlgorithm(FedAvg):
 def _joined(models: Params, personal: Params) -> Params:
     """Returns models with their personal parameters, if they have some."""
     return hk.data_structures.merge(models, personal) if personal else models
-
-
-def _finite_rows(x: jax.Array) -> jax.Array:
-    return jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
 
 def _mean(x: jax.Array) -> jax.Array:

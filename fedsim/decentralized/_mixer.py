@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from fedsim.decentralized._robust_mixing import RobustMixing
 # Rows of matrices are padded to the longest one if that multiplies the entries by at most this. Then a loop over the places in
 # a row, for all nodes at the same time, is faster than a segment sum.
 _MOST_PADDING = 4
+# Up to so many places in a row are summed in one pass over memory.
+_MOST_FUSED = 8
 
 
 class Mixer(NamedTuple):
@@ -194,5 +197,7 @@ def _mixed(values: jax.Array, nodes: int, sources: jax.Array, weights: jax.Array
 
     if targets is not None:
         return jax.ops.segment_sum(scaled(sources, weights), targets, nodes, indices_are_sorted=True)
+    if len(weights) <= _MOST_FUSED:
+        return functools.reduce(jnp.add, map(scaled, sources, weights))
     add = lambda entry, total: total + scaled(sources[entry], weights[entry])  # noqa: E731
     return jax.lax.fori_loop(1, len(weights), add, scaled(sources[0], weights[0]))
