@@ -4,7 +4,7 @@
 
 On the ring both run the same job: the dense models of EMNIST (210,000 parameters) and of the digits (55,000), 20 random images
 per node, and one step of SGD on all of them per round. The parameters of all nodes at the end are compared. The data are random
-numbers, on which no accuracy is measured. With the larger model, memory traffic limits both: the models of all nodes have 54 MB.
+numbers, on which no accuracy is measured. Memory traffic limits the larger model: the models of all nodes have 54 MB.
 ``--python`` is an interpreter that has PyTorch; without it, an environment is created once under ``benchmarks/.envs``.
 """
 
