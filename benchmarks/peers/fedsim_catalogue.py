@@ -74,6 +74,9 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "Ditto": Entry(of.Ditto(**common), step=2),
         "FedPer": Entry(of.FedPer(**common)),
         "FedRep": Entry(of.FedRep(**common)),  # body and head from one pass
+        "FixMatch": Entry(of.FixMatch(**common), step=2, preview=FORWARD),  # weakly and strongly augmented examples
+        "FedMatch": Entry(of.FedMatch(**common), step=3, preview=FORWARD),  # one for sigma, two for psi
+        "SplitFed": Entry(of.SplitFed(**common)),
         "HypCluster": Entry(of.HypCluster(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
         "IFCA": Entry(of.IFCA(**common, num_clusters=CLUSTERS), preview=CLUSTERS * FORWARD),
         "PerFedAvg": Entry(of.PerFedAvg(**split(2)), step=2),
