@@ -65,4 +65,6 @@ def draw_from(among: jax.Array, k: jax.Array | int, key: jax.Array) -> jax.Array
 
 def indices_of(which: jax.Array, k: int) -> jax.Array:
     """Returns the k indices where ``which``, ``bool [d]``, is True, in ascending order, ``int32 [k]``."""
-    return jnp.nonzero(which, size=k)[0].astype(jnp.int32)
+    # Not `jnp.nonzero`, which is no ordinary primitive since JAX 0.12 and has no rule inside `bounded_loop`.
+    place = jnp.where(which, jnp.cumsum(which, dtype=jnp.int32) - 1, k)
+    return jnp.zeros(k, jnp.int32).at[place].set(jnp.arange(len(which), dtype=jnp.int32), mode="drop")
