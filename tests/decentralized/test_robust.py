@@ -192,7 +192,7 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("RelaySGD", {"topology": decentralized.line(4), "robust_mixing": decentralized.TrimmedMixing(1)}, "does not mix"),
         ("ADPSGD", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not mix"),
         ("StochasticGradientPush", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not keep the sums"),
-        ("ChocoSGD", {"message_loss": 0.1}, "message_loss=0.1: a receiver that misses a difference"),
+        ("ChocoSGD", {"message_loss": 0.1}, "links that lose nothing, got message_loss=0.1: leave it out"),
         ("DPSGD", {"weighting": "uniform"}, "has no server, got weighting='uniform'"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
