@@ -192,6 +192,17 @@ def hashed(key: jax.Array, size: int) -> jax.Array:
     return _mix(_mix(jnp.arange(size, dtype=jnp.uint32) + second, jnp) ^ first, jnp)
 
 
+def normal_like(key: jax.Array, like: Any) -> Any:
+    """Returns independent draws of the standard normal law, a pytree with the shapes and dtypes of ``like``, which has floats.
+
+    >>> normal_like(root(0), {"w": jnp.zeros([2, 3])})["w"].shape
+    (2, 3)
+    """
+    leaves, structure = jax.tree.flatten(like)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(structure, [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
+
+
 def noise(key: jax.Array, size: int) -> jax.Array:
     """Returns uniform numbers in [0, 1), ``float32 [size]``, of the same quality and cost as `hashed`.
 

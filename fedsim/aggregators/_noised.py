@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks, rng
+from fedsim import checks, rng, tree
 from fedsim.aggregators._aggregator import Accumulator, Memory, Update, Wrapper
 
 
@@ -78,9 +78,5 @@ class Noised(Wrapper):
     def finish_round(self, accumulator: Counted, memory: Memory, key: jax.Array) -> tuple[Update, Memory]:
         update, memory = super().finish_round(accumulator.inner, memory, rng.stream(key, "inner"))
         deviation = self.multiplier * self.norm / jnp.maximum(accumulator.clients, 1)
-        leaves, structure = jax.tree.flatten(update)
-        keys = jax.random.split(rng.stream(key, "noise"), len(leaves))
-        noised = [
-            x + deviation.astype(x.dtype) * jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, noised), memory
+        noise = rng.normal_like(rng.stream(key, "noise"), update)
+        return tree.add(update, tree.scale(noise, deviation)), memory

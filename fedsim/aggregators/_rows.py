@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import tree
 from fedsim.aggregators._aggregator import Update, accumulation_dtype
 from fedsim.aggregators._stack import AllReduce
 
@@ -32,11 +33,6 @@ def check_attackers(name: str, attackers: int, slots: int, *, per_attacker: int)
 def widen(rows: jax.Array) -> jax.Array:
     """Converts rows to ``float32``, unless they have a wider float dtype."""
     return rows.astype(accumulation_dtype(rows.dtype))
-
-
-def broadcastable(mask: jax.Array, rows: jax.Array) -> jax.Array:
-    """Reshapes ``[slots]`` to ``[slots, 1, ...]``, which broadcasts with a leaf."""
-    return mask.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def total(rows: jax.Array, weights: jax.Array) -> jax.Array:
@@ -137,7 +133,7 @@ def sort_rows(rows: jax.Array, exists: jax.Array) -> jax.Array:
     """
     slots, columns = rows.shape[0], math.prod(rows.shape[1:])
     partners, sides = map(jnp.asarray, _stages(slots))
-    flat = jnp.where(broadcastable(exists, rows), rows, jnp.inf).reshape(slots, columns)
+    flat = jnp.where(tree.per_row(exists, rows), rows, jnp.inf).reshape(slots, columns)
 
     def stage(k: jax.Array, rows: jax.Array) -> jax.Array:
         other, side = rows[partners[k]], sides[k][:, None]

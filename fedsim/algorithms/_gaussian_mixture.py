@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
+from fedsim import checks, tree
 from fedsim.algorithms._clusters import Clusters
 from fedsim.algorithms._covariances import Diagonal, Full
 
@@ -124,7 +124,7 @@ class GaussianMixture(Clusters):
         counts = jnp.where(moments.counts > 0, moments.counts, 1.0)
         shift = moments.first / counts[:, None]
         squares = self._form.weighted_squares(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
-        some, of_each = (x.reshape(-1, *[1] * (squares.ndim - 1)) for x in (moments.counts > 0, counts))
+        some, of_each = (tree.per_row(x, squares) for x in (moments.counts > 0, counts))
         covariances = moments.second / of_each - squares + self.regularization * self._ones()
         least = jnp.finfo(jnp.float32).eps * jnp.square(shift) + self.regularization
         covariances = jnp.where(some, self._form.corrected(covariances, least), state.covariances)

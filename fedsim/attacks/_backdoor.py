@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import checks, rng
+from fedsim import checks, rng, tree
 from fedsim.attacks._attack import Attack, Update, check_column, on_floats
 from fedsim.data import Batch, FederatedData
 
@@ -113,7 +113,7 @@ class PixelBackdoor(Attack):
         chosen = jax.random.bernoulli(rng.stream(batch.key, "backdoor"), self.fraction, batch.mask.shape)
 
         def mix(stamped: jax.Array, clean: jax.Array) -> jax.Array:
-            return jnp.where(chosen.reshape(-1, *[1] * (clean.ndim - 1)), stamped, clean)
+            return jnp.where(tree.per_row(chosen, clean), stamped, clean)
 
         return {name: mix(stamped[name], clean) for name, clean in batch.examples.items()}
 

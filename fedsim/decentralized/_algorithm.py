@@ -26,6 +26,7 @@ from fedsim.execution import Client, Clients
 from fedsim.model import Params
 from fedsim.samplers import Sampler, UniformSampler
 from fedsim.systems import Devices
+from fedsim.transfer import Head
 
 
 class NodesState(NamedTuple):
@@ -111,7 +112,7 @@ class DecentralizedAlgorithm(FedAvg):
     """
 
     capabilities = Capabilities(aggregators=False)
-    # Whether attackers may change what they send; they can where it is mixed as it arrives.
+    # Whether cohorts may have attackers. They may where messages are the values that are mixed.
     attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
     lost_stays_with_sender: ClassVar[bool] = False
@@ -124,7 +125,7 @@ class DecentralizedAlgorithm(FedAvg):
     link_failures: float = 0.0
     robust_mixing: RobustMixing | None = None
     local_noise: LocalNoise | None = None
-    personal: Callable[[str, str], bool] | None = None
+    personal: Head | None = None
     server_optimizer: optax.GradientTransformation = dataclasses.field(
         init=False, repr=False, default_factory=lambda: optax.sgd(1.0)
     )
@@ -281,8 +282,12 @@ class DecentralizedAlgorithm(FedAvg):
         return lambda values, key: attack.corrupt_all(values, attackers, key)
 
     def node_update(self, state: NodesState, client: Client) -> tuple[Params, Params, jax.Array, jax.Array]:
-        """Returns a node's model minus the result of its local steps, the same of personal parameters, the loss, and whether
-        the first is finite."""
+        """Returns the results of a node's local steps.
+
+        Returns:
+          Its model minus the result, without personal parameters; the same of personal parameters; the mean training loss,
+          ``float32 []``; and whether the first is finite, ``bool []``.
+        """
         models = _joined(self.training_models(state), state.personal)
         own = jax.tree.map(lambda x: x[client.position], models)
         result = self.client_update(Shared(own, state.round), client)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fedsim import checks, tree
+from fedsim import checks, rng, tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,5 @@ class LocalNoise:
 
     def __call__(self, movement: Any, key: jax.Array) -> Any:
         """Returns the movement of one node, clipped and with noise."""
-        clipped = tree.clip(movement, self.norm)
-        leaves, structure = jax.tree.flatten(clipped)
-        keys = jax.random.split(key, len(leaves))
-        noise = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-        return tree.add(clipped, tree.scale(jax.tree.unflatten(structure, noise), self.multiplier * self.norm))
+        noise = tree.scale(rng.normal_like(key, movement), self.multiplier * self.norm)
+        return tree.add(tree.clip(movement, self.norm), noise)

@@ -289,13 +289,12 @@ class Clients:
 
     def client(self, call: Call, own: ClientPlan, columns: Any, row: Row) -> Client:
         """Returns the client that the work of a call gets."""
-        attack = self.attack
 
         def poison(batch: Batch) -> dict[str, jax.Array]:
-            assert attack is not None
-            return tree.select(own.attacker > 0, attack.poison(batch), batch.examples)
+            assert self.attack is not None
+            return tree.select(own.attacker > 0, self.attack.poison(batch), batch.examples)
 
-        return client_of(own, self.algorithm.batches, columns, self.loop, row[0], poison if attack else None)
+        return client_of(own, self.algorithm.batches, columns, self.loop, row[0], poison if self.attack else None)
 
     def _row(self, call: Call, stored: Any) -> Row:
         """Returns what a client keeps; before its first round, this is ``client_memory``."""

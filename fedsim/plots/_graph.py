@@ -38,7 +38,7 @@ def plot_graph(
     >>> len(figure.axes[0].texts), figure.axes[1].get_ylabel()
     (4, 'accuracy')
     """
-    import networkx as nx  # SciPy and networkx take a second to import, which other plots need not wait for.
+    import networkx as nx  # imports SciPy, too, which other plots need not wait for
 
     if not isinstance(graph, nx.Graph):
         raise ValueError("Expected a networkx graph, got something else: give topology.graphs[0].")
