@@ -82,7 +82,7 @@ class ADPSGD(DecentralizedAlgorithm):
         degrees = np.array(list(map(len, neighbours)), np.int32)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         succeeds = (1 - self.message_loss) ** 2 * (1 - self.link_failures)
-        averaged = jax.random.uniform(loss_key, trained.finite.shape) < succeeds
+        averaged = jax.random.uniform(loss_key, jnp.shape(clients.plan.client)) < succeeds
 
         def finish(slot: jax.Array, models_and_memory: tuple[Params, Params]) -> tuple[Params, Params]:
             models, memory = models_and_memory
@@ -91,11 +91,13 @@ class ADPSGD(DecentralizedAlgorithm):
             other = jnp.asarray(table)[node, place]
             other = jnp.where(averaged[slot], other, node)
             mean = jax.tree.map(lambda x: (x[node] + x[other]) / 2, models)
-            own = jax.tree.map(lambda x, move: x - jnp.where(trained.finite[slot], move[slot], 0), mean, trained.movement)
+            own = jax.tree.map(lambda x, move: x - move[node], mean, movement)
             models = jax.tree.map(lambda x, a, b: x.at[other].set(a).at[node].set(b), models, mean, own)
             return models, jax.tree.map(lambda x, a: x.at[node].set(a), memory, own)
 
-        models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
+        # Which nodes average is known only at run time, one pair after another, so every device does it for all.
+        models, memory, movement = clients.on_every_device((state.models, state.memory, trained.movement))
+        models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (models, memory))
         size = tree.num_bits(state.models) / self.topology.nodes
         return NodesState(models, memory, state.round + 1, trained.personal), {
             **trained.info,

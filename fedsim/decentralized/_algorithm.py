@@ -58,17 +58,33 @@ class Trained(NamedTuple):
     """The local steps of a round.
 
     Attributes:
-      movement: the models from which nodes trained minus the results, in the cohort's order, leaves ``[slots, ...]``, without
-        personal parameters.
-      finite: whether a slot of the cohort has a node whose movement is finite, ``bool [slots]``.
+      movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters. A
+        node that is not in the cohort, or whose training is not finite, does not move.
       personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
     """
 
     movement: Params
-    finite: jax.Array
     personal: Params
     info: dict[str, jax.Array]
+
+
+class NodeResult(NamedTuple):
+    """The local steps of one node, or of all nodes, with a leading axis ``[nodes]``.
+
+    Attributes:
+      movement: its model minus the result, without personal parameters.
+      personal: the same of personal parameters.
+      loss: the mean training loss, ``float32 []``.
+      trained: whether it took a step, ``bool []``; False for nodes that are not in the cohort.
+      diverged: whether ``movement`` is not finite, ``bool []``.
+    """
+
+    movement: Params
+    personal: Params
+    loss: jax.Array
+    trained: jax.Array
+    diverged: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -165,11 +181,6 @@ class DecentralizedAlgorithm(FedAvg):
         """The mixing matrices of a period, see `Topology.matrices`."""
         return self.topology.matrices(self.weights)
 
-    @functools.cached_property
-    def mixer(self) -> Mixer:
-        """The mixing matrices, for compiled rounds."""
-        return Mixer.of(self.matrices, padded=self.robust_mixing is not None)
-
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if data.num_clients != self.topology.nodes:
@@ -224,12 +235,12 @@ class DecentralizedAlgorithm(FedAvg):
 
     def round(self, state: NodesState, clients: Clients) -> tuple[NodesState, Any]:
         trained = self.train_nodes(state, clients)
-        movement = self._by_node(clients, trained)
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
         loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.lost_stays_with_sender) if lossy else None
-        neighbours = Neighbours(self.mixer, state.round, key, loss, self._corrupt(clients), self.robust_mixing)
-        new = self.exchange(state, movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
+        mixer = Mixer.of(self.matrices, padded=self.robust_mixing is not None, mesh=clients.rows_mesh)
+        neighbours = Neighbours(mixer, state.round, key, loss, self._corrupt(clients), self.robust_mixing)
+        new = self.exchange(state, trained.movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
         return new, {
             **trained.info,
             "consensus_distance": consensus_distance(self.node_models(new)),
@@ -247,55 +258,35 @@ class DecentralizedAlgorithm(FedAvg):
                 f"{type(self).__name__} does not simulate attackers: use a sampler without them, or another algorithm, such as "
                 "DPSGD."
             )
-        movement, moved, losses, finite = clients.map(self.node_update, state)
-        exists = jnp.arange(len(losses)) < clients.num_clients
+        models = _joined(self.training_models(state), state.personal)
+        result = clients.map_rows(self.node_update, state.round, models)
         info = {
-            "loss": jnp.mean(losses, where=exists & finite & (jnp.asarray(clients.plan.size) > 0)),
-            "dropped": jnp.sum(exists & ~finite, dtype=jnp.int32),
+            "loss": jnp.mean(result.loss, where=result.trained & ~result.diverged),
+            "dropped": jnp.sum(result.diverged, dtype=jnp.int32),
         }
-        at = self._nodes_of(clients, exists & finite)
-        personal = jax.tree.map(lambda x, move: x.at[at].add(-move, mode="drop"), state.personal, moved)
-        return Trained(movement, exists & finite, personal, info)
-
-    def _nodes_of(self, clients: Clients, chosen: jax.Array) -> jax.Array:
-        """Returns the nodes of the slots of a cohort, ``int32 [slots]``; the number of nodes where ``chosen`` is False."""
-        return jnp.where(chosen, jnp.asarray(clients.plan.client), self.topology.nodes)
-
-    def _by_node(self, clients: Clients, trained: Trained) -> Params:
-        """Returns the movement of every node, leaves ``[nodes, ...]``.
-
-        A node that is not in the cohort, or whose training is not finite, does not move.
-        """
-        slots = len(trained.finite)
-        at = self._nodes_of(clients, trained.finite)
-        slot = jnp.full(self.topology.nodes, slots, jnp.int32).at[at].set(jnp.arange(slots, dtype=jnp.int32), mode="drop")
-        # Rows are read and not written, because XLA reads them where they are used, without a pass over memory.
-        return jax.tree.map(lambda x: jnp.where(tree.per_row(slot < slots, x), x[slot], 0), trained.movement)
+        movement, moved = (
+            jax.tree.map(lambda x: jnp.where(tree.per_row(result.diverged, x), 0, x), values)
+            for values in (result.movement, result.personal)
+        )
+        return Trained(movement, tree.subtract(state.personal, moved), info)
 
     def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
         """Returns the function with which attackers change what they send, if there are some."""
         attack = clients.attack
         if attack is None:
             return None
-        at = self._nodes_of(clients, jnp.asarray(clients.plan.attacker) > 0)
+        at = jnp.where(jnp.asarray(clients.plan.attacker) > 0, jnp.asarray(clients.plan.client), self.topology.nodes)
         attackers = jnp.zeros(self.topology.nodes, bool).at[at].set(True, mode="drop")
         return lambda values, key: attack.corrupt_all(values, attackers, key)
 
-    def node_update(self, state: NodesState, client: Client) -> tuple[Params, Params, jax.Array, jax.Array]:
-        """Returns the results of a node's local steps.
-
-        Returns:
-          Its model minus the result, without personal parameters; the same of personal parameters; the mean training loss,
-          ``float32 []``; and whether the first is finite, ``bool []``.
-        """
-        models = _joined(self.training_models(state), state.personal)
-        own = jax.tree.map(lambda x: x[client.position], models)
-        result = self.client_update(Shared(own, state.round), client)
+    def node_update(self, round: jax.Array, own: Params, client: Client) -> NodeResult:
+        """Runs a node's local steps from its own model, personal parameters included."""
+        result = self.client_update(Shared(own, round), client)
         movement, moved = self._split(result.update)
         if self.local_noise is not None:
             movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
         finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(movement)])
-        return movement, moved, result.info["loss"], finite
+        return NodeResult(movement, moved, result.info["loss"], client.num_steps > 0, ~finite)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.

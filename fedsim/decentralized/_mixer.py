@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,8 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
+from fedsim.decentralized._block_exchange import BlockExchange
 from fedsim.decentralized._mixing import Matrix
 from fedsim.decentralized._robust_mixing import RobustMixing
 
@@ -21,7 +25,8 @@ _MOST_PADDING = 4
 _MOST_FUSED = 8
 
 
-class Mixer(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Mixer:
     """The mixing matrices of a period.
 
     Attributes:
@@ -32,6 +37,7 @@ class Mixer(NamedTuple):
         directions; 0 for the own value.
       receivers: ``float32 [period, nodes]``, to how many others a node sends.
       targets: None, or the nodes that take the values, ``int32 [period, entries]``.
+      blocks: what devices send each other, if each has the values of a block of nodes; None if every device has all values.
 
     >>> from fedsim.decentralized import ring
     >>> mixer = Mixer.of(ring(4).matrices())
@@ -44,10 +50,17 @@ class Mixer(NamedTuple):
     links: Any
     receivers: Any
     targets: Any = None
+    blocks: BlockExchange | None = None
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], *, padded: bool = False) -> Mixer:
-        """Returns the mixer of matrices ``[nodes, nodes]``, without ``targets`` if ``padded`` or if that is faster."""
+    def of(cls, matrices: Sequence[Matrix], *, padded: bool = False, mesh: Mesh | None = None) -> Mixer:
+        """Returns the mixer of matrices ``[nodes, nodes]``.
+
+        Args:
+          matrices: of a period.
+          padded: whether all rows have equally many entries; otherwise they have if that is faster.
+          mesh: the devices that the nodes are divided over, in blocks of equal size; None: every device has all nodes.
+        """
         nodes, period = matrices[0].shape[0], len(matrices)
         entries = [matrix.tocoo() for matrix in matrices]
         receivers = [np.bincount(each.col[each.row != each.col], minlength=nodes) for each in entries]
@@ -62,7 +75,15 @@ class Mixer(NamedTuple):
             at = (place - matrix.indptr[each.row], each.row) if padded else (place,)
             sources[number][at], weights[number][at], targets[number][at] = each.col, each.data, each.row
             links[number][at] = numbered_links(each.row, each.col)
-        return cls(sources, weights, links, np.array(receivers, np.float32), None if padded else targets)
+        listed = None if padded else targets
+        return cls(
+            sources=sources,
+            weights=weights,
+            links=links,
+            receivers=np.array(receivers, np.float32),
+            targets=listed,
+            blocks=None if mesh is None else BlockExchange.of(sources, weights, listed, nodes, mesh),
+        )
 
     def __call__(
         self, values: Any, round: jax.Array, message_loss: MessageLoss | None = None, sent: Any = None,
@@ -83,8 +104,21 @@ class Mixer(NamedTuple):
         for leaf in jax.tree.leaves(values):
             if not tree.is_float(leaf):
                 raise ValueError(f"Expected floats to mix, got values of dtype {leaf.dtype}: use values.astype(jnp.float32).")
-        sources, weights, links, _, targets = jax.tree.map(lambda x: jnp.asarray(x)[round % len(self.weights)], tuple(self))
-        nodes, arrives, kept = self.receivers.shape[1], links > 0, None
+        blocks, nodes = self.blocks, self.receivers.shape[1]
+        sources, weights, links, targets, places, entries = jax.tree.map(
+            lambda x: jnp.asarray(x)[round % len(self.weights)],
+            (
+                self.sources,
+                self.weights,
+                self.links,
+                self.targets,
+                *((blocks.places, blocks.entries) if blocks else (self.sources, None)),
+            ),
+        )
+        # The number of nodes of a device, and where it holds the own values of the nodes that take some.
+        block = nodes if blocks is None else blocks.block
+        own = (jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets) % block
+        arrives, kept = links > 0, None
         if message_loss is not None:
             lost = message_loss.lost(links)
             arrives &= ~lost
@@ -92,19 +126,37 @@ class Mixer(NamedTuple):
                 kept = jnp.zeros(nodes).at[sources].add(jnp.where(lost, weights, 0))
                 weights = jnp.where(lost, 0, weights)
             else:
-                own = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets
-                sources = jnp.where(lost, own, sources)
-        held = values
-        if sent is not None:  # The rows of what is sent follow those of what the nodes have.
-            held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, sent)
-            sources = jnp.where(arrives, sources + nodes, sources)
+                places = jnp.where(lost, own, places)
+        if sent is not None:  # What others have sent is held behind the own values.
+            places = jnp.where(arrives, places + block, places)
         if robust is not None:
-            received = jax.tree.map(lambda x: x[sources], held)
-            return robust(values, received, jnp.where(links > 0, weights, 0))
-        mixed = jax.tree.map(lambda x: _mixed(x, nodes, sources, weights, targets), held)
-        if kept is None:
-            return mixed
-        return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
+            weights = jnp.where(links > 0, weights, 0)
+
+        def mix(values: Any, sent: Any, places: jax.Array, weights: jax.Array, targets: Any, kept: Any) -> Any:
+            """Mixes the values of the nodes of a device."""
+            held = values if sent is None else sent
+            if blocks is not None:
+                held = blocks.exchanged(held, round)
+            if sent is not None:
+                held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
+            if robust is not None:
+                return robust(values, jax.tree.map(lambda x: x[places], held), weights)
+            mixed = jax.tree.map(lambda x: _mixed(x, block, places, weights, targets), held)
+            if kept is None:
+                return mixed
+            return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
+
+        if blocks is None:
+            return mix(values, sent, places, weights, targets, kept)
+        if targets is not None:
+            weights = weights.at[entries].get(mode="fill", fill_value=0)
+            places, targets = places[entries], own.at[entries].get(mode="fill", fill_value=block - 1)
+        (axis,) = blocks.mesh.axis_names
+        rows, columns = P(axis), P(None, axis) if targets is None else P(axis)
+        specs = (rows, rows, columns, columns, columns, rows)
+        return jax.shard_map(mix, mesh=blocks.mesh, in_specs=specs, out_specs=rows)(
+            values, sent, places, weights, targets, kept
+        )
 
 
 class MessageLoss(NamedTuple):

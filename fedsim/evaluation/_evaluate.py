@@ -179,7 +179,7 @@ def _compile(
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())
-    return _devices.compiled(sums, mesh, specs, P(AXIS), deterministic=deterministic)
+    return _devices.compiled(sums, mesh, (specs, P(AXIS)), deterministic=deterministic)
 
 
 def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:

@@ -22,8 +22,29 @@ _NAMES_OF_BITS = {"bits_up", "entropy_bits_up"}
 _NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "staleness", "bits_down"} | _NAMES_OF_BITS
 
 
+class Rows(NamedTuple):
+    """Values of the clients of a population, of all or of a block.
+
+    Attributes:
+      values: leaves ``[clients, ...]``.
+      first: the position in the population of the first client, ``int32 []``.
+    """
+
+    values: Any
+    first: jax.Array | int = 0
+
+    def of(self, position: jax.Array) -> Any:
+        """Returns the row of the client at a position of the population."""
+        return jax.tree.map(lambda x: x[position - self.first], self.values)
+
+    @property
+    def num_clients(self) -> int:
+        """The number of rows."""
+        return len(jax.tree.leaves(self.values)[0])
+
+
 class Call(NamedTuple):
-    """A call of `Clients.aggregate` or `Clients.map` in a round.
+    """A call of `Clients.aggregate`, `Clients.map` or `Clients.map_rows` in a round.
 
     Attributes:
       name: unique in the round.
@@ -35,6 +56,7 @@ class Call(NamedTuple):
       fold: accumulates the updates: ``aggregator``, or the wrapper that a colluding attack adds to it; None for `Clients.map`.
       aggregator_state: what the server keeps for the aggregator.
       clients: what is known of each client before its work, `ClientPlan` with leaves ``[slots, ...]``.
+      rows: the clients' own values, for `Clients.map_rows`; None for the others.
     """
 
     name: str
@@ -46,6 +68,16 @@ class Call(NamedTuple):
     fold: Aggregator | None
     aggregator_state: Any
     clients: ClientPlan
+    rows: Rows | None = None
+
+    @property
+    def num_entries(self) -> int:
+        """The number of clients that have a place among the entries: those of ``rows``, or all slots."""
+        return len(self.clients.slot) if self.rows is None else self.rows.num_clients
+
+    def places(self, clients: ClientPlan) -> jax.Array:
+        """Returns where the entries of some clients are."""
+        return clients.slot if self.rows is None else clients.position - self.rows.first
 
 
 class CallShape(NamedTuple):
@@ -59,6 +91,7 @@ class CallShape(NamedTuple):
       aggregator: of the call.
       batches: one for each loop that a client runs.
       state_bytes: size of the largest state of a loop.
+      by_client: whether it is a call of `Clients.map_rows`.
     """
 
     name: str
@@ -68,6 +101,7 @@ class CallShape(NamedTuple):
     aggregator: Aggregator | None
     batches: tuple[Batches, ...]
     state_bytes: int
+    by_client: bool = False
 
 
 class Received(NamedTuple):

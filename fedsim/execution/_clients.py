@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fedsim import primitives, rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
-from fedsim.execution._call import Call, CallShape, send_down, send_up
+from fedsim.execution._call import Call, CallShape, Rows, send_down, send_up
 from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
@@ -46,9 +48,9 @@ class ClientGroup(NamedTuple):
 class Clients:
     """The clients of a round.
 
-    `fedsim.Algorithm.round` receives it and calls `aggregate` and `map` any number of times. Compiled rounds run clients by
-    `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`). Only
-    `fedsim.Debug` calls one client after another in Python.
+    `fedsim.Algorithm.round` receives it and calls `aggregate`, `map` and `map_rows` any number of times. Compiled rounds run
+    clients by `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`).
+    Only `fedsim.Debug` calls one client after another in Python.
 
     This example computes the mean and the variance of all clients' numbers with two calls:
 
@@ -84,6 +86,9 @@ class Clients:
       attack: the cohort's attack.
       axis: the name of the axis of devices that run the round together; None for a single device.
     """
+
+    # The devices that the rows of `map_rows` are divided over, in blocks of equal size; None if they are on every device.
+    rows_mesh: Mesh | None = None
 
     def __init__(
         self,
@@ -153,6 +158,53 @@ class Clients:
         """
         return self._map(self._begin(self._name("map", name), work, shared, None, None), work)
 
+    def map_rows(
+        self, work: Callable[[Shared, Any, Client], Any], shared: Shared, rows: Any, *, name: str | None = None
+    ) -> Any:
+        """Returns each client's ``work(shared, row, client)``, where the state has a row for every client of the population.
+
+        In other respects it is `map`. Decentralized algorithms use it for the models of all nodes.
+
+        If all calls of a round are of this kind and the number of clients is a multiple of the number of devices, each device
+        runs the clients of one block of the population. Arrays of the state with an entry per client are divided in the same
+        way, so a device stores only its block. ``round`` sees whole arrays nevertheless, and XLA adds the messages between
+        devices that its computations need.
+
+        Args:
+          work: the work of one client; it returns a pytree of arrays.
+          shared: what all clients receive.
+          rows: leaves ``[clients of the population, ...]``.
+          name: see `aggregate`; default ``"map"``, then ``"map 2"`` and so on.
+
+        Returns:
+          Leaves ``[clients of the population, ...]``, with zeros for clients that are not in the cohort.
+
+        Raises:
+          ValueError: ``rows`` has no leaves, or one that does not have an entry for every client.
+
+        >>> import dataclasses, numpy as np, fedsim
+        >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+        ... class Totals(fedsim.Algorithm):
+        ...     def init(self, key): return jnp.zeros(3)
+        ...     def round(self, state, clients):
+        ...         return clients.map_rows(lambda shared, row, client: row + client.num_examples, (), state), ()
+        >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
+        >>> algorithm = Totals(batches=fedsim.Batches(size=2))
+        >>> algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["2", "0"]))[0].tolist()
+        [1.0, 0.0, 3.0]
+        """
+        call = self._begin(self._name("map", name), work, shared, None, None)
+        return self._map(call._replace(rows=Rows(rows)), work)
+
+    def on_every_device(self, values: Any) -> Any:
+        """Returns the same values, on every device if they are divided, see `map_rows`.
+
+        This is for rounds that read entries one after another in an order that is known only at run time.
+        """
+        if self.rows_mesh is None:
+            return values
+        return jax.lax.with_sharding_constraint(values, NamedSharding(self.rows_mesh, P()))
+
     def _name(self, kind: str, name: str | None) -> str:
         if name is None:
             others = sum(known == kind or known.startswith(f"{kind} ") for known in self.names)
@@ -213,7 +265,7 @@ class Clients:
         return self._run(call, functools.partial(self._result, work))[1]
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        """Runs every client; returns the accumulated updates, one per device, and the clients' entries ``[slots, ...]``."""
+        """Runs every client; returns the accumulated updates, one per device, and the entries ``[call.num_entries, ...]``."""
         raise NotImplementedError
 
     def _conclude(self, call: Call, folded: Any, entries: dict[str, Any]) -> tuple[Any, RoundInfo, Any]:
@@ -310,7 +362,8 @@ class Clients:
         return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
 
     def _result(self, work: Callable[..., Any], call: Call, own: ClientPlan, columns: Any, row: Row) -> tuple[Any, Any, Any]:
-        return (), jax.tree.map(jnp.asarray, work(call.shared, self.client(call, own, columns, row))), ()
+        given = (call.shared,) if call.rows is None else (call.shared, call.rows.of(own.position))
+        return (), jax.tree.map(jnp.asarray, work(*given, self.client(call, own, columns, row))), ()
 
     def _update(
         self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, columns: Any, row: Row

@@ -107,8 +107,8 @@ class _PythonClients(Clients):
         return super()._map(call, self._staged(call, work))
 
     def _staged(self, call: Call, work: Callable[..., T]) -> Callable[..., T]:
-        def staged(shared: Any, client: Client) -> T:
-            return _stage(call.work_name, self._name_of(client), work, shared, client)
+        def staged(*given: Any) -> T:
+            return _stage(call.work_name, self._name_of(given[-1]), work, *given)
 
         return staged
 
@@ -123,7 +123,7 @@ class _PythonClients(Clients):
             name, slot = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}", jnp.int32(at)
             arrived, own, row = self._run_client(call, work, at, name, client_id is not None and self.cohort.sizes[at] > 0)
             if entries is None:
-                entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), own)
+                entries = jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), own)
                 self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
             if call.fold is not None:
                 if accumulator is None:
@@ -135,7 +135,8 @@ class _PythonClients(Clients):
                     "aggregator.accumulate", name, call.fold.accumulate, accumulator, arrived, own["weight"], slot
                 )
                 self._keep(slot, own["weight"] != 0, row)
-            entries = jax.tree.map(lambda rows, new, slot=slot: rows.at[slot].set(new), entries, own)
+            place = call.places(jax.tree.map(lambda x, at=at: x[at], call.clients))
+            entries = jax.tree.map(lambda rows, new, place=place: rows.at[place].set(new), entries, own)
         return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
 
     def _run_client(self, call: Call, work: Work, at: int, name: str, has_rows: bool) -> tuple[Any, dict[str, Any], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from fedsim import primitives, tree
 from fedsim.attacks import Attack
-from fedsim.execution._call import Call
+from fedsim.execution._call import Call, Rows
 from fedsim.execution._client import ClientUpdate, batch_loop
 from fedsim.execution._clients import ClientGroup, Clients, Work
 from fedsim.execution._placement import AXIS
@@ -44,8 +46,13 @@ class Setting(NamedTuple):
 
     @property
     def axis(self) -> str | None:
-        """The name of the axis of devices; None for a single device."""
-        return AXIS if self.mesh.size > 1 else None
+        """The name of the axis of devices, each of which runs the program; None if one program describes the work of all."""
+        return AXIS if self.mesh.size > 1 and not self.is_divided else None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each device has its own block of the population, see `Clients.map_rows`."""
+        return self.layout.block is not None
 
 
 class DeviceClients(Clients):
@@ -58,7 +65,8 @@ class DeviceClients(Clients):
 
     def __init__(self, setting: Setting, *args: Any) -> None:
         super().__init__(*args)
-        self.layout = setting.layout
+        self.setting, self.layout = setting, setting.layout
+        self.rows_mesh = setting.mesh if setting.is_divided else None
         self.loop = batch_loop(setting.layout.most_examples)
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
@@ -66,12 +74,34 @@ class DeviceClients(Clients):
 
     def _empty(self, call: Call) -> tuple[Any, Any, Any]:
         """Returns the initial values of a call: an empty accumulator, zeros for all entries, and the table of memories."""
-        shape, slots = self.shapes[call.name], self.layout.slots
-        entries = jax.tree.map(lambda x: jnp.zeros((slots, *x.shape), x.dtype), shape.entries)
+        shape = self.shapes[call.name].entries
+        entries = jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), shape)
         return self._zero(call), entries, self.table
 
     def _run_groups(self, call: Call, work: Work, carry: Any, window: Any = None) -> Any:
-        """Runs the groups of this device, all or those of a window, see `fedsim.execution._plan.windows`."""
+        """Runs the groups of this device, all or those of a window, see `fedsim.execution._plan.windows`.
+
+        If the population is divided, it does so on every device.
+        """
+        if not self.setting.is_divided:
+            return self._run_own_groups(call, work, carry, window)
+        accumulator, entries, table = carry
+        block = self.layout.block
+        assert call.rows is not None and block is not None
+
+        def on_device(rows: Any, entries: Any, columns: Any) -> Any:
+            clients = copy.copy(self)
+            clients.axis, clients.columns = AXIS, columns
+            own = call._replace(rows=Rows(rows, jax.lax.axis_index(AXIS) * block))
+            return clients._run_own_groups(own, work, (accumulator, entries, table), window)[1]
+
+        specs = P(AXIS), P(AXIS), P() if self.setting.resident else P(AXIS)
+        # As in `fedsim.execution._devices.compiled`, the bounds of loops differ between devices.
+        run = jax.shard_map(on_device, mesh=self.setting.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
+        entries = run(call.rows.values, entries, self.columns)
+        return accumulator, entries, table
+
+    def _run_own_groups(self, call: Call, work: Work, carry: Any, window: Any) -> Any:
         device = jax.lax.axis_index(self.axis) if self.axis else 0
         queue, length, starts, groups = (
             x[device] for x in (self.plan.queue, self.plan.length, self.plan.starts, self.plan.groups)
@@ -97,7 +127,7 @@ class DeviceClients(Clients):
         # a group again in a backward pass, so the group itself need not.
         run = primitives.program(functools.partial(self.run_together, call, work, side_by_side=True), recompute=False)
         accumulator, own, rows = run(Placed(ClientGroup(clients, stored), Placement("clients", len(slots))), accumulator)
-        entries = put_rows(entries, jnp.where(exists, slots, self.layout.slots), own)
+        entries = put_rows(entries, jnp.where(exists, call.places(clients), call.num_entries), own)
         if call.aggregator is not None and isinstance(table, ClientTable):
             # The rows are written after the updates are accumulated, because an update may be computed from the old row.
             # Otherwise XLA would copy the table.

@@ -169,9 +169,12 @@ class Jit(Execution):
         }
         arguments = numbers, columns, table or (), state, cohort.key, layout.pack([plan], 1), np.int32(1)
         everywhere = NamedSharding(mesh, P())
+        shardings = [jax.tree.map(lambda _: everywhere, argument) for argument in arguments]
+        shardings[3] = _placement.shardings_of(state, mesh, layout)
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere, weak_type=x.weak_type),
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type),
             jax.eval_shape(lambda *arguments: arguments, *arguments),
+            tuple(shardings),
         )
         setting = Setting(mesh, layout, True, False, cohort.attack, self.deterministic)
         return programs.by_setting(setting).rounds.lower(*shapes)
@@ -182,7 +185,10 @@ class Jit(Execution):
         lanes = min(lanes, -(-slots // mesh.size), programs.fewer_lanes.get(mesh, lanes))
         overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
         most_examples = int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
-        return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples)
+        block, rest = divmod(cohort.data.num_clients, mesh.size)
+        calls = programs.outline.calls
+        is_divided = mesh.size > 1 and not rest and calls and all(call.by_client for call in calls)
+        return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
     def _dispatch(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
@@ -236,7 +242,8 @@ class Jit(Execution):
         setting = Setting(mesh, layout, resident, rounds is not None, first.attack, self.deterministic)
         programs.check(first, setting)
         state = state._replace(clients=()) if clients != () else state
-        state, key = _placement.replicate((state, first.key), mesh)
+        state = _placement.moved(state, _placement.shardings_of(state, mesh, layout))
+        key = _placement.replicate(first.key, mesh)
         arguments = numbers, columns, table, state, key, layout.pack(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
             # For streamed data, so that the examples of at most two dispatches are on the device.

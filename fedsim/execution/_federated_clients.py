@@ -14,6 +14,7 @@ from fedsim import primitives
 from fedsim.data import Cohort
 from fedsim.execution._call import Call
 from fedsim.execution._clients import ClientGroup, Clients, Work
+from fedsim.execution._device_clients import put_rows
 from fedsim.execution._memory import remembered
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
@@ -81,4 +82,8 @@ class FederatedClients(Clients):
         own = call.clients._replace(start=jnp.zeros(placement.size, jnp.int32))  # in the client's own columns
         clients = Placed(ClientGroup(own, self.table, columns), placement)
         accumulated, entries, self.table = self.run_together(call, work, clients, self._zero(call))
+        if call.rows is not None:
+            exists = jnp.arange(placement.size) < self.num_clients
+            empty = jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape[1:]), x.dtype), entries)
+            entries = put_rows(empty, jnp.where(exists, call.places(own), call.num_entries), entries)
         return accumulated, entries

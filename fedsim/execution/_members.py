@@ -318,7 +318,7 @@ def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: in
 
     own = P(AXIS)
     specs = (own, P(), own, own, own, own, P())
-    return _devices.compiled(together, mesh, specs, own, deterministic=setting.deterministic)
+    return _devices.compiled(together, mesh, (specs, own), deterministic=setting.deterministic)
 
 
 def joined(parts: Sequence[Any], join: Callable[..., np.ndarray]) -> Any:

@@ -73,7 +73,9 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 
     def run(numbers: Numbers, server: State, columns: Any, packed: jax.Array, key: jax.Array) -> Any:
         traced = with_numbers(algorithm, numbers)
-        seen.append(_TracedClients(traced, _LAYOUT.unpack(packed), key, FederatedState(server), columns, (), {}))
+        seen.append(
+            _TracedClients(data.num_clients, traced, _LAYOUT.unpack(packed), key, FederatedState(server), columns, (), {})
+        )
         return traced.round(server, seen[-1])[1]
 
     packed = jax.ShapeDtypeStruct(_LAYOUT.pack([], 1)[0].shape, np.int32)
@@ -86,8 +88,9 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 class _TracedClients(Clients):
     """Traces one client of every call and records shapes."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, num_population: int, *args: Any) -> None:
         super().__init__(*args)
+        self.num_population = num_population
         self.row: Any = ()
         self.sent: Any = ()
         self.aggregators: dict[str, tuple[Any, Any]] = {}
@@ -143,6 +146,13 @@ class _TracedClients(Clients):
         return self._conclude(call, fold.zero(arrived, 1), entries)
 
     def _map(self, call: Call, work: Callable[..., Any]) -> Any:
+        if call.rows is not None:
+            shapes = [jnp.shape(x) for x in jax.tree.leaves(call.rows.values)]
+            if not shapes or any(shape[:1] != (self.num_population,) for shape in shapes):
+                raise ValueError(
+                    f"Expected the rows of clients.map_rows to have leaves [{self.num_population}, ...], an entry for each "
+                    f"client of the population, got {list(map(list, shapes))}: start with a state for this population."
+                )
         return self._traced(call, functools.partial(self._result, work), lambda: ())[1]
 
     def _traced(self, call: Call, one: Callable[..., Any], sent: Callable[[], Any]) -> tuple[Any, Any, Any]:
@@ -161,8 +171,10 @@ class _TracedClients(Clients):
             lambda own: one(call, own, self.columns, self._row(call, ())), _first(call.clients)
         )
         self.loop = plain
-        self.shapes[call.name] = CallShape(call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes)
-        return arrived, jax.tree.map(lambda x: jnp.zeros((1, *x.shape), x.dtype), entries), row
+        self.shapes[call.name] = CallShape(
+            call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes, call.rows is not None
+        )
+        return arrived, jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), entries), row
 
 
 def _initial(keepers: dict[str, tuple[Any, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import FederatedData
-from fedsim.execution._plan import RoundPlan
+from fedsim.execution._plan import Layout, RoundPlan
 
 Memory = Literal["auto", "resident", "stream"]
 
@@ -151,18 +151,35 @@ def must_wait(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
+def shardings_of(state: Any, mesh: Mesh, layout: Layout) -> Any:
+    """Returns where a state's arrays are: on every device, or in blocks if they have an entry per client, see `Layout`."""
+    everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+
+    def sharding(leaf: Any) -> NamedSharding:
+        is_divided = layout.block is not None and np.shape(leaf)[:1] == (layout.block * mesh.size,)
+        return divided if is_divided else everywhere
+
+    return jax.tree.map(sharding, state)
+
+
 def replicate(values: Any, mesh: Mesh) -> Any:
     """Copies ``values`` to every device of the mesh, except arrays that are there already and traced values."""
-    target = NamedSharding(mesh, P())
-    leaves, structure = jax.tree.flatten(values)
+    return moved(values, jax.tree.map(lambda _: NamedSharding(mesh, P()), values))
 
-    def is_in_place(leaf: Any) -> bool:
+
+def moved(values: Any, shardings: Any) -> Any:
+    """Moves ``values`` to where they shall be, except arrays that are there already and traced values."""
+    leaves, structure = jax.tree.flatten(values)
+    targets = jax.tree.leaves(shardings)
+
+    def is_in_place(leaf: Any, target: NamedSharding) -> bool:
         return isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding == target)
 
-    missing = [at for at, leaf in enumerate(leaves) if not is_in_place(leaf)]
+    missing = [at for at, leaf in enumerate(leaves) if not is_in_place(leaf, targets[at])]
     if not missing:
         return values
     with jax.ensure_compile_time_eval():  # Otherwise constants would become tracers inside a trace.
-        for at, leaf in zip(missing, jax.device_put([leaves[at] for at in missing], target), strict=True):
+        new = jax.device_put([leaves[at] for at in missing], [targets[at] for at in missing])
+        for at, leaf in zip(missing, new, strict=True):
             leaves[at] = leaf
     return jax.tree.unflatten(structure, leaves)

@@ -70,6 +70,7 @@ class Layout:
       widths: numbers of clients that run side by side in a group, the largest first; ``(1,)`` runs one client after another.
       overhead: the fixed time of a step, in multiples of the time of one client.
       most_examples: the most examples of a client, which reverse-mode derivatives need; else None.
+      block: the number of clients of the population that belong to each device; None: any device runs any client.
     """
 
     slots: int
@@ -77,6 +78,7 @@ class Layout:
     widths: tuple[int, ...] = (1,)
     overhead: float = 0.0
     most_examples: int | None = None
+    block: int | None = None
 
     def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
         """Packs plans into one array, ``int32 [rounds, words]``, to transfer them at once; missing rounds are zeros."""
@@ -145,9 +147,9 @@ def widths_for(lanes: int) -> tuple[int, ...]:
 
 
 def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence[Batches] | None = None) -> RoundPlan:
-    """Plans a round: the longest client goes first, to the device with the least work so far.
+    """Plans a round: the longest client goes first, to the device with the least work so far, or to its own device.
 
-    The last device ends after at most 4/3 of the shortest possible time (R. L. Graham, 1969).
+    In the first case the last device ends after at most 4/3 of the shortest possible time (R. L. Graham, 1969).
 
     Args:
       cohort: the clients.
@@ -162,6 +164,9 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
     order = np.argsort(-work, kind="stable")
     if devices == 1:
         queues = [order.tolist()]
+    elif layout.block is not None:
+        device_of = cohort.clients[order] // layout.block
+        queues = [order[device_of == device].tolist() for device in range(devices)]
     else:
         queues = [[] for _ in range(devices)]
         load = [(0, device) for device in range(devices)]

@@ -17,7 +17,7 @@ from fedsim.execution import _devices
 from fedsim.execution._clients import Clients
 from fedsim.execution._device_clients import DeviceClients, EndOfProgram, PartialClients, Setting
 from fedsim.execution._outline import Outline, outline
-from fedsim.execution._placement import AXIS, must_fit
+from fedsim.execution._placement import AXIS, must_fit, shardings_of
 from fedsim.execution._state import (
     FederatedAlgorithm,
     FederatedState,
@@ -139,7 +139,8 @@ class RoundPrograms:
         self.finish = self._jit(self._part, *common, everywhere, own, out=everywhere)
 
     def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Any:
-        return _devices.compiled(function, self.setting.mesh, specs, out, donated, self.setting.deterministic)
+        divided = None if self.setting.is_divided else (specs, out)
+        return _devices.compiled(function, self.setting.mesh, divided, donated, self.setting.deterministic)
 
     def _round(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, row: jax.Array,
@@ -149,7 +150,10 @@ class RoundPrograms:
         setting, shapes = self.setting, self.outline.shapes
         clients = clients_of(setting, algorithm, plan, key, parts, columns, table, shapes, setting.attack, setting.axis)
         server, info = algorithm.round(parts.server, clients)
-        return finished(algorithm, state, clients, server, info), clients.table, info
+        after = finished(algorithm, state, clients, server, info)
+        if setting.is_divided:
+            after = jax.lax.with_sharding_constraint(after, shardings_of(after, setting.mesh, setting.layout))
+        return after, clients.table, info
 
     def _rounds(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array, num_rounds: jax.Array
@@ -174,15 +178,17 @@ class RoundPrograms:
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array,
         results: tuple[Any, ...], carry: Any = None, window: Any = None,
     ) -> Any:  # fmt: skip
-        # Between programs, the values that devices carry have a leading axis over the devices.
-        clients_of = functools.partial(PartialClients, results, jax.tree.map(lambda x: x[0], carry), window)
+        # Between programs, the values that devices carry have a leading axis over the devices, unless they are rows.
+        stacked = (lambda carry: carry) if self.setting.is_divided else _stacked
+        own = carry if self.setting.is_divided else jax.tree.map(lambda x: x[0], carry)
+        clients_of = functools.partial(PartialClients, results, own, window)
         try:
             state, table, info = self._round(numbers, columns, table, state, key, packed[0], clients_of)
         except EndOfProgram as end:
             if window is not None:
-                return _stacked(end.value)
+                return stacked(end.value)
             results, carry = end.value
-            return results, _stacked(carry)
+            return results, stacked(carry)
         return state, table, _stacked(info) if self.setting.stacked else info
 
 

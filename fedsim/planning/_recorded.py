@@ -114,14 +114,17 @@ class _RecordedClients:
     def map(self, work: Callable[..., Any], shared: Any, **options: Any) -> Any:
         return self._clients.map(self._recorded(work, shared, None), shared, **options)
 
+    def map_rows(self, work: Callable[..., Any], shared: Any, rows: Any, **options: Any) -> Any:
+        return self._clients.map_rows(self._recorded(work, shared, None), shared, rows, **options)
+
     def _recorded(self, work: Callable[..., Any], shared: Any, downlink: Any) -> Callable[..., Any]:
         loops: list[Loop] = []
         self._seen.append((_shapes(shared), downlink, loops))
 
         @functools.wraps(work)
-        def recorded(shared: Any, client: Client) -> Any:
+        def recorded(*given: Any) -> Any:
             loops.clear()  # The work may be traced more than once.
-            return work(shared, _RecordedClient(**vars(client), loops=loops))
+            return work(*given[:-1], _RecordedClient(**vars(given[-1]), loops=loops))
 
         return recorded
 

@@ -215,6 +215,46 @@ def test_map_clients(how):
     np.testing.assert_allclose(found["low"], expected, rtol=1e-6)
 
 
+class Steps(fedsim.Algorithm):
+    """Keeps two numbers for every client: its steps so far, and the sum of its examples."""
+
+    def init(self, key):
+        return {"steps": jnp.zeros(8, jnp.int32), "sums": jnp.zeros((8, 3))}
+
+    def round(self, state, clients):
+        return clients.map_rows(self.count, jnp.float32(2), state), {"clients": clients.num_clients}
+
+    def count(self, scale, row, client):
+        def step(row, batch):
+            total = scale * jnp.sum(batch.examples["x"], axis=0, where=batch.mask[:, None])
+            return {"steps": row["steps"] + 1, "sums": row["sums"] + total}
+
+        return client.for_each_batch(self.batches, step, row)
+
+
+@pytest.mark.parametrize("execution", [
+    fedsim.Jit(), fedsim.Jit(lanes=2), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8, memory="stream"), fedsim.Pmap(devices=3),
+    fedsim.Debug(),
+])  # fmt: skip
+def test_rows_of_the_population_are_read_and_written_by_their_clients(execution):
+    population, batches = federation.data(), fedsim.Batches(size=4)
+    algorithm, chosen = Steps(batches=batches, execution=execution), np.array([5, 0, 1, 3])
+    start = {"steps": jnp.arange(8, dtype=jnp.int32), "sums": jnp.ones((8, 3))}
+    state, info = algorithm.apply(start, fedsim.Cohort(population, chosen, 0, fedsim.rng.root(0), slots=6))
+    steps, sums = np.zeros(8, int), np.zeros((8, 3))
+    for client in chosen:
+        steps[client] = client + batches.num_steps(population.sizes)[client]
+        sums[client] = 1 + 2 * population.client(client)["x"].sum(axis=0)
+    assert state["steps"].tolist() == steps.tolist() and int(info["clients"]) == 4
+    np.testing.assert_allclose(state["sums"], sums, rtol=1e-5)
+
+
+def test_rows_that_do_not_fit_the_population_are_rejected():
+    algorithm, state = Steps(batches=BATCHES), {"steps": jnp.zeros(7, jnp.int32), "sums": jnp.ones((8, 3))}
+    with pytest.raises(ValueError, match=r"leaves \[8, ...\], an entry for each client .*, got \[\[7\], \[8, 3\]\]"):
+        algorithm.apply(state, federation.cohort())
+
+
 def test_work_that_returns_no_update_is_rejected():
     class Bare(fedsim.Algorithm):
         def client_update(self, shared, client):
