@@ -12,6 +12,7 @@ import numpy as np
 from fedsim.experiment import reproductions
 from fedsim.experiment.reproductions import _data_parallel as parallel
 from fedsim.experiment.reproductions import _four_ways as four
+from fedsim.experiment.reproductions._four_ways_costs import PLACES, Costs
 from fedsim.plots._canvas import new_figure
 
 HERE = Path(__file__).parent
@@ -73,11 +74,11 @@ def _mean(row: Mapping[str, Any], curve: str = "accuracy") -> str:
 
 def _costs() -> str:
     head = ["", "way", "a device sends", "and receives", "all through the server"]
-    head += [f"{place}: time, energy" for place in four.PLACES]
+    head += [f"{place}: time, energy" for place in PLACES]
     rows = []
     for case, title in {"iid": "digits", "femnist": "FEMNIST", "imbalance": "10,001 devices"}.items():
         for way, row in _of_case(case).items():
-            ends = {place: four.Costs(**points[-1]) for place, points in row["details"]["costs"].items()}
+            ends = {place: Costs(**points[-1]) for place, points in row["details"]["costs"].items()}
             moved = [four.in_bytes(number) for number in ends["phone"][:3]]
             paid = [f"{four.figure(each.seconds)} s, {four.figure(each.joules)} J" for each in ends.values()]
             rows.append([title if way == "offloading" else "", f"**{way}**", *moved, *paid])
