@@ -171,13 +171,25 @@ class FedMatch(FixMatch):
         psi, trained = client.memory
         return Candidates(psi, self.on_probe(shared, psi), client.position, trained)
 
+    def has_helpers(self, shared: FedMatchShared) -> jax.Array:
+        """Returns whether helpers take part in a round, ``bool []``."""
+        return (shared.round + 1) % self.helper_every == 0
+
     def on_probe(self, shared: FedMatchShared, psi: Params) -> jax.Array:
-        """Returns the predictions of a client's model for an image of noise, ``float32 [classes]``."""
-        key = rng.stream(jax.random.key(shared.server_seed), "probe")
-        noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
-        params = shared.params._replace(psi=psi).whole()
-        examples: dict[str, Any] = {**self.model.dummy_examples(1), self.augmented: noise}
-        return jax.nn.softmax(self.model.apply_for_eval(params, examples)[0])
+        """Returns the predictions of a client's model for an image of noise, ``float32 [classes]``.
+
+        In rounds without helpers they are not needed, and zeros.
+        """
+
+        def predictions() -> jax.Array:
+            key = rng.stream(jax.random.key(shared.server_seed), "probe")
+            noise = (jax.random.truncated_normal(key, -1, 1, (1, *_shape(self))) + 1) / 2
+            params = shared.params._replace(psi=psi).whole()
+            examples: dict[str, Any] = {**self.model.dummy_examples(1), self.augmented: noise}
+            return jax.nn.softmax(self.model.apply_for_eval(params, examples)[0])
+
+        none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(predictions))
+        return jax.lax.cond(self.has_helpers(shared), predictions, lambda: none)
 
     def nearest(self, shared: FedMatchShared, client: Client) -> Helpers:
         """Returns a client's helpers: the other candidates with the most similar predictions on the probe."""
@@ -185,8 +197,7 @@ class FedMatch(FixMatch):
         squares = jnp.sum(jnp.square(predictions - self.on_probe(shared, client.memory.psi)[None]), axis=1)
         others = trained & (position != client.position) & client.memory.trained
         near, chosen = jax.lax.top_k(jnp.where(others, -squares, -jnp.inf), self.num_helpers)
-        takes_part = (shared.round + 1) % self.helper_every == 0
-        return Helpers(jax.tree.map(lambda x: x[chosen], psi), (near > -jnp.inf) & takes_part)
+        return Helpers(jax.tree.map(lambda x: x[chosen], psi), (near > -jnp.inf) & self.has_helpers(shared))
 
     def train(self, shared: FedMatchShared, client: Client) -> Local:
         return super().train(shared._replace(helpers=self.nearest(shared, client)), client)

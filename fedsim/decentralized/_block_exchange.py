@@ -18,7 +18,7 @@ class Shift(NamedTuple):
 
     Attributes:
       pairs: of a sender and a receiver; devices from which nothing is taken send nothing.
-      rows: of its block that each device sends, ``int32 [devices, rows]``.
+      rows: those of its block that each device sends, ``int32 [devices, rows]``.
     """
 
     pairs: list[tuple[int, int]]
@@ -29,7 +29,8 @@ class Shift(NamedTuple):
 class BlockExchange:
     """Which rows of their blocks devices send each other so that each has all values that its nodes take, each row once.
 
-    A device then holds the values of its block, and behind them the values that it has received.
+    A device then holds the values of its block, and behind them the values that it has received. Messages that are sent at the
+    same time have as many rows as the longest of them.
 
     Attributes:
       mesh: the devices.
