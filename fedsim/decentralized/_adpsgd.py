@@ -53,6 +53,7 @@ class ADPSGD(DecentralizedAlgorithm):
     """
 
     attackable: ClassVar[bool] = False
+    divisible: ClassVar[bool] = False  # Which nodes average is known only at run time, one pair after another.
 
     def check_matrices(self) -> None:
         checks.one_of("auto", weights=self.weights, remedy="ADPSGD has no mixing weights")
@@ -91,13 +92,11 @@ class ADPSGD(DecentralizedAlgorithm):
             other = jnp.asarray(table)[node, place]
             other = jnp.where(averaged[slot], other, node)
             mean = jax.tree.map(lambda x: (x[node] + x[other]) / 2, models)
-            own = jax.tree.map(lambda x, move: x - move[node], mean, movement)
+            own = jax.tree.map(lambda x, move: x - move[node], mean, trained.movement)
             models = jax.tree.map(lambda x, a, b: x.at[other].set(a).at[node].set(b), models, mean, own)
             return models, jax.tree.map(lambda x, a: x.at[node].set(a), memory, own)
 
-        # Which nodes average is known only at run time, one pair after another, so every device does it for all.
-        models, memory, movement = clients.on_every_device((state.models, state.memory, trained.movement))
-        models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (models, memory))
+        models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
         size = tree.num_bits(state.models) / self.topology.nodes
         return NodesState(models, memory, state.round + 1, trained.personal), {
             **trained.info,

@@ -11,6 +11,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Mean
@@ -50,8 +51,14 @@ class NodesState(NamedTuple):
 
     @property
     def params(self) -> Params:
-        """The mean of the nodes' parameters, which is what is evaluated as the model of all."""
-        return jax.tree.map(lambda x: _mean(x).astype(x.dtype), _joined(self.models, self.personal))
+        """The mean of the nodes' parameters, which is evaluated as the model of all; shapes if the state has only shapes."""
+
+        def mean(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            return _mean(x).astype(x.dtype)
+
+        return jax.tree.map(mean, _joined(self.models, self.personal))
 
 
 class Trained(NamedTuple):
@@ -132,6 +139,8 @@ class DecentralizedAlgorithm(FedAvg):
     attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
     lost_stays_with_sender: ClassVar[bool] = False
+    # Whether the nodes may be divided over devices, see `fedsim.execution.Clients.map_rows`.
+    divisible: ClassVar[bool] = True
     # The topology of ``fedsim run`` without ``--topology``.
     default_topology: ClassVar[str] = "ring"
 
@@ -180,6 +189,16 @@ class DecentralizedAlgorithm(FedAvg):
     def matrices(self) -> list[Matrix]:
         """The mixing matrices of a period, see `Topology.matrices`."""
         return self.topology.matrices(self.weights)
+
+    @functools.cached_property
+    def _mixers(self) -> dict[Mesh | None, Mixer]:
+        return {}
+
+    def mixer(self, mesh: Mesh | None = None) -> Mixer:
+        """Returns the mixing matrices for compiled rounds, of nodes that are divided over the devices of a mesh or not."""
+        if mesh not in self._mixers:
+            self._mixers[mesh] = Mixer.of(self.matrices, padded=self.robust_mixing is not None, mesh=mesh)
+        return self._mixers[mesh]
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -238,8 +257,9 @@ class DecentralizedAlgorithm(FedAvg):
         key, loss_key = (rng.round_key(clients.key, state.round, purpose) for purpose in ("exchange", "losses"))
         lossy = self.message_loss > 0 or self.link_failures > 0
         loss = MessageLoss(loss_key, self.message_loss, self.link_failures, self.lost_stays_with_sender) if lossy else None
-        mixer = Mixer.of(self.matrices, padded=self.robust_mixing is not None, mesh=clients.rows_mesh)
-        neighbours = Neighbours(mixer, state.round, key, loss, self._corrupt(clients), self.robust_mixing)
+        neighbours = Neighbours(
+            self.mixer(clients.rows_mesh), state.round, key, loss, self._corrupt(clients), self.robust_mixing
+        )
         new = self.exchange(state, trained.movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
         return new, {
             **trained.info,
@@ -259,7 +279,7 @@ class DecentralizedAlgorithm(FedAvg):
                 "DPSGD."
             )
         models = _joined(self.training_models(state), state.personal)
-        result = clients.map_rows(self.node_update, state.round, models)
+        result = clients.map_rows(self.node_update, state.round, models, divisible=self.divisible)
         info = {
             "loss": jnp.mean(result.loss, where=result.trained & ~result.diverged),
             "dropped": jnp.sum(result.diverged, dtype=jnp.int32),

@@ -99,12 +99,14 @@ class Mixer:
           robust: replaces the sum; the mixer must be padded.
 
         Raises:
-          ValueError: a leaf of ``values`` is not of floats.
+          ValueError: a leaf of ``values`` is not of floats, or does not have an entry for every node.
         """
+        blocks, nodes = self.blocks, self.receivers.shape[1]
         for leaf in jax.tree.leaves(values):
             if not tree.is_float(leaf):
                 raise ValueError(f"Expected floats to mix, got values of dtype {leaf.dtype}: use values.astype(jnp.float32).")
-        blocks, nodes = self.blocks, self.receivers.shape[1]
+            if leaf.shape[:1] != (nodes,):
+                raise ValueError(f"Expected values [{nodes}, ...] to mix, one per node, got {list(leaf.shape)}.")
         sources, weights, links, targets, places, entries = jax.tree.map(
             lambda x: jnp.asarray(x)[round % len(self.weights)],
             (
@@ -140,7 +142,7 @@ class Mixer:
             if sent is not None:
                 held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
             if robust is not None:
-                return robust(values, jax.tree.map(lambda x: x[places], held), weights)
+                return jax.vmap(robust, in_axes=(0, 1, 1))(values, jax.tree.map(lambda x: x[places], held), weights)
             mixed = jax.tree.map(lambda x: _mixed(x, block, places, weights, targets), held)
             if kept is None:
                 return mixed
@@ -154,7 +156,7 @@ class Mixer:
         (axis,) = blocks.mesh.axis_names
         rows, columns = P(axis), P(None, axis) if targets is None else P(axis)
         specs = (rows, rows, columns, columns, columns, rows)
-        return jax.shard_map(mix, mesh=blocks.mesh, in_specs=specs, out_specs=rows)(
+        return jax.shard_map(mix, mesh=blocks.mesh, in_specs=specs, out_specs=rows, check_vma=False)(
             values, sent, places, weights, targets, kept
         )
 

@@ -55,6 +55,7 @@ class RelaySGD(DecentralizedAlgorithm):
     """
 
     attackable: ClassVar[bool] = False
+    divisible: ClassVar[bool] = False  # Most of the state is messages, two for each edge, which belong to two nodes.
     default_topology: ClassVar[str] = "binary_tree"
 
     def check_matrices(self) -> None:

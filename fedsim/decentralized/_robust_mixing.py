@@ -24,10 +24,12 @@ from fedsim.names import by_name
 class RobustMixing:
     """Base class of rules that replace the weighted mean of a node's own value and those of its neighbours.
 
+    A rule is a function of one node's values. It runs for all nodes at the same time (`jax.vmap`).
+
     >>> @dataclasses.dataclass(frozen=True)
     ... class KeepOwn(RobustMixing):
     ...     def __call__(self, own, received, weights): return own
-    >>> KeepOwn()(jnp.ones([4, 2]), jnp.zeros([3, 4, 2]), jnp.ones([3, 4])).tolist()[0]
+    >>> KeepOwn()(jnp.ones(2), jnp.zeros([3, 2]), jnp.ones(3)).tolist()
     [1.0, 1.0]
     """
 
@@ -35,12 +37,12 @@ class RobustMixing:
         """Raises ``ValueError`` if the rule cannot work with these mixing matrices."""
 
     def __call__(self, own: Any, received: Any, weights: jax.Array) -> Any:
-        """Returns the new values, leaves ``[nodes, ...]``.
+        """Returns the new value of a node, like ``own``.
 
         Args:
-          own: the nodes' own values, leaves ``[nodes, ...]``.
-          received: what the nodes receive, leaves ``[most neighbours, nodes, ...]``.
-          weights: ``float32 [most neighbours, nodes]``, the mixing weights; 0 where a node has fewer neighbours.
+          own: the node's own value, a pytree of floats.
+          received: what the node receives, leaves ``[most neighbours of a node, ...]``.
+          weights: the mixing weights, ``float32 [most neighbours of a node]``; 0 where it has fewer neighbours.
         """
         raise NotImplementedError(f"{type(self).__name__} must define __call__.")
 
@@ -59,8 +61,8 @@ class ClippedMixing(RobustMixing):
       ValueError: ``radius`` is not positive and finite.
 
     >>> rule = ClippedMixing(radius=1.0)
-    >>> rule(jnp.zeros([1, 2]), jnp.array([[[0.0, 8.0]]]), jnp.array([[0.5]])).tolist()
-    [[0.0, 0.5]]
+    >>> rule(jnp.zeros(2), jnp.array([[0.0, 8.0]]), jnp.array([0.5])).tolist()
+    [0.0, 0.5]
     """
 
     radius: float = 1.0
@@ -69,14 +71,13 @@ class ClippedMixing(RobustMixing):
         checks.positive(radius=self.radius, remedy="how far a neighbour's value may be from a node's own")
 
     def __call__(self, own: Any, received: Any, weights: jax.Array) -> Any:
-        def step(own: Any, received: Any, weight: jax.Array) -> Any:
+        def step(received: Any, weight: jax.Array) -> Any:
             difference = tree.clip(tree.subtract(received, own), self.radius)
             # The difference to a value that is not finite is not finite, and then the neighbour is left out.
             finite = jnp.isfinite(tree.squared_norm(difference))
             return tree.select(finite, tree.scale(difference, weight), jax.tree.map(jnp.zeros_like, own))
 
-        steps = jax.vmap(jax.vmap(step), in_axes=(None, 0, 0))(own, received, weights)
-        return jax.tree.map(lambda x, moves: x + jnp.sum(moves, axis=0), own, steps)
+        return jax.tree.map(lambda x, moves: x + jnp.sum(moves, axis=0), own, jax.vmap(step)(received, weights))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +93,8 @@ class TrimmedMixing(RobustMixing):
       ValueError: ``trim`` is not a whole number of at least 1. When an algorithm is made: a node has at most 2 ``trim``
         neighbours, so that nothing would be left.
 
-    >>> received = jnp.array([[[100.0]], [[1.0]], [[3.0]], [[2.0]]])
-    >>> TrimmedMixing(trim=1)(jnp.array([[1.0]]), received, jnp.full([4, 1], 0.2)).tolist()  # of 1, and 2 and 3
-    [[2.0]]
+    >>> TrimmedMixing(trim=1)(jnp.float32(1), jnp.array([100.0, 1, 3, 2]), jnp.full(4, 0.2)).tolist()  # of 1, and 2 and 3
+    2.0
     """
 
     trim: int = 1
@@ -116,19 +116,18 @@ class TrimmedMixing(RobustMixing):
 
     def __call__(self, own: Any, received: Any, weights: jax.Array) -> Any:
         present = weights > 0
-        count = jnp.sum(present, axis=0)
+        count = jnp.sum(present)
 
         def trimmed(own: jax.Array, received: jax.Array) -> jax.Array:
-            comparable = jnp.isfinite(received) & jax.vmap(tree.per_row)(present, received)
-            ordered = sort_rows(jnp.where(comparable, received, jnp.inf), jnp.ones(len(received), bool))
+            ordered = sort_rows(jnp.where(jnp.isfinite(received), received, jnp.inf), present)
 
             # One value after another, because XLA's sum along the first axis is not vectorized on a CPU.
             def add(rank: jax.Array, total: jax.Array) -> jax.Array:
                 kept = (rank >= self.trim) & (rank < count - self.trim)
-                return total + jnp.where(tree.per_row(kept, own), ordered[rank], 0)
+                return total + jnp.where(kept, ordered[rank], 0)
 
             total = jax.lax.fori_loop(0, len(received), add, own)
-            return total / tree.per_row(count - 2 * self.trim + 1, own).astype(own.dtype)
+            return total / (count - 2 * self.trim + 1).astype(own.dtype)
 
         return jax.tree.map(trimmed, own, received)
 

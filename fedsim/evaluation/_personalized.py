@@ -264,8 +264,12 @@ def _first_sent(algorithm: Any, key: jax.Array) -> Any:
 
 
 def _evaluated(parts: FederatedState) -> Any:
-    """Returns the server's state, in which an average over rounds, if there is one, replaces the parameters."""
-    return parts.server if parts.average == () else with_params(parts.server, parts.params)
+    """Returns the server's state, in which an average over rounds, if there is one, replaces the parameters.
+
+    If the parameters are computed from models of the clients, the average is none of theirs.
+    """
+    is_computed = isinstance(getattr(type(parts.server), "params", None), property)
+    return parts.server if parts.average == () or is_computed else with_params(parts.server, parts.params)
 
 
 def _suitable_batch_size(sizes: np.ndarray) -> int:

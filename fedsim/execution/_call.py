@@ -57,6 +57,7 @@ class Call(NamedTuple):
       aggregator_state: what the server keeps for the aggregator.
       clients: what is known of each client before its work, `ClientPlan` with leaves ``[slots, ...]``.
       rows: the clients' own values, for `Clients.map_rows`; None for the others.
+      is_divisible: whether the rows may be divided over devices.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Call(NamedTuple):
     aggregator_state: Any
     clients: ClientPlan
     rows: Rows | None = None
+    is_divisible: bool = False
 
     @property
     def num_entries(self) -> int:
@@ -91,7 +93,8 @@ class CallShape(NamedTuple):
       aggregator: of the call.
       batches: one for each loop that a client runs.
       state_bytes: size of the largest state of a loop.
-      by_client: whether it is a call of `Clients.map_rows`.
+      rows: the number of rows of `Clients.map_rows`; None for the other calls.
+      is_divisible: whether the rows may be divided over devices.
     """
 
     name: str
@@ -101,7 +104,8 @@ class CallShape(NamedTuple):
     aggregator: Aggregator | None
     batches: tuple[Batches, ...]
     state_bytes: int
-    by_client: bool = False
+    rows: int | None = None
+    is_divisible: bool = False
 
 
 class Received(NamedTuple):

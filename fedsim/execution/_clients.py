@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from fedsim import primitives, rng, tree
 from fedsim.aggregators import Aggregator
@@ -159,13 +158,19 @@ class Clients:
         return self._map(self._begin(self._name("map", name), work, shared, None, None), work)
 
     def map_rows(
-        self, work: Callable[[Shared, Any, Client], Any], shared: Shared, rows: Any, *, name: str | None = None
+        self,
+        work: Callable[[Shared, Any, Client], Any],
+        shared: Shared,
+        rows: Any,
+        *,
+        name: str | None = None,
+        divisible: bool = True,
     ) -> Any:
         """Returns each client's ``work(shared, row, client)``, where the state has a row for every client of the population.
 
         In other respects it is `map`. Decentralized algorithms use it for the models of all nodes.
 
-        If all calls of a round are of this kind and the number of clients is a multiple of the number of devices, each device
+        If all calls of a round are ``divisible`` and the number of clients is a multiple of the number of devices, each device
         runs the clients of one block of the population. Arrays of the state with an entry per client are divided in the same
         way, so a device stores only its block. ``round`` sees whole arrays nevertheless, and XLA adds the messages between
         devices that its computations need.
@@ -175,6 +180,8 @@ class Clients:
           shared: what all clients receive.
           rows: leaves ``[clients of the population, ...]``.
           name: see `aggregate`; default ``"map"``, then ``"map 2"`` and so on.
+          divisible: whether rows may be divided over devices. False is faster where ``round`` reads entries in an order that is
+            known only at run time.
 
         Returns:
           Leaves ``[clients of the population, ...]``, with zeros for clients that are not in the cohort.
@@ -185,25 +192,16 @@ class Clients:
         >>> import dataclasses, numpy as np, fedsim
         >>> @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
         ... class Totals(fedsim.Algorithm):
-        ...     def init(self, key): return jnp.zeros(3)
+        ...     def init(self, key): return jnp.zeros(3, jnp.int32)
         ...     def round(self, state, clients):
         ...         return clients.map_rows(lambda shared, row, client: row + client.num_examples, (), state), ()
         >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
         >>> algorithm = Totals(batches=fedsim.Batches(size=2))
         >>> algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["2", "0"]))[0].tolist()
-        [1.0, 0.0, 3.0]
+        [1, 0, 3]
         """
         call = self._begin(self._name("map", name), work, shared, None, None)
-        return self._map(call._replace(rows=Rows(rows)), work)
-
-    def on_every_device(self, values: Any) -> Any:
-        """Returns the same values, on every device if they are divided, see `map_rows`.
-
-        This is for rounds that read entries one after another in an order that is known only at run time.
-        """
-        if self.rows_mesh is None:
-            return values
-        return jax.lax.with_sharding_constraint(values, NamedSharding(self.rows_mesh, P()))
+        return self._map(call._replace(rows=Rows(rows), is_divisible=divisible), work)
 
     def _name(self, kind: str, name: str | None) -> str:
         if name is None:

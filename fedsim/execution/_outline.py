@@ -73,9 +73,7 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 
     def run(numbers: Numbers, server: State, columns: Any, packed: jax.Array, key: jax.Array) -> Any:
         traced = with_numbers(algorithm, numbers)
-        seen.append(
-            _TracedClients(data.num_clients, traced, _LAYOUT.unpack(packed), key, FederatedState(server), columns, (), {})
-        )
+        seen.append(_TracedClients(traced, _LAYOUT.unpack(packed), key, FederatedState(server), columns, (), {}))
         return traced.round(server, seen[-1])[1]
 
     packed = jax.ShapeDtypeStruct(_LAYOUT.pack([], 1)[0].shape, np.int32)
@@ -88,9 +86,8 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 class _TracedClients(Clients):
     """Traces one client of every call and records shapes."""
 
-    def __init__(self, num_population: int, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.num_population = num_population
         self.row: Any = ()
         self.sent: Any = ()
         self.aggregators: dict[str, tuple[Any, Any]] = {}
@@ -147,11 +144,12 @@ class _TracedClients(Clients):
 
     def _map(self, call: Call, work: Callable[..., Any]) -> Any:
         if call.rows is not None:
-            shapes = [jnp.shape(x) for x in jax.tree.leaves(call.rows.values)]
-            if not shapes or any(shape[:1] != (self.num_population,) for shape in shapes):
+            shapes = [list(jnp.shape(x)) for x in jax.tree.leaves(call.rows.values)]
+            lengths = {shape[0] if shape else None for shape in shapes}
+            if len(lengths) != 1 or None in lengths:
                 raise ValueError(
-                    f"Expected the rows of clients.map_rows to have leaves [{self.num_population}, ...], an entry for each "
-                    f"client of the population, got {list(map(list, shapes))}: start with a state for this population."
+                    "Expected the rows of clients.map_rows to have leaves [clients, ...], an entry for each client of the "
+                    f"population, got {shapes}."
                 )
         return self._traced(call, functools.partial(self._result, work), lambda: ())[1]
 
@@ -171,8 +169,9 @@ class _TracedClients(Clients):
             lambda own: one(call, own, self.columns, self._row(call, ())), _first(call.clients)
         )
         self.loop = plain
+        rows, loops = None if call.rows is None else call.rows.num_clients, tuple(batches)
         self.shapes[call.name] = CallShape(
-            call.name, sent(), arrived, entries, call.aggregator, tuple(batches), state_bytes, call.rows is not None
+            call.name, sent(), arrived, entries, call.aggregator, loops, state_bytes, rows, call.is_divisible
         )
         return arrived, jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), entries), row
 

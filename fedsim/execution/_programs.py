@@ -51,12 +51,17 @@ class Programs:
         return self._by_setting[setting]
 
     def check(self, cohort: Cohort, setting: Setting) -> None:
-        """Raises ``ValueError`` if the updates of such a cohort cannot be aggregated on these devices."""
+        """Raises ``ValueError`` if such a cohort cannot run on these devices, or not with a state of these shapes."""
         kind = cohort.slots, setting
         if kind in self._fits:
             return
         slots = setting.layout.slots
         for call in self.outline.calls:
+            if call.rows not in (None, cohort.data.num_clients):
+                raise ValueError(
+                    f"Expected the rows of clients.map_rows to have leaves [{cohort.data.num_clients}, ...], an entry for each "
+                    f"client of the population, got {call.rows} entries: start with a state for this population."
+                )
             if (fold := call.aggregator) is not None:
                 if cohort.attack is not None:
                     fold = cohort.attack.wrap_aggregator(fold, jnp.zeros(slots, bool))

@@ -94,7 +94,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
 def _messages(calls: Sequence[RecordedCall], takes_part: np.ndarray) -> dict[str, Any]:
     """Returns the sizes of messages, in total over the calls of a round whose updates are aggregated."""
     sizes = [(_bits_up(call), _bits_down(call)) for call in calls if call.shape.aggregator is not None]
-    fields: dict[str, Any] = {"passes": len(calls)}
+    fields: dict[str, Any] = {"passes": sum(not call.shape.is_divisible for call in calls)}
     for number, name in enumerate(("up", "down")):
         each = sum(size[number][0] for size in sizes) / 8
         fields |= {f"bytes_{name}": each, f"bytes_{name}_per_round": each * int(takes_part.sum())}

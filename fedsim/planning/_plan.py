@@ -36,8 +36,9 @@ class Plan:
       free_bytes_per_device: memory of a device; on a CPU, a device's share of the free memory.
       collectives: for every kind of collective operation between devices, the number in a round outside of loops.
       collectives_in_loops: the same for collectives inside loops, where each is counted once.
-      passes: the number of times that a round aggregates or maps its clients. On several devices, an all-reduce follows each of
-        them: one if everything that is exchanged has the same dtype and the aggregator is a mean.
+      passes: the number of times that a round aggregates or maps its clients, without divisible calls of ``clients.map_rows``.
+        On several devices, an all-reduce follows each of them: one if everything that is exchanged has the same dtype and the
+        aggregator is a mean.
       largest_cohort: the largest number of clients whose round fits the memory, at most ``population``.
       seconds: estimated time of a round, without compilation and evaluation.
 
@@ -116,7 +117,8 @@ class Plan:
         if self.collectives is None or self.collectives_in_loops is None:
             return "unknown"
         if self.devices == 1:
-            return f"none on one device; on several, an exchange after each pass over the clients: {self.passes} per round"
+            more = f"; on several, an exchange after each pass over the clients: {self.passes} per round" if self.passes else ""
+            return f"none on one device{more}"
         return f"{_counted(self.collectives)} per round outside of loops, {_counted(self.collectives_in_loops)} in loops"
 
     def _largest_cohort(self) -> str:

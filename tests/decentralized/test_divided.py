@@ -1,5 +1,6 @@
 """Nodes that are divided over devices: the same rounds, a block of models on each, and the messages that the graph needs."""
 
+import dataclasses
 import re
 
 import federation
@@ -44,6 +45,19 @@ def run(algorithm, rounds=3, **options):
     return state, infos
 
 
+@dataclasses.dataclass(frozen=True)
+class Sum(decentralized.RobustMixing):
+    """The weighted sum, by a loop that starts with zeros."""
+
+    def __call__(self, own, received, weights):
+        def add(total, each):
+            value, weight = each
+            return total + weight * (value - own["linear"]["b"]), None
+
+        steps, _ = jax.lax.scan(add, jnp.zeros(4), (received["linear"]["b"], weights))
+        return {"linear": {"b": own["linear"]["b"] + steps, "w": own["linear"]["w"]}}
+
+
 def is_divided(x):
     return isinstance(x.sharding, NamedSharding) and x.sharding.spec == P("devices") and len(x.addressable_shards) == 4
 
@@ -56,8 +70,7 @@ ALGORITHMS = [
     ("StochasticGradientPush", {"topology": decentralized.one_peer_exponential(8), "message_loss": 0.3}, {}),
     ("StochasticGradientPush", {"topology": DIRECTED, "message_loss": 0.3}, {}),
     ("ChocoSGD", {}, {}),
-    ("RelaySGD", {"topology": decentralized.binary_tree(8)}, {}),
-    ("ADPSGD", {"message_loss": 0.3}, {}),
+    ("DFedAvg", {"topology": decentralized.equi_dynamic(8, period=3), "robust_mixing": decentralized.ClippedMixing(0.1)}, {}),
     (
         "DPSGD",
         {
@@ -67,6 +80,9 @@ ALGORITHMS = [
         {"attack": SignFlip(3.0)},
     ),
 ]  # fmt: skip
+
+
+ALGORITHMS.append(("DPSGD", {"topology": decentralized.star(8), "robust_mixing": Sum()}, {}))
 
 
 @pytest.mark.parametrize(("name", "settings", "options"), ALGORITHMS)
@@ -94,6 +110,13 @@ def test_a_long_round_runs_as_several_programs():
     results = [run(make(execution=execution, batches=batches), rounds=1) for execution in (fedsim.Jit(), DEVICES)]
     federation.assert_trees_close(*results, rtol=1e-4, atol=1e-5)
     assert is_divided(jax.tree.leaves(results[1][0].models)[0])
+
+
+@pytest.mark.parametrize(("name", "settings"), [("RelaySGD", {"topology": decentralized.line(8)}), ("ADPSGD", {})])
+def test_algorithms_that_are_not_divided_have_all_models_on_every_device(name, settings):
+    results = [run(make(name, execution=execution, message_loss=0.3, **settings)) for execution in (fedsim.Jit(), DEVICES)]
+    federation.assert_trees_close(*results, rtol=1e-4, atol=1e-5)
+    assert jax.tree.leaves(results[1][0].models)[0].sharding.is_fully_replicated
 
 
 def test_a_state_moves_between_devices():

@@ -256,6 +256,19 @@ def test_the_average_over_rounds_is_that_of_the_mean_of_the_nodes():
     np.testing.assert_allclose(state.params["linear"]["w"], expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_run_evaluates_the_average_over_rounds_and_the_nodes_own_models():
+    algorithm = make(averaging=0.5)
+    sampler = fedsim.UniformSampler(DATA, clients=4, seed=0)
+    result = fedsim.experiment.run(algorithm, sampler, rounds=3, test_data=DATA, progress=False)
+    expected = fedsim.evaluate(algorithm.model, result.state.average.params, DATA)
+    assert result.evaluation.overall["loss"] == pytest.approx(expected.overall["loss"], rel=1e-5)
+    own = [
+        fedsim.evaluate_personalized(make(averaging=a), state, DATA, DATA)
+        for a, state in ((0.5, result.state), (None, result.state.server))
+    ]
+    assert own[0].overall["loss"] == own[1].overall["loss"] != expected.overall["loss"]
+
+
 def test_the_consensus_distance_of_half_precision_is_computed_in_float32():
     for size in (1e-4, 300.0):
         models = {"w": jnp.array([[size], [-size]], jnp.float16)}

@@ -251,7 +251,10 @@ def test_rows_of_the_population_are_read_and_written_by_their_clients(execution)
 
 def test_rows_that_do_not_fit_the_population_are_rejected():
     algorithm, state = Steps(batches=BATCHES), {"steps": jnp.zeros(7, jnp.int32), "sums": jnp.ones((8, 3))}
-    with pytest.raises(ValueError, match=r"leaves \[8, ...\], an entry for each client .*, got \[\[7\], \[8, 3\]\]"):
+    with pytest.raises(ValueError, match=r"leaves \[clients, ...\], an entry for each .*, got \[\[7\], \[8, 3\]\]"):
+        algorithm.apply(state, federation.cohort())
+    state["sums"] = state["sums"][:7]
+    with pytest.raises(ValueError, match=r"leaves \[8, ...\], an entry for each client of the population, got 7 entries"):
         algorithm.apply(state, federation.cohort())
 
 

@@ -70,5 +70,5 @@ def test_each_of_eight_tpus_has_the_models_of_its_nodes_and_sends_two():
     leaves = jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
     size = sum(4 * math.prod(leaf.shape) for leaf in leaves)
     assert 5 * size <= found["output"] < 6 * size  # of 40 models, in tiles
-    assert len(re.findall(r" collective-permute(?:-start)?\(", found["text"])) == 2 * len(leaves)
+    assert len(re.findall(r" collective-permute(?:-start)?\(", found["text"])) == 2
     assert not re.search(r" all-gather(?:-start)?\(", found["text"])
