@@ -101,64 +101,91 @@ class Mixer:
         Raises:
           ValueError: a leaf of ``values`` is not of floats, or does not have an entry for every node.
         """
-        blocks, nodes = self.blocks, self.receivers.shape[1]
+        nodes = self.receivers.shape[1]
         for leaf in jax.tree.leaves(values):
             if not tree.is_float(leaf):
                 raise ValueError(f"Expected floats to mix, got values of dtype {leaf.dtype}: use values.astype(jnp.float32).")
             if leaf.shape[:1] != (nodes,):
                 raise ValueError(f"Expected values [{nodes}, ...] to mix, one per node, got {list(leaf.shape)}.")
-        sources, weights, links, targets, places, entries = jax.tree.map(
-            lambda x: jnp.asarray(x)[round % len(self.weights)],
-            (
-                self.sources,
-                self.weights,
-                self.links,
-                self.targets,
-                *((blocks.places, blocks.entries) if blocks else (self.sources, None)),
-            ),
-        )
-        # The number of nodes of a device, and where it holds the own values of the nodes that take some.
+        taken = self._taken(round, message_loss, attacked=sent is not None, robust=robust is not None)
+        mix = functools.partial(self._mixed, robust)
+        if self.blocks is None:
+            return mix(values, sent, taken, round)
+        (axis,) = self.blocks.mesh.axis_names
+        rows, columns = P(axis), P(None, axis) if self.targets is None else P(axis)
+        specs = rows, rows, Taken(columns, columns, columns, rows), P()
+        on_devices = jax.shard_map(mix, mesh=self.blocks.mesh, in_specs=specs, out_specs=rows, check_vma=False)
+        return on_devices(values, sent, taken, round)
+
+    def _taken(self, round: jax.Array, message_loss: MessageLoss | None, *, attacked: bool, robust: bool) -> Taken:
+        """Returns what nodes take in a round.
+
+        Args:
+          round, message_loss: as above.
+          attacked: whether what is sent differs from what nodes have; it is held behind that.
+          robust: whether own values have the weight 0.
+        """
+        nodes, blocks = self.receivers.shape[1], self.blocks
         block = nodes if blocks is None else blocks.block
-        own = (jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), sources.shape) if targets is None else targets) % block
+
+        def of_round(x: Any) -> jax.Array:
+            return jnp.asarray(x)[round % len(self.weights)]
+
+        weights, links = of_round(self.weights), of_round(self.links)
+        takes = jnp.arange(nodes, dtype=jnp.int32) if self.targets is None else of_round(self.targets)
+        own = jnp.broadcast_to(takes, weights.shape) % block  # where the device of a node holds the node's own value
+        places = of_round(self.sources if blocks is None else blocks.places)
         arrives, kept = links > 0, None
         if message_loss is not None:
             lost = message_loss.lost(links)
             arrives &= ~lost
             if message_loss.stays_with_sender:
-                kept = jnp.zeros(nodes).at[sources].add(jnp.where(lost, weights, 0))
+                kept = jnp.zeros(nodes).at[of_round(self.sources)].add(jnp.where(lost, weights, 0))
                 weights = jnp.where(lost, 0, weights)
             else:
                 places = jnp.where(lost, own, places)
-        if sent is not None:  # What others have sent is held behind the own values.
+        if attacked:
             places = jnp.where(arrives, places + block, places)
-        if robust is not None:
+        if robust:
             weights = jnp.where(links > 0, weights, 0)
-
-        def mix(values: Any, sent: Any, places: jax.Array, weights: jax.Array, targets: Any, kept: Any) -> Any:
-            """Mixes the values of the nodes of a device."""
-            held = values if sent is None else sent
-            if blocks is not None:
-                held = blocks.exchanged(held, round)
-            if sent is not None:
-                held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
-            if robust is not None:
-                return jax.vmap(robust, in_axes=(0, 1, 1))(values, jax.tree.map(lambda x: x[places], held), weights)
-            mixed = jax.tree.map(lambda x: _mixed(x, block, places, weights, targets), held)
-            if kept is None:
-                return mixed
-            return jax.tree.map(lambda total, x: total + tree.per_row(kept, x).astype(x.dtype) * x, mixed, values)
-
+        if self.targets is None:
+            return Taken(places, weights, None, kept)
         if blocks is None:
-            return mix(values, sent, places, weights, targets, kept)
-        if targets is not None:
-            weights = weights.at[entries].get(mode="fill", fill_value=0)
-            places, targets = places[entries], own.at[entries].get(mode="fill", fill_value=block - 1)
-        (axis,) = blocks.mesh.axis_names
-        rows, columns = P(axis), P(None, axis) if targets is None else P(axis)
-        specs = (rows, rows, columns, columns, columns, rows)
-        return jax.shard_map(mix, mesh=blocks.mesh, in_specs=specs, out_specs=rows, check_vma=False)(
-            values, sent, places, weights, targets, kept
-        )
+            return Taken(places, weights, own, kept)
+        entries = of_round(blocks.entries)
+        targets = own.at[entries].get(mode="fill", fill_value=block - 1)
+        return Taken(places[entries], weights.at[entries].get(mode="fill", fill_value=0), targets, kept)
+
+    def _mixed(self, robust: RobustMixing | None, values: Any, sent: Any, taken: Taken, round: jax.Array) -> Any:
+        """Mixes the values of all nodes, or of those of a device, leaves ``[nodes, ...]``."""
+        held = values if sent is None else sent
+        if self.blocks is not None:
+            held = self.blocks.exchanged(held, round)
+        if sent is not None:
+            held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
+        if robust is not None:
+            received = jax.tree.map(lambda x: x[taken.places], held)
+            return jax.vmap(robust, in_axes=(0, 1, 1))(values, received, taken.weights)
+        mixed = jax.tree.map(lambda own, x: _weighted_sum(x, len(own), taken), values, held)
+        if taken.kept is None:
+            return mixed
+        return jax.tree.map(lambda total, x: total + tree.per_row(taken.kept, x).astype(x.dtype) * x, mixed, values)
+
+
+class Taken(NamedTuple):
+    """What nodes take in a round.
+
+    Attributes:
+      places: where their device holds the values, ``int32 [entries, nodes]``, or ``[entries]`` with ``targets``.
+      weights: ``float32``, like ``places``.
+      targets: None, or which node of the device takes each value, ``int32 [entries]``.
+      kept: None, or the weight of a node's own value that is added because messages of the node are lost, ``float32 [nodes]``.
+    """
+
+    places: Any
+    weights: Any
+    targets: Any
+    kept: Any
 
 
 class MessageLoss(NamedTuple):
@@ -245,13 +272,14 @@ class Neighbours:
         self.bits = self.bits + bits
 
 
-def _mixed(values: jax.Array, nodes: int, sources: jax.Array, weights: jax.Array, targets: jax.Array | None) -> jax.Array:
-    def scaled(sources: jax.Array, weights: jax.Array) -> jax.Array:
-        return values[sources] * tree.per_row(weights, values).astype(values.dtype)
+def _weighted_sum(values: jax.Array, nodes: int, taken: Taken) -> jax.Array:
+    def scaled(places: jax.Array, weights: jax.Array) -> jax.Array:
+        return values[places] * tree.per_row(weights, values).astype(values.dtype)
 
+    places, weights, targets, _ = taken
     if targets is not None:
-        return jax.ops.segment_sum(scaled(sources, weights), targets, nodes, indices_are_sorted=True)
+        return jax.ops.segment_sum(scaled(places, weights), targets, nodes, indices_are_sorted=True)
     if len(weights) <= _MOST_FUSED:
-        return functools.reduce(jnp.add, map(scaled, sources, weights))
-    add = lambda entry, total: total + scaled(sources[entry], weights[entry])  # noqa: E731
-    return jax.lax.fori_loop(1, len(weights), add, scaled(sources[0], weights[0]))
+        return functools.reduce(jnp.add, map(scaled, places, weights))
+    add = lambda entry, total: total + scaled(places[entry], weights[entry])  # noqa: E731
+    return jax.lax.fori_loop(1, len(weights), add, scaled(places[0], weights[0]))
