@@ -65,8 +65,8 @@ class Trained(NamedTuple):
     """The local steps of a round.
 
     Attributes:
-      movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters. A
-        node that is not in the cohort, or whose training is not finite, does not move.
+      movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters;
+        zeros for a node that is not in the cohort, or whose training is not finite.
       personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
     """

@@ -23,7 +23,7 @@ _NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "stalene
 
 
 class Rows(NamedTuple):
-    """Values of the clients of a population, of all or of a block.
+    """A value of every client of a population, or of a block of it.
 
     Attributes:
       values: leaves ``[clients, ...]``.

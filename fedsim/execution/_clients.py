@@ -147,7 +147,8 @@ class Clients:
     def map(self, work: Callable[[Shared, Client], Any], shared: Shared, *, name: str | None = None) -> Any:
         """Returns each client's ``work(shared, client)``, leaves ``[slots, ...]`` in cohort order.
 
-        Clients read their memory and do not change it. Attackers behave like honest clients, and no bits are counted. Rows
+        Clients read their memory and do not change it. Attackers read poisoned batches, but what they return is not corrupted,
+        and no bits are counted. Rows
         beyond the cohort's clients are zeros. Inside a round there may be more rows than the cohort has slots.
 
         Args:

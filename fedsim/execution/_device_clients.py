@@ -102,6 +102,7 @@ class DeviceClients(Clients):
         return accumulator, entries, table
 
     def _run_own_groups(self, call: Call, work: Work, carry: Any, window: Any) -> Any:
+        """Does what `_run_groups` does on the device that runs this code."""
         device = jax.lax.axis_index(self.axis) if self.axis else 0
         queue, length, starts, groups = (
             x[device] for x in (self.plan.queue, self.plan.length, self.plan.starts, self.plan.groups)

@@ -187,7 +187,7 @@ class Jit(Execution):
         most_examples = int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
         block, rest = divmod(cohort.data.num_clients, mesh.size)
         calls = programs.outline.calls
-        is_divided = mesh.size > 1 and not rest and calls and all(call.is_divisible for call in calls)
+        is_divided = mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
         return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
     def _dispatch(

@@ -1,4 +1,4 @@
-"""Where examples are stored while programs run: all on every device, or only those of the current cohorts."""
+"""Where examples and states are stored while programs run: whole on every device, or divided over the devices."""
 
 from __future__ import annotations
 
@@ -164,11 +164,12 @@ def shardings_of(state: Any, mesh: Mesh, layout: Layout) -> Any:
 
 def replicate(values: Any, mesh: Mesh) -> Any:
     """Copies ``values`` to every device of the mesh, except arrays that are there already and traced values."""
-    return moved(values, jax.tree.map(lambda _: NamedSharding(mesh, P()), values))
+    everywhere = NamedSharding(mesh, P())
+    return moved(values, jax.tree.map(lambda _: everywhere, values))
 
 
 def moved(values: Any, shardings: Any) -> Any:
-    """Moves ``values`` to where they shall be, except arrays that are there already and traced values."""
+    """Moves ``values`` to ``shardings``, a pytree of the same structure, except arrays that are there and traced values."""
     leaves, structure = jax.tree.flatten(values)
     targets = jax.tree.leaves(shardings)
 

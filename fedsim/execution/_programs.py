@@ -52,7 +52,7 @@ class Programs:
 
     def check(self, cohort: Cohort, setting: Setting) -> None:
         """Raises ``ValueError`` if such a cohort cannot run on these devices, or not with a state of these shapes."""
-        kind = cohort.slots, setting
+        kind = cohort.slots, cohort.data.num_clients, setting
         if kind in self._fits:
             return
         slots = setting.layout.slots

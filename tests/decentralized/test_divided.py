@@ -47,7 +47,7 @@ def run(algorithm, rounds=3, **options):
 
 @dataclasses.dataclass(frozen=True)
 class Sum(decentralized.RobustMixing):
-    """The weighted sum, by a loop that starts with zeros."""
+    """The weighted sum of the biases only, by a loop that starts with zeros."""
 
     def __call__(self, own, received, weights):
         def add(total, each):
@@ -79,10 +79,8 @@ ALGORITHMS = [
         },
         {"attack": SignFlip(3.0)},
     ),
+    ("DPSGD", {"topology": decentralized.star(8), "robust_mixing": Sum()}, {}),
 ]  # fmt: skip
-
-
-ALGORITHMS.append(("DPSGD", {"topology": decentralized.star(8), "robust_mixing": Sum()}, {}))
 
 
 @pytest.mark.parametrize(("name", "settings", "options"), ALGORITHMS)

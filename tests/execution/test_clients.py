@@ -256,6 +256,14 @@ def test_rows_that_do_not_fit_the_population_are_rejected():
     state["sums"] = state["sums"][:7]
     with pytest.raises(ValueError, match=r"leaves \[8, ...\], an entry for each client of the population, got 7 entries"):
         algorithm.apply(state, federation.cohort())
+    fits, larger = (
+        fedsim.Cohort(data, np.array([0, 2]), 0, fedsim.rng.root(0))
+        for data in (federation.data(), federation.data(sizes=(7, 0, 3, 12, 1, 5, 9, 2, 4)))
+    )
+    algorithm = Steps(batches=BATCHES, execution=fedsim.Jit())
+    algorithm.apply(algorithm.init(None), fits)
+    with pytest.raises(ValueError, match=r"leaves \[9, ...\], an entry for each client of the population, got 8 entries"):
+        algorithm.apply(algorithm.init(None), larger)
 
 
 def test_work_that_returns_no_update_is_rejected():
