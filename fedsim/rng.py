@@ -21,6 +21,7 @@ one, and any client of any round can be repeated alone.
 
 from __future__ import annotations
 
+import functools
 import operator
 import zlib
 from typing import Any
@@ -146,6 +147,12 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
     >>> [int(i) for i in np.sort(permute(np.array([1, 2], np.uint32), 0, 5, np.arange(5), np))]
     [0, 1, 2, 3, 4]
     """
+    if xp is np:
+        return _permute(seed_words, epoch, size, index, np)
+    return _permute_jitted(seed_words, epoch, size, index)
+
+
+def _permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any) -> Any:
     u32 = xp.uint32
     index = xp.asarray(index).astype(u32)
     last = xp.maximum(xp.asarray(size).astype(xp.int32), 1).astype(u32) - u32(1)
@@ -176,6 +183,10 @@ def permute(seed_words: Any, epoch: Any, size: Any, index: Any, xp: Any = jnp) -
     else:
         value = jax.lax.while_loop(lambda v: jnp.any(v > last), continue_cycle, value)
     return value.astype(xp.int32)
+
+
+# A permutation has hundreds of small operations. As a jitted function it is traced once, and not for every loop of a round.
+_permute_jitted = jax.jit(functools.partial(_permute, xp=jnp))
 
 
 def hashed(key: jax.Array, size: int) -> jax.Array:
