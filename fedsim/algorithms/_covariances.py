@@ -25,13 +25,13 @@ class Diagonal:
         """Returns sums over examples of ``shares [n, k]`` times the squares of ``differences [n, k, features]``."""
         return _einsum("nk,nki,nki->ki", shares, differences, differences)
 
-    def corrected(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
-        """Corrects rounding errors in covariances. Variances become at least ``least [k, features]``.
+    def corrected(self, covariances: jax.Array, errors: jax.Array, least: float) -> jax.Array:
+        """Corrects rounding errors in covariances, of about ``errors [k, features]``: no variance is below ``errors + least``.
 
-        >>> Diagonal().corrected(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]])).tolist()
+        >>> Diagonal().corrected(jnp.array([[-3.0, 2.0]]), jnp.array([[0.5, 0.5]]), 0.0).tolist()
         [[0.5, 2.0]]
         """
-        return jnp.maximum(covariances, least)
+        return jnp.maximum(covariances, errors + least)
 
     def factors(self, covariances: jax.Array) -> jax.Array:
         """Returns the factors for `whiten`."""
@@ -59,17 +59,20 @@ class Full(Diagonal):
     def weighted_squares(self, differences: jax.Array, shares: jax.Array) -> jax.Array:
         return _einsum("nk,nki,nkj->kij", shares, differences, differences)
 
-    def corrected(self, covariances: jax.Array, least: jax.Array) -> jax.Array:
-        """Does the same. If a covariance is still not positive definite, only its diagonal is kept.
+    def corrected(self, covariances: jax.Array, errors: jax.Array, least: float) -> jax.Array:
+        """Does the same, and keeps only the diagonal if the matrix is not positive definite or errors reach 1 % of a variance.
 
-        >>> Full().corrected(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2))).tolist()
+        >>> Full().corrected(jnp.array([[[1.0, 3.0], [3.0, 1.0]]]), jnp.zeros((1, 2)), 0.0).tolist()
+        [[[1.0, 0.0], [0.0, 1.0]]]
+        >>> Full().corrected(jnp.array([[[1.0, 0.5], [0.5, 1.0]]]), jnp.full((1, 2), 0.1), 0.0).tolist()
         [[[1.0, 0.0], [0.0, 1.0]]]
         """
         diagonal = self.unit(covariances.shape[-1])[None] > 0
-        variances = jnp.maximum(covariances, least[:, :, None])
+        variances = jnp.maximum(covariances, errors[:, :, None] + least)
         covariances = jnp.where(diagonal, variances, covariances)
+        accurate = jnp.all(~diagonal | (variances > 100 * errors[:, :, None]), axis=(1, 2), keepdims=True)
         positive = jnp.all(jnp.isfinite(jnp.linalg.cholesky(covariances)), axis=(1, 2), keepdims=True)
-        return jnp.where(positive | diagonal, covariances, 0.0)
+        return jnp.where(accurate & positive | diagonal, covariances, 0.0)
 
     def factors(self, covariances: jax.Array) -> jax.Array:
         identity = jnp.broadcast_to(self.unit(covariances.shape[-1])[None], covariances.shape)

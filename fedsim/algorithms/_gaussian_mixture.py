@@ -9,8 +9,9 @@ never decreases.
 Deviations: ``regularization`` is added to the variances, which is common practice (0 disables it). A component without
 responsibility for any example keeps its mean and covariance. Covariances are computed as E[d d'] - E[d] E[d]', where d is the
 difference from the old mean. If the old mean is far away (an initial point that is thousands of standard deviations off), this
-has large rounding errors. So no variance is below the precision of E[d]², and a full covariance that is not positive definite
-is reduced to its diagonal. The covariance of the next round is accurate again, because the mean is then close.
+has large rounding errors. So no variance is below the precision of E[d]², and a full covariance whose variances are less than a
+hundred times this precision, or that is not positive definite, is reduced to its diagonal. The covariance of the next round is
+accurate again, because the mean is then close.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ class GaussianMixture(Clusters):
         squares = self._form.weighted_squares(shift[None], jnp.ones((1, self.num_clusters), jnp.float32))
         some, of_each = (tree.per_row(x, squares) for x in (moments.counts > 0, counts))
         covariances = moments.second / of_each - squares + self.regularization * self._ones()
-        least = jnp.finfo(jnp.float32).eps * jnp.square(shift) + self.regularization
-        covariances = jnp.where(some, self._form.corrected(covariances, least), state.covariances)
+        errors = jnp.finfo(jnp.float32).eps * jnp.square(shift)
+        covariances = jnp.where(some, self._form.corrected(covariances, errors, self.regularization), state.covariances)
         return MixtureState(moments.counts / jnp.sum(moments.counts), state.means + shift, covariances, state.num_started)
 
     def scores(self, shared: MixtureShared, x: jax.Array) -> dict[str, jax.Array]:
