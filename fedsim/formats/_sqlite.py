@@ -90,10 +90,14 @@ class Database:
             if head == b"\xfd7zXZ\0" or head[:3] == b"]\0\0":
                 file.seek(0)
                 handle, name = tempfile.mkstemp(suffix=".sqlite")
-                weakref.finalize(self, _remove, name)
+                remove = weakref.finalize(self, _remove, name)
                 self.path = Path(name)
-                with locating_errors(os.fspath(path), *DAMAGE_ERRORS), os.fdopen(handle, "wb") as target:
-                    decompress(file, target)
+                try:
+                    with locating_errors(os.fspath(path), *DAMAGE_ERRORS), os.fdopen(handle, "wb") as target:
+                        decompress(file, target)
+                except BaseException:
+                    remove()  # now, because whoever keeps the error keeps this object, too
+                    raise
 
     def reading(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
         """Opens a connection; see `reading`."""

@@ -30,6 +30,7 @@ from fedsim import execution
 from fedsim.execution._device_clients import put_rows
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("how", "refuse"), [*((how, 3.0) for how in EXECUTIONS), ("jit", -1.0)])
 def test_memories_are_the_same_under_every_execution(how, refuse):
     population = federation.data()
@@ -179,6 +180,7 @@ def test_each_call_has_its_own_memories(how, long, monkeypatch):
     assert np.all(kept["second"].total[came, 0] > 100 + 3 * 1000)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", EXECUTIONS)
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
 def test_a_dropped_client_keeps_its_old_memory(how):
@@ -193,6 +195,7 @@ def test_a_dropped_client_keeps_its_old_memory(how):
     assert by_call["update"][came].tolist() == np.where(other, 10, 8)[came].tolist()
 
 
+@pytest.mark.first(3)
 @pytest.mark.filterwarnings("ignore:.*were left out")
 @pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("memory", ["resident", "stream"])
@@ -206,7 +209,7 @@ def test_rounds_in_one_dispatch_equal_single_rounds_bit_for_bit(devices, memory)
         def client_update(self, shared, client):
             small, half, floats, flag, counts = client.memory
             floats = jnp.where(counts == 7, jnp.array([-0.0, 1e-40]), floats)  # from its first visit on
-            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), floats, ~flag, counts * jnp.uint16(3)
+            kept = small - jnp.int8(1), half - jnp.bfloat16(1.5), floats, jnp.logical_not(flag), counts * jnp.uint16(3)
             update = jnp.where(client.position == 2, jnp.nan, client.num_examples.astype(jnp.float32))
             return fedsim.ClientUpdate(update, jnp.float32(1), {}, kept)
 
@@ -314,6 +317,7 @@ def test_old_states_do_not_change(monkeypatch):
         federation.assert_trees_equal(federation.plain(held), expected)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("how", ["jit", "debug", "pmap, 8 devices, streamed"])
 def test_stragglers_take_a_fraction_of_their_steps(how):
     population = federation.data(sizes=(12, 12, 12, 12, 0))
