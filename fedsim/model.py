@@ -11,7 +11,6 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import jit
 
 from fedsim import metrics as metrics_lib
 
@@ -90,7 +89,7 @@ class Model:
         check_transformed(transformed=transformed)
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
 
-        @jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
+        @jax.jit  # Compiled one by one, the operations take twice as long, and those of the forward pass are not needed.
         def init(key: jax.Array) -> Params:
             return transformed.init(key, jax.tree.map(jnp.asarray, _zeros(features, 1)), **train_kwargs)
 
@@ -221,7 +220,7 @@ class SplitModel(Model):
         check_transformed(**transforms)
         parts = {name: functools.partial(_apply, each) for name, each in transforms.items()}
 
-        @jit
+        @jax.jit
         def init(key: jax.Array) -> Params:
             value, params = jax.tree.map(jnp.asarray, _zeros(features, 1)), {}
             for number, (name, each) in enumerate(transforms.items()):

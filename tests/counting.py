@@ -11,13 +11,13 @@ import fedsim
 from fedsim import aggregators
 
 EXECUTIONS = {
+    "jit, 3 lanes, streamed": fedsim.Jit(lanes=3, memory="stream"),
+    "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
+    "debug": fedsim.Debug(),
     "jit": fedsim.Jit(),
     "jit, on the device": fedsim.Jit(memory="resident"),
     "jit, streamed": fedsim.Jit(memory="stream"),
-    "jit, 3 lanes, streamed": fedsim.Jit(lanes=3, memory="stream"),
     "pmap, 8 devices, streamed": fedsim.Pmap(devices=8, memory="stream"),
-    "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
-    "debug": fedsim.Debug(),
 }
 BATCHES = fedsim.Batches(size=4, epochs=2)
 PREVIEW = fedsim.Batches(size=3, shuffle=False)

@@ -128,24 +128,21 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
     assert (config["algorithm"], config["client_learning_rate"]) == (reference, 0.05)
 
 
-def test_the_derivative_agrees_with_the_finite_difference(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
+def test_the_derivative_agrees_with_the_finite_difference(capsys):
     derivative, difference = load("differentiate").main(steps=2)
     assert derivative == pytest.approx(difference, rel=5e-3) and abs(derivative) > 0.1
     losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
     assert losses[1] < losses[0]
 
 
-def test_tuned_rates_are_better_than_a_grid_of_few_runs(monkeypatch, capsys):
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
+def test_tuned_rates_are_better_than_a_grid_of_few_runs(capsys):
     tuned, best = load("tune_rates").main(rounds=10, steps=4, grid=(0.01, 0.1), picture=None)
     assert tuned < best
     assert "grid: loss" in capsys.readouterr().out
 
 
-def test_hierarchical_example_against_numpy(monkeypatch, capsys):
+def test_hierarchical_example_against_numpy(capsys):
     """A server's round with one round per silo is FedAvg over all clients, here in NumPy; more rounds per silo train faster."""
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
     example = load("hierarchical")
     once, often = example.main(rounds=5)
     assert 0.6 < once < often

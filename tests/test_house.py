@@ -10,15 +10,13 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from affected import PACKAGE, ROOT, component_of, imported_components, modules
 
 import fedsim
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "fedsim"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Layers of modules and subpackages, the lowest first. A module imports only from lower layers and from its own subpackage.
@@ -141,45 +139,8 @@ KNOWN_DEFECTS = [
 ]
 
 
-def component_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return "fedsim" if parts == ("__init__",) else parts[0]
-
-
-def imported_components(source: str, package: str) -> Iterator[str]:
-    """Yields the components that a module of ``package`` imports anywhere, except those for type checkers only."""
-
-    def visit(node: ast.AST) -> Iterator[str]:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for child in node.orelse:
-                yield from visit(child)
-            return
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from resolve(alias.name)
-        if isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = ".".join(parents[: len(parents) - node.level + 1]) if node.level else ""
-            module = ".".join(filter(None, [base, node.module]))
-            for alias in node.names:
-                yield from resolve(f"{module}.{alias.name}")
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child)
-
-    def resolve(name: str) -> Iterator[str]:
-        parts = name.split(".")
-        if parts[0] == "fedsim":
-            yield parts[1] if len(parts) > 1 and parts[1] in LAYER else "fedsim"
-
-    yield from visit(ast.parse(source))
-
-
 def upward_imports(component: str, source: str, package: str) -> list[str]:
     return [other for other in imported_components(source, package) if other != component and LAYER[other] >= LAYER[component]]
-
-
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
 
 
 def test_modules_import_only_from_lower_layers():

@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import jax
 import pytest
 
 import fedsim
@@ -30,7 +29,6 @@ def run_blocks(blocks, capsys):
 @pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical", "few_labels"])
 def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # conftest.py sets options that only the outermost jit accepts
     _, blocks = page(name)
     assert len(blocks) >= 5
     run_blocks(blocks, capsys)

@@ -69,7 +69,8 @@ class FixMatch(FedAvg):
     >>> data = fedsim.datasets.load("digits").train
     >>> few = fedsim.partitioners.hide_labels(data, fraction=0.1, seed=0)
     >>> algorithm = FixMatch(
-    ...     model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10), threshold=0.0)
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10),
+    ...     threshold=0.0)
     >>> cohort = fedsim.UniformSampler(few, clients=2, seed=0).cohort(0)
     >>> _, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
     >>> info.clients["confident"].tolist()

@@ -8,10 +8,10 @@ never decreases.
 
 Deviations: ``regularization`` is added to the variances, which is common practice (0 disables it). A component without
 responsibility for any example keeps its mean and covariance. Covariances are computed as E[d d'] - E[d] E[d]', where d is the
-difference from the old mean. If the old mean is far away (an initial point that is thousands of standard deviations off), this
-has large rounding errors. So no variance is below the precision of E[d]², and a full covariance whose variances are less than a
-hundred times this precision, or that is not positive definite, is reduced to its diagonal. The covariance of the next round is
-accurate again, because the mean is then close.
+difference from the old mean. If the old mean is far away (an initial point that is hundreds of standard deviations off), this
+has large rounding errors. So no variance is below the precision of E[d]², and a full covariance is reduced to its diagonal if
+one of its variances is less than a hundred times this precision, or if it is not positive definite. The covariance of the next
+round is accurate again, because the mean is then close.
 """
 
 from __future__ import annotations

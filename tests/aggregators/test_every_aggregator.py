@@ -89,6 +89,7 @@ def test_the_execution_does_not_change_the_result(name, how):
     federation.assert_trees_close(run(AGGREGATORS[name], EXECUTIONS[how]), reference(name))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_client_order_does_not_matter(name):
     federation.assert_trees_close(run(AGGREGATORS[name], backwards=True), reference(name))

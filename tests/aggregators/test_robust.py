@@ -92,6 +92,7 @@ def test_against_numpy(name, n):
     np.testing.assert_allclose(combine(aggregator, x, weights), reference(x, weights), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.first(3)
 def test_rows_of_weight_zero_have_no_effect(name):
     aggregator, reference = AGGREGATORS[name]
     x, weights, draw = population(16, seed=1)

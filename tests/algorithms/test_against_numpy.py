@@ -61,6 +61,7 @@ def settings(**options):
     return {"model": federation.model(), "batches": BATCHES, "client_optimizer": optax.sgd(CLIENT_RATE)} | options
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 @pytest.mark.parametrize("mu", [0.0, 0.7])
 def test_fedavg_and_fedprox(weighting, mu):

@@ -40,6 +40,7 @@ def numpy_lloyd(x, means):
     return np.stack([x[nearest == k].mean(0) if np.any(nearest == k) else means[k] for k in range(len(means))])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("shift", [0.0, 300.0])
 def test_k_means_equals_lloyd_on_all_examples(shift):
     population, start = blobs(shift), np.array([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]) + shift
@@ -71,6 +72,7 @@ def test_the_mean_of_an_empty_cluster_does_not_change():
     np.testing.assert_array_equal(state.means[2], far[0])
 
 
+@pytest.mark.slow
 def test_initial_means_are_examples_drawn_in_proportion_to_their_squared_distance():
     """Of ten examples, eight are at 0, one at 1 and one at 3. The second point is never equal to the first."""
     x = np.array([*[0.0] * 5, 1.0, *[0.0] * 3, 3.0], np.float32)[:, None]

@@ -153,6 +153,7 @@ class Scaling(fedsim.attacks.Attack):
         return jax.tree.map(lambda x: -2 * x, update)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("attack", [fedsim.attacks.SignFlip(), Scaling(), fedsim.attacks.GaussianNoise()])
 def test_attackers_report_correctly_which_parameters_they_update(attack):
     cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
@@ -164,6 +165,7 @@ def test_attackers_report_correctly_which_parameters_they_update(attack):
     assert np.abs(params(harmed) - params(honest)).max() > 0.1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("attack", [fedsim.attacks.ALittleIsEnough(), fedsim.attacks.InnerProduct()])
 def test_counts_of_colluding_attackers_are_the_mean_of_the_others(attack):
     cohort, algorithm = federation.cohort(population()), make(theta_u=0.4, theta_d=0.6)
@@ -189,6 +191,7 @@ def test_a_complete_download_contains_no_mask_and_no_seed():
     assert info.clients["bits_down"].tolist() == [SIZE * 32 + 32 if size else 0 for size in (8, 0, 3, 5)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("size", [5, 8, 70])
 def test_downloaded_parameters_replace_those_of_a_participant(size):
     draw = np.random.default_rng(size)
@@ -203,6 +206,7 @@ def test_downloaded_parameters_replace_those_of_a_participant(size):
     np.testing.assert_array_equal(arrived[1], expected[2:, None])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("theta", [0.1, 0.6])
 def test_a_downlink_compressor_receives_only_the_downloaded_values(theta):
     data, batches = federation.data(sizes=(8,)), fedsim.Batches(size=4, epochs=1)
@@ -216,6 +220,7 @@ def test_a_downlink_compressor_receives_only_the_downloaded_values(theta):
         assert info.clients["bits_down"].tolist() == [sent * width + 8 * -(-size // 8) + 32 + 64]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{"clip": 1.0}, {"selection": "random"}, {"theta_d": 0.6, "clip": 1.0}])
 @pytest.mark.filterwarnings("ignore:.*held a NaN")
 def test_a_diverged_participant_is_dropped_for_any_selection_and_clipping(options):

@@ -49,6 +49,7 @@ def rounds(algorithm, count=3):
     return algorithm.init(jax.random.key(1)), [federation.cohort(population, round=r) for r in range(count)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 5.0])
 def test_q_fedavg_follows_algorithm_2(q):
     algorithm = algorithms.QFedAvg(q=q, **settings())
@@ -68,6 +69,7 @@ def test_q_fedavg_follows_algorithm_2(q):
     np.testing.assert_allclose(info.clients["loss_before"], expected, rtol=1e-5)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("q", [0.0, 1.0, 3.0])
 def test_q_fedsgd_follows_algorithm_1(q):
     algorithm = algorithms.QFedSGD(model=federation.model(), batches=fedsim.Batches(size=4), q=q, lipschitz=2.0)
@@ -84,6 +86,7 @@ def test_q_fedsgd_follows_algorithm_1(q):
         np.testing.assert_allclose(stacked(state), w - delta / h, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_q_fedavg_and_q_fedsgd_with_q_zero_are_fedavg_and_fedsgd(weighting):
     fedavg = algorithms.FedAvg(weighting=weighting, **settings())
@@ -97,6 +100,7 @@ def test_q_fedavg_and_q_fedsgd_with_q_zero_are_fedavg_and_fedsgd(weighting):
     federation.assert_trees_close(fair.apply(fair.init(jax.random.key(1)), cohort)[0].params, expected)
 
 
+@pytest.mark.slow
 def test_the_lipschitz_estimate_follows_a_schedule():
     scheduled = settings(client_optimizer=lambda round: optax.sgd(RATE * 0.5 ** round.astype(float)))
     algorithm = algorithms.QFedAvg(q=2.0, **scheduled)
@@ -109,6 +113,7 @@ def test_the_lipschitz_estimate_follows_a_schedule():
     federation.assert_trees_close(state, expected)
 
 
+@pytest.mark.slow
 def test_a_larger_q_makes_the_clients_losses_more_equal():
     """Two clients have opposite labels, and one has three times the examples. A larger q favours the higher loss."""
     x = np.ones((8, 3), np.float32)
@@ -153,8 +158,9 @@ def nearest_in_simplex(values):
     return np.maximum(values - low, 0)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("update", ["exponentiated", "projected"])
-@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("window", [2, 1])
 def test_agnostic_fedavg_follows_the_papers(window, update):
     population = population_with_domains()
     algorithm = algorithms.AgnosticFedAvg(
@@ -186,6 +192,7 @@ def test_agnostic_fedavg_follows_the_papers(window, update):
         np.testing.assert_array_equal(state.counts, counts)
 
 
+@pytest.mark.slow
 def test_agnostic_fedavg_of_one_domain_is_fedavg():
     population = population_with_domains(num_domains=1)
     fedavg = algorithms.FedAvg(**settings())
@@ -197,6 +204,7 @@ def test_agnostic_fedavg_of_one_domain_is_fedavg():
     federation.assert_trees_close(state.params, expected.params)
 
 
+@pytest.mark.slow
 def test_agnostic_fedavg_lowers_the_loss_of_the_worst_domain():
     """Nine examples of domain 0 have class 0, and one of domain 1 has class 1, which FedAvg almost ignores."""
     x, y = np.ones((20, 3), np.float32), np.array([*[0] * 9, 1] * 2, np.int32)
@@ -215,6 +223,7 @@ def test_agnostic_fedavg_lowers_the_loss_of_the_worst_domain():
     np.testing.assert_allclose([losses["agnostic", 0.0], losses["agnostic", 0.2]], np.log(2), atol=0.05)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("update", ["exponentiated", "projected"])
 def test_a_domain_without_examples_in_a_round_keeps_its_weight(update):
     population = population_with_domains()
@@ -228,6 +237,7 @@ def test_a_domain_without_examples_in_a_round_keeps_its_weight(update):
     assert state.counts.tolist() == [[3.0, *before.counts[0, 1:].tolist()]]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("came", [["01", "0", "0", "01"], ["0", "01"]], ids=["away for a while", "late"])
 def test_a_domain_that_returns_or_appears_late_has_no_more_weight_than_the_other(came):
     """Two clients have the same number of examples, each of its own domain, and equal weights: each round is one of FedAvg."""
@@ -304,8 +314,9 @@ def shortest(rows, weights, epsilon):
     return found.x @ directions, directions
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.first(4)
 @pytest.mark.parametrize("epsilon", [0.0, 0.03, 0.2, 1.0])
+@pytest.mark.parametrize("seed", range(3))
 def test_min_norm_solves_its_quadratic_program(epsilon, seed):
     rows, weights = clients_and_shares(seed)
     expected, directions = shortest(rows, weights, epsilon)
@@ -349,6 +360,7 @@ def test_min_norm_of_opposite_updates_is_zero():
         fedsim.aggregators.MinNorm(1.5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("epsilon", [0.0, 0.15])
 def test_fedmgda_follows_algorithm_1(epsilon):
     algorithm = algorithms.FedMGDA(epsilon=epsilon, **settings(server_optimizer=optax.sgd(0.4)))
@@ -362,6 +374,7 @@ def test_fedmgda_follows_algorithm_1(epsilon):
         np.testing.assert_allclose(stacked(state), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_fedmgda_with_epsilon_zero_is_fedavg_of_normalized_updates():
     """The expected value normalizes one update at a time, each from a FedAvg round with a single client."""
     fedavg, mgda = algorithms.FedAvg(**settings()), algorithms.FedMGDA(epsilon=0.0, **settings())

@@ -27,6 +27,7 @@ def numpy_feddyn(x, rounds, alpha, weight_of, population_weight):
     return x
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 def test_feddyn_follows_algorithm_1(weighting):
     start, end, _ = run(FedDyn(alpha=0.2, weighting=weighting, **settings()), cohorts())

@@ -31,6 +31,7 @@ def numpy_nova(x, rounds, rho, mu):
     return x
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("rho", "mu"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.8)])
 def test_fednova_follows_algorithm_1(rho, mu):
     optimizers = {"client_optimizer": optax.sgd(RATE, rho or None), "server_optimizer": optax.sgd(SERVER_RATE)}
@@ -39,6 +40,7 @@ def test_fednova_follows_algorithm_1(rho, mu):
     assert_differ(end, run(FedProx(mu=mu, **settings(**optimizers)), cohorts())[1])
 
 
+@pytest.mark.slow
 def test_fednova_with_equal_steps_is_fedavg():
     equal = settings(batches=fedsim.Batches(size=3, steps=4), client_optimizer=optax.sgd(RATE, 0.9))
     assert_close(run(FedNova(**equal), cohorts())[1], run(FedAvg(**equal), cohorts())[1])

@@ -34,6 +34,7 @@ def numpy_adaptive_prox(x, rounds, mu, step, patience):
     return x, course
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("count", "patience"), [(4, 5), (8, 2)])
 def test_adaptive_fedprox_changes_mu_with_the_loss(count, patience):
     algorithm = AdaptiveFedProx(mu=0.15, patience=patience, **settings())
@@ -49,6 +50,7 @@ def test_adaptive_fedprox_changes_mu_with_the_loss(count, patience):
     assert_close(theta(state), x)
 
 
+@pytest.mark.slow
 def test_fedprox_and_adaptive_fedprox_with_mu_zero_are_fedavg():
     fedavg = run(FedAvg(**settings()), cohorts())[1]
     assert_close(run(FedProx(mu=0.0, **settings()), cohorts())[1], fedavg)

@@ -94,6 +94,7 @@ def test_with_all_labels_fixmatch_is_federated_averaging():
     federation.assert_trees_close(ours.params, theirs.params)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.FixMatch, algorithms.FedMatch])
 def test_the_server_takes_the_steps_of_a_client_with_its_examples(cls):
     """Clients without labels and without confidence change nothing, so that only the server's steps remain."""
@@ -175,6 +176,7 @@ def test_helpers_are_the_nearest_others_that_have_trained(monkeypatch):
     assert not helpers(0, shared=shared._replace(round=jnp.int32(8))).there.any()  # in other rounds there are none
 
 
+@pytest.mark.slow
 def test_candidates_are_the_last_models_of_the_clients_of_the_round():
     seen = []
 

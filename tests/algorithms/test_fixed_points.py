@@ -30,10 +30,11 @@ def end(algorithm, rounds=300):
     return state, float(jax.tree.leaves(state.params)[0][0])
 
 
-@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.first(3)  # every algorithm, clipped and compressed
 @pytest.mark.parametrize(
     ("cls", "options"), [(SCAFFOLD, {"option": "I"}), (SCAFFOLD, {"option": "II"}), (FedDyn, {"alpha": 1.0})]
 )
+@pytest.mark.parametrize("fold", ["both", *sorted(FOLDS.keys() - {"both"})])
 def test_drift_correction_converges_to_the_optimum_with_clipped_and_compressed_updates(cls, options, fold):
     state, x = end(on_quadratics(cls, 5, aggregator=FOLDS[fold], **options))
     assert x == pytest.approx(OPTIMUM, abs=2e-3)
@@ -47,6 +48,7 @@ def test_fedavg_converges_to_another_point():
     assert abs(end(on_quadratics(FedAvg, 5))[1] - OPTIMUM) > 0.05
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [SCAFFOLD, FedDyn])
 def test_a_line_search_receives_the_corrected_loss(cls):
     """The gradient of the value must be the corrected gradient, because a Polyak step uses both."""

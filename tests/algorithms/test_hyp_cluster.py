@@ -18,6 +18,7 @@ def numpy_loss(params, x, y):
     return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.HypCluster, algorithms.IFCA])
 def test_hyp_cluster_and_ifca_follow_their_algorithm(cls):
     algorithm, population = make(cls, num_clusters=3, server_optimizer=optax.sgd(0.9, momentum=0.5)), federation.data()
@@ -63,6 +64,7 @@ def two_kinds_of_clients():
     return fedsim.FederatedData.from_arrays({"x": x, "y": ((x[:, 0] > 0) ^ (flip > 0)).astype(np.int32)}, sizes=[20] * 10)
 
 
+@pytest.mark.slow
 def test_clusters_are_found_from_initial_models_of_different_clients():
     data = two_kinds_of_clients()
     algorithm = make(algorithms.HypCluster, client_optimizer=optax.sgd(0.5))

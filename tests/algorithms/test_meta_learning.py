@@ -61,6 +61,7 @@ def test_hessian_free_approximates_the_exact_meta_gradient():
     assert gap > 1e-3
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
 def test_per_fedavg_with_alpha_zero_is_fedavg_on_a_part_of_every_batch(variant):
     """All parts of a batch contain the same examples, so the gradient of a part is that of the batch."""

@@ -54,12 +54,14 @@ def test_mime_follows_algorithm_1(cls):
     assert_differ(end, numpy_mime(start, cohorts(), 0.6, cls is not MimeLite))
 
 
+@pytest.mark.slow
 def test_mimelite_with_sgd_is_fedavg_and_mime_is_not():
     fedavg = run(FedAvg(**settings()), cohorts())[1]
     assert_close(run(MimeLite(**settings()), cohorts())[1], fedavg)
     assert_differ(run(Mime(**settings()), cohorts())[1], fedavg)
 
 
+@pytest.mark.slow
 def test_mime_of_one_client_with_one_full_batch_is_momentum_sgd():
     """With one full-batch step per round, c is the client's gradient, and the server statistics are those of SGD."""
     population = federation.data(sizes=(6,))
@@ -134,6 +136,7 @@ def test_each_call_of_mime_has_its_own_aggregator_and_client_memories():
         np.testing.assert_allclose(left[left != 0], g[left != 0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_each_call_of_mime_draws_its_own_noise():
     noised = {"aggregator": aggregators.Noised(1.0, norm=1.0)}
     of_gradients = first_call(**noised)[0] - first_call()[0]
@@ -167,6 +170,7 @@ def test_each_call_of_mime_sends_and_attacks_with_its_own_keys():
         assert len(set(of_each)) == 4
 
 
+@pytest.mark.slow
 def test_mime_counts_the_bits_of_both_calls():
     sparse = {"aggregator": aggregators.Compressed(compressors.TopK(fraction=0.3)), "downlink": compressors.Cast()}
     cohort = federation.cohort()

@@ -33,6 +33,7 @@ def test_ditto_follows_algorithm_1(lam):
     federation.assert_trees_close(client_memories(state), own)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.3, False), (0.3, True), (0.97, True)])
 def test_apfl_follows_algorithm_1(alpha, adaptive):
     algorithm = make(algorithms.APFL, alpha=alpha, adaptive=adaptive)
@@ -78,6 +79,7 @@ def test_fedper_averages_bodies_and_clients_store_heads():
     federation.assert_trees_close(client_memories(state), heads)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9, 1.0])
 def test_fedrep_follows_algorithm_1(fraction):
     """The optimizer has momentum. Each half has its own momentum, from its own steps."""
@@ -104,6 +106,7 @@ def test_fedrep_follows_algorithm_1(fraction):
     assert np.all(np.asarray(info.clients["loss"])[np.asarray(info.clients["num_steps"]) > 0] > 0)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
 def test_the_server_neither_receives_nor_stores_a_head(cls):
     algorithm = make(cls)
@@ -142,6 +145,7 @@ def test_apfl_with_alpha_zero_is_the_global_model():
         federation.assert_trees_equal(personal_params(algorithm, shared, memory), state.params)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("cls", "settings", "rounds"),
     [
@@ -161,6 +165,7 @@ def test_without_regularization_or_sharing_clients_train_alone(cls, settings, ro
     federation.assert_trees_close(own, local_training(params, rounds))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.FedPer, algorithms.FedRep])
 def test_fedper_and_fedrep_with_an_empty_head_are_fedavg(cls):
     settings = {"head_fraction": 0.0} if cls is algorithms.FedRep else {}
@@ -200,6 +205,7 @@ def test_pfedme_follows_algorithm_1():
     federation.assert_trees_close(client_memories(state), own)
 
 
+@pytest.mark.slow
 def test_pfedme_reduces_to_sgd():
     """A local round with one gradient step of rate 1 / lam is a step of SGD, and so is any in the limit of a large lam."""
     one_step = fedsim.Batches(size=4, max_steps=1)

@@ -48,6 +48,7 @@ def numpy_scaffold(x, rounds, option, weight_of, population_weight):
     return x, c
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_follows_algorithm_1(option, weighting):
@@ -62,6 +63,7 @@ def test_scaffold_follows_algorithm_1(option, weighting):
     assert_differ(numpy_scaffold(start, cohorts(), option, weight_of, 2 * whole)[0], x)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("cls", "name"), [(SCAFFOLD, "control"), (FedDyn, "h")])
 @pytest.mark.parametrize("weighting", ["uniform", "examples"])
 def test_the_server_s_control_variate_is_the_mean_of_the_clients(cls, name, weighting):
@@ -76,6 +78,7 @@ def test_the_server_s_control_variate_is_the_mean_of_the_clients(cls, name, weig
     federation.assert_trees_close(mean, getattr(state.server, name), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_scaffold_is_fedavg_in_the_first_round_and_with_identical_clients():
     first = next(cohorts())
     _, scaffold, _ = run(SCAFFOLD(**settings()), [first])
@@ -120,6 +123,7 @@ def test_scaffold_rejects_an_optimizer_that_is_not_linear():
     algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_gains_from_local_steps(option):
     sgd = rounds_to(START**2 / 2 * (1 - STEP) ** (2 * np.arange(90)))
@@ -135,6 +139,7 @@ def test_scaffold_on_two_quadratics_does_not_depend_on_their_difference_and_gain
     assert (took, sgd / took[2], sgd / took[10]) == ({2: 31, 10: 10}, pytest.approx(2, abs=0.1), pytest.approx(6.3, abs=0.1))
 
 
+@pytest.mark.slow
 def test_fedavg_on_two_quadratics_gets_slower_with_their_difference_and_with_local_steps():
     def numpy_fedavg(G, steps, rate, rounds):
         x, f = START, []

@@ -254,6 +254,7 @@ def test_a_pass_before_training_is_poisoned_too(how):
     np.testing.assert_allclose(state["y"], 2 * np.average(rows[:, 3], weights=weights), rtol=1e-5)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", [*ATTACKS, "noise"])
 def test_without_attackers_nothing_changes(name):
     attack = ATTACKS.get(name, attacks.GaussianNoise())
@@ -338,8 +339,9 @@ def test_attacks_that_the_error_for_colluders_names_work(attack):
     assert "PixelBackdoor" in named and int(sent.group) == 1 and float(sent.update["b"]) == -16
 
 
-@pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
+@pytest.mark.first(2)
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=5.0), attacks.InnerProduct(epsilon=5.0)])
+@pytest.mark.parametrize("algorithm_name", ["fedavg", "fedsgd"])
 def test_the_mean_diverges_and_the_median_converges(algorithm_name, attack):
     """A quadratic loss, whose minimum is at the clients' data. With 30 % attackers only the median converges."""
     import haiku as hk
@@ -390,9 +392,10 @@ def test_an_attack_without_attackers_raises_an_error(changes, message):
         dataclasses.replace(federation.cohort(POPULATION), **changes)
 
 
-@pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.Clipped(1e3), aggregators.CoordinateMedian()], ids=str)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("kind", [fedsim.algorithms.SCAFFOLD, fedsim.algorithms.FedDyn])
 @pytest.mark.parametrize("attack", [attacks.SignFlip(scale=4.0), attacks.InnerProduct(epsilon=4.0)], ids=str)
+@pytest.mark.parametrize("aggregator", [aggregators.Clipped(1e3), aggregators.Mean(), aggregators.CoordinateMedian()], ids=str)
 def test_an_attacker_keeps_the_memory_of_its_honest_update(attack, kind, aggregator):
     """If it kept the attacked message, the memory would be attacked again and grow by the attack's scale in every round."""
     algorithm = kind(

@@ -197,6 +197,7 @@ def tree():
     return {"w": jnp.asarray(draw.normal(size=(30, 20)), jnp.float32), "b": jnp.asarray(draw.normal(size=20), jnp.float32)}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_eden_of_one_bit_is_drive(unbiased, per_tensor):

@@ -162,6 +162,7 @@ def test_an_entropy_coder_is_never_worse(compressor):
         assert 0 <= float(sent.entropy_bits) <= int(sent.bits)
 
 
+@pytest.mark.slow
 def test_vmap_equals_a_loop(compressor):
     values, keys = [value(seed) for seed in range(3)], [jax.random.key(seed) for seed in range(3)]
     memory = compressor.init(values[0])

@@ -7,8 +7,9 @@ import pytest
 from fedsim.compressors._packing import bits_for, coded_bits, histogram, pack, unpack, words_for
 
 
+@pytest.mark.first(10)
 @pytest.mark.parametrize("bits", [1, 3, 4, 8, 11])
-@pytest.mark.parametrize("d", [1, 32, 33, 1000, 32768, 32769])
+@pytest.mark.parametrize("d", [33, 32769, 1, 32, 1000, 32768])
 def test_packing_round_trip_is_exact(bits, d):
     codes = np.random.default_rng(d).integers(0, 2**bits, d).astype(np.uint32)
     planes = pack(jnp.asarray(codes), bits)

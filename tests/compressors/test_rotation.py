@@ -11,6 +11,7 @@ from fedsim.compressors._rotation import hadamard, layout, rotate, unrotate, who
 LENGTHS = [1, 2, 3, 5, 8, 31, 32, 100, 1000, 4096, 4097, 31_594]
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("d", LENGTHS)
 def test_unrotate_inverts_rotate(d):
     x = jnp.asarray(np.random.default_rng(d).normal(size=whole_blocks(d)), jnp.float32)

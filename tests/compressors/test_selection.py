@@ -64,6 +64,7 @@ def test_the_largest_with_64_bit_numbers():
         assert indices_of(largest(x, 2), 2).dtype == jnp.int32
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("d", [1, 2, 31, 32, 33, 64, 65])
 def test_few_coordinates(d):
     x = np.random.default_rng(d).permutation(d).astype(np.float32) + 1

@@ -54,6 +54,7 @@ class Louder(Drive):
         return sent._replace(value=1.1 * sent.value)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("compressor", "expected"),
     [
@@ -104,6 +105,7 @@ def qsgd_theory(x, levels):
     return (part * (1 - part)).sum(1) / levels**2
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("levels", [1, 4, 16, 64, 256])
 def test_nmse_of_qsgd(levels):
     x, found = gaussian(), errors(QSGD(levels=levels), gaussian())
@@ -112,6 +114,7 @@ def test_nmse_of_qsgd(levels):
     assert not agree(errors(QSGD(levels=max(levels - 1, 2)), x), qsgd_theory(x, levels))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("levels", [2, 4, 16, 256])
 def test_nmse_of_rotated_uniform(levels):
     bound = (2 * math.log(D) + 2) / (levels - 1) ** 2
@@ -156,6 +159,7 @@ def falls_as_one_over_n(compressor, dimension=D):
     return np.all(np.abs(np.array(times) / times[0] - 1) < 0.1)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_nmse_of_the_mean_of_n_clients_falls_as_one_over_n(name):
     assert falls_as_one_over_n(UNBIASED[name])
@@ -166,6 +170,7 @@ def test_the_error_of_biased_compressors_does_not_fall_as_one_over_n(compressor)
     assert not falls_as_one_over_n(compressor)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_error_is_zero(name):
     """Over 4,000 keys, the mean error of every coordinate is within its statistical error of 0."""

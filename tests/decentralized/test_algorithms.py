@@ -220,6 +220,7 @@ def test_the_complete_graph_is_centralized_sgd():
     assert float(info["consensus_distance"]) < 1e-6
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("topology", [RING, decentralized.star(40)])  # rows of equal and of unequal lengths
 @pytest.mark.parametrize("kind", ["messages", "links"])
 @pytest.mark.parametrize("stays_with_sender", [False, True])
@@ -286,10 +287,8 @@ def test_nodes_that_do_not_train_mix_nevertheless():
     np.testing.assert_allclose(thetas(only.models), mixed(algorithm.matrices[0], moved), rtol=1e-4, atol=1e-6)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DFedAvg", "GradientTracking", "D2", "QuasiGlobalMomentum")]
-
-
-@pytest.mark.parametrize("name", ["ChocoSGD", *SLOW])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["GradientTracking", "DFedAvg", "D2", "QuasiGlobalMomentum", "ChocoSGD"])
 def test_devices_and_debug_give_the_same_answer(name):
     results = [
         run(make(name, execution=execution), 3)[0] for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())

@@ -64,13 +64,8 @@ def is_divided(x):
 
 ALGORITHMS = [
     ("DPSGD", {}, {}),
-    ("DPSGD", {"topology": decentralized.star(8)}, {}),  # rows of unequal lengths
-    ("DFedAvg", {"topology": decentralized.star(8), "message_loss": 0.3, "link_failures": 0.2}, {"attack": SignFlip(3.0)}),
-    ("DFedAvg", {"topology": decentralized.torus(8), "message_loss": 0.3}, {"attack": SignFlip(3.0)}),
     ("StochasticGradientPush", {"topology": decentralized.one_peer_exponential(8), "message_loss": 0.3}, {}),
-    ("StochasticGradientPush", {"topology": DIRECTED, "message_loss": 0.3}, {}),
     ("ChocoSGD", {}, {}),
-    ("DFedAvg", {"topology": decentralized.equi_dynamic(8, period=3), "robust_mixing": decentralized.ClippedMixing(0.1)}, {}),
     (
         "DPSGD",
         {
@@ -79,10 +74,16 @@ ALGORITHMS = [
         },
         {"attack": SignFlip(3.0)},
     ),
+    ("DPSGD", {"topology": decentralized.star(8)}, {}),  # rows of unequal lengths
+    ("DFedAvg", {"topology": decentralized.star(8), "message_loss": 0.3, "link_failures": 0.2}, {"attack": SignFlip(3.0)}),
+    ("DFedAvg", {"topology": decentralized.torus(8), "message_loss": 0.3}, {"attack": SignFlip(3.0)}),
+    ("StochasticGradientPush", {"topology": DIRECTED, "message_loss": 0.3}, {}),
+    ("DFedAvg", {"topology": decentralized.equi_dynamic(8, period=3), "robust_mixing": decentralized.ClippedMixing(0.1)}, {}),
     ("DPSGD", {"topology": decentralized.star(8), "robust_mixing": Sum()}, {}),
 ]  # fmt: skip
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("name", "settings", "options"), ALGORITHMS)
 def test_rounds_are_those_of_one_device(name, settings, options):
     state, infos = run(make(name, **settings), **options)
@@ -93,7 +94,8 @@ def test_rounds_are_those_of_one_device(name, settings, options):
     assert nodes.round.sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("memory", ["stream", "resident"])
 def test_many_rounds_in_a_program_are_those_of_one_device(memory):
     results = []
     for execution in (fedsim.Jit(), fedsim.Pmap(devices=4, memory=memory)):
@@ -110,6 +112,7 @@ def test_a_long_round_runs_as_several_programs():
     assert is_divided(jax.tree.leaves(results[1][0].models)[0])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "settings"), [("RelaySGD", {"topology": decentralized.line(8)}), ("ADPSGD", {})])
 def test_algorithms_that_are_not_divided_have_all_models_on_every_device(name, settings):
     results = [run(make(name, execution=execution, message_loss=0.3, **settings)) for execution in (fedsim.Jit(), DEVICES)]
@@ -149,6 +152,7 @@ def test_each_device_runs_its_own_clients():
     assert [sorted(own.tolist()) for own in clients] == [[0, 1], [3], [], [6, 7]]
 
 
+@pytest.mark.slow
 def test_evaluation_reads_the_nodes_of_all_devices():
     states = [run(make(execution=execution))[0] for execution in (fedsim.Jit(), DEVICES)]
     own = [fedsim.evaluate_personalized(make(), state, DATA, DATA) for state in states]

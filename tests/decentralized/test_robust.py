@@ -49,6 +49,7 @@ def trimmed(own, sent, trim):
     return np.stack([np.concatenate([own[i : i + 1], kept[i]]).mean(axis=0) for i in range(NODES)])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("radius", [0.5, 2.0, 100.0])
 def test_clipped_mixing_equals_a_loop(radius):
     result = mix(VALUES, robust=decentralized.ClippedMixing(radius))
@@ -148,6 +149,7 @@ def test_noise_is_added_to_the_clipped_movement():
     assert not np.allclose(noise[0], noise[1])
 
 
+@pytest.mark.slow
 def test_personal_parameters_are_those_of_fedper():
     model = fedsim.models.digits_dense()
     examples = DIGITS.train.client(0)
@@ -226,6 +228,7 @@ def test_bytes_by_link_are_those_that_the_rounds_count():
     assert sum(topology.bytes_by_link(size, rounds=3).values()) == total
 
 
+@pytest.mark.slow
 def test_a_run_of_nodes_that_do_not_wait_ends_with_its_table_and_pictures(tmp_path, capsys):
     run = ["run", "--algorithm", "adpsgd", "--folder", str(tmp_path / "r"), "--rounds", "1", "--model", "digits_logistic"]
     assert main(run) in (None, 0)

@@ -17,12 +17,6 @@ RATE, SERVER_RATE, MU = 0.3, 0.8, 0.4
 WEIGHTS = np.array([1.0, 2.0, 4.0])
 
 
-@pytest.fixture(autouse=True)
-def without_options(monkeypatch):
-    """Removes the options of conftest, which only an outermost jit may have."""
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
-
-
 def population():
     columns = {"curvature": CURVATURE, "optimum": OPTIMUM, "number": np.arange(3)}
     columns = {name: column.astype(np.int32 if name == "number" else np.float32) for name, column in columns.items()}

@@ -21,12 +21,6 @@ MODEL = fedsim.Model.from_haiku(
 )
 
 
-@pytest.fixture(autouse=True)
-def without_options(monkeypatch):
-    """Removes the options of conftest, which only an outermost jit may have."""
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
-
-
 class Everybody:
     """Every round has both clients."""
 
@@ -106,6 +100,7 @@ def test_the_best_run_is_not_always_the_last():
     assert Tuned(path).numbers == {"rate": 0.2} and Tuned(path).objective == 1.0
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("worst", [None, 1e-6, 0.3, 1.0])
 def test_validation_loss_equals_numpy(worst, monkeypatch):
     monkeypatch.setattr("fedsim.differentiation._objective._ROWS", 10)  # so that there are several chunks

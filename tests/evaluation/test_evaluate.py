@@ -21,9 +21,10 @@ def numpy_evaluation(params, data):
     return np.array(per_client, np.float64)
 
 
+@pytest.mark.first(6)  # all devices and memories with batches of 7
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 @pytest.mark.parametrize("devices", [1, 2, 8])
-@pytest.mark.parametrize("batch_size", [1, 7, 256])
+@pytest.mark.parametrize("batch_size", [7, 1, 256])
 def test_agrees_with_numpy(memory, devices, batch_size):
     model, data = federation.model(), federation.data()
     params = model.init(jax.random.key(0))

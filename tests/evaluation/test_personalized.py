@@ -237,6 +237,7 @@ def test_fine_tuning_by_scaffold(cls):
     assert_same(fedsim.evaluate_personalized(algorithm, state, train, test, fine_tune=tuner), expected)
 
 
+@pytest.mark.slow
 def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
     """It starts from the server's body and the client's own head, as in the client's next round."""
     train, test = federation.data(), test_data()
@@ -263,6 +264,7 @@ def test_fine_tuning_by_fedrep_fits_the_head_and_then_the_body():
     assert_same(evaluation, by_hand(algorithm.model, tuned, test))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.Ditto, algorithms.FedPer])
 def test_an_average_over_rounds_is_evaluated(cls):
     """As the start of fine-tuning, for clients without memory, and as the body to which a client adds its own head."""
@@ -403,6 +405,7 @@ def test_a_state_of_another_algorithm_is_refused():
             fedsim.evaluate_personalized(make(), state, federation.data(), federation.data())
 
 
+@pytest.mark.slow
 def test_averages_and_error_feedback_in_the_state_do_not_matter():
     data = federation.data()
     feedback = fedsim.aggregators.Compressed(fedsim.compressors.ErrorFeedback(fedsim.compressors.TopK(fraction=0.5)))

@@ -105,6 +105,7 @@ def by_hand(dataset, batches, key, most=None):
     return total
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_loop_without_a_purpose_is_training_and_others_have_their_own_shuffle(how):
     """Compares with `ClientDataset.batches`. Stragglers stop early in training only."""
@@ -162,6 +163,7 @@ class Largest(aggregators.StackAggregator):
         return self.finish(accumulator), memory + 1
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_each_call_has_its_own_aggregator_and_downlink(how):
     population = federation.data()
@@ -196,6 +198,7 @@ def test_two_calls_with_the_same_name_are_rejected():
         Twice(batches=BATCHES).apply(jnp.float32(0), federation.cohort())
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", [how for how in EXECUTIONS if how != "jit, on the device"])
 def test_map_clients(how):
     population = federation.data()
@@ -232,6 +235,7 @@ class Steps(fedsim.Algorithm):
         return client.for_each_batch(self.batches, step, row)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("execution", [
     fedsim.Jit(), fedsim.Jit(lanes=2), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8, memory="stream"), fedsim.Pmap(devices=3),
     fedsim.Debug(),

@@ -15,12 +15,6 @@ EXECUTION = fedsim.Jit(differentiable=True)
 POPULATION = federation.data()
 
 
-@pytest.fixture(autouse=True)
-def without_options(monkeypatch):
-    """Removes the options of conftest, which only an outermost jit may have."""
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)
-
-
 def loss_after(algorithm, state, rounds=2, together=True):
     cohorts = [federation.cohort(POPULATION, round=round) for round in range(rounds)]
     if together:
@@ -59,6 +53,7 @@ def test_derivative_by_a_learning_rate_of_a_user_s_function(together):
     assert (float(compiled_value), float(compiled_slope)) == pytest.approx((float(value), float(slope)), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_derivative_by_a_number_of_the_algorithm():
     start = make().init(jax.random.key(0))
 
@@ -90,6 +85,7 @@ def test_derivative_by_the_initial_parameters(cls):
     assert float(slope) == pytest.approx(finite_difference(along, 0.0, 1e-2), rel=2e-2)
 
 
+@pytest.mark.slow
 def test_the_result_equals_that_of_other_executions_for_cohorts_of_any_size():
     states = []
     for execution in (EXECUTION, fedsim.Auto(differentiable=True, lanes=3), fedsim.Jit()):

@@ -37,6 +37,7 @@ class Wide(fedsim.Algorithm):
         return state + jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, update))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("groups", "devices"), [(0, 4), (0, 2), (3, 1)])
 def test_accumulators_that_do_not_fit_are_rejected(groups, devices, monkeypatch):
     """One byte less than the accumulators need is rejected. They are a large part of the memory of the compiled round."""

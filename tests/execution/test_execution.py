@@ -318,7 +318,8 @@ def test_a_finite_update_too_large_to_be_summed_is_dropped():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))
 
 
-@pytest.mark.parametrize("how", [fedsim.Jit(), fedsim.Jit(lanes=2), fedsim.Debug()])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("how", [fedsim.Jit(lanes=2), fedsim.Debug(), fedsim.Jit()])
 @pytest.mark.filterwarnings("ignore:1 of 3 clients.* can never take a step")
 def test_a_client_that_takes_no_step_does_not_count(how):
     """It is neither averaged as an update of zero nor, if it divides by its size, counted as dropped."""
@@ -385,8 +386,9 @@ def test_where_data_is_stored_is_decided_once(monkeypatch):
     assert not _placement.is_resident(federation.data(), mesh, "auto")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
-    "how", [fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream")]
+    "how", [fedsim.Pmap(devices=2, lanes=2), fedsim.Jit(memory="stream"), fedsim.Jit(), fedsim.Pmap(devices=2)]
 )
 def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
     """Long rounds are divided between clients; each program passes the accumulator to the next."""

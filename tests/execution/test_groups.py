@@ -70,9 +70,8 @@ def depths(jaxpr, depth=0):
 
 
 @pytest.mark.parametrize("lanes", [1, 4])
-def test_what_happens_once_per_client_is_not_inside_a_step(lanes, monkeypatch):
+def test_what_happens_once_per_client_is_not_inside_a_step(lanes):
     """This holds for sending, compression, attacks, clients' memories and the accumulation."""
-    monkeypatch.setattr(jax, "jit", fedsim.model.jit)  # without the options of conftest, which only an outermost jit may have
     algorithm = Keeping(
         model=federation.model(),
         client_optimizer=optax.sgd(0.1),
@@ -91,6 +90,7 @@ def test_what_happens_once_per_client_is_not_inside_a_step(lanes, monkeypatch):
         assert found[name] == {depth}, name
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("aggregator", [aggregators.Mean(), aggregators.CoordinateMedian()])
 @pytest.mark.parametrize("lanes", [2, 3, 8])
 def test_groups_give_the_result_of_one_client_after_another(lanes, aggregator):

@@ -195,10 +195,10 @@ def test_a_dropped_client_keeps_its_old_memory(how):
     assert by_call["update"][came].tolist() == np.where(other, 10, 8)[came].tolist()
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(4)
 @pytest.mark.filterwarnings("ignore:.*were left out")
-@pytest.mark.parametrize("devices", [1, 2, 8])
 @pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("devices", [8, 1, 2])
 def test_rounds_in_one_dispatch_equal_single_rounds_bit_for_bit(devices, memory):
     """This holds for all dtypes, for -0.0 and for flags. Clients change devices from round to round."""
 

@@ -26,6 +26,7 @@ def num_programs(algorithm):
     return sum(compiled.rounds._cache_size() for compiled in federation.round_programs(algorithm))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Jit(memory="stream")])
 def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     population = federation.data(sizes=[1 + i % 7 for i in range(40)])
@@ -38,6 +39,7 @@ def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     assert num_programs(algorithm) == 6
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("cls", "settings"),
     [
@@ -89,6 +91,7 @@ def test_seeds_share_a_program():
     assert not np.array_equal(states[0].params["linear"]["w"], states[1].params["linear"]["w"])
 
 
+@pytest.mark.slow
 def test_other_models_aggregators_and_integers_have_their_own_programs():
     cohort = federation.cohort()
     shared = make()
@@ -241,6 +244,7 @@ class Nested:
     nonfinite: float
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

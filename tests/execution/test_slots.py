@@ -12,11 +12,11 @@ import fedsim
 from fedsim import rng
 
 EXECUTIONS = {
-    "jit": fedsim.Jit(),
     "jit, 3 lanes": fedsim.Jit(lanes=3),
-    "jit, streamed": fedsim.Jit(memory="stream"),
-    "pmap, 8 devices": fedsim.Pmap(devices=8),
     "pmap, 2 devices, 2 lanes": fedsim.Pmap(devices=2, lanes=2),
+    "jit, streamed": fedsim.Jit(memory="stream"),
+    "jit": fedsim.Jit(),
+    "pmap, 8 devices": fedsim.Pmap(devices=8),
     "pmap, 8 devices, streamed": fedsim.Pmap(devices=8, memory="stream"),
     "debug": fedsim.Debug(),
 }
@@ -68,6 +68,7 @@ def assert_same_info(info, expected, clients):
         assert (info.num_aggregated, info.num_dropped) == (expected.num_aggregated, expected.num_dropped)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how, unpadded):
     states, infos = unpadded
@@ -93,6 +94,7 @@ def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how,
         assert compiled.rounds._cache_size() == 1
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("how", ["jit, streamed", "pmap, 2 devices, 2 lanes", "debug"])
 def test_cohorts_of_different_sizes_run_in_one_dispatch(how, unpadded):
     states, infos = unpadded

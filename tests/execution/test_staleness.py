@@ -61,8 +61,9 @@ def expected_params(mixing):
     return states[-1].params
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("mixing", [False, True])
-@pytest.mark.parametrize("how", ["jit", *(pytest.param(how, marks=pytest.mark.slow) for how in list(EXECUTIONS)[1:])])
+@pytest.mark.parametrize("how", ["jit", *(how for how in EXECUTIONS if how != "jit")])
 def test_updates_are_those_of_rounds_from_the_version_of_each_client(how, mixing):
     algorithm = make(fedsim.Staleness(bound=3, mixing=mixing), execution=EXECUTIONS[how])
     state, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), stale_cohorts())

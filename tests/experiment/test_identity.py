@@ -123,7 +123,7 @@ def test_another_sampler_is_refused_and_both_are_named(arguments, tmp_path, befo
     run(**{**arguments, "sampler": before(arguments["sampler"])}, folder=tmp_path / "r")
 
 
-@pytest.mark.parametrize("config", [None, {"dataset": "mine"}, fedsim.experiment.RunConfig(rounds=1)])
+@pytest.mark.first(4)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -132,6 +132,7 @@ def test_another_sampler_is_refused_and_both_are_named(arguments, tmp_path, befo
         ({"columns": {"z": np.zeros(120)}}, 'population, features: ["x", "y", "z"] in this run, ["x", "y"] in the folder'),
     ],
 )
+@pytest.mark.parametrize("config", [None, {"dataset": "mine"}, fedsim.experiment.RunConfig(rounds=1)])
 def test_another_population_is_refused_and_both_are_named(arguments, data, tmp_path, config, changes, expected):
     arguments |= dict(rounds=1, test_data=None, folder=tmp_path / "r", config=config)
     run(**arguments)

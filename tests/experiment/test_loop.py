@@ -138,6 +138,7 @@ def test_rounds_before_an_error_of_the_sampler_are_written(algorithm, data, tmp_
     assert [line["round"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ["PoissonSampler", "ShuffledSampler", "DiurnalSampler", "ScheduleSampler"])
 def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_algorithm, data):
     class Unshared(fedsim.algorithms.FedAvg):
@@ -197,6 +198,7 @@ def test_an_algorithm_may_define_its_own_evaluation(sampler, data):
     assert run(algorithm, sampler, rounds=1, test_data=data, progress=False).evaluation == {"accuracy": 12.0}
 
 
+@pytest.mark.slow
 def test_debug_execution_runs(make_algorithm, sampler, algorithm):
     debug = run(make_algorithm(execution=fedsim.Debug()), sampler, rounds=2, progress=False)
     fast = run(algorithm, sampler, rounds=2, progress=False)

@@ -300,6 +300,7 @@ def test_a_clock_changes_no_synchronous_round_and_a_round_takes_as_long_as_its_s
     np.testing.assert_allclose(found.times, np.cumsum(rounds))
 
 
+@pytest.mark.slow
 def test_a_clock_ends_after_a_number_of_updates(data):
     algorithm, sampler, score = CASES["2nn-iid-b10"].build(Request(data=data), fedsim.models.logistic((28, 28, 1), 10), 0, 0.1)
     model = StaleSynchronous(bound=2)

@@ -127,6 +127,7 @@ def test_members_that_run_sequentially_have_the_bits_of_separate_runs(tmp_path, 
         assert bits(sweep / name) == bits(separate(tmp_path / name, name))
 
 
+@slow
 def test_members_with_memories_of_clients_equal_separate_runs(tmp_path, no_pictures):
     sweep, scaffold = tmp_path / "sweep", ["--algorithm", "scaffold"]
     assert main(["run", *RATES, *scaffold, "--folder", str(sweep)]) == 0
@@ -193,6 +194,7 @@ def test_members_whose_memories_of_clients_are_not_on_the_device_run_one_after_a
     assert_ran_at_the_same_time(resident)
 
 
+@slow
 def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, capsys, no_pictures):
     folder = shutil.copytree(finished, tmp_path / "sweep")
     assert experiment.read_sweep(folder)["how"] == "devices"
@@ -446,9 +448,9 @@ def test_a_killed_sweep_ends_with_the_bits_of_an_unbroken_one(number, tmp_path):
         assert bits(killed / name) == bits(unbroken / name)
 
 
+@slow
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [("dpsgd", ["--topology", "complete"]), pytest.param("adpsgd", ["--batch-size", "10,20"], marks=slow)],
+    ("algorithm", "options"), [("dpsgd", ["--topology", "complete"]), ("adpsgd", ["--batch-size", "10,20"])]
 )
 def test_a_sweep_without_a_server_has_the_runs_of_separate_commands(algorithm, options, tmp_path, no_pictures):
     few = ["--dataset", "digits(clients=6)", *SMALL, *ONE_DEVICE, "--no-progress", "--algorithm", algorithm]

@@ -33,10 +33,10 @@ METRICS = {
 SKLEARN = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f1_score}
 EXECUTIONS = {
     "one": lambda: fedsim.Jit(memory="resident"),
-    "streamed": lambda: fedsim.Jit(memory="stream"),
-    "devices": lambda: fedsim.Pmap(devices=8, memory="resident"),
     "devices, streamed": lambda: fedsim.Pmap(devices=2, memory="stream"),
     "Debug": fedsim.Debug,
+    "streamed": lambda: fedsim.Jit(memory="stream"),
+    "devices": lambda: fedsim.Pmap(devices=8, memory="resident"),
 }
 
 
@@ -105,8 +105,9 @@ def assert_agrees(evaluation, overall, clients):
             np.testing.assert_allclose(of_clients[i], expected, rtol=1e-6, err_msg=f"{name}, client {i}")
 
 
-@pytest.mark.parametrize("batch_size", [7, 256])
+@pytest.mark.first(3)
 @pytest.mark.parametrize("how", EXECUTIONS)
+@pytest.mark.parametrize("batch_size", [7, 256])
 def test_evaluate(how, batch_size):
     evaluation = fedsim.evaluate(model(), params(), data(), execution=EXECUTIONS[how](), batch_size=batch_size)
     assert_agrees(evaluation, *everything())
@@ -129,6 +130,7 @@ class Unchanged(fedsim.algorithms.FedAvg):
         return shared.params
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("execution", [fedsim.Jit(), fedsim.Pmap(devices=2)], ids=["one", "devices"])
 def test_evaluate_personalized(execution, monkeypatch):
     monkeypatch.setattr("fedsim.evaluation._personalized._LARGEST_CHUNK", 3)

@@ -53,6 +53,7 @@ def params_by_hand(schedule, mixing, seed=0):
     return states[-1].params
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "synchronization",
     [
@@ -71,6 +72,7 @@ def test_every_client_trains_from_the_version_that_it_was_sent(synchronization):
     assert [line["largest_staleness"] for line in result.history] == largest
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("synchronization", [systems.StaleSynchronous(bound=0), systems.Synchronous()])
 def test_without_staleness_the_rounds_are_those_of_run(synchronization):
     whole = sampler(clients=8)  # all clients, so that stale synchronous workers are those of every round
@@ -123,6 +125,7 @@ def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
     assert algorithm.capabilities.scalable == (name not in ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg"))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "field"), [("SCAFFOLD", "control"), ("FedDyn", "h")])
 def test_what_the_server_keeps_remains_the_mean_of_the_memories_with_staleness_weights(name, field):
     algorithm = getattr(fedsim.algorithms, name)(
@@ -187,7 +190,7 @@ def test_algorithms_that_cannot_use_older_models_are_refused():
 FAULTS = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0, duplication=0.3, delay=systems.Exponential(3.0))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.first(4)  # every model with the first seed
 @pytest.mark.parametrize(
     "synchronization",
     [
@@ -197,6 +200,7 @@ FAULTS = systems.Faults(message_loss=0.3, client_failures=0.2, recovery=1.0, dup
         systems.Asynchronous(concurrency=3),
     ],
 )
+@pytest.mark.parametrize("seed", range(3))
 def test_after_faults_the_state_is_that_of_the_delivered_updates_alone(synchronization, seed):
     """No update counts twice or half: the delivered updates, in their order and without any fault, give the same model."""
     policy = systems.Policy(late="use", retries=1)
