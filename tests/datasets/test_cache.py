@@ -146,7 +146,7 @@ def test_one_of_two_processes_converts_and_the_other_waits(tmp_path, source):
     first = child(tmp_path / "cache", source, pause=1.0)
     assert first.stdout.readline() == "half\n"
     second = child(tmp_path / "cache", source)
-    outputs = [process.communicate(timeout=60)[0].split() for process in (first, second)]
+    outputs = [process.communicate(timeout=600)[0].split() for process in (first, second)]
     assert outputs == [["whole"], ["whole"]]
 
 
@@ -154,7 +154,7 @@ def test_one_of_two_processes_converts_and_the_other_waits(tmp_path, source):
 def test_a_full_disk_is_reported_and_leaves_no_file(tmp_path, source):
     """A limit on file sizes simulates a full disk."""
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))\n"
-    output, _ = child(tmp_path / "cache", source, rows=300_000, before=limit).communicate(timeout=60)
+    output, _ = child(tmp_path / "cache", source, rows=300_000, before=limit).communicate(timeout=600)
     number, _, message = output.splitlines()[-1].partition(" ")
     assert int(number) == errno.EFBIG
     assert (

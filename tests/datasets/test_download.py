@@ -298,7 +298,7 @@ try:
 except OSError as error:
     print(type(error).__name__, error.errno)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["OSError", str(errno.EFBIG)], done
     left = {"plain": ["a.h5.part"], "tar": ["a.tar"], "bz2": ["a.h5.bz2"]}[form]  # the partial file can be resumed
     assert sorted(os.listdir(tmp_path)) == [".lock", *left]

@@ -30,7 +30,7 @@ def _start(*arguments: object) -> BaseProcess:
 
 def _finish(*arguments: object) -> None:
     process = _start(*arguments)
-    process.join(timeout=120)
+    process.join(timeout=600)
     assert process.exitcode == 0, process
 
 
