@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import random
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ BESIDE = {
     "docs": ["test_docs.py", "test_pages.py"],
     "examples": ["test_examples.py", "experiment/test_sweep.py"],
     "README.md": ["test_docs.py", "test_readme.py"],
+    "tests/affected.py": ["test_affected.py", "test_house.py"],
     ".ci/base": [],
     "CHANGELOG.md": [],
     "CITATION.cff": [],
@@ -104,10 +106,11 @@ def imports_of(test: Path) -> frozenset[str]:
     return frozenset(imported_components(test.read_text(encoding="utf-8"), ""))
 
 
-def affected(changed: Iterable[str]) -> list[Path]:
+def affected(changed: Iterable[str], seed: str = "") -> list[Path]:
     """Returns the test files that a change of these files, by their paths in the repository, may break.
 
-    Those of what changed come first, and then those of the packages that import it.
+    Those of what changed come first, and then those of what imports it. Within each group the order is drawn from the seed, so
+    that with another commit other tests come last, for which there may be no time.
     """
     tests = all_tests()
     first: set[Path] = set()
@@ -127,27 +130,28 @@ def affected(changed: Iterable[str]) -> list[Path]:
             first |= {test for test in tests if test.is_relative_to(TESTS / path.parts[1])}
         else:
             then |= set(tests)
-    return [*sorted(first), *sorted(then - first)]
+    draw = random.Random(seed)
+    return [test for group in (first, then - first) for test in draw.sample(sorted(group), len(group))]
+
+
+def git(*command: str) -> str:
+    """Returns what git prints.
+
+    Raises:
+      subprocess.CalledProcessError: git ended with an error, for example because it does not know a commit.
+    """
+    return subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True).stdout
 
 
 def changed_since(commit: str) -> list[str]:
-    """Returns the files that differ from a commit, with those that git does not track yet.
-
-    Raises:
-      subprocess.CalledProcessError: git does not know the commit.
-    """
-
-    def lines(*command: str) -> list[str]:
-        done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
-        return [line for line in done.stdout.split("\0") if line]
-
-    different = lines("diff", "--name-only", "--no-renames", "-z", commit)
-    return [*different, *lines("ls-files", "--others", "--exclude-standard", "-z")]
+    """Returns the files that differ from a commit, with those that git does not track yet."""
+    different = git("diff", "--name-only", "--no-renames", "-z", commit)
+    return [path for path in (different + git("ls-files", "--others", "--exclude-standard", "-z")).split("\0") if path]
 
 
 if __name__ == "__main__":
     try:
-        selected = affected(changed_since(sys.argv[1]))
+        selected = affected(changed_since(sys.argv[1]), seed=git("rev-parse", "HEAD"))
     except subprocess.CalledProcessError:
         selected = all_tests()
     print(*(test.relative_to(ROOT) for test in selected))
