@@ -11,7 +11,8 @@ import pytest
 import fedsim
 
 # Without XLA's optimizations, the many small programs of the tests compile in half of the time. On two cores, splitting a
-# program into 32 parts takes longer than it saves. Flags in XLA_FLAGS take precedence: CONTRIBUTING.md has those of users.
+# program into 32 parts takes longer than it saves. Flags that the environment sets take precedence: CONTRIBUTING.md has
+# the command that tests with the options of users.
 _FLAGS = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
 if jax.__version_info__ < (0, 11):
     _FLAGS["xla_cpu_use_fusion_emitters"] = "false"
