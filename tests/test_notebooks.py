@@ -1,11 +1,18 @@
 """The notebooks run from top to bottom on embedded and generated data, and are committed with their outputs."""
 
+import fnmatch
+import glob
+import importlib.util
 import os
+import shlex
+import shutil
 import tomllib
 from pathlib import Path
 
+import jax
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
@@ -69,3 +76,21 @@ def test_notebook_opens_in_colab_and_installs_itself(path):
     assert f"]({address})" in cells[0].source.splitlines()[0]
     first_code = next(cell.source for cell in cells if cell.cell_type == "code")
     assert f"git+{REPOSITORY}" in first_code and "fedsim.use_all_cores()" in first_code
+
+
+@pytest.mark.filterwarnings("ignore:JAX had already started")  # tests run on eight devices
+@pytest.mark.parametrize(
+    ("device", "extra"),
+    [(None, "jax"), ("nvidia-smi", "jax[cuda12]"), ("/dev/accel0", "jax[tpu]"), ("/dev/vfio/0", "jax[tpu]")],
+)
+def test_first_cell_installs_jax_for_the_device_and_prints_the_devices(device, extra, monkeypatch, capsys):
+    """pip leaves the plugin of an older JAX as it is, unless JAX is named with its extra; then JAX uses the CPU."""
+    (cell,) = {next(cell.source for cell in read(path).cells if cell.cell_type == "code") for path in NOTEBOOKS}
+    shell, installed = InteractiveShell(), []
+    shell.register_magic_function(lambda line: installed.append(shlex.split(line)), "line", "pip")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == device else None)
+    monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter([device or ""], pattern))
+    shell.run_cell(cell).raise_error()
+    assert installed == [["install", "--quiet", extra, f"fedsim-jax[run] @ git+{REPOSITORY}"]]
+    assert f"JAX {jax.__version__} on {jax.devices()[0]}" in capsys.readouterr().out
