@@ -20,8 +20,9 @@ _SUFFIX = ".fedsim-part"
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary file in the folder of ``path`` that replaces ``path`` when the context ends without an error.
 
-    The file is synchronized to disk before it is renamed. An error deletes the temporary file and leaves ``path`` unchanged. A
-    killed process leaves a file ``*.fedsim-part``, which no reader accepts and which the next call in this folder deletes.
+    The file is synchronized to disk before it is renamed, and its folder afterwards: after a power failure, ``path`` has the
+    old or the new content. An error deletes the temporary file and leaves ``path`` unchanged. A killed process leaves a file
+    ``*.fedsim-part``, which no reader accepts and which the next call in this folder deletes.
 
     Raises:
       FileNotFoundError: the folder does not exist.
@@ -46,6 +47,17 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         with open(part, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(part, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Synchronizes the names of the files in a folder to the disk, if the system can do that."""
+    with contextlib.suppress(OSError):  # Windows and some network file systems cannot.
+        entries = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(entries)
+        finally:
+            os.close(entries)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 from fedsim.data import ClientRows, FormatError
+from fedsim.data._atomic_write import sync_folder
 from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.execution import ClientTable
-from fedsim.experiment._disk import writing
+from fedsim.experiment._disk import replace_text, sync_files, writing
 
 State = Any
 Leaves = dict[str, np.ndarray]
@@ -44,7 +45,8 @@ class Checkpoints:
 
     A leaf of the state is stored under its path (``.params['linear']['w']``). No class is stored, so old checkpoints can be
     read after a class was renamed or moved. The list of the files and their checksums is written last: a directory without
-    the list is not a checkpoint, and one whose files differ from the list is damaged.
+    the list is not a checkpoint, and one whose files differ from the list is damaged. The list is written when the files are on
+    the disk.
 
     The rows of `ClientRows` are in one file, ``FOLDER/clients.rows``. A checkpoint holds their positions and checksums. Rows
     that a checkpoint refers to are not overwritten until the checkpoint is deleted.
@@ -111,9 +113,9 @@ class Checkpoints:
             if self._file and rows:
                 self._file.sync()
             _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
-            temporary = path / f"{_FILES}.tmp"
-            temporary.write_text(json.dumps(_checksums(path)))
-            temporary.replace(path / _FILES)
+            sync_files(path)
+            sync_folder(self.folder)
+            replace_text(path / _FILES, json.dumps(_checksums(path)))
 
     def load(self, round: int, like: State, *, separate_rows: bool = False) -> State:
         """Returns the state after ``round`` rounds.

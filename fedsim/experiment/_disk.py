@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedsim.data._atomic_write import sync_folder
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -37,6 +39,39 @@ def writing(path: Path) -> Iterator[None]:
         if reason is None:
             raise
         raise WriteError(reason, os.strerror(reason), str(path)) from error
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file of a run. After an error, a killed process or a power failure, it has the old content or the new one.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "config.json"
+    >>> replace_text(path, "{}")
+    >>> path.read_text()
+    '{}'
+    """
+    temporary = path.with_suffix(".tmp")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        sync_file(temporary)
+        temporary.replace(path)
+        sync_folder(path.parent)
+
+
+def sync_files(folder: Path) -> None:
+    """Synchronizes all files in a folder, and the names in it and its folders, to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            sync_file(path)
+    sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Synchronizes what was written to a file to the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def is_full(error: OSError) -> bool:

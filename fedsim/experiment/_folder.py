@@ -15,7 +15,7 @@ import jax
 
 from fedsim._version import __version__
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._disk import is_full, writing
+from fedsim.experiment._disk import is_full, replace_text, writing
 from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
 
@@ -74,10 +74,7 @@ class RunFolder:
         with lock(self.path):  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
                 self._compare(run)
-            with writing(self.config):
-                temporary = self.config.with_suffix(".tmp")
-                temporary.write_text(text + "\n")
-                temporary.replace(self.config)
+            replace_text(self.config, text + "\n")
 
     def _compare(self, run: Mapping[str, Any]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""

@@ -85,9 +85,12 @@ class RunLog:
                 callback(line, state_of_line)
 
     def save(self, round: int, state: State, every: int | None, final: bool) -> None:
-        """Writes a checkpoint if it is due. The lines up to this round are on disk already."""
+        """Writes a checkpoint if it is due, when the lines up to this round are on the disk."""
         due = round % every == 0 if every else time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT
         if self.checkpoints and (due or final) and round > self._saved:
+            for writer in (self._file, self._tensorboard):
+                if writer:
+                    writer.sync()
             keep = {self._saved, round}
             if self._best:
                 keep.add(self._best[0])

@@ -26,7 +26,7 @@ from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings
-from fedsim.experiment._disk import writing
+from fedsim.experiment._disk import replace_text, writing
 from fedsim.experiment._folder import RunFolder, lock, read_config
 from fedsim.experiment._lines import Line
 from fedsim.experiment._lockstep import named, run_in_lockstep
@@ -143,8 +143,8 @@ def sweep(
         how = _initialize(folder, config, settings, varied, chosen_seeds, how)
         finished, failed, stopped = _run_all(jobs, how, settings.progress)
         result = SweepResult(members=finished, folder=folder, interrupted=stopped)
-        _write(folder / "members.csv", csv_of(result))
-        _write(folder / "table.txt", result.table() + "\n")
+        replace_text(folder / "members.csv", csv_of(result))
+        replace_text(folder / "table.txt", result.table() + "\n")
     failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."
     failures = "\n  ".join([failures, *failed.values()])
     if stopped:
@@ -220,15 +220,8 @@ def _initialize(
         new["signature"] = signed
     # A sweep continues as it began, so that it ends with the same bits.
     how = chosen_way(how or (stored or {}).get("how"))
-    _write(folder / _FILE, json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+    replace_text(folder / _FILE, json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
     return how
-
-
-def _write(path: Path, text: str) -> None:
-    with writing(path):
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
 
 
 def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[SweepMember], _Failed, signal.Signals | None]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import struct
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
-from fedsim.experiment._disk import writing
+from fedsim.data._text_files import parse_json
+from fedsim.experiment._disk import replace_text, sync_file, writing
 from fedsim.experiment._lines import Line
 
 
 class MetricsFile:
     """``metrics.jsonl``, with one JSON object per line. Opening it deletes the lines of rounds after ``keep_rounds``.
+
+    If lines cannot be read, or rounds until ``keep_rounds`` are missing, a warning says which. The file is then kept under
+    another name, ``metrics.jsonl.damaged``, and the lines that can be read stay.
 
     Attributes:
       history: the lines that were in the file when it was opened.
@@ -23,24 +29,31 @@ class MetricsFile:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
     >>> file = MetricsFile(path, keep_rounds=0)
-    >>> file.write([{"round": 1}, {"round": 2}])
+    >>> file.write([{"round": 1, "seconds": 0.5}, {"round": 2, "seconds": 0.5}])
     >>> MetricsFile(path, keep_rounds=1).history
-    [{'round': 1}]
+    [{'round': 1, 'seconds': 0.5}]
     """
 
     def __init__(self, path: Path, keep_rounds: int) -> None:
-        self.history = [line for line in read_metrics(path) if line["round"] <= keep_rounds]
-        # A new file is written and renamed, so that a process killed here loses none of the old lines.
-        with writing(path):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(map(_encode, self.history)))
-            temporary.replace(path)
+        lines, damaged = _read(path)
+        self.history = [line for line in lines if line["round"] <= keep_rounds]
+        text = "".join(map(_encode, self.history))
+        missing = sorted(set(range(1, keep_rounds + 1)) - {line["round"] for line in self.history if "seconds" in line})
+        if damaged or missing:
+            kept = _keep_damaged(path, text)
+            warnings.warn(_problem(path, damaged, missing) + kept, stacklevel=6)
+        replace_text(path, text)
         self._path = path
 
     def write(self, lines: list[Line]) -> None:
         """Appends lines. They are in the file when this returns, whatever happens to the process afterwards."""
         with writing(self._path), self._path.open("a") as file:
             file.write("".join(map(_encode, lines)))
+
+    def sync(self) -> None:
+        """Synchronizes the lines to the disk."""
+        with writing(self._path):
+            sync_file(self._path)
 
 
 _MOST_ENTRIES = 32
@@ -82,6 +95,11 @@ class TensorBoard:
                     events.append(self._event(wall_time=now, step=line["round"], summary=summary))
         self._append(events)
 
+    def sync(self) -> None:
+        """Synchronizes the events to the disk."""
+        with writing(self._path):
+            sync_file(self._path)
+
     def _append(self, events: list[Any]) -> None:
         records = b"".join(_record(event.SerializeToString()) for event in events)
         with writing(self._path), self._path.open("ab") as file:
@@ -91,16 +109,64 @@ class TensorBoard:
 def read_metrics(path: str | Path) -> list[Line]:
     """Reads the lines of a metrics file, oldest first. An incomplete last line of a killed process is left out.
 
+    Other lines that cannot be read are left out, too, and a warning gives their numbers.
+
     >>> read_metrics("no such file")
     []
     """
-    path, lines = Path(path), []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+    lines, damaged = _read(Path(path))
+    if damaged:
+        warnings.warn(_problem(Path(path), damaged, []), stacklevel=2)
     return lines
+
+
+def _read(path: Path) -> tuple[list[Line], list[int]]:
+    """Returns the lines that can be read, and the numbers of the others, without that of an incomplete last line."""
+    lines, damaged = [], []
+    *complete, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, content in enumerate([*complete, last], 1):
+        try:
+            line = parse_json(content.decode(), f"{path}, line {number}")
+        except ValueError:
+            line = None
+        if isinstance(line, dict) and type(line.get("round")) is int:
+            lines.append(line)
+        elif number <= len(complete):
+            damaged.append(number)
+    return lines, damaged
+
+
+def _problem(path: Path, damaged: list[int], missing: list[int]) -> str:
+    texts = [f"{path} is damaged. These lines cannot be read and are left out: {listed(damaged)}."] if damaged else []
+    texts += [f"{path} lacks the rows of these finished rounds: {listed(missing)}."] if missing else []
+    return " ".join(texts)
+
+
+def listed(numbers: list[int]) -> str:
+    """Returns increasing numbers as text.
+
+    >>> listed([1, 2, 3, 7, 9, 10])
+    '1 to 3, 7, 9 to 10'
+    """
+    stretches: list[list[int]] = []
+    for number in numbers:
+        if stretches and number == stretches[-1][-1] + 1:
+            stretches[-1][1:] = [number]
+        else:
+            stretches.append([number])
+    return ", ".join(" to ".join(map(str, stretch)) for stretch in stretches)
+
+
+def _keep_damaged(path: Path, readable: str) -> str:
+    """Copies a file from which more than lines of later rounds is left out; returns a sentence that names the copy."""
+    if not path.exists() or (content := path.read_bytes()) == readable.encode():
+        return ""
+    names = (path.with_name(f"{path.name}.damaged{suffix}") for suffix in itertools.chain([""], itertools.count(2)))
+    copy = next(name for name in names if not name.exists() or name.read_bytes() == content)
+    with writing(copy):
+        copy.write_bytes(content)
+        sync_file(copy)
+    return f" The file as it was found is kept as {copy}."
 
 
 def _scalars(line: Line) -> Line:

@@ -16,6 +16,7 @@ import pytest
 
 import fedsim
 from fedsim.experiment import Checkpoints, best_round, read_config, read_metrics, restore, run
+from fedsim.experiment._writers import MetricsFile
 
 
 class KilledError(Exception):
@@ -162,6 +163,95 @@ def test_an_incomplete_last_line_of_the_metrics_is_deleted(arguments, unbroken, 
     result = run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
     lines = [json.loads(text) for text in (tmp_path / "r/metrics.jsonl").read_text().splitlines()]
     assert lines == result.history and _rounds(lines) == list(range(1, 13)) and bits(result.state) == unbroken
+
+
+def _without_times(lines):
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def _all_of(stretches):
+    for stretch in stretches.split(", "):
+        first, _, last = stretch.partition(" to ")
+        yield from range(int(first), int(last or first) + 1)
+
+
+@pytest.mark.first(3)
+@pytest.mark.parametrize(
+    ("damage", "unreadable", "missing"),
+    [
+        (lambda lines: [lines[0], lines[1].replace(b"loss", b"l\xffss"), *lines[2:]], "2", "2"),
+        (lambda lines: None, "", "1 to 8"),
+        (lambda lines: [*lines[:-2], lines[-2][:20]], "", "8"),  # The last row that the checkpoint covers is torn.
+        (lambda lines: [*lines[:3], b"\0" * 400, *lines[7:]], "4", "4 to 6"),  # three rows and an evaluation
+        (lambda lines: [lines[0], b"[1]", b'{"round": "3"}', *lines[3:]], "2 to 3", "2 to 3"),
+        (lambda lines: [b"{" + lines[0], *lines[1:4], lines[4][:-1], *lines[5:]], "1, 5", "1"),
+    ],
+)
+def test_damaged_metrics_lose_no_other_row(damage, unreadable, missing, arguments, unbroken, bits, tmp_path):
+    whole = run(**arguments).history
+    with pytest.raises(KilledError):  # The checkpoint of round 8 exists, and round 9 has a row.
+        run(**arguments, folder=tmp_path / "r", checkpoint_every=4, callbacks=[_die_after(9)], rounds_per_dispatch=1)
+    path, copy = tmp_path / "r/metrics.jsonl", tmp_path / "r/metrics.jsonl.damaged"
+    lines = damage(path.read_bytes().split(b"\n")[:-2])
+    content = b"" if lines is None else b"\n".join(lines)
+    path.unlink() if lines is None else path.write_bytes(content)
+    with pytest.warns(UserWarning, match="lacks the rows") as caught:
+        result = run(**arguments, folder=tmp_path / "r", checkpoint_every=4)
+    (message,) = [str(warning.message) for warning in caught]
+    assert f"{path} lacks the rows of these finished rounds: {missing}." in message
+    assert (f"cannot be read and are left out: {unreadable}." in message) == bool(unreadable)
+    assert copy.exists() == (lines is not None) == (str(copy) in message) and (lines is None or copy.read_bytes() == content)
+    lost, kept = set(_all_of(missing)), _without_times(read_metrics(path))
+    expected = [line for line in _without_times(whole) if "loss" in line and line["round"] not in lost]
+    assert [line for line in kept if "loss" in line] == expected and kept == _without_times(result.history)
+    assert bits(result.state) == unbroken
+
+
+def test_reading_damaged_metrics_gives_the_rows_behind_the_damage_and_says_which_lines_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"round": 1}\n{"round": \xff2}\n\n{"round": 4}\n{"round": 5')
+    with pytest.warns(UserWarning, match="metrics.jsonl is damaged.*left out: 2 to 3"):
+        assert read_metrics(path) == [{"round": 1}, {"round": 4}]
+
+
+def test_each_damaged_file_of_metrics_is_kept(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for number, name in enumerate(["damaged", "damaged2", "damaged3"]):
+        path.write_text(f'{{"round": 1, "seconds": 1}}\n{number}\n')
+        with pytest.warns(UserWarning, match=f"kept as {path}.{name}[.]"):
+            assert MetricsFile(path, keep_rounds=1).history == [{"round": 1, "seconds": 1}]
+        assert (tmp_path / f"metrics.jsonl.{name}").read_text().splitlines()[1] == str(number)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the path of a file descriptor is read from /proc")
+def test_metrics_and_the_files_of_a_checkpoint_are_on_the_disk_before_it_appears(arguments, tmp_path, monkeypatch):
+    synced, renamed, fsync, replace = {}, [], os.fsync, type(tmp_path).replace
+
+    def record_sync(descriptor):
+        fsync(descriptor)
+        path = os.path.realpath(f"/proc/self/fd/{descriptor}")
+        synced[path] = None if os.path.isdir(path) else os.fstat(descriptor).st_size
+
+    def is_synced(path):
+        return synced.get(str(path)) == path.stat().st_size
+
+    def record_rename(path, target):
+        assert is_synced(path)
+        if target.name == "files.json":
+            metrics, round = tmp_path / "r/metrics.jsonl", int(target.parent.name)
+            assert is_synced(metrics) and _rounds(read_metrics(metrics))[-1] == round
+            files = [file for file in target.parent.rglob("*") if file.is_file()]
+            assert len(files) > 2 and all(map(is_synced, files))
+        synced.pop(str(target.parent), None)
+        renamed.append((target, replace(path, target)))
+        return target
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(type(tmp_path), "replace", record_rename)
+    run(**arguments, folder=tmp_path / "r", checkpoint_every=4, rounds_per_dispatch=1)
+    names = [target.name for target, _ in renamed]
+    assert names == ["config.json", "metrics.jsonl", "files.json", "files.json", "files.json"]
+    assert {str(target.parent) for target, _ in renamed if target.parent.exists()} <= set(synced)
 
 
 def test_a_run_killed_before_the_first_checkpoint_starts_again(arguments, unbroken, bits, tmp_path):
