@@ -23,8 +23,10 @@ from fedsim import _datasets_command, _reproduce_command, algorithms, checks, da
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
+from fedsim.experiment._folder import stored_run
 from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._replay import RunRound
+from fedsim.experiment._sweep import is_sweep
 from fedsim.experiment._trust import CODE_FIELDS, check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 from fedsim.planning._plan import duration
@@ -165,6 +167,8 @@ def _configured(
     first.add_argument("--trust", action="store_true")
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
+    if chosen.origin:
+        stored_run(chosen.origin, stored)
     if chosen.origin and not chosen.trust:
         replaced = [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)]
         check_trusted(chosen.origin, stored, [field for field in CODE_FIELDS if field not in replaced])
@@ -202,7 +206,7 @@ def _resume(arguments: list[str]) -> int:
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
     stored = experiment.read_sweep(folder) or experiment.read_config(folder)
-    config = RunConfig.from_json(stored["config"])
+    config, _ = stored_run(folder, stored)
     options = _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
     if "seeds" in stored:
         options["how"] = _HOW._replace(default=stored.get("how"))
@@ -218,10 +222,12 @@ def _replay(arguments: list[str]) -> int:
         print(_REPLAY)
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
-    stored = {"settings": {}} if experiment.read_sweep(folder) is not None else experiment.read_config(folder)
+    stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
     names = "execution", "devices", "lanes", "memory", "deterministic"
     speed = {name: option for name, option in _options(Settings, stored["settings"]).items() if name in names}
     chosen = _tyro({"round": _ROUND, "client": _CLIENT, "trust": _TRUST} | speed, rest, "fedsim replay FOLDER", _REPLAY_ABOUT)
+    if "hyperparameters" in stored.get("config", {}):
+        stored_run(folder, stored)
     if "config" in stored and not chosen["trust"]:
         check_trusted(folder, stored)
     settings = Settings(**{name: chosen[name] for name in speed})

@@ -488,6 +488,19 @@ def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, cust
     assert main(["resume", str(folder), "--no-progress"]) == 0  # the folder is now signed by this user
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "null", '{"config": 3}', '{"config": {"dataset": 3}, "settings": {}}', '{"config": {}, "config": {}}', "\xe9"],
+)
+@pytest.mark.parametrize("command", [["resume"], ["replay"], ["run", "--from"]])
+def test_a_damaged_configuration_is_one_line(command, content, tmp_path, capsys):
+    for name in ("config.json",) if command != ["resume"] else ("config.json", "sweep.json"):
+        (tmp_path / name).write_text(content, encoding="latin-1")
+        assert main([*command, str(tmp_path), *(["--round", "1"] if command == ["replay"] else [])]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and str(tmp_path) in error
+
+
 @pytest.mark.parametrize("field", ["attack", "synchronization", "client_devices", "upload_rate"])
 def test_a_changed_configuration_is_not_trusted(field, custom_run, tmp_path, capsys):
     stored = read_config(custom_run)

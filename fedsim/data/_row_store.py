@@ -230,7 +230,12 @@ class RowFile(RowStore):
                 + "\n".join(differences)
                 + "\nChoose another folder, or use the algorithm and the data that the file was written with."
             )
-        super()._grow((os.fstat(self._file.fileno()).st_size - self._start) // max(1, self.row_bytes))
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._start:
+            raise FormatError(
+                f"{path} is truncated: it ends within its description. Restore the file, or choose another folder."
+            )
+        super()._grow((size - self._start) // max(1, self.row_bytes))
         self._grow(0)
 
     def _hold(self, file: IO[bytes]) -> None:

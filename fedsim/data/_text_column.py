@@ -89,9 +89,10 @@ class TextColumn:
 
 def check_text(rows: Iterable[Any]) -> None:
     """Raises a ``ValueError`` unless every row is ``bytes``."""
-    for row in rows:
+    for number, row in enumerate(rows):
         if not isinstance(row, bytes):
-            raise ValueError(f"Text must be bytes, got {type(row).__name__} {row!s:.40}: encode it first")
+            remedy = "encode it first, for example with [row.encode() for row in rows]"
+            raise ValueError(f"Text must be bytes, got {type(row).__name__} {row!s:.40} in row {number}: {remedy}")
 
 
 def _objects(rows: list[bytes]) -> np.ndarray:

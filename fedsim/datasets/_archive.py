@@ -7,13 +7,16 @@ import contextlib
 import gzip
 import lzma
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 from tqdm import tqdm
 
+from fedsim.data import FormatError
 from fedsim.data._atomic_write import atomic_write
 
 _BLOCK = 1 << 20
@@ -95,3 +98,20 @@ def _errors_of(archive: Path) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0].rstrip(":.") or type(error).__name__
         raise ValueError(f"{archive} is damaged ({reason}): delete it to download it again.") from error
+
+
+def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
+    """Returns arrays of an ``.npz`` file.
+
+    Raises:
+      FormatError: the file is damaged, of another format, or lacks one of the arrays.
+    """
+    damage = (KeyError, ValueError, TypeError, AttributeError, MemoryError, NotImplementedError, zipfile.BadZipFile, *_DAMAGE)
+    with open(path, "rb") as raw:
+        try:
+            with np.load(raw, allow_pickle=False) as file:
+                return [file[name] for name in names]
+        except damage as error:
+            raise FormatError(
+                f"{path} does not hold the arrays {', '.join(names)}: {error}. Download it again, or give another file."
+            ) from None

@@ -29,6 +29,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.data import FederatedData, FormatError
+from fedsim.datasets._archive import read_arrays
 from fedsim.datasets._checks import images, labels
 from fedsim.datasets._chosen_clients import choose_clients
 from fedsim.datasets._download import Download
@@ -181,11 +182,7 @@ def _by_writer(splits: dict[str, dict[str, np.ndarray]], folder: Path) -> dict[s
     path = folder / _WRITERS
     if not path.is_file():
         raise FileNotFoundError(f"partition='writers' needs {path}, with arrays train_writer [60000] and test_writer [10000].")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            writers = {split: file[f"{split}_writer"] for split in splits}
-    except (OSError, KeyError, ValueError, EOFError) as error:
-        raise FormatError(f"{path} does not hold the arrays train_writer and test_writer: {error}") from None
+    writers = dict(zip(splits, read_arrays(path, *(f"{split}_writer" for split in splits)), strict=True))
     for split, columns in splits.items():
         if writers[split].shape != columns["y"].shape:
             raise FormatError(f"{path}: {split}_writer has shape {list(writers[split].shape)}: expected [{len(columns['y'])}].")

@@ -19,6 +19,8 @@ import networkx as nx
 import numpy as np
 
 from fedsim import checks
+from fedsim.data import FormatError
+from fedsim.data._text_files import read_text
 from fedsim.decentralized._base_graph import base_graph
 from fedsim.decentralized._topology import Topology
 
@@ -276,9 +278,12 @@ def equi_dynamic(nodes: int, period: int = 100, eta: float = 0.5, directed: bool
 def edge_list(path: str | os.PathLike[str], directed: bool = False) -> Topology:
     """Reads a graph from a file with one edge per line, ``0 1`` or ``0 1 0.25`` with a weight.
 
+    Lines that are empty or begin with ``#`` are skipped.
+
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file has another form or an edge twice, or the graph is not connected.
+      ValueError: the file has another form or an edge twice, or the graph is not connected. The message names the file and, if
+        it concerns one, the line.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "edges.txt"
@@ -286,19 +291,34 @@ def edge_list(path: str | os.PathLike[str], directed: bool = False) -> Topology:
     >>> edge_list(path).nodes
     3
     """
+    graph: nx.Graph = nx.DiGraph() if directed else nx.Graph()
+    lines: dict[tuple[int, int], int] = {}
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        fields = line.split()
+        if not fields or fields[0].startswith("#"):
+            continue
+        where = f"{os.fspath(path)}, line {number}"
+        try:
+            if len(fields) > 3:
+                raise ValueError
+            edge = int(fields[0]), int(fields[1])
+            weight = {"weight": float(fields[2])} if len(fields) == 3 else {}
+        except (ValueError, IndexError):
+            raise FormatError(
+                f"{where} is {line.strip()[:60]!r}. Write an edge per line, two whole numbers and perhaps a weight, separated "
+                "by spaces, and comments in their own lines, which begin with #."
+            ) from None
+        if graph.has_edge(*edge):
+            first = edge if edge in lines else edge[::-1]
+            raise FormatError(
+                f"{os.fspath(path)}: The edge {first} is there twice, in the lines {lines[first]} and {number}: leave one out."
+            )
+        lines[edge] = number
+        graph.add_edge(*edge, **weight)
     try:
-        edges = nx.read_weighted_edgelist(path, create_using=nx.MultiDiGraph if directed else nx.MultiGraph, nodetype=int)
-        graph = nx.DiGraph(edges) if directed else nx.Graph(edges)
-        twice = next((edge for edge in graph.edges if edges.number_of_edges(*edge) > 1), None)
-        if twice is not None:
-            raise ValueError(f"The edge {twice} is there twice: leave one out.")
         return Topology([graph], f"edges of {os.path.basename(path)}")
-    except FileNotFoundError:
-        raise
-    except (TypeError, IndexError, ValueError) as error:
-        raise ValueError(
-            f"{os.fspath(path)}: {error} Write an edge per line, two whole numbers and perhaps a weight."
-        ) from error
+    except ValueError as error:
+        raise FormatError(f"{os.fspath(path)}: {error}") from None
 
 
 TOPOLOGIES: Mapping[str, Callable[..., Topology]] = {

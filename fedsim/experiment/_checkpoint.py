@@ -18,6 +18,7 @@ from fedsim.data import ClientRows, FormatError
 from fedsim.data._atomic_write import sync_folder
 from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
+from fedsim.data._text_files import read_json
 from fedsim.execution import ClientTable
 from fedsim.experiment._disk import replace_text, sync_files, writing
 
@@ -178,7 +179,7 @@ class Checkpoints:
 
     def _read(self, round: int) -> Leaves:
         path = self._path(round)
-        expected = json.loads((path / _FILES).read_text())
+        expected = read_json(path / _FILES, '{"manifest.ocdbt": 123}')
         # orbax never reads damaged files: it raises many kinds of errors for them, some of them in threads.
         for name, checksum in _checksums(path).items():
             if expected.pop(name, None) != checksum:
@@ -308,7 +309,7 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 def _is_complete(path: Path) -> bool:
     try:
-        return json.loads((path / _FILES).read_text()) == _checksums(path)
+        return read_json(path / _FILES) == _checksums(path)
     except (OSError, ValueError):
         return False
 

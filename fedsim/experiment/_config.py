@@ -173,6 +173,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
+        check_choices(self)
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
@@ -180,7 +181,6 @@ class RunConfig:
         checks.whole(0, seed=self.seed)
         rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")
-        check_choices(self)
         checks.number(least=0, most=1, attackers=self.attackers, stragglers=self.stragglers, remedy="give a fraction")
         checks.number(above=0, most=1, or_none=True, labels=self.labels, remedy="give a fraction")
         checks.number(least=0, most=1, message_loss=self.message_loss, client_failures=self.client_failures)
@@ -223,12 +223,9 @@ class RunConfig:
         """Returns the config in ``config.json``.
 
         Raises:
-          ValueError: this version of fedsim does not have one of the fields.
+          ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
         """
-        unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            raise ValueError(f"The configuration has fields that this version of fedsim does not know: {', '.join(unknown)}.")
-        return cls(**values)
+        return from_json(cls, values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -300,9 +297,29 @@ class Settings:
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
 
 
+def from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
+    """Returns the `RunConfig` or the `Settings` with these values.
+
+    Raises:
+      ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
+
+    >>> from_json(Settings, {"lanes": 2, "speed": 3})
+    Traceback (most recent call last):
+    ...
+    ValueError: The stored settings have fields that this version of fedsim does not know: speed.
+    """
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
+    if unknown:
+        what = "configuration has" if cls is RunConfig else "stored settings have"
+        raise ValueError(f"The {what} fields that this version of fedsim does not know: {', '.join(unknown)}.")
+    return cls(**values)
+
+
 def check_choices(config: RunConfig | Settings) -> None:
-    """Raises ``ValueError`` for a field that is not one of the choices of its ``Literal`` type, or not a ``bool`` if that is
-    its type."""
+    """Raises ``ValueError`` for a field whose type is a ``Literal``, text, ``bool`` or mapping, but whose value is not.
+
+    Numbers are checked with their ranges.
+    """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if get_origin(kind) is Literal and isinstance(value, str):
@@ -311,3 +328,11 @@ def check_choices(config: RunConfig | Settings) -> None:
             checks.one_of(*get_args(kind), **{name: value})
         elif kind is bool:
             checks.truth(**{name: value})
+        elif kind is str or (kind == str | None and value is not None):
+            checks.instance(str, "a name in quotes", **{name: value})
+        elif get_origin(kind) is Mapping:
+            checks.instance(Mapping, '{"mu": 0.1}', **{name: value})
+            if wrong := [key for key, entry in value.items() if isinstance(entry, Mapping | list)]:
+                raise ValueError(
+                    f"Expected one value of {name}[{wrong[0]!r}], got {value[wrong[0]]!r}: give a number or a text."
+                )

@@ -14,7 +14,10 @@ from typing import IO, Any
 import jax
 
 from fedsim._version import __version__
+from fedsim.data import FormatError
+from fedsim.data._text_files import read_json
 from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment._config import RunConfig, Settings, from_json
 from fedsim.experiment._disk import is_full, replace_text, writing
 from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
@@ -143,9 +146,37 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = RunFolder(Path(folder)).config
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        return read_objects(path, "config", "settings")
+    except OSError as error:
         raise ValueError(f"There is no run in {folder}: cannot read {path} ({type(error).__name__}).") from error
+
+
+def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig, Settings]:
+    """Returns the configuration and the settings that the file of a run or a sweep holds.
+
+    Raises:
+      FormatError: this version of fedsim does not have one of the fields, or a value is out of its range.
+    """
+    try:
+        return from_json(RunConfig, stored["config"]), from_json(Settings, stored["settings"])
+    except ValueError as error:
+        raise FormatError(f"The run in {folder} cannot be continued or repeated: {error}") from error
+
+
+def read_objects(path: Path, *names: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of a run folder, in which each of these names has an object, too.
+
+    Raises:
+      OSError: the file is missing or cannot be read.
+      FormatError: it has another form.
+    """
+    stored = read_json(path, '{"config": {...}, ...}')
+    for name in names:
+        if not isinstance(stored.get(name), dict):
+            raise FormatError(
+                f"{path} has {name}={json.dumps(stored.get(name))[:60]}: expected an object. Restore it, or start a new run."
+            )
+    return stored
 
 
 def _entries(run: Mapping[str, Any]) -> dict[str, Any]:

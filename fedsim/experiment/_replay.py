@@ -20,11 +20,11 @@ from fedsim.data import Cohort
 from fedsim.execution._debug import call_of_updates, run_client
 from fedsim.experiment._build import build
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RunConfig, Settings
+from fedsim.experiment._config import Settings
 from fedsim.experiment._dispatch import cohorts
-from fedsim.experiment._folder import RunFolder, read_config
+from fedsim.experiment._folder import RunFolder, read_config, stored_run
 from fedsim.experiment._run import State, newest_state
-from fedsim.experiment._sweep import read_sweep
+from fedsim.experiment._sweep import is_sweep
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
@@ -156,19 +156,21 @@ class RunRound:
         algorithm: Algorithm | None = None, sampler: Sampler | None = None,
     ) -> RunRound:  # fmt: skip
         """Returns a round of the run in a folder; ``settings`` replace the folder's. For the other arguments see `replay`."""
-        if read_sweep(folder) is not None:
+        if is_sweep(folder):
             runs = sorted(path.parent.name for path in Path(folder).glob("*/config.json"))
             raise ValueError(f"{folder} holds a sweep: give the folder of one of its runs, in {folder}: {_listed(runs)}.")
         stored = read_config(folder)
-        rounds = stored["config"]["rounds"]
+        rounds = stored["config"].get("rounds")
+        checks.whole(1, rounds=rounds, remedy=f"restore {RunFolder(Path(folder)).config}")
         checks.whole(1, rounds, round=round, remedy="rounds count from 1, as in metrics.jsonl")
         if (algorithm is None) != (sampler is None):
             raise ValueError("Expected algorithm and sampler, or neither, got one of them: give both.")
         if algorithm is None or sampler is None:
             if "hyperparameters" not in stored["config"]:
                 raise ValueError(f"The run in {folder} was started in Python: pass its algorithm and its sampler.")
+            config, stored_settings = stored_run(folder, stored)
             with _only_errors():
-                experiment = build(RunConfig.from_json(stored["config"]), settings or Settings(**stored["settings"]))
+                experiment = build(config, settings or stored_settings)
             algorithm, sampler = experiment.algorithm, experiment.sampler
         if type(algorithm).apply is not Algorithm.apply:
             raise ValueError(f"{type(algorithm).__name__} overrides apply, so its clients cannot be run alone.")

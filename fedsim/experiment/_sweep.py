@@ -14,20 +14,20 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 from tqdm import tqdm
 
 from fedsim import rng
-from fedsim.data import Cohort
+from fedsim.data import Cohort, FormatError
 from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings
+from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings, Value
 from fedsim.experiment._disk import replace_text, writing
-from fedsim.experiment._folder import RunFolder, lock, read_config
+from fedsim.experiment._folder import RunFolder, lock, read_config, read_objects
 from fedsim.experiment._lines import Line
 from fedsim.experiment._lockstep import named, run_in_lockstep
 from fedsim.experiment._loop import arguments_of, run_experiment, warnings_above
@@ -163,6 +163,15 @@ def sweep(
     return result
 
 
+def is_sweep(folder: str | Path) -> bool:
+    """Returns whether a folder is that of a sweep.
+
+    >>> is_sweep("no such folder")
+    False
+    """
+    return (Path(folder) / _FILE).exists()
+
+
 def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
 
@@ -173,12 +182,19 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     True
     """
     path = Path(folder) / _FILE
-    if not path.exists():
+    if not is_sweep(folder):
         return None
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        stored = read_objects(path, "config", "varied", "settings")
+    except OSError as error:
         raise ValueError(f"There is no sweep in {folder}: cannot read {path} ({type(error).__name__}).") from error
+    for name, values in {**stored["varied"], "seeds": stored.get("seeds")}.items():
+        kind = int if name == "seeds" else Value
+        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
+            raise FormatError(f"{path} has {name}={values!r}: expected a list of values. Restore it, or start a new sweep.")
+    if stored.get("how") not in (None, *get_args(How)):
+        raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
+    return stored
 
 
 def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from fedsim.data import FormatError
+from fedsim.data._text_files import with_different_keys
 from fedsim.formats._source import MAX_CLIENT_BYTES
 
 _PIECE = 1 << 20
@@ -32,10 +33,14 @@ class JsonReader:
         if self._peek() == "}":
             self._at += 1
             return
+        seen: set[str] = set()
         while True:
             key = self.value()
             if not isinstance(key, str):
                 raise FormatError(f"Expected a name in quotes, found {key!r:.40}.")
+            if key in seen:
+                raise FormatError(f"An object has the key {key!r} twice: leave one of them out.")
+            seen.add(key)
             self._expect(":")
             yield key
             if self._peek() == "}":
@@ -49,7 +54,7 @@ class JsonReader:
             raise EOFError("the file ends where a value should be")
         stop = self._end_of_value()
         text, self._at = self._text[self._at : stop], stop
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=with_different_keys)
 
     def end(self) -> None:
         """Raises `FormatError` unless only white space follows."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedsim.data import ClientStream, FormatError
+from fedsim.data._text_files import with_different_keys
 from fedsim.formats._source import (
     DAMAGE_ERRORS,
     MAX_CLIENT_BYTES,
@@ -85,7 +86,7 @@ def _lines(path: Any) -> Iterator[dict[str, Any]]:
                     raise FormatError("the line is longer than the limit of 256 MiB")
                 if not line.strip():
                     continue
-                parsed = json.loads(line.decode("utf-8-sig", "surrogateescape"))
+                parsed = json.loads(line.decode("utf-8-sig", "surrogateescape"), object_pairs_hook=with_different_keys)
                 if not isinstance(parsed, dict):
                     raise FormatError(f"expected a JSON object, found a {type(parsed).__name__}")
             yield parsed

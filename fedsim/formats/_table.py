@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import io
 import itertools
 import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from csv import reader as rows_of_csv
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from fedsim.formats._source import (
     check_exists,
     decoded,
     locating_errors,
+    open_decompressed,
     selected,
     stream,
     texts,
@@ -76,6 +79,7 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
             for client_id, table in _grouped(source, client, client_index, features):
                 with locating_errors(f"client {client_id!r}"):
                     names = [name for name in table.column_names if name != client and _wanted(name, features, stack or {})]
+                    _check_values(source, client_index, client_id, table, names)
                     columns = {name: arrow_column(name, table[name].combine_chunks()) for name in names}
                     yield client_id, selected(_stacked(columns, stack or {}), features)
 
@@ -99,7 +103,8 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
     reading = csv.ReadOptions(block_size=1 << 23)
-    parsing = csv.ParseOptions(delimiter="\t" if ".tsv" in path.suffixes else ",")
+    parsing = csv.ParseOptions(delimiter=_delimiter(path))
+    _check_separator(path, parsing.delimiter)
     types = {}
     if isinstance(features, Mapping):
         for name, (_, dtype) in features.items():
@@ -109,12 +114,69 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
         converting = csv.ConvertOptions(column_types=types, **options)
         return csv.open_csv(files.enter_context(pa.input_stream(str(path), compression)), reading, parsing, converting)
 
-    with contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as files, _lengths_checked(path):
         table = open_csv()
         _check_column_names(only, table.schema.names)
         dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
         types = dates | types
         yield from open_csv(include_columns=[only]) if only else open_csv() if dates else table
+
+
+def _delimiter(path: Path) -> str:
+    return "\t" if ".tsv" in path.suffixes else ","
+
+
+def _check_separator(path: Path, delimiter: str) -> None:
+    """Raises `FormatError` if the first line seems to have another separator, with which Arrow would report damage."""
+    with open_decompressed(path) as file:
+        names = file.readline(1 << 16).decode("utf-8", "replace")
+    others = [other for other in (",", "\t", ";", "|") if other != delimiter and other in names]
+    if others and delimiter not in names:
+        expected = "commas in .csv" if delimiter == "," else "tabs in .tsv"
+        raise FormatError(
+            f"the file seems to be separated by {others[0]!r}, and this reader expects {expected}: convert the file"
+            + (", or give it the suffix .tsv." if others[0] == "\t" else ".")
+        )
+
+
+def _check_values(path: Path, client_index: ClientIndex, client_id: str, table: Any, names: Sequence[str]) -> None:
+    """Raises `FormatError` for a missing value of a client; the message has its line, or in Parquet its row, in the file."""
+    for name in names:
+        if table[name].null_count:
+            row = table[name].combine_chunks().is_null().index(True).as_py()
+            at = int(np.flatnonzero(client_index.rows == client_index.names.index(client_id))[row])
+            raise FormatError(
+                f"Feature {name!r} has no value in row {row} of the client, {_place(path, at)} of the file: fill in a value or "
+                "drop the row."
+            )
+
+
+@contextlib.contextmanager
+def _lengths_checked(path: Path) -> Iterator[None]:
+    """Names the line in the error for a row of a CSV file that has more or fewer fields than the first line."""
+    try:
+        yield
+    except _pyarrow().ArrowInvalid:
+        with open_decompressed(path) as file:
+            lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=_delimiter(path))
+            columns = len(next(lines, []))
+            for row in lines:
+                if row and len(row) != columns:
+                    raise FormatError(
+                        f"line {lines.line_num}: Expected {columns} columns, got {len(row)}: write a field for each column, "
+                        "and quote those that contain the separator."
+                    ) from None
+        raise
+
+
+def _place(path: Path, row: int) -> str:
+    """Returns the place of a row of a file; in CSV, fields and so rows may have several lines, and empty lines are no rows."""
+    with open_decompressed(path) as file:
+        if file.peek(4)[:4] == _PARQUET:  # type: ignore[attr-defined]
+            return f"row {row}"
+        lines = rows_of_csv(io.TextIOWrapper(file, errors="replace", newline=""), delimiter=_delimiter(path))
+        next(itertools.islice(filter(None, lines), row + 1, None))
+        return f"line {lines.line_num}"
 
 
 def _without_nulls(indices: Any) -> np.ndarray:
@@ -276,7 +338,7 @@ def write_table(clients: Clients, path: StrPath, client: str = "client_id") -> N
         for table in _tables(clients, client, flat=comma_separated):
             if writer is None and comma_separated:
                 sink = files.enter_context(pa.output_stream(str(temporary), "gzip" if ".gz" in suffixes else None))
-                options = csv.WriteOptions(delimiter="\t" if ".tsv" in suffixes else ",")
+                options = csv.WriteOptions(delimiter=_delimiter(Path(path)))
                 writer = files.enter_context(csv.CSVWriter(sink, table.schema, write_options=options))
             elif writer is None:
                 writer = files.enter_context(parquet.ParquetWriter(temporary, table.schema, write_page_checksum=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from collections.abc import Sequence
@@ -12,7 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from fedsim.data import FederatedData
+from fedsim.data import FederatedData, FormatError
+from fedsim.data._text_files import parse_json_lines, read_csv, read_text
 from fedsim.samplers._sampler import SeededSampler
 
 
@@ -75,6 +74,8 @@ class ScheduleSampler(SeededSampler):
         for location, ids in _read(path):
             _positions(data, ids, location)  # An error then names the line of the file, not the round.
             schedule.append(ids)
+        if not any(schedule):
+            raise FormatError(f"{path} names no clients: write at least one round with a client.")
         return cls(data, schedule, seed=seed, repeat=repeat)
 
     def _draw(self, round: int) -> np.ndarray:
@@ -103,14 +104,10 @@ def _positions(data: FederatedData, ids: Sequence[str], location: str) -> np.nda
 
 def _read(path: Path) -> list[tuple[str, list[str]]]:
     """Returns each round's location in the file, as text for error messages, and its client ids."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        number = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {number} is not UTF-8 text: save the file as UTF-8.") from error
+    text = read_text(path)
     suffix = path.suffix.lower()
     if suffix not in (".json", ".jsonl", ".ndjson"):
-        return _read_csv(path, text)
+        return [_checked(location, row) for location, row in read_csv(text, path)]
     if suffix == ".json":
         try:
             whole = json.loads(text)
@@ -118,27 +115,7 @@ def _read(path: Path) -> list[tuple[str, list[str]]]:
             whole = None  # The file may have one list per line instead.
         if isinstance(whole, list) and all(isinstance(ids, list) for ids in whole):
             return [_checked(f"{path}, entry {number}", ids) for number, ids in enumerate(whole, 1)]
-    rounds = []
-    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
-        location = f"{path}, line {number}"
-        try:
-            ids = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f'{location} is not JSON ({error}): expected a list of client ids, ["a", "b"].') from None
-        rounds.append(_checked(location, ids))
-    return rounds
-
-
-def _read_csv(path: Path, text: str) -> list[tuple[str, list[str]]]:
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
-    rounds = []
-    try:
-        for row in reader:
-            rounds.append(_checked(f"{path}, line {reader.line_num}", [client_id.strip() for client_id in row]))
-    except csv.Error as error:
-        location = f"{path}, line {reader.line_num}"
-        raise ValueError(f"{location} is not CSV ({error}): expected client ids separated by commas.") from None
-    return rounds
+    return [_checked(location, ids) for location, ids in parse_json_lines(text, path, 'a list of client ids, ["a", "b"]')]
 
 
 def _checked(location: str, ids: object) -> tuple[str, list[str]]:

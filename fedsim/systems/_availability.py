@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import csv
 import dataclasses
-import io
-import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from fedsim import checks
+from fedsim.data._text_files import parse_json_lines, read_table, read_text
 
 _COLUMNS = ("client", "online", "seconds_per_step", "download_rate", "upload_rate")
 RATES = _COLUMNS[2:]
+_EXAMPLE = '{"client": "ann", "online": [[0, 3600]]}'
 
 
 class Intervals:
@@ -198,13 +198,14 @@ class Traces:
         {'online': [(0.0, 60.0), (90.0, 120.0)], 'seconds_per_step': 0.5}
         """
         path = Path(path)
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path)
         lines = _read_json(path, text) if path.suffix.lower() in (".json", ".jsonl") else _read_csv(path, text)
         clients: dict[str, Mapping[str, Any]] = {}
         for location, entry in lines:
             if unknown := sorted(set(entry) - set(_COLUMNS)):
                 raise ValueError(f"{location} has the unknown column {unknown[0]!r}: the columns are {', '.join(_COLUMNS)}.")
-            client = str(entry.pop("client", ""))
+            client = entry.pop("client", "")
+            client = str(client) if isinstance(client, str | int) and not isinstance(client, bool) else ""
             if not client or client in clients:
                 raise ValueError(f"{location} {'repeats client ' + repr(client) if client else 'has no client id'}: "
                                  "give each client one line, with its id in the column 'client'.")  # fmt: skip
@@ -244,7 +245,8 @@ class Traces:
             raise ValueError(f"{where} has the unknown column {unknown[0]!r}: the columns are {', '.join(_COLUMNS[1:])}.")
         for name in RATES:
             value = entry.get(name, 1.0)
-            if not isinstance(value, int | float) or not value > 0 or (name == "seconds_per_step" and value == math.inf):
+            number = isinstance(value, int | float) and not isinstance(value, bool) and value <= sys.float_info.max
+            if not (number or (value == math.inf and name != "seconds_per_step")) or not value > 0:
                 raise ValueError(
                     f"{where} has {name}={value!r}: expected a number above 0{', and finite' * (value == math.inf)}."
                 )
@@ -254,7 +256,7 @@ class Traces:
         for pair in online:
             try:
                 start, stop = map(float, pair)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(f"{where} has the interval {pair!r}: expected two numbers, start and stop.") from None
             if not end <= start < stop <= (self.period or math.inf):
                 raise ValueError(
@@ -265,26 +267,19 @@ class Traces:
 
 
 def _read_json(path: Path, text: str) -> list[tuple[str, dict[str, Any]]]:
-    lines = []
-    for number, line in enumerate(text.splitlines(), 1):
-        location = f"{path}, line {number}"
-        try:
-            entry = json.loads(line) if line.strip() else None
-        except ValueError as error:
-            raise ValueError(f'{location} is not JSON ({error}): expected an object such as {{"client": "ann"}}.') from None
-        if entry is not None and not isinstance(entry, dict):
-            raise ValueError(f'{location} is not an object: expected {{"client": "ann", "online": [[0, 3600]]}}.')
-        lines += [] if entry is None else [(location, entry)]
+    lines = [(location, entry) for location, entry in parse_json_lines(text, path, _EXAMPLE) if entry is not None]
+    for location, entry in lines:
+        if not isinstance(entry, dict):
+            raise ValueError(f"{location} is not an object: expected {_EXAMPLE}.")
     return lines
 
 
 def _read_csv(path: Path, text: str) -> list[tuple[str, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, restkey="(too many fields)")
+    names, rows = read_table(text, path)
     lines = []
-    for row in reader:
-        location = f"{path}, line {reader.line_num}"
+    for location, row in rows:
         entry: dict[str, Any] = {}
-        for name, value in row.items():
+        for name, value in zip(names, row, strict=True):
             if name in RATES and value:
                 entry[name] = _number(location, name, value)
             elif name == "online" and value:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from fedsim import checks
+from fedsim.data._text_files import read_json
 from fedsim.systems._draws import BLOCK, Blocks, purpose_generator
 from fedsim.systems._laws import Law, as_law
 
@@ -213,7 +214,7 @@ class FaultSchedule:
           ValueError: the file has another form, an unknown name, or a value out of range. The message names the file.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = read_json(path)
             faults = {}
             for entry in content.pop("faults", []):
                 dispatch = entry.pop("dispatch")
@@ -222,7 +223,7 @@ class FaultSchedule:
                 faults[dispatch] = Fault(**entry)
             spans = {name: [(start, stop) for start, stop in value] for name, value in content.items()}
             return cls(faults, **spans)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
                 f"{path} is not a schedule of faults ({type(error).__name__}: {error}). Expected JSON such as "
                 '{"faults": [{"dispatch": 3, "failure": 0.5}], "outages": [[10, 20]], "server_crashes": []}.'
@@ -243,7 +244,7 @@ def _check_spans(faults: Faults | FaultSchedule) -> None:
             try:
                 start, stop = map(float, span)
                 ordered = end <= start < stop < math.inf
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 ordered = False
             if not ordered:
                 raise ValueError(

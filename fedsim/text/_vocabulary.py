@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.data import FormatError
+from fedsim.data._text_files import decoded, parse_json
 
 Texts = Sequence[bytes | str] | np.ndarray
 _REMEDY = "Give a file with lines 'word count', most frequent first, or TFF's archive of such a file."
@@ -140,8 +140,8 @@ def _words(path: str | os.PathLike[str], file: IO[bytes], is_json: bool, size: i
     if not is_json:
         return [word for _, word in zip(range(size), _lines(path, file), strict=False)]
     try:
-        counts = json.load(file)
-        if not all(isinstance(count, int | float) for count in counts.values()):
+        counts = parse_json(decoded(file.read(), path), path)
+        if not isinstance(counts, dict) or not all(isinstance(count, int | float) for count in counts.values()):
             raise ValueError("a count is not a number")
     except ValueError as error:
         raise FormatError(f"{path}: not a JSON object of words and counts ({error}). {_REMEDY}") from error

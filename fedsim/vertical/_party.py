@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
-import csv
 import dataclasses
-import gzip
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from fedsim.data import FormatError
+from fedsim.data._text_files import first_repeated, read_table, read_text, separator_hint
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -90,21 +92,33 @@ class Party:
             raise ValueError(
                 f"Expected ids and labels in different columns of {path.name}, got {ids!r} for both: name the other."
             )
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="", encoding="utf-8-sig") as file:
-            names, *rows = [row for row in csv.reader(file) if row] or [[]]
-        if not rows or any(len(row) != len(names) for row in rows):
-            raise ValueError(f"Expected {path.name} to have a line of names and rows with as many values, separated by commas.")
+        names, rows = read_table(read_text(path), path)
         for option, name in (("ids", ids), ("labels", labels)):
             if name is not None and name not in names:
-                raise ValueError(f"Expected {option} to be a column of {path.name}, got {option}={name!r}: it has {names}.")
-        check_different(f"columns of {path.name}", names)
-        table = dict(zip(names, zip(*rows, strict=True), strict=True))
+                hint = separator_hint(names)
+                raise ValueError(
+                    f"{path}: Expected {option} to be a column of {path.name}, got {option}={name!r}: it has {names}{hint}."
+                )
+        table = dict(zip(names, zip(*(row for _, row in rows), strict=True), strict=True))
+        places = [f"id {person!r}, {place}" for person, (place, _) in zip(table[ids], rows, strict=True)]
         own_ids = table.pop(ids)
-        numbers = {name: _numbers(path, name, own_ids, values) for name, values in table.items()}
+        if twice := first_repeated(own_ids):
+            lines = [place.rpartition(" ")[2] for person, (place, _) in zip(own_ids, rows, strict=True) if person == twice]
+            raise ValueError(
+                f"Expected ids to be different, got the id {twice!r} in the lines {', '.join(lines)} of {path}: keep one row "
+                "per person."
+            )
+        numbers = {}
+        for name, values in table.items():
+            what = "labels" if name == labels else f"column {name!r}"
+            numbers[name] = _numbers(f"column {name!r} of {path.name}", what, places, values)
         own_labels = numbers.pop(labels) if labels is not None else None
         if own_labels is not None and np.all((own_labels == np.round(own_labels)) & (np.abs(own_labels) < 2**63)):
             own_labels = own_labels.astype(np.int64)
-        return cls(ids=own_ids, columns={f"{prefix}{name}": values for name, values in numbers.items()}, labels=own_labels)
+        try:
+            return cls(ids=own_ids, columns={f"{prefix}{name}": values for name, values in numbers.items()}, labels=own_labels)
+        except ValueError as error:
+            raise FormatError(f"{path}: {error}") from None
 
     def matrix(self) -> np.ndarray:
         """Returns all columns side by side, flattened to ``float32 [n, width]``, in the order of `columns`.
@@ -156,13 +170,16 @@ def _checked(what: str, values: Any, ids: Sequence[str], dtype: Any) -> np.ndarr
     return array.astype(dtype)
 
 
-def _numbers(path: Path, name: str, ids: Sequence[str], values: Sequence[str]) -> np.ndarray:
-    for person, value in zip(ids, values, strict=True):
+def _numbers(column: str, what: str, places: Sequence[str], values: Sequence[str]) -> np.ndarray:
+    for place, value in zip(places, values, strict=True):
         try:
-            float(value)
+            number = float(value)
         except ValueError:
             raise ValueError(
-                f"Expected numbers in column {name!r} of {path.name}, got {value!r} for id {person!r}: encode texts as "
-                "numbers, and fill in missing values."
+                f"Expected numbers in {column}, got {value!r} for {place}: encode texts as numbers, and fill in missing values."
             ) from None
+        if not math.isfinite(number):
+            raise ValueError(
+                f"Expected finite numbers in {what}, got NaN or infinity for {place}: fill in or leave out missing values."
+            )
     return np.array(values, np.float64)

@@ -332,3 +332,15 @@ def test_small_leaves_take_no_large_pages():
     rows, before = ClientRows.empty(like, 10_000), psutil.Process().memory_info().rss
     held = rows.written(np.arange(10), [np.ones((10, 16), np.float32)] * 300)
     assert len(held) == 10 and psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_a_file_of_rows_that_is_truncated_anywhere_is_refused(tmp_path):
+    rows = none_yet(RowFile(LIKE, tmp_path / "rows", ABOUT)).written(
+        np.arange(CLIENTS), draws(np.random.default_rng(0), CLIENTS)
+    )
+    index, checksums = rows.index, rows.store.checksums(rows.index)
+    whole = (tmp_path / "rows").read_bytes()
+    for length in [0, 10, 63, 64, 100, 1000, 4095, 4096, 4097, len(whole) - 1]:
+        (tmp_path / "cut").write_bytes(whole[:length])
+        with pytest.raises(FormatError, match="cut.*(truncated|damaged)"):
+            RowFile(LIKE, tmp_path / "cut", ABOUT).expect(index, checksums, read=True)

@@ -9,10 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fuzz import mutations
 
 import fedsim
 from fedsim import datasets, heterogeneity
+from fedsim.data import FormatError
 from fedsim.datasets import _cifar10, _download, _mnist
+from fedsim.datasets._archive import read_arrays
 
 REAL = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "mnist"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")
@@ -260,3 +263,20 @@ def test_a_partition_is_checked_before_anything_is_downloaded(name, tmp_path, mo
     monkeypatch.setattr("urllib.request.urlopen", no_network)
     with pytest.raises(ValueError, match="There is no partition 'dirichlt'"):
         datasets.load(f"{name}(partition='dirichlt')", cache=tmp_path)
+
+
+def test_a_damaged_file_of_arrays_raises_only_errors_that_name_it(tmp_path):
+    path = tmp_path / "whole.npz"
+    np.savez_compressed(path, x=np.arange(50), y=np.ones([5, 3]))
+    x, y = read_arrays(path, "x", "y")
+    assert x.tolist() == list(range(50)) and y.shape == (5, 3)
+    messages = []
+    for damaged in [*mutations(path.read_bytes(), seed=0, count=200), b"", b"text", b"\x93NUMPY"]:
+        (tmp_path / "damaged.npz").write_bytes(damaged)
+        try:
+            read_arrays(tmp_path / "damaged.npz", "x", "y")
+        except FormatError as error:
+            messages.append(str(error))
+    assert len(messages) > 100 and all("damaged.npz does not hold the arrays x, y" in message for message in messages)
+    with pytest.raises(FormatError, match="arrays x, z"):
+        read_arrays(path, "x", "z")

@@ -194,6 +194,34 @@ def test_edges_are_read_from_a_file(tmp_path):
         decentralized.edge_list(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("0 1\n0,2\n1 2\n", 2),
+        ("0 1\n1 2 # 0.5\n", 2),
+        ("# ring\n\n0 1\n1\n", 4),
+        ("0 1 0.5 7\n", 1),
+        ("0 1.0\n", 1),
+        ("0 1\n1 2#3\n", 2),
+    ],
+)
+@pytest.mark.parametrize("directed", [False, True])
+def test_a_line_that_is_no_edge_is_refused(text, line, directed, tmp_path):
+    (tmp_path / "edges.txt").write_text(text)
+    with pytest.raises(ValueError, match=f"edges.txt, line {line} is .*separated by spaces"):
+        decentralized.edge_list(tmp_path / "edges.txt", directed)
+
+
+def test_comments_have_their_own_lines_and_a_repeated_edge_is_refused_with_both_lines(tmp_path):
+    path = tmp_path / "edges.txt"
+    path.write_text("\ufeff# a path\n0 1\n  # its end\n\n1 2\n", encoding="utf-8")
+    assert sorted(decentralized.edge_list(path).graphs[0].edges) == [(0, 1), (1, 2)]
+    path.write_text("0 1\n1 0\n1 2\n2 1\n")
+    assert len(decentralized.edge_list(path, directed=True).graphs[0].edges) == 4
+    with pytest.raises(ValueError, match=r"The edge \(0, 1\) is there twice, in the lines 1 and 2"):
+        decentralized.edge_list(path)
+
+
 def test_a_damaged_file_of_edges_raises_only_value_errors(tmp_path):
     path = tmp_path / "edges.txt"
     whole = "".join(f"{i} {(i + 1) % 12} 0.25\n" for i in range(12)).encode()

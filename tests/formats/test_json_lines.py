@@ -76,6 +76,8 @@ GOOD = client("ann", [{"y": 1}])
         ([GOOD, GOOD], "'ann' occurs more than once"),
         ([client("ann", [])], "none of the 1 clients has examples"),
         ([GOOD, '{"client_id": "bob", "train": [{"y": "\\ud800"}]}'], "client 'bob': Feature 'y' has text that is not UTF-8"),
+        ([GOOD, '{"client_id": "bob", "train": [], "train": [{"y": 1}]}'], "line 2: .*key 'train' twice"),
+        ([GOOD, '{"client_id": "bob", "train": [{"y": 1, "y": 2}]}'], "line 2: .*key 'y' twice"),
         ([""], "the file has no lines, so it has no clients"),
     ],
 )

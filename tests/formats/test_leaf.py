@@ -115,6 +115,20 @@ def test_a_file_truncated_anywhere_is_refused(tmp_path, compressed):
             read_leaf(tmp_path / "cut.json").load()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"users": ["a"], "num_samples": [1], "user_data": {"a": {"y": [1], "y": [2]}}}', "client 'a': .*key 'y' twice"),
+        ('{"users": ["b"], "users": ["a"], "num_samples": [1], "user_data": {"a": {"y": [1]}}}', "key 'users' twice"),
+        ('{"users": ["a"], "num_samples": [1], "user_data": {"a": {"y": [1]}, "a": {"y": [2]}}}', "'a'.* twice|more than once"),
+    ],
+)
+def test_a_repeated_key_is_refused(content, message, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(FormatError, match=f"a.json: .*{message}"):
+        read_leaf(tmp_path / "a.json").load()
+
+
 def test_text_after_the_end_is_refused(tmp_path):
     path = leaf_file(tmp_path / "a.json", {"a": {"y": [1]}})
     path.write_text(path.read_text() + " {}")

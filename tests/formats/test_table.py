@@ -154,6 +154,34 @@ def test_invalid_csv_is_refused(tmp_path, lines, message):
         read_table(path, "user").load()
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_missing_value_is_named_with_its_line_in_the_file(compress, tmp_path):
+    content = b'user,x,note\nann,1,"two\nlines"\n\nbob,2,b\nann,,c\n'
+    path = tmp_path / ("a.csv.gz" if compress else "a.csv")
+    path.write_bytes(gzip.compress(content) if compress else content)
+    with pytest.raises(FormatError, match="client 'ann': Feature 'x' has no value in row 1 of the client, line 6 of the file"):
+        read_table(path, "user").load()
+    path = parquet_file(tmp_path / "a.parquet", user=["ann", "bob", "ann"], y=[1, 2, None])
+    with pytest.raises(FormatError, match="row 1 of the client, row 2 of the file"):
+        read_table(path, "user").load()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "user;x\nann;1\n", "separated by ';', and this reader expects commas"),
+        ("a.csv", "user;x\nann;1,5\nbob;2\n", "separated by ';', and this reader expects commas"),
+        ("a.csv", "user\tx\nann\t1\n", "separated by '\\\\t', .*suffix .tsv"),
+        ("a.tsv", "user,x\nann,1\n", "separated by ',', and this reader expects tabs"),
+        ("a.csv", 'user,x\n"a\nb",1\n\nbob,2,3\n', "line 5: Expected 2 columns, got 3"),
+    ],
+)
+def test_another_separator_and_the_line_of_a_wrong_row_are_named(name, content, message, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FormatError, match=f"{name}: {message}|{name}: .*{message}"):
+        read_table(tmp_path / name, "user").load()
+
+
 def test_a_label_of_another_type_is_refused_wherever_it_is(tmp_path):
     """In the first block it makes the column text, and later it is a conversion error; with a given dtype both are refused."""
     path = csv_file(tmp_path / "near.csv", "user,y", "a,1", "b,two")

@@ -170,6 +170,9 @@ def test_traces_from_csv_and_json_are_equal(tmp_path):
         ("client,speed\nann,1\n", "line 2 has the unknown column 'speed': the columns are client, online"),
         ("online\n0-60\n", "line 2 has no client id"),
         ("client,online\nann,0-1\nann,0-1\n", "line 3 repeats client 'ann'"),
+        ("client,online,seconds_per_step\nann,0-1,2\nbob,0-1\n", "line 3: .* got 2 for 3 names"),
+        ("client,online\nann,0-1,2\n", "line 2: .* got 3 for 2 names"),
+        ("client,upload_rate,upload_rate\nann,1,2\n", "different names, got 'upload_rate' 2 times"),
     ],
 )
 def test_wrong_traces_are_errors(tmp_path, text, match):
@@ -181,6 +184,15 @@ def test_wrong_traces_are_errors(tmp_path, text, match):
 def test_wrong_json_traces_are_errors(tmp_path):
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         systems.Traces.read(write(tmp_path, '{"client": "a"}\n{', "traces.jsonl"))
+    text = '{"client": "a"}\n{"client": "b", "online": [[0, 1]], "online": [[2, 3]]}'
+    with pytest.raises(ValueError, match="line 2 has the key 'online' a second time"):
+        systems.Traces.read(write(tmp_path, text, "traces.jsonl"))
+    for client in ("null", "true", "[1]"):
+        with pytest.raises(ValueError, match="line 1 has no client id"):
+            systems.Traces.read(write(tmp_path, f'{{"client": {client}}}', "traces.jsonl"))
+    for value in ("true", "1" + "0" * 400, '"1"'):
+        with pytest.raises(ValueError, match="'a' has seconds_per_step="):
+            systems.Traces.read(write(tmp_path, f'{{"client": "a", "seconds_per_step": {value}}}', "traces.jsonl"))
     with pytest.raises(ValueError, match="line 1 is not an object"):
         systems.Traces.read(write(tmp_path, "[1]", "traces.jsonl"))
     with pytest.raises(ValueError, match="interval 3: expected two numbers"):

@@ -172,6 +172,8 @@ def test_schedule_is_read_as_it_was_written(tmp_path):
         ('{"faults": [{"dispatch": 1, "failure": 1.5}]}', "0 <= failure <= 1"),
         ('{"faults": [{"dispatch": 1}, {"dispatch": 1}]}', "dispatch 1 is given twice"),
         ('{"outage": []}', "outage"),
+        ('{"faults": [],\n "faults": [{"dispatch": 1}]}', "line 2 has the key 'faults' a second time"),
+        ('{"outages": [[0, 1' + "0" * 400 + "]]}", "sorted, disjoint, finite and not empty"),
         ('{"outages": [[5, 4]]}', "sorted, disjoint, finite and not empty"),
     ],
 )

@@ -47,6 +47,8 @@ def test_an_archive_of_one_file_is_read(tmp_path, text, expected):
         (b"", 1, "has only 0 words"),
         (b'{"the": 9', 1, "not a JSON object"),
         (b'{"the": "many"}', 1, "not a JSON object"),
+        (b'{"the": 9, "to": 3,\n"the": 1}', 1, "line 2 has the key 'the' a second time"),
+        (b'{"the": 9,\n"\xff": 3}', 1, "line 2 is not UTF-8"),
     ],
 )
 def test_files_of_another_form_are_refused(tmp_path, content, size, message):

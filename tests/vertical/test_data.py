@@ -172,6 +172,13 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         ("id,x,x\n1,0,0\n", {}, "Expected columns of t.csv.gz to have different names, got 'x' 2 times"),
         ("id,x\n1\n", {}, "Expected t.csv.gz to have a line of names and rows with as many values"),
         ("", {}, "Expected t.csv.gz to have a line of names"),
+        ("id,x\n1,2\n\n3\n", {}, "t.csv.gz, line 4: Expected t.csv.gz to have"),
+        ("id,x\n1,2\n3,\n", {}, "got '' for id '3', .*t.csv.gz, line 3"),
+        ("id,x\n1,2\n3,inf\n", {}, "in column 'x', got NaN or infinity for id '3', .*t.csv.gz, line 3"),
+        ("id,x\n1,2\n3,4\n1,5\n", {}, "got the id '1' in the lines 2, 4 of .*t.csv.gz"),
+        ("id;x\n1;2\n", {}, "t.csv.gz: Expected ids to be a column .*it seems to be separated by ';'"),
+        ("id;x\n1;2,5\n", {}, "t.csv.gz, line 2: .*it seems to be separated by ';'"),
+        ("id,x\n1,1e300\n", {}, "t.csv.gz: Expected numbers in column 'x' between"),
     ],
 )
 def test_wrong_tables_are_refused(text, options, message, tmp_path):

@@ -35,6 +35,7 @@ import optax
 from fedsim import datasets, metrics, models
 from fedsim.algorithms import FedAvg, QFedAvg
 from fedsim.data import Batches, FederatedData
+from fedsim.datasets._archive import read_arrays
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import train
 from fedsim.experiment.reproductions._reproduction import (
@@ -107,8 +108,7 @@ def svm(features: int, penalty: float) -> Model:
 def vehicle(request: Request, seed: int) -> tuple[FederatedData, FederatedData]:
     """Returns the training and test data of ``vehicle*.npz``: ``x float32 [n, 100]``, ``y [n]`` of 1 and -1, ``client [n]``."""
     path = request.file("vehicle_sensor", "vehicle*.npz", "the examples of the vehicle sensors (arrays x, y, client)")
-    with np.load(path, allow_pickle=False) as stored:
-        x, y, client = (stored[name] for name in ("x", "y", "client"))
+    x, y, client = read_arrays(path, "x", "y", "client")
     draw, splits = np.random.default_rng(seed), ({}, {})  # type: tuple[Any, Any]
     for device in np.unique(client):
         rows = draw.permutation(np.flatnonzero(client == device))

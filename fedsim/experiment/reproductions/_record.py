@@ -6,12 +6,13 @@ import dataclasses
 import fnmatch
 import json
 import math
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.data._atomic_write import atomic_write
+from fedsim.data._text_files import read_json
 from fedsim.experiment.reproductions._machine import machine
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request
 from fedsim.names import did_you_mean
@@ -116,12 +117,13 @@ def read(path: Path, name: str | None = None) -> list[Record]:
     if not path.exists():
         return []
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json(path)
         stored_name, rows = stored["name"], stored["rows"]
         for row in rows:
             row["id"], row["case"], row["measure"], row["reduced"], row["seeds"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not a file of a reproduction. Choose another file with --out.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f" ({error})" if isinstance(error, ValueError) else ""
+        raise ValueError(f"{path} is not a file of a reproduction{reason}. Choose another file with --out.") from None
     if name is not None and stored_name != name:
         raise ValueError(f"{path} belongs to the reproduction {stored_name!r}, not {name!r}. Choose another file with --out.")
     return rows
@@ -146,10 +148,8 @@ def _write(path: Path, reproduction: Reproduction, rows: Sequence[Record]) -> No
     ordered = sorted(rows, key=lambda row: order.index(row["id"]) if row["id"] in order else len(order))
     stored = {"name": reproduction.name, "title": reproduction.title, "paper": reproduction.paper, "rows": ordered}
     text = json.dumps(_plain(stored), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as temporary:
-        temporary.write(text)
-    os.chmod(temporary.name, 0o644)  # temporary files are readable only by their owner
-    os.replace(temporary.name, path)
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:

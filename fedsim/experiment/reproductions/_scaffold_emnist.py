@@ -25,6 +25,7 @@ import optax
 from fedsim import models
 from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
+from fedsim.datasets._archive import read_arrays
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._curve import Curve, search_rate, train
 from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
@@ -62,8 +63,8 @@ def partition_by_similarity(labels: np.ndarray, *, clients: int, percent: int, s
 def load(request: Request, percent: int, seed: int) -> tuple[FederatedData, FederatedData]:
     """Returns training and test data of ``emnist_byclass*.npz``, with ``x uint8 [n, 28, 28]`` and ``y [n]``."""
     path = request.file("emnist_byclass", "emnist_byclass*.npz", "EMNIST by class (arrays x, y)")
-    with np.load(path, allow_pickle=False) as stored:
-        columns = {"x": stored["x"][..., np.newaxis], "y": stored["y"].astype(np.int32)}
+    x, y = read_arrays(path, "x", "y")
+    columns = {"x": x[..., np.newaxis], "y": y.astype(np.int32)}
     order = np.random.default_rng(0).permutation(len(columns["y"]))  # the same test images for every seed
     held_out = len(order) // 5
     test, train_columns = ({n: column[rows] for n, column in columns.items()} for rows in (order[:held_out], order[held_out:]))

@@ -8,13 +8,10 @@ with are no paper's: they are those of scikit-learn's logistic regression with C
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import gzip
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import haiku as hk
@@ -25,6 +22,8 @@ import optax
 
 from fedsim import metrics, rng
 from fedsim.compressors import UniformQuantizer
+from fedsim.data import FormatError
+from fedsim.data._text_files import read_csv, read_text
 from fedsim.evaluation import evaluate
 from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.model import Model, Params
@@ -120,9 +119,11 @@ def _adult(request: Request) -> Splits:
     rows: list[list[str]] = []
     sizes = []
     for split in ("data", "test"):
-        with _opened(request.file(_FOLDER, f"adult.{split}*", "Adult of UCI")) as file:
-            _, *these = csv.reader(file, skipinitialspace=True)
-        rows += these
+        path = request.file(_FOLDER, f"adult.{split}*", "Adult of UCI")
+        _, *these = ((place, row) for place, row in read_csv(read_text(path), path) if row)
+        if wrong := next((place for place, row in these if len(row) != 15), None):
+            raise FormatError(f"{wrong} does not have the 15 values of Adult: download the file again.")
+        rows += [row for _, row in these]
         sizes.append(len(these))
     *columns, labels = (np.array(column) for column in zip(*rows, strict=True))
     encoded = [_encoded(column, sizes[0]) for column in columns]
@@ -144,17 +145,20 @@ def _a9a(request: Request) -> Splits:
     """Returns a9a, the binary features of Adult: 1 to 67 at A, 68 to 123 at B."""
     tables = []
     for name in ("a9a", "a9a.t"):
-        with _opened(request.file(_FOLDER, f"{name}.gz", "a9a of LIBSVM")) as file:
-            lines = [line.split() for line in file]
-        x = np.zeros([len(lines), 123])
-        for row, (_, *entries) in enumerate(lines):
-            x[row, [int(entry.partition(":")[0]) - 1 for entry in entries]] = 1
-        tables.append((x, np.array([float(line[0]) > 0 for line in lines], np.int32)))
+        path = request.file(_FOLDER, f"{name}.gz", "a9a of LIBSVM")
+        lines = [line.split() for line in read_text(path).splitlines()]
+        x, y = np.zeros([len(lines), 123]), np.zeros(len(lines), np.int32)
+        for row, line in enumerate(lines):
+            try:
+                columns = [int(entry.partition(":")[0]) for entry in line[1:]]
+                y[row] = float(line[0]) > 0
+            except (ValueError, IndexError):
+                columns = [0]
+            if columns and not 1 <= min(columns) <= max(columns) <= 123:
+                raise FormatError(f"{path}, line {row + 1} has no label and features from 1 to 123: download the file again.")
+            x[row, np.array(columns, int) - 1] = 1
+        tables.append((x, y))
     return _two_parties(67, tables)
-
-
-def _opened(path: Path) -> Any:
-    return gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="")
 
 
 @functools.cache
