@@ -24,6 +24,7 @@ from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
 from fedsim.experiment._folder import stored_run
+from fedsim.experiment._longer import change_rounds
 from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._replay import RunRound
 from fedsim.experiment._sweep import is_sweep
@@ -37,7 +38,7 @@ usage: fedsim COMMAND ...
   run [OPTIONS]      train and evaluate, and write the results to a run folder; `fedsim run --help` lists the options;
                      --client-learning-rate 0.01,0.1 --seeds 3 runs every combination
   plan [OPTIONS]     print what a round of such a run costs (messages, computation, memory, time), without running one
-  resume FOLDER      continue a run or a sweep that was stopped
+  resume FOLDER      continue a run or a sweep that was stopped; with --rounds N until round N, also if it was finished
   replay FOLDER --round R --client C
                      run one client's round of a run again, alone and in plain Python, for prints and a debugger
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
@@ -206,15 +207,21 @@ def _resume(arguments: list[str]) -> int:
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
     stored = experiment.read_sweep(folder) or experiment.read_config(folder)
-    config, _ = stored_run(folder, stored)
-    options = _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
+    stored_run(folder, stored)
+    options = {"rounds": _ROUNDS} | _options(Settings, stored["settings"], leave_out=["folder"]) | {"trust": _TRUST}
     if "seeds" in stored:
         options["how"] = _HOW._replace(default=stored.get("how"))
     chosen = _tyro(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {_RUNS_CODE}")
     if not chosen.pop("trust"):
         check_trusted(folder, stored)
-    how = chosen.pop("how", None)
-    return _train(config, Settings(**chosen, folder=folder), stored.get("varied", {}), stored.get("seeds"), how)
+    how, rounds = chosen.pop("how", None), chosen.pop("rounds")
+    settings = Settings(**chosen, folder=folder)
+    if rounds is not None:
+        _use_devices(settings)
+        change_rounds(folder, rounds, settings)
+        stored = experiment.read_sweep(folder) or experiment.read_config(folder)
+    config, _ = stored_run(folder, stored)
+    return _train(config, settings, stored.get("varied", {}), stored.get("seeds"), how)
 
 
 def _replay(arguments: list[str]) -> int:
@@ -377,7 +384,7 @@ _HOW = _Option(
 _RESUME = f"""\
 usage: fedsim resume FOLDER [OPTIONS]
 
-Continue the run or the sweep in FOLDER with the configuration that is stored there.
+Continue the run or the sweep in FOLDER with the configuration that is stored there; with --rounds N until round N.
 {textwrap.fill(_RUNS_CODE, 100)}
 `fedsim resume FOLDER --help` lists the options."""
 
@@ -391,6 +398,13 @@ usage: fedsim replay FOLDER --round R [--client C] [OPTIONS]
 
 {textwrap.fill(_REPLAY_ABOUT, 100)}
 Without --client, list the clients of the round. `fedsim replay FOLDER --help` lists the options."""
+_ROUNDS = _Option(
+    "training",
+    int | None,
+    None,
+    "New number of rounds. The result is that of a run that had this number from the start. It is refused where this is not "
+    "possible, for example because the learning rate depends on the number.",
+)
 _ROUND = _Option("", int, dataclasses.MISSING, "The round, from 1 as in metrics.jsonl.")
 _CLIENT = _Option(
     "", str | None, None, "Id of a client, or its position in the population; default: list the clients of the round."

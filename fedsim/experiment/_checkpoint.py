@@ -19,7 +19,7 @@ from fedsim.data._atomic_write import sync_folder
 from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.data._text_files import read_json
-from fedsim.execution import ClientTable
+from fedsim.execution import ClientTable, FederatedState
 from fedsim.experiment._disk import replace_text, sync_files, writing
 
 State = Any
@@ -131,7 +131,7 @@ class Checkpoints:
           ValueError: the state has other leaves, shapes or dtypes than ``like``, which are named; or the checkpoint is damaged.
           OSError: a file of the checkpoint cannot be read.
         """
-        return self._restored(from_leaves(*_as_saved(self._read(round), like)), like, separate_rows=separate_rows)
+        return self._restored(from_leaves(*_as_saved(self._read(round), like, round)), like, separate_rows=separate_rows)
 
     def newest(self, like: State, *, separate_rows: bool = False, until: int | None = None) -> tuple[State, int] | None:
         """Returns the newest state that can be read and its round; None if there is no checkpoint.
@@ -153,7 +153,7 @@ class Checkpoints:
             except (OSError, ValueError) as error:
                 warnings.warn(f"The checkpoint of round {round} is damaged and skipped: {error}.", stacklevel=2)
                 continue
-            saved = from_leaves(*_as_saved(leaves, like))
+            saved = from_leaves(*_as_saved(leaves, like, round))
             try:
                 state = self._restored(saved, like, separate_rows=separate_rows)
             except FormatError as error:
@@ -225,7 +225,7 @@ class Checkpoints:
         """Protects the rows of checkpoints that were not loaded."""
         for round in rounds if self._file else ():
             try:
-                state = self._restored(from_leaves(*_as_saved(self._read(round), like)), like, read=False)
+                state = self._restored(from_leaves(*_as_saved(self._read(round), like, round)), like, read=False)
             except (OSError, ValueError):
                 continue  # It cannot be read now. If it can be later, the checksums show which of its rows were overwritten.
             self._referenced[round] = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
@@ -239,8 +239,12 @@ def _saved(leaf: Any) -> Any:
     return SavedRows(leaf.index, leaf.store.checksums(leaf.index)) if is_rows(leaf) else leaf
 
 
-def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
-    """Returns the arguments of `from_leaves`: in ``like``, `ClientRows` become what the checkpoint holds for them."""
+def _as_saved(leaves: Leaves, like: State, round: int) -> tuple[Leaves, State]:
+    """Returns the arguments of `from_leaves`: in ``like``, `ClientRows` become what the checkpoint holds for them.
+
+    A run that was continued with another number of rounds may keep another number of earlier models than when the checkpoint was
+    written.
+    """
 
     def saved(path: Any, leaf: Any) -> Any:
         if not is_rows(leaf):
@@ -253,7 +257,21 @@ def _as_saved(leaves: Leaves, like: State) -> tuple[Leaves, State]:
         clients = leaves.get(f"{name}.index", leaf.index).shape[0]
         return SavedRows(*(jax.ShapeDtypeStruct((clients,), dtype) for dtype in (np.int64, np.uint32)))
 
+    past = jax.tree.leaves(like.past) if isinstance(like, FederatedState) else []
+    if past:
+        kept = past[0].shape[0]
+        leaves = {name: _with_rounds(leaf, kept, round) if name.startswith(".past") else leaf for name, leaf in leaves.items()}
     return leaves, jax.tree_util.tree_map_with_path(saved, like, is_leaf=is_rows)
+
+
+def _with_rounds(past: np.ndarray, kept: int, round: int) -> np.ndarray:
+    """Returns what was sent in the rounds before ``round``, as `fedsim.Staleness` keeps that of ``kept`` rounds."""
+    if len(past) == kept:
+        return past
+    resized = np.zeros((kept, *past.shape[1:]), past.dtype)
+    sent = np.arange(max(0, round - min(kept, len(past))), round)
+    resized[sent % kept] = past[sent % len(past)]
+    return resized
 
 
 def to_leaves(state: State) -> Leaves:

@@ -179,7 +179,7 @@ def run(
     return Result(
         state=current.state,
         round=position,
-        evaluation=current.evaluation if start < rounds else current.evaluate(),
+        evaluation=current.evaluation or current.evaluate(),
         history=log.history,
         folder=current.paths.path if current.paths else None,
         interrupted=stopped_by,

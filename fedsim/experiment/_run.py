@@ -122,7 +122,7 @@ class Run:
             checkpoints = None
         self.state, self.position = newest_state(algorithm, first, checkpoints)
         with self.write_errors():
-            self.log = RunLog(self.paths, self.position, checkpoints, callbacks)
+            self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated)
             try:
                 self.state = checkpoints.with_row_file(self.state) if checkpoints else self.state
             except BaseException:
@@ -133,6 +133,10 @@ class Run:
         for line in self.log.history:
             self.monitor.add(line)
         self._diverged = False
+        last = [line for line in self.log.history if line["round"] == rounds and "seconds" not in line]
+        if self.position == rounds and self._compute_scores and not last:  # It is lost, or the run had more rounds before.
+            with self.write_errors():
+                self._write_evaluation(rounds, self.state)
         boundaries = [rounds, *([evaluate_every] if self._compute_scores else [])]
         self.lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
 
@@ -164,11 +168,10 @@ class Run:
         measured = round_lines(infos, stop - length, length, seconds / members)
         measured = [{**line, **cohort.measures} for line, cohort in zip(measured, dispatch.cohorts, strict=True)]
         self.log.write(measured, dispatch.state)
-        if self._compute_scores and (stop % self._evaluate_every == 0 or stop == self.rounds):
+        if self._compute_scores and self._is_evaluated(stop):
             if self._evaluation_waits:
                 jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
-            self.evaluation = self._compute_scores(dispatch.state)
-            self.log.write([evaluation_line(self.evaluation, stop)], dispatch.state)
+            self._write_evaluation(stop, dispatch.state)
         self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)
         for line in self.log.history[lines:]:
             self.monitor.add(line)
@@ -179,6 +182,14 @@ class Run:
     def evaluate(self) -> Scores | None:
         """Returns the evaluation of the current state; None if the run has no evaluation."""
         return self._compute_scores(self.state) if self._compute_scores else None
+
+    def _is_evaluated(self, round: int) -> bool:
+        return round % self._evaluate_every == 0 or round == self.rounds
+
+    def _write_evaluation(self, round: int, state: State) -> None:
+        assert self._compute_scores
+        self.evaluation = self._compute_scores(state)
+        self.log.write([evaluation_line(self.evaluation, round)], state)
 
     def save(self, dispatch: Dispatch) -> None:
         """Writes a checkpoint of the state after a dispatch that is finished, unless there is one."""

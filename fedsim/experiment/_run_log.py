@@ -32,6 +32,7 @@ class RunLog:
         deleted.
       checkpoints: None writes no checkpoints.
       callbacks: functions that are called with every line.
+      evaluated: whether the run has an evaluation after a round.
 
     Attributes:
       history: all lines of the run, including those of earlier processes.
@@ -39,7 +40,12 @@ class RunLog:
     """
 
     def __init__(
-        self, paths: RunFolder | None, start: int, checkpoints: Checkpoints | None, callbacks: Sequence[Callback]
+        self,
+        paths: RunFolder | None,
+        start: int,
+        checkpoints: Checkpoints | None,
+        callbacks: Sequence[Callback],
+        evaluated: Callable[[int], bool],
     ) -> None:
         self.history: list[Line] = []
         self.written: list[str] = []
@@ -49,7 +55,7 @@ class RunLog:
         self._lock = lock(paths.path) if paths else None
         if paths:
             try:
-                self._open(paths, start)
+                self._open(paths, start, evaluated)
             except BaseException:
                 self.close()
                 raise
@@ -59,8 +65,8 @@ class RunLog:
             self._update_best(line, None)
         self._saved, self._saved_at = start, time.monotonic()
 
-    def _open(self, paths: RunFolder, start: int) -> None:
-        self._file = MetricsFile(paths.metrics, keep_rounds=start)
+    def _open(self, paths: RunFolder, start: int, evaluated: Callable[[int], bool]) -> None:
+        self._file = MetricsFile(paths.metrics, start, evaluated)
         self.history = list(self._file.history)
         self.written = [f"{paths.path}/", "  config.json, metrics.jsonl"]
         try:

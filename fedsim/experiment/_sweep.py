@@ -126,15 +126,10 @@ def sweep(
     if "seed" in varied:
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
-    members = [
-        SweepMember(setting=setting, seed=seed, folder=folder)
-        for setting, seed in itertools.product(listed_settings(varied), chosen_seeds)
-    ]
-    members = [dataclasses.replace(member, folder=folder / member.name) for member in members]
-    configs = [_config_of(config, member) for member in members]
+    members = members_of(folder, config, varied, chosen_seeds)
     jobs = [
         _Job(member, own, experiment, dataclasses.replace(settings, folder=str(member.folder)))
-        for member, own, experiment in zip(members, configs, build_members(configs, settings), strict=True)
+        for (member, own), experiment in zip(members, build_members([own for _, own in members], settings), strict=True)
     ]
     for job in jobs:
         with named(job.member.name):
@@ -158,9 +153,31 @@ def sweep(
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
             f"{result.table()}\n\nwall time  {time.perf_counter() - began:.1f} s\nwritten    {folder}/\n"
-            f"             {_FILE}, members.csv, table.txt\n             {len(members)} run folders: {members[0].name}/, ..."
+            f"             {_FILE}, members.csv, table.txt\n             {len(members)} run folders: {members[0][0].name}/, ..."
         )
     return result
+
+
+def members_of(
+    folder: str | Path, config: RunConfig, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int]
+) -> list[tuple[SweepMember, RunConfig]]:
+    """Returns the members of a sweep, each with its own configuration.
+
+    >>> [(member, own)] = members_of("s", RunConfig(), {"clip": [0.5]}, [3])
+    >>> member.name, own.clip, own.seed
+    ('clip=0.5,seed=3', 0.5, 3)
+    """
+    members = [
+        SweepMember(setting=setting, seed=seed, folder=Path(folder))
+        for setting, seed in itertools.product(listed_settings(varied), seeds)
+    ]
+    members = [dataclasses.replace(member, folder=member.folder / member.name) for member in members]
+    return [(member, _config_of(config, member)) for member in members]
+
+
+def sweep_file(folder: str | Path) -> Path:
+    """Returns the path of ``sweep.json``."""
+    return Path(folder) / _FILE
 
 
 def is_sweep(folder: str | Path) -> bool:
@@ -169,7 +186,7 @@ def is_sweep(folder: str | Path) -> bool:
     >>> is_sweep("no such folder")
     False
     """
-    return (Path(folder) / _FILE).exists()
+    return sweep_file(folder).exists()
 
 
 def read_sweep(folder: str | Path) -> dict[str, Any] | None:
@@ -181,7 +198,7 @@ def read_sweep(folder: str | Path) -> dict[str, Any] | None:
     >>> read_sweep("no such folder") is None
     True
     """
-    path = Path(folder) / _FILE
+    path = sweep_file(folder)
     if not is_sweep(folder):
         return None
     try:
@@ -236,7 +253,7 @@ def _initialize(
         new["signature"] = signed
     # A sweep continues as it began, so that it ends with the same bits.
     how = chosen_way(how or (stored or {}).get("how"))
-    replace_text(folder / _FILE, json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+    replace_text(sweep_file(folder), json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
     return how
 
 

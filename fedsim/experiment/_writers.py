@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ class MetricsFile:
     If lines cannot be read, or rounds until ``keep_rounds`` are missing, a warning says which. The file is then kept under
     another name, ``metrics.jsonl.damaged``, and the lines that can be read stay.
 
+    Args:
+      path: the file.
+      keep_rounds: the number of finished rounds.
+      evaluated: whether the run has an evaluation after a round. Evaluations after other rounds are deleted: there is one after
+        the last round of a run that was continued with more rounds.
+
     Attributes:
       history: the lines that were in the file when it was opened.
 
@@ -34,14 +41,14 @@ class MetricsFile:
     [{'round': 1, 'seconds': 0.5}]
     """
 
-    def __init__(self, path: Path, keep_rounds: int) -> None:
+    def __init__(self, path: Path, keep_rounds: int, evaluated: Callable[[int], bool] = lambda round: True) -> None:
         lines, damaged = _read(path)
-        self.history = [line for line in lines if line["round"] <= keep_rounds]
+        kept = (line for line in lines if line["round"] <= keep_rounds)
+        self.history = [line for line in kept if "seconds" in line or evaluated(line["round"])]
         text = "".join(map(_encode, self.history))
         missing = sorted(set(range(1, keep_rounds + 1)) - {line["round"] for line in self.history if "seconds" in line})
         if damaged or missing:
-            kept = _keep_damaged(path, text)
-            warnings.warn(_problem(path, damaged, missing) + kept, stacklevel=6)
+            warnings.warn(_problem(path, damaged, missing) + _keep_damaged(path, text), stacklevel=6)
         replace_text(path, text)
         self._path = path
 
