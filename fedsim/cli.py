@@ -23,12 +23,13 @@ from fedsim import _datasets_command, _reproduce_command, algorithms, checks, da
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
-from fedsim.experiment._folder import stored_run
+from fedsim.experiment._config import fields_that_name
+from fedsim.experiment._folder import stored_run, warn_of_changed_code
 from fedsim.experiment._longer import change_rounds
 from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._replay import RunRound
 from fedsim.experiment._sweep import is_sweep
-from fedsim.experiment._trust import CODE_FIELDS, check_trusted
+from fedsim.experiment._trust import check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
 from fedsim.planning._plan import duration
 
@@ -171,8 +172,9 @@ def _configured(
     if chosen.origin:
         stored_run(chosen.origin, stored)
     if chosen.origin and not chosen.trust:
-        replaced = [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)]
-        check_trusted(chosen.origin, stored, [field for field in CODE_FIELDS if field not in replaced])
+        check_trusted(chosen.origin, stored, [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)])
+    if chosen.origin:
+        warn_of_changed_code(chosen.origin, stored)
     base, previous = stored["config"], {**stored["settings"], "folder": None}
     dataset = absolute(chosen.dataset or base.get("dataset", "digits"))
     algorithm = absolute(chosen.algorithm or base.get("algorithm", "fedavg"))
@@ -315,7 +317,7 @@ def _parse(
             f"Expected several values of an option or --seeds with --how, got --how {how} for a single run: leave it out."
         )
     general = {field.name: chosen[field.name] for field in dataclasses.fields(RunConfig) if field.name in chosen}
-    for name in ("dataset", "algorithm", "model"):
+    for name in fields_that_name("code"):
         if general.get(name):
             general[name] = absolute(general[name])
     if general.get("data"):

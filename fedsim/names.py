@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,28 +144,32 @@ def check_options(
             )
 
 
-def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], **options: Any) -> T:
+def make(kind: str, text: str, known: Mapping[str, Callable[..., T]], expected: Any, **options: Any) -> T:
     """Calls the factory that ``text`` names, such as ``"name(option=value)"`` or ``"FILE.py:NAME"``, and returns the result.
 
     Args:
       kind: the kind of object, for error messages.
-      text: the factory's name in ``known``, or a reference for `import_reference`, with or without options in parentheses.
+      text: the factory's name in ``known``, or a reference for `import_factory`, with or without options in parentheses.
       known: the registered factories.
+      expected: the class of the result.
       **options: further options, which take precedence over those in ``text``.
 
     Raises:
-      ValueError: there is no such factory; an option is unknown; a required option is missing.
+      ValueError: there is no such factory; it makes objects of another class; an option is unknown; a required one is missing.
 
-    >>> make("size", "mean(first=1)", {"mean": lambda first, second=3: (first + second) / 2})
+    >>> make("size", "mean(first=1)", {"mean": lambda first, second=3: (first + second) / 2}, float)
     2.0
     """
     name, given = parse_call(text)
     options = given | options
-    factory = import_reference(name) if ":" in name else look_up(kind, name, known)
+    factory = import_factory(kind, name, expected) if ":" in name else look_up(kind, name, known)
     check_options(kind, name, factory, options)
     if missing := sorted(required(factory) - set(options)):
         raise ValueError(f"The {kind} {name!r} needs the option {missing[0]}: write {name}({missing[0]}=...).")
-    return factory(**options)
+    made = factory(**options)
+    if not isinstance(made, expected):
+        raise ValueError(f"The {kind} {name!r} must be a {expected.__name__}, got {type(made).__name__}: return one.")
+    return made
 
 
 def required(function: Callable[..., Any]) -> set[str]:
@@ -175,6 +180,72 @@ def required(function: Callable[..., Any]) -> set[str]:
     """
     parameters = inspect.signature(function).parameters.values()
     return {p.name for p in parameters if p.default is p.empty and p.kind not in VARIABLE}
+
+
+def import_factory(kind: str, reference: str, expected: type) -> Callable[..., Any]:
+    """Imports a class or a function that makes objects of a class, and nothing that does something else when it is called.
+
+    A class must be a subclass of ``expected``. A function in ``FILE.py`` may be any; a function in a module, which may be one
+    of Python's own, must name ``expected`` in its return annotation, itself or as the elements of a mapping or sequence.
+
+    Args:
+      kind: the kind of object, for error messages.
+      reference: ``FILE.py:NAME`` or ``MODULE:NAME``.
+      expected: the class of what it makes.
+
+    Raises:
+      ValueError: the object does not exist, or it is none of these.
+
+    >>> import_factory("model", "os:system", int)
+    Traceback (most recent call last):
+    ...
+    ValueError: The model 'os:system' is no class derived from int and no function that is annotated to return one: \
+give FILE.py:FUNCTION, or write -> int.
+    """
+    factory = import_reference(reference)
+    if isinstance(factory, type):
+        fits = issubclass(factory, expected)
+    elif reference.rpartition(":")[0].endswith(".py"):
+        fits = callable(factory) and not inspect.isbuiltin(factory)
+    else:
+        returned = typing.get_type_hints(factory).get("return") if inspect.isfunction(factory) else None
+        parts = (returned, typing.get_origin(returned), *typing.get_args(returned))
+        fits = any(isinstance(part, type) and issubclass(part, expected) for part in parts)
+    if not fits:
+        name = expected.__name__
+        raise ValueError(
+            f"The {kind} {reference!r} is no class derived from {name} and no function that is annotated to return one: give "
+            f"FILE.py:FUNCTION, or write -> {name}."
+        )
+    return factory
+
+
+def references(text: str) -> list[str]:
+    """Returns everything in a text that `import_reference` could import: the name itself, and names in the values of options.
+
+    >>> references("buffered(size=3, staleness_weight='mine.py:weight(a=1)')"), references("http://a"), references("tfds:mnist")
+    (['mine.py:weight'], [], ['tfds:mnist'])
+    """
+    if ":" not in text:
+        return []
+    name, options = parse_call(text)
+    found = [name] if re.fullmatch(r".+:\s*\w+\s*", name, re.DOTALL) else []
+    return found + [each for value in texts_in(options) for each in references(value)]
+
+
+def texts_in(value: Any) -> list[str]:
+    """Returns all texts in nested dicts, lists, tuples and sets, keys included.
+
+    >>> texts_in({"a": ["b", {"c": 1}]})
+    ['a', 'b', 'c']
+    """
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for text in texts_in(pair)]
+    if isinstance(value, list | tuple | set | frozenset):
+        return [text for element in value for text in texts_in(element)]
+    return []
 
 
 def import_reference(reference: str) -> Any:
@@ -200,6 +271,16 @@ def import_reference(reference: str) -> Any:
     return getattr(module, attribute)
 
 
+def imported_module(reference: str) -> types.ModuleType | None:
+    """Returns the module that `import_reference` has imported for a reference; None if it has imported none.
+
+    >>> imported_module("fedsim.names:look_up").__name__
+    'fedsim.names'
+    """
+    source = reference.rpartition(":")[0]
+    return sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
+
+
 def absolute(reference: str) -> str:
     """Makes the path in ``FILE.py:NAME`` absolute, and returns other names unchanged.
 
@@ -218,8 +299,12 @@ def _call(text: str) -> ast.Call | None:
     return parsed if isinstance(parsed, ast.Call) and isinstance(parsed.func, ast.Name) else None
 
 
+def _module_name(path: Path) -> str:
+    return f"fedsim_user_{path.stem}"
+
+
 def _load_file(path: Path) -> types.ModuleType:
-    name = f"fedsim_user_{path.stem}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

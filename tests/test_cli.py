@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import fedsim
 from fedsim.cli import main
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
-from fedsim.experiment._trust import signature
+from fedsim.experiment._trust import named_code, signature
 from fedsim.names import make
 
 SMALL = [
@@ -159,7 +160,7 @@ def test_every_example_of_the_help_is_accepted():
         assert len(named) == 3, named
         for example in named:
             options = {"nodes": 16} if field.name == "topology" else {}
-            made = make(field.name, example, _FACTORIES[field.name], **options)
+            made = make(field.name, example, _FACTORIES[field.name], object, **options)
             RunConfig(**{field.name: example})
             if field.name == "aggregator":  # an example may need a larger cohort than the default
                 made.check(np.zeros(2, np.float32), RunConfig().clients)
@@ -501,13 +502,119 @@ def test_a_damaged_configuration_is_one_line(command, content, tmp_path, capsys)
         assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and str(tmp_path) in error
 
 
-@pytest.mark.parametrize("field", ["attack", "synchronization", "client_devices", "upload_rate"])
-def test_a_changed_configuration_is_not_trusted(field, custom_run, tmp_path, capsys):
-    stored = read_config(custom_run)
-    stored["config"][field] = "os:system(command='false')"
-    (custom_run / "config.json").write_text(json.dumps(stored))
-    assert main(["resume", str(custom_run), "--no-progress"]) == 2
-    assert "os:system" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+EVIL = [
+    "{evil}:touch(path={mark!r})",
+    "os:system(command='touch {mark}')",
+    "tfds:{evil}:touch",
+    "tfds:x/../../{evil}:touch(path={mark!r})",
+    "buffered(size=1, concurrency=1, staleness_weight=\"{evil}:touch(path='{mark}')\")",
+]
+PLACES = [
+    *(field.name for field in dataclasses.fields(RunConfig) if field.name not in ("data", "faults", "client_traces")),
+    *(f"hyperparameters, {name}" for name in ("mu", "unknown")),
+    *(f"varied, {name}" for name in ("client_learning_rate", "robust_mixing", "unknown")),
+]
+
+
+def _with_text(place, text, folder):
+    """Returns the content of ``config.json`` and ``sweep.json`` with a text in a field or among the varied values."""
+    part, _, name = place.rpartition(", ")
+    config = dataclasses.asdict(RunConfig(dataset="digits", algorithm="fedprox", rounds=1))
+    varied = {name: [text]} if part == "varied" else {}
+    if not varied:
+        (config["hyperparameters"] if part else config)[name] = text
+    stored = {"config": config, "settings": {"folder": folder}, "population": {}, "signature": "0" * 64}
+    return stored, {**stored, "varied": varied, "seeds": [0]}
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_code_in_any_field_is_found(text):
+    text = text.format(evil="/a/evil.py", mark="x")
+    for place in PLACES:
+        stored, sweep = _with_text(place, text, "runs/a:b")
+        is_data = place == "dataset" and text.startswith("tfds:")
+        assert bool(named_code(sweep)) != is_data, place
+        if not place.startswith("varied"):
+            assert bool(named_code(stored)) != is_data, place
+
+
+@pytest.mark.parametrize("command", [["resume"], ["replay", "--round", "1"], ["run", "--from"], ["plan", "--from"]])
+def test_no_text_of_another_user_s_folder_runs_code(command, tmp_path, capsys):
+    evil, mark, folder = tmp_path / "evil.py", tmp_path / "ran", tmp_path / "run"
+    evil.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntouch = lambda path: open(path, 'w').close()\n")
+    folder.mkdir()
+    for text in EVIL:
+        for place in ("model", "robust_mixing", "topology", "mixing", "hyperparameters, mu", "varied, robust_mixing"):
+            stored, sweep = _with_text(place, text.format(evil=evil, mark=str(mark)), str(folder))
+            (folder / "config.json").write_text(json.dumps(stored))
+            if command[0] == "resume":
+                (folder / "sweep.json").write_text(json.dumps(sweep))
+            elif place.startswith("varied"):
+                continue
+            arguments = [*command, str(folder)] if "--from" in command else [command[0], str(folder), *command[1:]]
+            assert main(arguments) == 2, place
+            assert "--trust" in capsys.readouterr().err and not mark.exists(), place
+
+
+@pytest.mark.parametrize("option", ["robust-mixing", "topology", "aggregator", "model", "dataset", "client-devices", "attack"])
+def test_a_name_of_a_module_gets_only_objects_that_the_field_expects(option, tmp_path, capsys):
+    mark = tmp_path / "ran"
+    arguments = ["--algorithm", "dpsgd"] if option in ("robust-mixing", "topology") else []
+    for text in (f"os:system(command='touch {mark}')", f"shutil:copy(src={__file__!r}, dst={str(mark)!r})"):
+        command = ["run", *arguments, f"--{option}", text, "--rounds", "1", "--folder", str(tmp_path / "r"), "--no-progress"]
+        assert main(command) == 2 and not mark.exists()
+        assert "that is annotated to return one" in capsys.readouterr().err
+
+
+def test_a_function_of_a_module_with_an_annotation_is_called(tmp_path):
+    arguments = ["run", *SMALL, "--rounds", "1", "--no-progress", "--folder", str(tmp_path / "r")]
+    assert (
+        main([*arguments, "--model", "fedsim.models:digits_logistic", "--dataset", "fedsim.datasets._digits:load_digits"]) == 0
+    )
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_run_does_not_continue_with_other_code(custom, tmp_path, capsys):
+    """Neither with another algorithm file, nor with another module that this imports; replay and a new run only say so."""
+    module, folder = tmp_path / "rates_of_a_user.py", tmp_path / "r"
+    module.write_text("FACTOR = 1.0\n")
+    source = custom.read_text()
+    custom.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport rates_of_a_user\n{source}")
+    arguments = ["run", *SMALL, "--algorithm", f"{custom}:Shrinking", "--no-progress", "--folder"]
+    assert main([*arguments, str(folder)]) == 0
+    code = read_config(folder)["code"]
+    assert list(code) == sorted(map(str, (custom.resolve(), module.resolve())))
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+
+    for file in (custom, module):
+        original = file.read_text()
+        file.write_text(original + "\nmore = 1\n")
+        capsys.readouterr()
+        assert main(["resume", str(folder), "--no-progress"]) == 2
+        error = capsys.readouterr().err
+        assert "has changed since the run began" in error and str(file.resolve()) in error and "Restore it" in error
+        assert main(["replay", str(folder), "--round", "1"]) == 0
+        assert f"{file.resolve()}. The present code is used." in capsys.readouterr().err
+        assert main(["run", "--from", str(folder), "--folder", str(tmp_path / file.stem), "--no-progress"]) == 0
+        assert f"{file.resolve()}. The present code is used." in capsys.readouterr().err
+        file.write_text(original)
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+    sys.modules.pop("rates_of_a_user")
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.filterwarnings("always")
+def test_other_versions_are_said_and_kept(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "r")
+    stored = read_config(folder)
+    assert {"fedsim", "python", "jax", "jaxlib", "numpy", "optax", "dm-haiku"} <= stored["versions"].keys()
+    stored["versions"]["optax"] = "0.0.1"
+    (folder / "config.json").write_text(json.dumps(stored))
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+    assert "ran with optax 0.0.1 (now " in capsys.readouterr().err
+    assert [earlier["versions"]["optax"] for earlier in read_config(folder)["earlier"]] == ["0.0.1"]
+    assert main(["resume", str(folder), "--no-progress"]) == 0
+    assert "optax" not in capsys.readouterr().err and len(read_config(folder)["earlier"]) == 1
 
 
 def test_a_configuration_that_names_no_code_needs_no_trust(finished, tmp_path, monkeypatch):
@@ -518,9 +625,9 @@ def test_a_configuration_that_names_no_code_needs_no_trust(finished, tmp_path, m
 
 def test_a_key_that_others_can_read_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
-    config = {"algorithm": "mine.py:Mine"}
+    config = {"config": {"algorithm": "mine.py:Mine"}}
     signed = signature(config)
-    assert signed and signed == signature(config) != signature({"algorithm": "yours.py:Mine"})
+    assert signed and signed == signature(config) != signature({"config": {"algorithm": "yours.py:Mine"}})
     (key,) = tmp_path.glob("run-key-*")
     key.chmod(0o644)
     assert signature(config) is None

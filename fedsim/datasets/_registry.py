@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fedsim.data import FederatedData
 from fedsim.datasets._cache import dataset_folder
-from fedsim.names import VARIABLE, check_options, did_you_mean, import_reference, look_up, parse_call, required
+from fedsim.names import VARIABLE, check_options, did_you_mean, import_factory, import_reference, look_up, parse_call, required
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,6 +191,16 @@ def load(
     return FederatedSplits(**splits, description=description)
 
 
+def is_family(name: str) -> bool:
+    """Returns whether a name is that of a dataset of a registered family, for which nothing is imported.
+
+    >>> is_family("tfds:mnist"), is_family("mine.py:load")
+    (True, False)
+    """
+    prefix, colon, _ = name.partition(":")
+    return bool(colon) and prefix + _FAMILY in _LOADERS
+
+
 class _Found(NamedTuple):
     loader: Loader
     description: Description
@@ -204,7 +214,7 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         raise ValueError(f"The option {twice[0]!r} is given twice, in {text!r} and as an argument: leave one out.")
     options = in_text | dict(options)
     prefix, colon, rest = name.partition(":")
-    if colon and prefix + _FAMILY in _LOADERS:
+    if is_family(name):
         if not rest:
             raise ValueError(f"{text!r} has no name after the colon: write {prefix}{_FAMILY}.")
         loader, description = _LOADERS[prefix + _FAMILY]
@@ -212,6 +222,8 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
     if colon:
         loader = import_reference(name)
+        if not any(loader is known for known, _ in _LOADERS.values()):
+            loader = import_factory("dataset", name, FederatedData)
         if not _takes_folders(loader):
             raise ValueError(
                 f"{name} is not a function with the parameters (data, cache, **options): see fedsim.datasets.register."

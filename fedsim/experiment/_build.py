@@ -13,6 +13,7 @@ import optax
 
 from fedsim import aggregators, algorithms, attacks, compressors, datasets, models, systems
 from fedsim.algorithm import Algorithm
+from fedsim.compressors import Compressor
 from fedsim.data import Batches, FederatedData
 from fedsim.execution._sharing import share_programs
 from fedsim.execution._structure import numbers_of, with_numbers
@@ -141,7 +142,9 @@ def _with_virtual_clock(experiment: Experiment, config: RunConfig) -> Experiment
         experiment.algorithm,
         experiment.sampler,
         rounds=config.rounds,
-        synchronization=make("synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS),
+        synchronization=make(
+            "synchronization", config.synchronization or "synchronous", systems.SYNCHRONIZATIONS, systems.Synchronization
+        ),
         devices=systems.Devices(_law("seconds", config.client_devices or "1"), availability=traces or None, **rates),
         faults=faults
         or systems.Faults(
@@ -164,7 +167,7 @@ def _law(name: str, text: str) -> systems.Law | float:
     try:
         return float(text)
     except ValueError:
-        return make(f"law of {name}", text, systems.LAWS)
+        return make(f"law of {name}", text, systems.LAWS, systems.Law)
 
 
 def _algorithm(
@@ -194,7 +197,7 @@ def _algorithm(
                 f"{cls.__name__} has a compressor of its own, for which error_feedback=True has no meaning: leave it out."
             )
         if config.compressor is not None:
-            given["compressor"] = make("compressor", config.compressor, compressors.COMPRESSORS)
+            given["compressor"] = make("compressor", config.compressor, compressors.COMPRESSORS, Compressor)
         config = dataclasses.replace(config, compressor=None)
     given |= _communication(cls, fields["aggregator"], config) | _graph(cls, config, nodes)
     if "server_optimizer" in given and config.aggregator is not None:
@@ -256,17 +259,19 @@ def _communication(cls: type[Algorithm], field: dataclasses.Field[Any], config: 
         raise ValueError(f"{cls.__name__} aggregates updates in its own way and takes no {' or '.join(given)}. Leave them out.")
     aggregator: Any
     if config.aggregator is not None:
-        aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS)
+        aggregator = make("aggregator", config.aggregator, aggregators.AGGREGATORS, aggregators.Aggregator)
     else:
         own = field.default_factory
         aggregator = own() if callable(own) else field.default
     if config.compressor is not None:
-        compressor = make("compressor", config.compressor, compressors.COMPRESSORS)
+        compressor = make("compressor", config.compressor, compressors.COMPRESSORS, Compressor)
         compressor = compressors.ErrorFeedback(compressor) if config.error_feedback else compressor
         aggregator = aggregators.Compressed(compressor, inner=aggregator)
     if config.clip is not None:
         aggregator = aggregators.Clipped(config.clip, inner=aggregator)
-    downlink = make("compressor", config.downlink, compressors.COMPRESSORS) if config.downlink is not None else None
+    downlink = None
+    if config.downlink is not None:
+        downlink = make("compressor", config.downlink, compressors.COMPRESSORS, Compressor)
     return {"aggregator": aggregator, "downlink": downlink}
 
 
@@ -282,8 +287,10 @@ def _graph(cls: type[Algorithm], config: RunConfig, nodes: int | None) -> dict[s
     from fedsim import decentralized  # imports SciPy and networkx, which other runs need not wait for
 
     default: Any = getattr(cls, "default_topology", "ring")
-    topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, nodes=nodes)
-    robust = config.robust_mixing and make("robust mixing", config.robust_mixing, decentralized.ROBUST_MIXING)
+    topology = make("topology", config.topology or default, decentralized.TOPOLOGIES, decentralized.Topology, nodes=nodes)
+    robust = config.robust_mixing and make(
+        "robust mixing", config.robust_mixing, decentralized.ROBUST_MIXING, decentralized.RobustMixing
+    )
     return {"topology": topology, "robust_mixing": robust} | ({} if config.mixing == "auto" else {"weights": config.mixing})
 
 
@@ -311,7 +318,7 @@ def _sampler(data: FederatedData, config: RunConfig, algorithm: Algorithm) -> Sa
         epochs = config.epochs if config.steps is None else config.steps
         sampler = Stragglers(sampler, fraction=config.stragglers, epochs=epochs, drop=config.drop_stragglers)
     if config.attack is not None:
-        attack = make("attack", config.attack, attacks.ATTACKS)
+        attack = make("attack", config.attack, attacks.ATTACKS, attacks.Attack)
         sampler = Attacked(sampler, attack, fraction=config.attackers, seed=config.seed)
     return sampler
 
@@ -333,7 +340,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
         return look_up("algorithm", name.lower(), {**algorithms.ALGORITHMS, **decentralized.ALGORITHMS})
     cls = import_reference(name)
     if not (isinstance(cls, type) and issubclass(cls, Algorithm)):
-        raise ValueError(f"{name} is not a subclass of fedsim.Algorithm.")
+        raise ValueError(f"{name} is not a subclass of fedsim.Algorithm: give FILE.py:CLASS.")
     return cls
 
 
@@ -376,7 +383,7 @@ def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:
         )
     if not isinstance(name, str):
         return name()
-    return make("model", name, models.MODELS)
+    return make("model", name, models.MODELS, Model)
 
 
 def models_without_arguments() -> list[str]:

@@ -17,8 +17,9 @@ Value = float | int | str | bool | None
 RESUME_COMMAND = "fedsim resume"
 
 
-def _option(default: Any, group: str, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"group": group, "help": text})
+def _option(default: Any, group: str, text: str, names: Literal["code", "file"] | None = None) -> Any:
+    """Returns a field. ``names`` says whether its text may name Python code, which is imported, or a file or folder."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": text, "names": names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +47,19 @@ class RunConfig:
         "digits",
         "data and model",
         "Name of a dataset, 'NAME(option=value)' or FILE.py:FUNCTION; `fedsim datasets` lists the names.",
+        names="code",
     )
     data: str | None = _option(
-        None, "data and model", "Folder with the files of the dataset; by default they are downloaded once."
+        None,
+        "data and model",
+        "Folder with the files of the dataset; by default they are downloaded once.",
+        names="file",
     )
     model: str | None = _option(
-        None, "data and model", "Name of a model, 'NAME(option=value)' or FILE.py:FUNCTION; default: that of the dataset."
+        None,
+        "data and model",
+        "Name of a model, 'NAME(option=value)' or FILE.py:FUNCTION; default: that of the dataset.",
+        names="code",
     )
     labels: float | None = _option(
         None,
@@ -59,7 +67,12 @@ class RunConfig:
         "Fraction of each client's training examples that have a label. Algorithms that need labels (not fixmatch, fedmatch) "
         "then train on these alone; default: all.",
     )
-    algorithm: str = _option("fedavg", "algorithm", "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.")
+    algorithm: str = _option(
+        "fedavg",
+        "algorithm",
+        "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.",
+        names="code",
+    )
     weighting: Literal["examples", "uniform"] = _option(
         "examples", "algorithm", "Weight of a client: its number of examples, or 1."
     )
@@ -70,17 +83,27 @@ class RunConfig:
         None,
         "communication",
         "How updates are aggregated: mean, 'trimmed_mean(trim=0.1)', 'krum(attackers=2)', ...; default: the algorithm's.",
+        names="code",
     )
     compressor: str | None = _option(
-        None, "communication", "How clients compress their updates: 'eden(bits=2)', top_k, qsgd, ...; default: not at all."
+        None,
+        "communication",
+        "How clients compress their updates: 'eden(bits=2)', top_k, qsgd, ...; default: not at all.",
+        names="code",
     )
     error_feedback: bool = _option(False, "communication", "A client adds its compression error to its next update.")
     clip: float | None = _option(None, "communication", "Largest Euclidean norm of an update; longer ones are scaled down.")
-    downlink: str | None = _option(None, "communication", "How the server compresses the parameters that it sends to clients.")
+    downlink: str | None = _option(
+        None,
+        "communication",
+        "How the server compresses the parameters that it sends to clients.",
+        names="code",
+    )
     attack: str | None = _option(
         None,
         "attacks and stragglers",
         "What malicious clients do: sign_flip, 'label_flip(num_classes=10)', a_little_is_enough, ...; default: nothing.",
+        names="code",
     )
     attackers: float = _option(
         0.2, "attacks and stragglers", "Fraction of the population that is malicious, if there is an attack."
@@ -94,6 +117,7 @@ class RunConfig:
         "decentralized learning",
         "The graph of the clients, for algorithms without a server: ring, 'random_regular(degree=4)', one_peer_exponential, "
         "...; default: ring, or a tree if the algorithm needs one.",
+        names="code",
     )
     mixing: str = _option(
         "auto",
@@ -105,32 +129,42 @@ class RunConfig:
         None,
         "decentralized learning",
         "What replaces the weighted mean, against malicious neighbours: 'clipped_mixing(radius=1)', 'trimmed_mixing(trim=1)'.",
+        names="code",
     )
     synchronization: str | None = _option(
         None,
         "virtual clock",
         "When clients start and the server aggregates: 'buffered(size=10, concurrency=30)', 'asynchronous(concurrency=30)', "
         "'stale_synchronous(bound=2)', ...; default: synchronous, or rounds without a clock.",
+        names="code",
     )
     client_devices: str | None = _option(
         None,
         "virtual clock",
         "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...; or "
         "a number; default: 1.",
+        names="code",
     )
     client_traces: str | None = _option(
         None,
         "virtual clock",
         "CSV or JSON file with a line per client: when it is online, and how fast it is where the other options do not count.",
+        names="file",
     )
     client_traces_period: float | None = _option(
         None, "virtual clock", "Seconds after which the times in the traces repeat; default: they do not."
     )
     download_rate: str | None = _option(
-        None, "virtual clock", "Bytes per second that a client receives, a number or a law; default: messages take no time."
+        None,
+        "virtual clock",
+        "Bytes per second that a client receives, a number or a law; default: messages take no time.",
+        names="code",
     )
     upload_rate: str | None = _option(
-        None, "virtual clock", "Bytes per second that a client sends, a number or a law; default: messages take no time."
+        None,
+        "virtual clock",
+        "Bytes per second that a client sends, a number or a law; default: messages take no time.",
+        names="code",
     )
     message_loss: float = _option(
         0.0, "virtual clock", "Probability that a message to or from a client, or between nodes, is lost."
@@ -138,7 +172,10 @@ class RunConfig:
     client_failures: float = _option(0.0, "virtual clock", "Probability that a client fails during its training.")
     client_recovery: float = _option(0.0, "virtual clock", "Seconds after which such a client can be selected again.")
     faults: str | None = _option(
-        None, "virtual clock", "JSON file with the faults of given dispatches, instead of random ones, see FaultSchedule."
+        None,
+        "virtual clock",
+        "JSON file with the faults of given dispatches, instead of random ones, see FaultSchedule.",
+        names="file",
     )
     retries: int = _option(0, "virtual clock", "How often a lost message is sent again.")
     response_timeout: float | None = _option(
@@ -241,7 +278,12 @@ class Settings:
     Jit(lanes=2, memory='auto', deterministic=False, differentiable=False)
     """
 
-    folder: str | None = _option(None, "output", "Run folder; default: runs/DATASET-ALGORITHM-TIME.")
+    folder: str | None = _option(
+        None,
+        "output",
+        "Run folder; default: runs/DATASET-ALGORITHM-TIME.",
+        names="file",
+    )
     checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: about ten seconds.")
     progress: bool = _option(True, "output", "Show a progress bar and a closing table.")
     execution: Literal["auto", "debug", "jit", "pmap"] = _option(
@@ -295,6 +337,16 @@ class Settings:
             return Jit(lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
         kind = Auto if self.execution == "auto" else Pmap
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
+
+
+def fields_that_name(what: Literal["code", "file"]) -> list[str]:
+    """Returns the fields of `RunConfig` and `Settings` whose texts may name Python code, or a file or folder.
+
+    >>> fields_that_name("file")
+    ['data', 'client_traces', 'faults', 'folder']
+    """
+    fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
+    return [field.name for field in fields if field.metadata.get("names") == what]
 
 
 def from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import shutil
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import jax
-
-from fedsim._version import __version__
 from fedsim.data import FormatError
 from fedsim.data._text_files import read_json
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings, from_json
 from fedsim.experiment._disk import is_full, replace_text, writing
+from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._trust import signature
 from fedsim.experiment._writers import read_metrics
+
+_POPULATIONS = ("population", "test population")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +46,32 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def initialize(
-        self, config: Mapping[str, Any], population: Mapping[str, Any], settings: Mapping[str, Any], devices: str
+        self,
+        config: Mapping[str, Any],
+        populations: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        devices: str,
+        code: Mapping[str, str],
     ) -> None:
         """Creates the folder and writes ``config.json``, or checks that an existing folder holds the same run.
 
-        A folder in which no round was finished counts as new: for example, after an error in the first round.
+        A folder in which no round was finished counts as new: for example, after an error in the first round. It is said if
+        packages, settings of JAX or the kind of device are others than those of the rounds before.
+
+        Args:
+          config: identifies the run.
+          populations: what identifies the data, by ``"population"`` and ``"test population"``.
+          settings: how the run is executed, which may change.
+          devices: a text that names the devices.
+          code: the hashes of the user's own code, from `code_of`.
 
         Raises:
           OSError: the folder cannot be written to.
-          ValueError: the folder holds a run of another configuration or population (the differences are named), or is in use.
+          ValueError: the folder holds a run of another configuration, population or code (the differences are named), or is in
+            use.
         """
         # JSON changes values (a tuple becomes a list), which must not count as a difference.
-        run = json.loads(json.dumps({"config": config, "population": population}, default=str))
+        run = json.loads(json.dumps({"config": config, **populations}, default=str))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
@@ -69,28 +83,45 @@ class RunFolder:
             raise OSError(
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}. Choose another folder."
             ) from error
-        versions = {"fedsim": __version__, "jax": jax.__version__, "python": platform.python_version()}
-        stored = {**run, "settings": dict(settings), "devices": devices, "versions": versions}
-        if signed := signature(run["config"]):
+        environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
+        stored = {**run, "settings": dict(settings), **environment, "code": dict(code)}
+        if signed := signature(stored):
             stored["signature"] = signed
-        text = json.dumps(stored, indent=2, default=str)
         with lock(self.path):  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
-                self._compare(run)
-            replace_text(self.config, text + "\n")
+                known = read_config(self.path)
+                self._compare(run, known, code)
+                earlier = {name: known[name] for name in environment if name in known}
+                if self._has_rounds() and earlier and (differences := _differences(earlier, environment)):
+                    warnings.warn(
+                        f"The rounds before in {self.path} ran with {differences}. The other rounds may differ from theirs in "
+                        "the last digits of their numbers.",
+                        stacklevel=4,
+                    )
+                    stored["earlier"] = [*known.get("earlier", []), earlier]
+                elif "earlier" in known:
+                    stored["earlier"] = known["earlier"]
+            replace_text(self.config, json.dumps(stored, indent=2, default=str) + "\n")
 
-    def _compare(self, run: Mapping[str, Any]) -> None:
+    def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
-        stored = read_config(self.path)
         new, old = _entries(run), _entries(stored)
+        # An earlier version of fedsim did not record all that identifies a population.
+        added = new.keys() - old.keys() if "population" in stored else set()
+        unknown = {name for name in added if name.partition(",")[0] in _POPULATIONS}
         differences = [
             f"  {name}: {_show(new, name)} in this run, {_show(old, name)} in the folder"
-            for name in sorted(new.keys() | old.keys())
+            for name in sorted((new.keys() | old.keys()) - unknown)
             if _show(new, name) != _show(old, name)
         ]
-        if not differences:
+        if len(differences) > 1:  # Other features or clients have other examples anyway.
+            differences = [line for line in differences if "examples (hash)" not in line]
+        changed = changed_code(stored.get("code", {}), code)
+        if not differences and not changed:
             return
         if self._has_rounds():
+            if not differences:
+                raise ValueError(f"{code_change(self.path, changed)} Restore it, or start a new run in another folder.")
             version = (
                 "" if "population" in stored else "\nAn earlier version of fedsim wrote it and did not record all of this."
             )
@@ -133,8 +164,10 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     The configuration may name Python code (``FILE.py:CLASS``), which `build` runs: look at a folder that you did not write.
 
     Returns:
-      A mapping with ``config``, ``population``, ``settings``, ``devices`` and ``versions``, and, if the configuration names
-      code, ``signature``, by which ``fedsim resume`` knows whether the same user wrote it.
+      A mapping with ``config``, ``population`` and ``test population``, ``settings``, ``devices``, ``versions`` of packages and
+      the commit of fedsim, ``jax_settings``, ``code`` (hashes of the user's own files), ``earlier`` (devices, versions and
+      settings of rounds that ran with others), and, if the configuration names code, ``signature``, by which ``fedsim resume``
+      knows whether the same user wrote it.
 
     Raises:
       ValueError: the folder has no readable ``config.json``.
@@ -179,9 +212,35 @@ def read_objects(path: Path, *names: str) -> dict[str, Any]:
     return stored
 
 
+def code_change(folder: str | Path, changed: Sequence[str]) -> str:
+    """Returns a sentence about files that have changed since a run used them."""
+    return f"The code of the run in {folder} has changed since the run began: {', '.join(changed)}."
+
+
+def warn_of_changed_code(folder: str | Path, stored: Mapping[str, Any]) -> None:
+    """Warns if the present code is another one than that of the run in a folder."""
+    if changed := changed_code(stored.get("code", {}), {}):
+        warnings.warn(f"{code_change(folder, changed)} The present code is used.", stacklevel=3)
+
+
+def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns the packages, settings and the kind of device that have changed, with their earlier and present values."""
+    flat = [
+        {
+            "devices": run.get("devices", "").rpartition(" ")[2],  # their kind; their number does not affect results
+            **run.get("versions", {}),
+            **run.get("jax_settings", {}),
+        }
+        for run in (earlier, now)
+    ]
+    names = [name for name, value in flat[0].items() if flat[1].get(name) != value]
+    return ", ".join(f"{name} {flat[0][name]} (now {flat[1].get(name)})" for name in names)
+
+
 def _entries(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values that identify a run, by the names under which differences are shown."""
-    return {**run["config"], **{f"population, {name}": value for name, value in run.get("population", {}).items()}}
+    populations = {f"{of}, {name}": value for of in _POPULATIONS for name, value in run.get(of, {}).items()}
+    return {**run["config"], **populations}
 
 
 def _show(config: Mapping[str, Any], name: str) -> str:

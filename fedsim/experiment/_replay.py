@@ -22,7 +22,7 @@ from fedsim.experiment._build import build
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import Settings
 from fedsim.experiment._dispatch import cohorts
-from fedsim.experiment._folder import RunFolder, read_config, stored_run
+from fedsim.experiment._folder import RunFolder, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._run import State, newest_state
 from fedsim.experiment._sweep import is_sweep
 from fedsim.samplers import Sampler
@@ -160,6 +160,7 @@ class RunRound:
             runs = sorted(path.parent.name for path in Path(folder).glob("*/config.json"))
             raise ValueError(f"{folder} holds a sweep: give the folder of one of its runs, in {folder}: {_listed(runs)}.")
         stored = read_config(folder)
+        warn_of_changed_code(folder, stored)
         rounds = stored["config"].get("rounds")
         checks.whole(1, rounds=rounds, remedy=f"restore {RunFolder(Path(folder)).config}")
         checks.whole(1, rounds, round=round, remedy="rounds count from 1, as in metrics.jsonl")

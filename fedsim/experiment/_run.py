@@ -24,11 +24,13 @@ from fedsim.experiment._default_evaluation import Scores, State, default_evaluat
 from fedsim.experiment._disk import WriteError, explained, is_full
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
+from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._identity import describe, population, rows_identity, title
 from fedsim.experiment._lines import evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
+from fedsim.experiment._trust import imported_modules
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
@@ -108,7 +110,10 @@ class Run:
         if self.paths:
             with self.write_errors():
                 recorded = dataclasses.asdict(settings) if settings is not None else {}
-                self.paths.initialize(self._described, population(first.data), recorded, self.devices)
+                compared = {"population": population(first.data)}
+                compared |= {"test population": population(test_data)} if test_data is not None else {}
+                code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
+                self.paths.initialize(self._described, compared, recorded, self.devices, code)
 
         full = algorithm.with_memory(like, first.data)
         has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))

@@ -27,7 +27,8 @@ from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings, Value
 from fedsim.experiment._disk import replace_text, writing
-from fedsim.experiment._folder import RunFolder, lock, read_config, read_objects
+from fedsim.experiment._environment import changed_code, code_of
+from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects
 from fedsim.experiment._lines import Line
 from fedsim.experiment._lockstep import named, run_in_lockstep
 from fedsim.experiment._loop import arguments_of, run_experiment, warnings_above
@@ -37,7 +38,7 @@ from fedsim.experiment._run_log import Callback
 from fedsim.experiment._settings import listed_seeds, listed_settings
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._sweep_result import SweepMember, SweepResult, csv_of, with_result
-from fedsim.experiment._trust import signature
+from fedsim.experiment._trust import imported_modules, signature
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers._checked import checked_cohort
 
@@ -135,7 +136,8 @@ def sweep(
         with named(job.member.name):
             job.experiment.algorithm.check(job.experiment.sampler.data)
     with _locked(folder):
-        how = _initialize(folder, config, settings, varied, chosen_seeds, how)
+        code = code_of(*(job.experiment[:2] for job in jobs), *imported_modules(config))
+        how = _initialize(folder, config, settings, varied, chosen_seeds, how, code)
         finished, failed, stopped = _run_all(jobs, how, settings.progress)
         result = SweepResult(members=finished, folder=folder, interrupted=stopped)
         replace_text(folder / "members.csv", csv_of(result))
@@ -233,7 +235,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _initialize(
     folder: Path, config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: Sequence[int],
-    how: How | None,
+    how: How | None, code: Mapping[str, str],
 ) -> How:  # fmt: skip
     """Writes ``sweep.json``, or checks that an existing one is of the same sweep. Returns how the members run."""
     new = json.loads(json.dumps({"config": dataclasses.asdict(config), "varied": dict(varied), "seeds": seeds}))
@@ -249,11 +251,14 @@ def _initialize(
                 + "\n".join(lines)
                 + "\nChoose another folder, or repeat its options."
             )
-    if signed := signature(new["config"]):
-        new["signature"] = signed
+        if changed := changed_code(stored.get("code", {}), code):
+            raise ValueError(f"{code_change(folder, changed)} Restore it, or start a new sweep in another folder.")
     # A sweep continues as it began, so that it ends with the same bits.
     how = chosen_way(how or (stored or {}).get("how"))
-    replace_text(sweep_file(folder), json.dumps({**new, "how": how, "settings": dataclasses.asdict(settings)}, indent=2) + "\n")
+    content = {**new, "how": how, "settings": dataclasses.asdict(settings), "code": dict(code)}
+    if signed := signature(content):
+        content["signature"] = signed
+    replace_text(sweep_file(folder), json.dumps(content, indent=2) + "\n")
     return how
 
 

@@ -2,65 +2,88 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim.datasets._cache import cache_folder
-from fedsim.names import parse_call
-
-# The fields of `RunConfig` that may name Python code as FILE.py:NAME or MODULE:NAME.
-CODE_FIELDS = (
-    "dataset", "model", "algorithm", "aggregator", "compressor", "downlink", "attack", "synchronization", "client_devices",
-    "download_rate", "upload_rate",
-)  # fmt: skip
-_BUILT_IN = "tfds:"  # a dataset of TensorFlow Datasets, and no module
+from fedsim.datasets._registry import is_family
+from fedsim.experiment._config import RunConfig, fields_that_name
+from fedsim.names import imported_module, parse_call, references, texts_in
 
 
-def named_code(config: Mapping[str, Any], fields: Iterable[str] = CODE_FIELDS) -> list[str]:
-    """Code that a configuration names, as ``FILE.py:NAME`` or ``MODULE:NAME``, without options.
+def named_code(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> list[str]:
+    """Returns all code that the file of a run or a sweep names, as ``FILE.py:NAME`` or ``MODULE:NAME``, without options.
 
-    >>> named_code({"dataset": "digits", "model": "my.py:net(width=3)", "algorithm": "fedavg"})
+    Every text that could lead to an import counts, in whatever field it is, except for the names of files and folders.
+
+    Args:
+      stored: the content of ``config.json`` or ``sweep.json``.
+      leave_out: fields of the configuration whose values are not used.
+
+    >>> named_code({"config": {"dataset": "tfds:mnist", "model": "my.py:net(width=3)", "algorithm": "fedavg"}})
     ['my.py:net']
     """
-    names = [parse_call(config[field])[0] for field in fields if isinstance(config.get(field), str) and ":" in config[field]]
-    return [name for name in names if ":" in name and not name.startswith(_BUILT_IN)]
+    return list(dict.fromkeys(name for _, names in _code_texts(stored, leave_out) for name in names))
 
 
-def signature(config: Mapping[str, Any]) -> str | None:
-    """What shows that this user wrote a configuration: a keyed hash of the code that it names.
+def imported_modules(config: Any) -> list[types.ModuleType]:
+    """Returns the modules of the code that a `RunConfig` names; none for other values."""
+    if not isinstance(config, RunConfig):
+        return []
+    names = named_code({"config": dataclasses.asdict(config)})
+    return [module for name in names if (module := imported_module(name)) is not None]
+
+
+def signature(stored: Mapping[str, Any]) -> str | None:
+    """Returns what shows that this user wrote a run or a sweep: a keyed hash of all texts that name code.
 
     The key is a random file in the user's cache folder that only the user can read, so somebody else's folder cannot have the
-    signature. None if the configuration names no code, or the cache folder cannot be used.
+    signature. None if no text names code, or the cache folder cannot be used.
     """
-    code = named_code(config)
-    key = _key() if code else None
-    return hmac.new(key, "\n".join(code).encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest() if key else None
+    texts = [text for text, _ in _code_texts(stored)]
+    key = _key() if texts else None
+    return hmac.new(key, "\0".join(texts).encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest() if key else None
 
 
-def check_trusted(folder: str, stored: Mapping[str, Any], fields: Iterable[str] = CODE_FIELDS) -> None:
+def check_trusted(folder: str, stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
     """Checks that this user wrote the configuration of a run folder, if it names code.
 
     Args:
       folder: of the run.
-      stored: what `read_config` returns.
-      fields: the fields whose code would be run.
+      stored: what `read_config` or `read_sweep` returns.
+      leave_out: fields of the configuration whose values are not used.
 
     Raises:
       ValueError: somebody else may have written it; the message names the code.
     """
-    code = named_code(stored["config"], fields)
-    expected = signature(stored["config"]) if code else None
+    code = named_code(stored, leave_out)
+    expected = signature(stored) if code else None
     if code and (expected is None or not hmac.compare_digest(expected, str(stored.get("signature")))):
         raise ValueError(
             f"The configuration of {folder} runs Python code, and fedsim cannot tell that you wrote it on this machine: "
             f"{', '.join(code)}. Read this code; if you trust it, repeat the command with --trust."
         )
+
+
+def _code_texts(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> Iterator[tuple[str, list[str]]]:
+    """Yields each text of a run or a sweep that names code, and this code, in a fixed order."""
+    skipped = {*fields_that_name("file"), *leave_out}
+    parts = [*stored["config"].items(), *stored.get("settings", {}).items(), ("varied", stored.get("varied"))]
+    for field, value in sorted(parts, key=lambda part: part[0]):
+        for text in texts_in([field, value]) if field not in skipped else ():
+            names = references(text)
+            if field == "dataset" and is_family(family := parse_call(text)[0]):  # tfds:NAME is no module
+                names = [name for name in names if name != family]
+            if names:
+                yield text, names
 
 
 def _key() -> bytes | None:

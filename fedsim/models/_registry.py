@@ -61,4 +61,4 @@ def get(name: str, **kwargs: Any) -> Model:
     ...
     ValueError: There is no model 'emnist_cn'. Did you mean 'emnist_cnn' or 'mnist_cnn'?
     """
-    return make("model", name, MODELS, **kwargs)
+    return make("model", name, MODELS, Model, **kwargs)

@@ -96,7 +96,7 @@ def as_staleness_weight(value: StalenessWeight | str) -> StalenessWeight:
     PolynomialWeight(a=1.0)
     """
     if isinstance(value, str):
-        return make("staleness weight", value, STALENESS_WEIGHTS)
+        return make("staleness weight", value, STALENESS_WEIGHTS, Callable)
     if not callable(value):
         raise ValueError(
             "Expected staleness_weight to be a function of an array of stalenesses, such as PolynomialWeight(0.5), or its "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import linecache
 import shutil
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ import pytest
 import fedsim
 from fedsim.aggregators import CentredClipping, Compressed, Mean, TrimmedMean
 from fedsim.experiment import read_config, run
+from fedsim.experiment._environment import changed_code, code_of
 from fedsim.experiment._identity import describe
 
 
@@ -130,6 +132,7 @@ def test_another_sampler_is_refused_and_both_are_named(arguments, tmp_path, befo
         ({"client_ids": list("abcdefghijkl")}, "population, client ids and sizes (hash): "),
         ({"sizes": [16, 4] * 6}, "population, client ids and sizes (hash): "),
         ({"columns": {"z": np.zeros(120)}}, 'population, features: ["x", "y", "z"] in this run, ["x", "y"] in the folder'),
+        ({"columns": {"y": np.arange(120) % 3}}, "population, examples (hash): "),
     ],
 )
 @pytest.mark.parametrize("config", [None, {"dataset": "mine"}, fedsim.experiment.RunConfig(rounds=1)])
@@ -156,6 +159,49 @@ def test_a_folder_of_an_earlier_version_without_the_population_is_refused(argume
         run(**arguments, folder=tmp_path / "r")
     assert 'aggregator: "Mean()" in this run, not given in the folder' in str(error.value)
     assert "population, clients: 12 in this run, not given in the folder" in str(error.value)
+
+
+def test_other_test_examples_are_refused(arguments, tmp_path):
+    run(**arguments, folder=tmp_path / "r")
+    columns = {**arguments["test_data"].columns, "x": -arguments["test_data"].columns["x"]}
+    other = dataclasses.replace(arguments["test_data"], columns=columns)
+    with pytest.raises(ValueError, match=r"test population, examples \(hash\): "):
+        run(**arguments | {"test_data": other}, folder=tmp_path / "r")
+
+
+def _notebook(source):
+    """Returns the names that a notebook cell defines."""
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    namespace = {"__name__": "__main__"}
+    exec(compile(source, "<cell>", "exec"), namespace)
+    return namespace
+
+
+CELL = """
+import dataclasses, fedsim
+FACTOR = 1.0
+def halved(x):
+    return x / 2
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Mine(fedsim.algorithms.FedAvg):
+    def update_of(self, shared, params):
+        return halved(super().update_of(shared, params)) * FACTOR
+def unused(x):
+    return x
+"""
+
+
+def test_the_code_of_a_notebook_that_an_algorithm_uses_is_part_of_the_run(make_algorithm):
+    def code(source):
+        fields = {field.name: getattr(make_algorithm(), field.name) for field in dataclasses.fields(make_algorithm())}
+        return code_of(_notebook(source)["Mine"](**fields))
+
+    first = code(CELL)
+    assert {"__main__.Mine.update_of", "__main__.halved"} <= first.keys() and "__main__.unused" not in first
+    assert code(CELL + "# a comment\n") == first == code(CELL.replace("return x\n", "return -x\n"))
+    for old, new in (("x / 2", "x / 3"), ("1.0", "-0.5"), (" * FACTOR", " / FACTOR")):
+        changed = code(CELL.replace(old, new))
+        assert changed_code(first, changed) and changed.keys() == first.keys(), old
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
