@@ -44,10 +44,20 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         _delete_if_abandoned(leftover)
     with _claimed(target) as part:
         yield part
-        with open(part, "rb+") as written:
-            os.fsync(written.fileno())
-        os.replace(part, target)
+        replace_durably(part, target)
+
+
+def replace_durably(part: Path, target: Path) -> None:
+    """Renames a file to ``target`` when its content is on the disk, and synchronizes the folder."""
+    sync_file(part)
+    os.replace(part, target)
     sync_folder(target.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Synchronizes what was written to a file to the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedsim.data._atomic_write import replace_durably
 from fedsim.datasets._archive import bar, unpack
 from fedsim.datasets._cache import exclusive
 
@@ -73,7 +74,7 @@ def fetch(
         _fetch_whole(url, part, retries, backoff, timeout)
         fault = _fault(part, sha256, num_bytes)
         if not fault:
-            os.replace(part, path)
+            replace_durably(part, path)
             return path
         part.unlink()
     raise DownloadError(f"{url} has {fault}; nothing of it is kept.")

@@ -242,8 +242,8 @@ def _saved(leaf: Any) -> Any:
 def _as_saved(leaves: Leaves, like: State, round: int) -> tuple[Leaves, State]:
     """Returns the arguments of `from_leaves`: in ``like``, `ClientRows` become what the checkpoint holds for them.
 
-    A run that was continued with another number of rounds may keep another number of earlier models than when the checkpoint
-    was written.
+    A run that was continued with another number of rounds may keep another number of earlier models than it did when the
+    checkpoint was written.
     """
 
     def saved(path: Any, leaf: Any) -> Any:

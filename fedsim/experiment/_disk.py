@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedsim.data._atomic_write import sync_folder
+from fedsim.data._atomic_write import replace_durably, sync_file, sync_folder
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -53,9 +53,7 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     with writing(path):
         temporary.write_text(text, encoding="utf-8")
-        sync_file(temporary)
-        temporary.replace(path)
-        sync_folder(path.parent)
+        replace_durably(temporary, path)
 
 
 def sync_files(folder: Path) -> None:
@@ -66,12 +64,6 @@ def sync_files(folder: Path) -> None:
         else:
             sync_file(path)
     sync_folder(folder)
-
-
-def sync_file(path: Path) -> None:
-    """Synchronizes what was written to a file to the disk."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def is_full(error: OSError) -> bool:

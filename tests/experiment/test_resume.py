@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 from typing import NamedTuple
 
 import federation
@@ -225,7 +226,7 @@ def test_each_damaged_file_of_metrics_is_kept(tmp_path):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the path of a file descriptor is read from /proc")
 def test_metrics_and_the_files_of_a_checkpoint_are_on_the_disk_before_it_appears(arguments, tmp_path, monkeypatch):
-    synced, renamed, fsync, replace = {}, [], os.fsync, type(tmp_path).replace
+    synced, renamed, fsync, replace = {}, [], os.fsync, os.replace
 
     def record_sync(descriptor):
         fsync(descriptor)
@@ -236,6 +237,9 @@ def test_metrics_and_the_files_of_a_checkpoint_are_on_the_disk_before_it_appears
         return synced.get(str(path)) == path.stat().st_size
 
     def record_rename(path, target):
+        path, target = Path(path), Path(target)
+        if tmp_path not in target.parents:
+            return replace(path, target)
         assert is_synced(path)
         if target.name == "files.json":
             metrics, round = tmp_path / "r/metrics.jsonl", int(target.parent.name)
@@ -243,15 +247,15 @@ def test_metrics_and_the_files_of_a_checkpoint_are_on_the_disk_before_it_appears
             files = [file for file in target.parent.rglob("*") if file.is_file()]
             assert len(files) > 2 and all(map(is_synced, files))
         synced.pop(str(target.parent), None)
-        renamed.append((target, replace(path, target)))
-        return target
+        renamed.append(target)
+        return replace(path, target)
 
     monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(type(tmp_path), "replace", record_rename)
+    monkeypatch.setattr(os, "replace", record_rename)
     run(**arguments, folder=tmp_path / "r", checkpoint_every=4, rounds_per_dispatch=1)
-    names = [target.name for target, _ in renamed]
+    names = [target.name for target in renamed]
     assert names == ["config.json", "metrics.jsonl", "files.json", "files.json", "files.json"]
-    assert {str(target.parent) for target, _ in renamed if target.parent.exists()} <= set(synced)
+    assert {str(target.parent) for target in renamed if target.parent.exists()} <= set(synced)
 
 
 def test_a_run_killed_before_the_first_checkpoint_starts_again(arguments, unbroken, bits, tmp_path):
