@@ -15,14 +15,16 @@ from fedsim.decentralized import DPSGD, DecentralizedAlgorithm, Topology
 
 
 class EXTRA(DecentralizedAlgorithm):
+    # c_i is a sum over all rounds, which a lost message, a robust mean or an attacker would change for ever.
+    attackable, needs_all_messages, keeps_sums = False, True, True
+
     def node_memory(self, models):
         return tree.scale(models, 0.0)
 
     def exchange(self, state, movement, neighbours):
-        mixed = neighbours.mix(state.models)
-        models = tree.add(tree.subtract(mixed, movement), state.memory)
-        memory = tree.add(state.memory, tree.scale(tree.subtract(mixed, state.models), 0.5))
-        return state._replace(models=models, memory=memory)
+        pull = neighbours.mix(state.models, difference=True)  # sum_j W_ij x_j - x_i
+        models = tree.add(tree.subtract(tree.add(state.models, pull), movement), state.memory)
+        return state._replace(models=models, memory=tree.add(state.memory, tree.scale(pull, 0.5)))
 
 
 def clusters(nodes: int, size: int = 5) -> Topology:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, WithAux, Wrapper, with_aux_of
+from fedsim.aggregators._aggregator import accumulation_dtype
 from fedsim.attacks._attack import Attack, Update
 
 
@@ -53,14 +54,16 @@ class Collusion(Attack):
 
     def corrupt_all(self, values: Update, attackers: jax.Array, key: jax.Array) -> Update:
         clients = jnp.sum(~attackers, dtype=jnp.float32)
+        wide = jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), values)
 
         def mean(x: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(tree.per_row(attackers, x), 0, x), axis=0) / jnp.maximum(clients, 1).astype(x.dtype)
 
-        means = jax.tree.map(mean, values)
-        variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), values, means)
+        means = jax.tree.map(mean, wide)
+        variances = jax.tree.map(lambda x, centre: mean(jnp.square(x - centre[None])), wide, means)
         honest = HonestStatistics(means, jax.tree.map(jnp.sqrt, variances), clients, len(attackers) - clients)
-        return jax.vmap(tree.select, (0, None, 0))(attackers, self.collude(honest), values)
+        sent = jax.tree.map(lambda x, own: x.astype(own.dtype), self.collude(honest), values)
+        return jax.vmap(tree.select, (0, None, 0))(attackers, sent, values)
 
     def wrap_aggregator(self, aggregator: Aggregator, attackers: jax.Array) -> Aggregator:
         return _CollusionWrapper(self, attackers, inner=aggregator)

@@ -111,7 +111,8 @@ class DecentralizedAlgorithm(FedAvg):
       topology: a `Topology` with as many nodes as the population has clients.
       weights: the mixing weights, see `Topology.matrices`.
       message_loss: the probability that a message is lost, which is everything that a node sends to a neighbour in a round. The
-        receiver uses its own value in its place; `StochasticGradientPush`, `RelaySGD` and `ADPSGD` say what they do.
+        receiver uses its own value in its place; `StochasticGradientPush`, `GradientTracking`, `RelaySGD` and `ADPSGD` say what
+        they do.
       link_failures: the probability that a link loses the messages in both directions in a round.
       robust_mixing: replaces the weighted means, against Byzantine neighbours: `ClippedMixing` or `TrimmedMixing`.
       local_noise: clips what a node has learned in a round, and adds noise to it; None: nothing does.
@@ -139,6 +140,10 @@ class DecentralizedAlgorithm(FedAvg):
     attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
     lost_stays_with_sender: ClassVar[bool] = False
+    # Whether nodes keep something that would be wrong for ever after a lost message. Then messages cannot be lost.
+    needs_all_messages: ClassVar[bool] = False
+    # Whether nodes keep sums over nodes and rounds, which robust mixing would change for ever. Then there is none.
+    keeps_sums: ClassVar[bool] = False
     # Whether the nodes may be divided over devices, see `fedsim.execution.Clients.map_rows`.
     divisible: ClassVar[bool] = True
     # The topology of ``fedsim run`` without ``--topology``.
@@ -166,6 +171,15 @@ class DecentralizedAlgorithm(FedAvg):
             raise ValueError(f"{type(self).__name__} has no server, got {shown}: leave it out.")
         checks.number(least=0, most=1, message_loss=self.message_loss, link_failures=self.link_failures)
         checks.instance(RobustMixing, "TrimmedMixing(trim=1)", or_none=True, robust_mixing=self.robust_mixing)
+        for name in ("message_loss", "link_failures") if self.needs_all_messages else ():
+            if getattr(self, name):
+                raise ValueError(
+                    f"{type(self).__name__} needs links that lose nothing, got {name}={getattr(self, name)}: leave it out, or "
+                    "use DPSGD. After a lost message, what nodes keep would be wrong for ever."
+                )
+        if self.keeps_sums:
+            remedy = f"a robust mean does not keep the sums of {type(self).__name__}; use DPSGD, for example"
+            checks.one_of(None, robust_mixing=self.robust_mixing, remedy=remedy)
         checks.instance(LocalNoise, "LocalNoise(multiplier=1.0, norm=1.0)", or_none=True, local_noise=self.local_noise)
         if self.personal is not None and not callable(self.personal):
             raise ValueError(

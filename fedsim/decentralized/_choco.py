@@ -47,6 +47,7 @@ class ChocoSGD(DecentralizedAlgorithm):
     """
 
     attackable: ClassVar[bool] = False  # What changes is a difference, which would stay in the copies.
+    needs_all_messages: ClassVar[bool] = True  # A receiver that misses a difference would have a wrong copy.
 
     compressor: Compressor = dataclasses.field(default_factory=lambda: TopK(fraction=0.1))
     gamma: float = 0.2
@@ -55,12 +56,6 @@ class ChocoSGD(DecentralizedAlgorithm):
         super().__post_init__()
         checks.instance(Compressor, "TopK(fraction=0.1)", compressor=self.compressor)
         checks.number(above=0, most=1, gamma=self.gamma)
-        for name in ("message_loss", "link_failures"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"ChocoSGD needs links that lose nothing, got {name}={getattr(self, name)}: leave it out, or use DPSGD. A "
-                    "receiver that misses a difference would have a wrong copy of its neighbour for ever."
-                )
 
     def node_memory(self, models: Params) -> Params:
         return models
@@ -70,5 +65,5 @@ class ChocoSGD(DecentralizedAlgorithm):
         keys = jax.vmap(jax.random.fold_in, (None, 0))(neighbours.key, jnp.arange(self.topology.nodes))
         sent = jax.vmap(self.compressor.transmit)(tree.subtract(trained, known), keys)
         known = tree.add(known, sent.value)
-        step = tree.subtract(neighbours.mix(known, bits=sent.bits), known)
+        step = neighbours.mix(known, bits=sent.bits, difference=True)
         return state._replace(models=tree.add(trained, tree.scale(step, self.gamma)), memory=known)

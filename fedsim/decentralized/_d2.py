@@ -7,6 +7,7 @@ https://arxiv.org/abs/1803.07068.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,12 @@ class D2(DecentralizedAlgorithm):
     Attributes:
       topology, weights: see `DecentralizedAlgorithm`. The mixing matrix must be symmetric with eigenvalues of at least -1/3,
         and the same in every round.
+      message_loss, link_failures: must be 0, because what a node keeps is a sum over all rounds: with another matrix, the
+        mean of the models would drift for ever.
+      robust_mixing: must be None, for the same reason.
 
     Raises:
-      ValueError: it is not.
+      ValueError: they are not.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
@@ -40,6 +44,10 @@ class D2(DecentralizedAlgorithm):
     >>> float(info["loss"]) < 1.2, float(info["consensus_distance"]) > 0
     (True, True)
     """
+
+    attackable: ClassVar[bool] = False  # What an attacker changes would stay in the sums.
+    needs_all_messages: ClassVar[bool] = True
+    keeps_sums: ClassVar[bool] = True
 
     def check_matrices(self) -> None:
         super().check_matrices()
@@ -58,7 +66,8 @@ class D2(DecentralizedAlgorithm):
         return jax.tree.map(jnp.zeros_like, models)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
-        trained = tree.subtract(state.models, movement)
         # The memory is the last x minus what was trained before it, so this is 2 x - (the last x) - g + (the last g).
-        models = neighbours.mix(tree.add(trained, state.memory))
-        return state._replace(models=models, memory=tree.subtract(models, trained))
+        start = tree.add(tree.subtract(state.models, movement), state.memory)
+        # The memory is a sum over all rounds, so it must not be a difference of rounded models.
+        pull = neighbours.mix(start, difference=True)
+        return state._replace(models=tree.add(start, pull), memory=tree.add(state.memory, pull))

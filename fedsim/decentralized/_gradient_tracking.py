@@ -2,13 +2,15 @@
 
 P. Di Lorenzo, G. Scutari, "NEXT: in-network nonconvex optimization", IEEE TSIPN 2016; A. Nedić, A. Olshevsky, W. Shi,
 "Achieving geometric convergence for distributed optimization over time-varying graphs", SIAM J. Optim. 2017:
-https://arxiv.org/abs/1607.03218.
+https://arxiv.org/abs/1607.03218. With lost messages (AB, or push-pull): R. Xin, U. A. Khan, "A linear algorithm for
+optimization over directed graphs with geometric convergence", IEEE Control Systems Letters 2018:
+https://arxiv.org/abs/1803.02503.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,12 @@ class GradientTracking(DecentralizedAlgorithm):
 
     Attributes:
       topology, weights: see `DecentralizedAlgorithm`.
+      message_loss, link_failures: in place of a lost model, the receiver uses its own; the sender keeps what is lost of its
+        y_i, so that their sum stays that of the g_i. This is the AB algorithm on random graphs.
+      robust_mixing: must be None, because a robust mean would change the sum of the y_i for ever.
+
+    Raises:
+      ValueError: ``robust_mixing`` is given.
 
     >>> import fedsim, optax
     >>> data = fedsim.datasets.load("digits", clients=4).train
@@ -48,10 +56,14 @@ class GradientTracking(DecentralizedAlgorithm):
     True
     """
 
+    attackable: ClassVar[bool] = False  # What an attacker changes would stay in the sums.
+    keeps_sums: ClassVar[bool] = True
+
     def node_memory(self, models: Params) -> Tracked:
         zeros = jax.tree.map(jnp.zeros_like, models)
         return Tracked(zeros, zeros)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
-        mean = tree.add(neighbours.mix(state.memory.mean), tree.subtract(movement, state.memory.last))
+        # The sum of the y_i must stay that of the g_i, also if messages are lost.
+        mean = tree.add(neighbours.mix(state.memory.mean, keeps_sum=True), tree.subtract(movement, state.memory.last))
         return state._replace(models=neighbours.mix(tree.subtract(state.models, mean)), memory=Tracked(mean, movement))

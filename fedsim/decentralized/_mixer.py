@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
+from fedsim.aggregators._aggregator import accumulation_dtype
 from fedsim.decentralized._block_exchange import BlockExchange
-from fedsim.decentralized._mixing import Matrix
+from fedsim.decentralized._mixing import TOLERANCE, Matrix
 from fedsim.decentralized._robust_mixing import RobustMixing
 
 # Rows of matrices are padded to the longest one if that multiplies the entries by at most this. Then a loop over the places in
@@ -36,6 +37,7 @@ class Mixer:
       links: ``int32``, like ``sources``: the number of the link over which the value comes, from 1, the same in both
         directions; 0 for the own value.
       receivers: ``float32 [period, nodes]``, to how many others a node sends.
+      rest: ``float32 [period, nodes]``, by how much the sum of a node's weights exceeds 1, which is 0 in most matrices.
       targets: None, or the nodes that take the values, ``int32 [period, entries]``.
       blocks: what devices send each other, if each has the values of a block of nodes; None if every device has all values.
 
@@ -49,6 +51,7 @@ class Mixer:
     weights: Any
     links: Any
     receivers: Any
+    rest: Any
     targets: Any = None
     blocks: BlockExchange | None = None
 
@@ -64,12 +67,15 @@ class Mixer:
         nodes, period = matrices[0].shape[0], len(matrices)
         entries = [matrix.tocoo() for matrix in matrices]
         receivers = [np.bincount(each.col[each.row != each.col], minlength=nodes) for each in entries]
+        rest = np.array([matrix.sum(axis=1) - 1 for matrix in matrices])
         width = max(int(np.diff(matrix.indptr).max()) for matrix in matrices)
         most = max(matrix.nnz for matrix in matrices)
         padded = padded or width * nodes <= _MOST_PADDING * most
         shape = (period, width, nodes) if padded else (period, most)
-        sources, weights, links = np.zeros(shape, np.int32), np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        weights, links = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
         targets = np.full(shape, nodes - 1, np.int32)  # sorted, also those of entries with weight 0
+        # With weight 0 a node takes its own value, so that no other one can reach it that is not finite.
+        sources = np.broadcast_to(np.arange(nodes, dtype=np.int32), shape).copy() if padded else targets.copy()
         for number, (matrix, each) in enumerate(zip(matrices, entries, strict=True)):
             place = np.arange(matrix.nnz)
             at = (place - matrix.indptr[each.row], each.row) if padded else (place,)
@@ -81,15 +87,19 @@ class Mixer:
             weights=weights,
             links=links,
             receivers=np.array(receivers, np.float32),
+            rest=np.where(np.abs(rest) <= TOLERANCE, 0, rest).astype(np.float32),
             targets=listed,
             blocks=None if mesh is None else BlockExchange.of(sources, weights, listed, nodes, mesh),
         )
 
     def __call__(
         self, values: Any, round: jax.Array, message_loss: MessageLoss | None = None, sent: Any = None,
-        robust: RobustMixing | None = None,
+        robust: RobustMixing | None = None, *, difference: bool = False,
     ) -> Any:  # fmt: skip
         """Returns, for every node i, the sum over j of W_ij times the value of j.
+
+        It is computed as the own value plus the sum of W_ij times the difference between the values of j and i, so nodes that
+        agree stay where they are, although weights are rounded. Sums are at least ``float32``, and rounded once.
 
         Args:
           values: a pytree of floats, leaves ``[nodes, ...]``.
@@ -97,6 +107,7 @@ class Mixer:
           message_loss: which messages are lost; None: none.
           sent: what the nodes send, like ``values``; None: the values.
           robust: replaces the sum; the mixer must be padded.
+          difference: whether to return the difference to the own value.
 
         Raises:
           ValueError: a leaf of ``values`` is not of floats, or does not have an entry for every node.
@@ -108,12 +119,12 @@ class Mixer:
             if leaf.shape[:1] != (nodes,):
                 raise ValueError(f"Expected values [{nodes}, ...] to mix, one per node, got {list(leaf.shape)}.")
         taken = self._taken(round, message_loss, attacked=sent is not None, robust=robust is not None)
-        mix = functools.partial(self._mixed, robust)
+        mix = functools.partial(self._mixed, robust, difference)
         if self.blocks is None:
             return mix(values, sent, taken, round)
         (axis,) = self.blocks.mesh.axis_names
         rows, columns = P(axis), P(None, axis) if self.targets is None else P(axis)
-        specs = rows, rows, Taken(columns, columns, columns, rows), P()
+        specs = rows, rows, Taken(columns, columns, rows, columns), P()
         on_devices = jax.shard_map(mix, mesh=self.blocks.mesh, in_specs=specs, out_specs=rows, check_vma=False)
         return on_devices(values, sent, taken, round)
 
@@ -135,12 +146,13 @@ class Mixer:
         takes = jnp.arange(nodes, dtype=jnp.int32) if self.targets is None else of_round(self.targets)
         own = jnp.broadcast_to(takes, weights.shape) % block  # where the device of a node holds the node's own value
         places = of_round(self.sources if blocks is None else blocks.places)
-        arrives, kept = links > 0, None
+        arrives, rest = links > 0, of_round(self.rest)
         if message_loss is not None:
             lost = message_loss.lost(links)
             arrives &= ~lost
             if message_loss.stays_with_sender:
-                kept = jnp.zeros(nodes).at[of_round(self.sources)].add(jnp.where(lost, weights, 0))
+                missing, everyone = jnp.where(lost, weights, 0), jnp.broadcast_to(takes, weights.shape)
+                rest = rest.at[of_round(self.sources)].add(missing).at[everyone].add(-missing)
                 weights = jnp.where(lost, 0, weights)
             else:
                 places = jnp.where(lost, own, places)
@@ -149,27 +161,32 @@ class Mixer:
         if robust:
             weights = jnp.where(links > 0, weights, 0)
         if self.targets is None:
-            return Taken(places, weights, None, kept)
+            return Taken(places, weights, rest, None)
         if blocks is None:
-            return Taken(places, weights, own, kept)
+            return Taken(places, weights, rest, own)
         entries = of_round(blocks.entries)
         targets = own.at[entries].get(mode="fill", fill_value=block - 1)
-        return Taken(places[entries], weights.at[entries].get(mode="fill", fill_value=0), targets, kept)
+        places = places.at[entries].get(mode="fill", fill_value=block - 1)
+        return Taken(places, weights.at[entries].get(mode="fill", fill_value=0), rest, targets)
 
-    def _mixed(self, robust: RobustMixing | None, values: Any, sent: Any, taken: Taken, round: jax.Array) -> Any:
+    def _mixed(
+        self, robust: RobustMixing | None, difference: bool, values: Any, sent: Any, taken: Taken, round: jax.Array
+    ) -> Any:
         """Mixes the values of all nodes, or of those of a device, leaves ``[nodes, ...]``."""
         held = values if sent is None else sent
         if self.blocks is not None:
             held = self.blocks.exchanged(held, round)
         if sent is not None:
             held = jax.tree.map(lambda own, x: jnp.concatenate([own, x]), values, held)
+        own, held = (jax.tree.map(lambda x: x.astype(accumulation_dtype(x.dtype)), each) for each in (values, held))
         if robust is not None:
             received = jax.tree.map(lambda x: x[taken.places], held)
-            return jax.vmap(robust, in_axes=(0, 1, 1))(values, received, taken.weights)
-        mixed = jax.tree.map(lambda own, x: _weighted_sum(x, len(own), taken), values, held)
-        if taken.kept is None:
-            return mixed
-        return jax.tree.map(lambda total, x: total + tree.per_row(taken.kept, x).astype(x.dtype) * x, mixed, values)
+            mixed = jax.vmap(robust, in_axes=(0, 1, 1))(own, received, taken.weights)
+            mixed = tree.subtract(mixed, own) if difference else mixed
+        else:
+            mixed = jax.tree.map(lambda x, others: _pull(x, others, taken), own, held)
+            mixed = mixed if difference else tree.add(own, mixed)
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), mixed, values)
 
 
 class Taken(NamedTuple):
@@ -178,14 +195,14 @@ class Taken(NamedTuple):
     Attributes:
       places: where their device holds the values, ``int32 [entries, nodes]``, or ``[entries]`` with ``targets``.
       weights: ``float32``, like ``places``.
+      rest: by how much the sum of a node's weights exceeds 1, ``float32 [nodes]``.
       targets: None, or which node of the device takes each value, ``int32 [entries]``.
-      kept: None, or the weight of a node's own value that is added because messages of the node are lost, ``float32 [nodes]``.
     """
 
     places: Any
     weights: Any
+    rest: Any
     targets: Any
-    kept: Any
 
 
 class MessageLoss(NamedTuple):
@@ -248,7 +265,9 @@ class Neighbours:
         self._mixer, self._round, self._corrupt, self._robust = mixer, round, corrupt, robust
         self.key, self.message_loss, self.bits, self._calls = key, message_loss, jnp.float32(0), 0
 
-    def mix(self, values: Any, bits: jax.Array | float | None = None) -> Any:
+    def mix(
+        self, values: Any, bits: jax.Array | float | None = None, *, keeps_sum: bool = False, difference: bool = False
+    ) -> Any:
         """Sends values to neighbours, and returns for every node i the sum over j of W_ij times the value of j.
 
         Attackers send something else, and robust mixing replaces the sum. If several values are mixed in a round, the same
@@ -257,6 +276,9 @@ class Neighbours:
         Args:
           values: a pytree of floats, leaves ``[nodes, ...]``.
           bits: the size of a node's message, a number or ``[nodes]``; None: that of the uncompressed value.
+          keeps_sum: whether the sum over nodes must not change, for values that nodes keep for ever. If the columns of the
+            matrix sum to 1, the sender then keeps what is lost, whatever the algorithm does with other values.
+          difference: whether to return the difference to the own value, which is more exact than to subtract it afterwards.
         """
         receivers = jnp.asarray(self._mixer.receivers)[self._round % len(self._mixer.receivers)]
         bits = tree.num_bits(values) / len(receivers) if bits is None else bits
@@ -265,21 +287,27 @@ class Neighbours:
         if self._corrupt is not None:
             sent = self._corrupt(values, jax.random.fold_in(rng.stream(self.key, "attack"), self._calls))
             self._calls += 1
-        return self._mixer(values, self._round, self.message_loss, sent, self._robust)
+        loss = self.message_loss
+        loss = loss._replace(stays_with_sender=loss.stays_with_sender or keeps_sum) if loss is not None else None
+        return self._mixer(values, self._round, loss, sent, self._robust, difference=difference)
 
     def count(self, bits: jax.Array | float) -> None:
         """Adds the bits of messages that are sent in another way than by `mix`."""
         self.bits = self.bits + bits
 
 
-def _weighted_sum(values: jax.Array, nodes: int, taken: Taken) -> jax.Array:
-    def scaled(places: jax.Array, weights: jax.Array) -> jax.Array:
-        return values[places] * tree.per_row(weights, values).astype(values.dtype)
+def _pull(own: jax.Array, held: jax.Array, taken: Taken) -> jax.Array:
+    """Returns the weighted sums of the differences between what nodes take and what they have, like ``own``."""
 
-    places, weights, targets, _ = taken
+    def scaled(own: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
+        return (held[places] - own) * tree.per_row(weights, own).astype(own.dtype)
+
+    places, weights, rest, targets = taken
     if targets is not None:
-        return jax.ops.segment_sum(scaled(places, weights), targets, nodes, indices_are_sorted=True)
-    if len(weights) <= _MOST_FUSED:
-        return functools.reduce(jnp.add, map(scaled, places, weights))
-    add = lambda entry, total: total + scaled(places[entry], weights[entry])  # noqa: E731
-    return jax.lax.fori_loop(1, len(weights), add, scaled(places[0], weights[0]))
+        total = jax.ops.segment_sum(scaled(own[targets], places, weights), targets, len(own), indices_are_sorted=True)
+    elif len(weights) <= _MOST_FUSED:
+        total = functools.reduce(jnp.add, map(functools.partial(scaled, own), places, weights))
+    else:
+        add = lambda entry, total: total + scaled(own, places[entry], weights[entry])  # noqa: E731
+        total = jax.lax.fori_loop(1, len(weights), add, scaled(own, places[0], weights[0]))
+    return total + tree.per_row(rest, own).astype(own.dtype) * own

@@ -20,7 +20,7 @@ from fedsim import checks
 Matrix: TypeAlias = sp.csr_array
 Weights: TypeAlias = Callable[[nx.Graph], Matrix]
 
-_TOLERANCE = 1e-8
+TOLERANCE = 1e-8
 _DENSE_NODES = 1000
 
 
@@ -111,11 +111,11 @@ def check_stochastic(matrix: Matrix, graph: nx.Graph) -> None:
     if matrix.shape != (nodes, nodes):
         raise ValueError(f"Expected a mixing matrix [{nodes}, {nodes}], one row per node, got {list(matrix.shape)}.")
     entries = matrix.tocoo()
-    if len(entries.data) and (not np.isfinite(entries.data).all() or entries.data.min() < -_TOLERANCE):
+    if len(entries.data) and (not np.isfinite(entries.data).all() or entries.data.min() < -TOLERANCE):
         raise ValueError(f"Expected mixing weights of at least 0, got {entries.data.min()}: give finite numbers of at least 0.")
     support = _with_own(_adjacency(graph)) != 0
     outside = (matrix - matrix.multiply(support)).tocoo()
-    if outside.nnz and outside.data.max() > _TOLERANCE:
+    if outside.nnz and outside.data.max() > TOLERANCE:
         place = int(outside.data.argmax())
         i, j, weight = outside.row[place], outside.col[place], outside.data[place]
         raise ValueError(
@@ -123,7 +123,7 @@ def check_stochastic(matrix: Matrix, graph: nx.Graph) -> None:
             "the edge to the graph, or set the weight to 0."
         )
     off = [np.abs(matrix.sum(axis=axis) - 1) for axis in (1, 0)]
-    if min(values.max() for values in off) > _TOLERANCE:
+    if min(values.max() for values in off) > TOLERANCE:
         row = int(off[0].argmax())
         raise ValueError(
             f"The mixing matrix is not stochastic: row {row} sums to {matrix.sum(axis=1)[row]:.6g}, and its columns do not sum "
@@ -137,7 +137,7 @@ def is_doubly_stochastic(matrix: Matrix) -> bool:
     >>> is_doubly_stochastic(metropolis(nx.path_graph(3))), is_doubly_stochastic(uniform(nx.path_graph(3)))
     (True, False)
     """
-    return all(bool(np.abs(matrix.sum(axis=axis) - 1).max() <= _TOLERANCE) for axis in (0, 1))
+    return all(bool(np.abs(matrix.sum(axis=axis) - 1).max() <= TOLERANCE) for axis in (0, 1))
 
 
 def spectral_gap(matrix: Matrix) -> float:

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import checks, tree
+from fedsim import tree
+from fedsim.aggregators._aggregator import accumulation_dtype
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights
@@ -48,12 +49,11 @@ class StochasticGradientPush(DecentralizedAlgorithm):
     attackable: ClassVar[bool] = False  # A changed weight w_i would be an attack of its own.
     # Otherwise the w_i would shrink with every lost message, and steps of x_i / w_i would grow.
     lost_stays_with_sender: ClassVar[bool] = True
+    keeps_sums: ClassVar[bool] = True
 
     weights: str | Weights | Sequence[Matrix] = "column_stochastic"
 
     def check_matrices(self) -> None:
-        remedy = "a robust mean does not keep the sums of push-sum"
-        checks.one_of(None, robust_mixing=self.robust_mixing, remedy=remedy)
         for matrix in self.matrices:
             if not np.allclose(matrix.sum(axis=0), 1):
                 raise ValueError(
@@ -65,7 +65,11 @@ class StochasticGradientPush(DecentralizedAlgorithm):
         return jnp.ones(self.topology.nodes, jnp.float32)
 
     def node_models(self, state: NodesState) -> Params:
-        return jax.tree.map(lambda x: x / tree.per_row(state.memory, x).astype(x.dtype), state.models)
+        def debiased(x: jax.Array) -> jax.Array:
+            wide = accumulation_dtype(x.dtype)
+            return (x.astype(wide) / tree.per_row(state.memory, x).astype(wide)).astype(x.dtype)
+
+        return jax.tree.map(debiased, state.models)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         return state._replace(models=neighbours.mix(tree.subtract(state.models, movement)), memory=neighbours.mix(state.memory))

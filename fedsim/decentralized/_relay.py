@@ -15,13 +15,17 @@ import networkx as nx
 import numpy as np
 
 from fedsim import checks, tree
+from fedsim.aggregators._aggregator import accumulation_dtype
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours, numbered_links
 from fedsim.model import Params
 
 
 class Relayed(NamedTuple):
-    """The last message along every edge in each direction, a sum of models, leaves ``[edges, ...]``, and how many they are."""
+    """The last message along every edge in each direction, a sum of models, leaves ``[edges, ...]``, and how many they are.
+
+    Sums have the dtype of the models, and at least ``float32``.
+    """
 
     sums: Any
     counts: jax.Array
@@ -77,7 +81,7 @@ class RelaySGD(DecentralizedAlgorithm):
 
     def node_memory(self, models: Params) -> Relayed:
         edges = 2 * (self.topology.nodes - 1)
-        sums = jax.tree.map(lambda x: jnp.zeros((edges, *x.shape[1:]), x.dtype), models)
+        sums = jax.tree.map(lambda x: jnp.zeros((edges, *x.shape[1:]), accumulation_dtype(x.dtype)), models)
         return Relayed(sums, jnp.zeros(edges, jnp.float32))
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
@@ -90,7 +94,7 @@ class RelaySGD(DecentralizedAlgorithm):
             known = tree.add(own, received(messages))
             return jax.tree.map(lambda x, message: x[senders] - message[back], known, messages)
 
-        trained = tree.subtract(state.models, movement)
+        trained = jax.tree.map(lambda x, sum: x.astype(sum.dtype), tree.subtract(state.models, movement), state.memory.sums)
         relayed = Relayed(
             sent(trained, state.memory.sums), sent(jnp.ones(self.topology.nodes, jnp.float32), state.memory.counts)
         )
@@ -100,5 +104,7 @@ class RelaySGD(DecentralizedAlgorithm):
             relayed = jax.tree.map(lambda x: jnp.where(tree.per_row(arrives, x), x, 0), relayed)
         counts = 1 + received(relayed.counts)
         total = tree.add(trained, received(relayed.sums))
-        models = jax.tree.map(lambda x: x / tree.per_row(counts, x).astype(x.dtype), total)
+        models = jax.tree.map(
+            lambda x, old: (x / tree.per_row(counts, x).astype(x.dtype)).astype(old.dtype), total, state.models
+        )
         return state._replace(models=models, memory=relayed)

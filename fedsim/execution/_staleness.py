@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.aggregators._aggregator import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,12 @@ class Staleness:
                     "algorithm such as FedAvg."
                 )
             update = jax.tree.map(lambda x, new, old: x + (new - old), update, params, started.params)
-        return jax.tree.map(lambda x: x * scale.astype(x.dtype) if tree.is_float(x) else x, update)
+
+        def scaled(x: jax.Array) -> jax.Array:  # The scale is not rounded to half precision.
+            wide = accumulation_dtype(x.dtype)
+            return (x.astype(wide) * scale.astype(wide)).astype(x.dtype) if tree.is_float(x) else x
+
+        return jax.tree.map(scaled, update)
 
 
 def check_scalable(algorithm: Any) -> None:

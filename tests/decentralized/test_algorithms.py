@@ -1,6 +1,7 @@
 """Decentralized algorithms against loops in NumPy, and where their theory says that they go."""
 
 import federation
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import linear_models
@@ -267,6 +268,57 @@ def test_relay_sgd_counts_the_models_that_arrive():
         state, _ = algorithm.apply(state, everyone(round))
     assert float(jnp.sum(state.memory.counts)) < 30  # 1 to 5 in each direction if nothing is lost
     federation.assert_trees_close(state.models, start.models, rtol=1e-3, atol=1e-3)
+
+
+def mean_of_numbers(name, x, dtype=jnp.float32, **changes):
+    """Returns an algorithm whose nodes each have one number, of which the model is to be the mean, and their data."""
+    net = hk.transform(lambda examples: jnp.broadcast_to(hk.get_parameter("w", [], dtype, init=jnp.zeros), examples["x"].shape))
+    model = fedsim.Model.from_haiku(
+        net, features={"x": jax.ShapeDtypeStruct((), jnp.float32)},
+        loss=lambda examples, outputs: (outputs.astype(jnp.float32) - examples["x"]) ** 2 / 2,
+    )  # fmt: skip
+    settings = {"client_optimizer": optax.sgd(0.05), "topology": decentralized.ring(len(x))} | changes
+    data = fedsim.FederatedData.from_arrays({"x": np.asarray(x, np.float32)}, sizes=[1] * len(x))
+    return make(name, model=model, batches=fedsim.Batches(size=1), **settings), data
+
+
+def numbers_of(algorithm, data, rounds):
+    state, _ = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [everyone(round, data) for round in range(rounds)])
+    return algorithm.node_models(state)["~"]["w"], state
+
+
+@pytest.mark.parametrize("topology", [RING, decentralized.exponential(6), decentralized.star(6)])
+@pytest.mark.parametrize("losses", [{"message_loss": 0.5}, {"message_loss": 0.2, "link_failures": 0.3}])
+def test_gradient_tracking_is_exact_although_messages_are_lost(topology, losses):
+    algorithm, data = mean_of_numbers("GradientTracking", [0, 4, 8, -3, 5, 10], topology=topology, **losses)
+    numbers, state = numbers_of(algorithm, data, 600)
+    mean, last = (np.asarray(each["~"]["w"]) for each in state.memory)
+    np.testing.assert_allclose(mean.sum(), last.sum(), atol=1e-5)
+    np.testing.assert_allclose(numbers, 4.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["D2", "GradientTracking"])
+def test_rounded_mixing_weights_do_not_add_up_over_rounds(name):
+    algorithm, data = mean_of_numbers(name, 1000 * np.array([0, 4, 8, -3, 5, 10]))
+    np.testing.assert_allclose(numbers_of(algorithm, data, 500)[0], 4000.0, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "changes"),
+    [
+        ("DFedAvg", decentralized.complete(300), {}),
+        ("DFedAvg", decentralized.complete(30), {"robust_mixing": decentralized.TrimmedMixing(2)}),
+        ("StochasticGradientPush", decentralized.complete(300), {}),
+        ("RelaySGD", decentralized.line(300), {}),
+        ("D2", decentralized.complete(30), {}),
+    ],
+)
+def test_in_half_precision_nodes_that_agree_stay_where_they_are(name, topology, changes):
+    changes = {"client_optimizer": optax.sgd(1.0), **changes}
+    algorithm, data = mean_of_numbers(name, np.full(topology.nodes, 5), jnp.bfloat16, topology=topology, **changes)
+    numbers, state = numbers_of(algorithm, data, 3)
+    assert numbers.dtype == jnp.bfloat16 and state.params["~"]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(numbers, np.float32), 5.0)
 
 
 def test_the_order_of_the_cohort_does_not_matter():

@@ -90,7 +90,28 @@ def test_neighbours_receive_what_attackers_send_and_attackers_keep_their_own_val
         np.testing.assert_allclose(mix(VALUES, attack=attack, robust=robust), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("robust", [None, decentralized.TrimmedMixing(1), decentralized.ClippedMixing(2.0)])
+def test_half_precision_is_rounded_once(robust):
+    values = jnp.asarray(np.random.default_rng(1).normal(10, 3, size=[40, 50]), jnp.bfloat16)
+    mixer = Mixer.of(decentralized.complete(40).matrices(), padded=True)
+    mixed = mixer(values, jnp.int32(0), robust=robust)
+    exact = mixer(values.astype(jnp.float32), jnp.int32(0), robust=robust).astype(jnp.bfloat16)
+    assert mixed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(mixed, np.float32), np.asarray(exact, np.float32))
+    if robust is None:
+        mean = np.asarray(values, np.float64).mean(axis=0)
+        np.testing.assert_allclose(np.asarray(mixed, np.float64), np.broadcast_to(mean, mixed.shape), rtol=2**-8)
+
+
+def test_attackers_in_half_precision_know_the_mean_of_the_others():
+    sent = ALittleIsEnough(z=1.0).corrupt_all(jnp.full([300, 1], 5, jnp.bfloat16), jnp.arange(300) < 2, jax.random.key(0))
+    np.testing.assert_array_equal(np.asarray(sent, np.float32), 5.0)
+
+
 def test_values_that_are_not_finite_do_not_spread():
+    line = np.array([np.nan, 1, 1, 1, 1, 1], np.float32)
+    spread = Mixer.of(decentralized.line(6).matrices())(line, jnp.int32(0))
+    np.testing.assert_array_equal(np.isnan(spread), [True, True, False, False, False, False])
     sent = np.where(ATTACKERS[:, None], np.inf * VALUES, VALUES)
     result = mix(VALUES, attack=SignFlip(scale=3e38), robust=decentralized.ClippedMixing(1.0))
     assert np.isfinite(result).all()
@@ -194,7 +215,11 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("RelaySGD", {"topology": decentralized.line(4), "robust_mixing": decentralized.TrimmedMixing(1)}, "does not mix"),
         ("ADPSGD", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not mix"),
         ("StochasticGradientPush", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not keep the sums"),
+        ("GradientTracking", {"robust_mixing": decentralized.TrimmedMixing(1)}, "does not keep the sums of GradientTracking"),
+        ("D2", {"robust_mixing": decentralized.ClippedMixing(1.0)}, "does not keep the sums of D2"),
         ("ChocoSGD", {"message_loss": 0.1}, "links that lose nothing, got message_loss=0.1: leave it out"),
+        ("D2", {"message_loss": 0.1}, "D2 needs links that lose nothing, got message_loss=0.1: leave it out"),
+        ("D2", {"link_failures": 0.1, "weights": "lazy"}, "links that lose nothing, got link_failures=0.1: leave it out"),
         ("DPSGD", {"weighting": "uniform"}, "has no server, got weighting='uniform'"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
@@ -204,10 +229,11 @@ def test_what_does_not_fit_together_is_refused(name, settings, message):
         make(name, **settings)
 
 
-@pytest.mark.parametrize("name", ["RelaySGD", "ADPSGD", "StochasticGradientPush", "ChocoSGD"])
+@pytest.mark.parametrize("name", ["RelaySGD", "ADPSGD", "StochasticGradientPush", "ChocoSGD", "GradientTracking", "D2"])
 def test_some_algorithms_have_no_attackers(name):
+    weights = {"weights": "lazy"} if name == "D2" else {}
     with pytest.raises(ValueError, match=f"{name} does not simulate attackers: use a sampler without them"):
-        run(make(name, topology=decentralized.line(4)), attack=SignFlip())
+        run(make(name, topology=decentralized.line(4), **weights), attack=SignFlip())
 
 
 def test_attackers_train_on_poisoned_examples():

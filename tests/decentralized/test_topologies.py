@@ -3,6 +3,7 @@
 import functools
 import math
 
+import jax.numpy as jnp
 import networkx as nx
 import numpy as np
 import pytest
@@ -99,6 +100,17 @@ def test_every_topology_has_stochastic_matrices_that_reach_consensus(name):
         np.testing.assert_allclose(values.sum(axis=0), 1)  # all of them, as they are symmetric or regular
     product = functools.reduce(np.matmul, [matrix.toarray() for matrix in (matrices * 400)[:400]])
     assert np.abs(product - 1 / 16).max() < 0.05
+
+
+@pytest.mark.first(3)
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    "topology", [decentralized.random_regular(16, degree=6), decentralized.star(40), decentralized.complete(60)]
+)
+def test_nodes_that_agree_keep_every_bit(topology, dtype):
+    values = jnp.full([topology.nodes, 2], 0.3, dtype)
+    for weights in ("auto", "uniform", "lazy"):
+        np.testing.assert_array_equal(decentralized.gossip(values, topology, 50, weights), values)
 
 
 def test_weights():

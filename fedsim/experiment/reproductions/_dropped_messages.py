@@ -42,12 +42,15 @@ _LARGEST = 1e4  # A model with a larger parameter has diverged.
 
 
 class _Method(NamedTuple):
-    """A method, its published accuracies with Dirichlet 1, 0.1 and 0.01, and those with 0, 1 and 10 % of messages dropped."""
+    """A method, its published accuracies with Dirichlet 1, 0.1 and 0.01, and those with 0, 1 and 10 % of messages dropped.
+
+    Without the last two, it does not run with dropped messages.
+    """
 
     cls: type[DecentralizedAlgorithm]
     topology: Callable[[int], Topology]
     skewed: tuple[str, str, str]
-    dropped: tuple[str, str, str] = ("", "", "")
+    dropped: tuple[str, ...] = ("", "", "")
 
 
 _METHODS = {
@@ -60,7 +63,7 @@ _METHODS = {
     "quasi-global momentum, ring": _Method(
         QuasiGlobalMomentum, ring, ("89.5", "84.8", "63.3"), ("69.3", "diverges", "diverges")
     ),
-    "D², ring": _Method(D2, ring, ("87.2", "84.0", "38.2"), ("87.4", "diverges", "diverges")),
+    "D², ring": _Method(D2, ring, ("87.2", "84.0", "38.2"), ("87.4",)),
 }
 
 
@@ -103,7 +106,7 @@ def _run(request: Request, name: str) -> Iterator[Row]:
         return worst_node(algorithm, splits.train, columns, plan.rounds, seed)
 
     settings = [(alpha, 0.0, paper) for alpha, paper in zip((1.0, 0.1, 0.01), skewed, strict=True)]
-    settings += [(0.01, loss, paper) for loss, paper in zip((0.01, 0.1), dropped[1:], strict=True)]
+    settings += [(0.01, loss, paper) for loss, paper in zip((0.01, 0.1), dropped[1:], strict=False)]
     rates: dict[float, float] = {}
     for alpha, loss, paper in settings:
         began = time.perf_counter()
@@ -147,5 +150,6 @@ DROPPED_MESSAGES = Reproduction(
     "momentum only in quasi-global momentum. The partition is Dirichlet(α) with equal sizes. The learning rate is the best of "
     "a grid on the test examples of seed 0, without dropped messages. The accuracy is that of the worst node's model on all "
     "test examples. A node uses its own model in place of one that was dropped; in SGP the sender keeps it, and in RelaySGD it "
-    "is left out of the sum and of its count. The paper's runs with dropped messages have momentum.",
+    "is left out of the sum and of its count. The paper's runs with dropped messages have momentum. D², which diverges there "
+    "with dropped messages, does not run with them here.",
 )
