@@ -23,7 +23,8 @@ class Policy:
       retries: how often a message is sent again that got lost.
       backoff: the seconds before it is sent again: ``backoff`` the first time, twice as many the second time, and so on.
       late: what happens to an update that arrives after the server has stopped waiting for it. "drop": it is not used. "use":
-        it is used in the next server step, with its staleness.
+        it is used in the next server step, with its staleness. If at that time no client is available for another dispatch
+        that the server waits for, the late update takes its place.
 
     Raises:
       ValueError: ``timeout`` is not positive, ``retries`` or ``backoff`` is negative, or ``late`` is none of the two.

@@ -62,7 +62,10 @@ class Synchronization:
         raise NotImplementedError
 
     def received(self, server: Server, update: Dispatch) -> None:
-        """Is called when an update has arrived that the server waited for; it is the last one in ``server.buffer``."""
+        """Is called when an update has arrived that the server waited for; it is the last one in ``server.buffer``.
+
+        A late update takes the place of one for which the server waits as long as no client is available, see `Policy`.
+        """
         raise NotImplementedError
 
     def lost(self, server: Server, dispatch: Dispatch) -> None:
@@ -96,6 +99,8 @@ class Server:
         self.reserved: set[int] = set()
         self.memory: dict[str, Any] = {}
         self._given_up: dict[int, Dispatch] = {}
+        # The numbers of late updates in the buffer, of which the synchronization model has not been told.
+        self._late: list[int] = []
         self._events: list[tuple[float, int, str, Any]] = []
         self._busy_until: dict[int, float] = {}
         # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
@@ -210,6 +215,7 @@ class Server:
             update = self._answered(self._given_up.pop(payload))
             if self._policy.late == "use":
                 self.buffer.append(update)
+                self._late.append(update.number)
             else:
                 self._sending.discard(update.client)
                 self._records.outcome(update, "late")
@@ -224,6 +230,8 @@ class Server:
             model.lost(self, dispatch)
         # Otherwise the update has arrived before, and this is its second copy, or the server has stopped waiting for it.
         self._fill()
+        while self.waiting and self._late:
+            self._stand_in(model)
 
     def schedule(self) -> Schedule:
         """Returns what happened since the last call, for `Simulator`."""
@@ -241,6 +249,7 @@ class Server:
             **{name: getattr(self, name) for name in _NUMBERS},
             **{name: [list(dispatch) for dispatch in getattr(self, name).values()] for name in _DISPATCHES},
             "buffer": [list(update) for update in self.buffer],
+            "late": list(self._late),
             "waiting": list(self.waiting),
             "reserved": sorted(self.reserved),
             "events": [list(event) for event in self._events],
@@ -258,7 +267,7 @@ class Server:
             setattr(self, name, {row[0]: Dispatch(*row) for row in state[name]})
         self.buffer = [Dispatch(*row) for row in state["buffer"]]
         self.waiting, self.memory = list(state["waiting"]), copy.deepcopy(state["memory"])
-        self.reserved = set(state["reserved"])
+        self.reserved, self._late = set(state["reserved"]), list(state.get("late", []))
         self._events = [(time, cause, kind, payload) for time, cause, kind, payload in state["events"]]
         self._busy_until = dict(state["busy_until"])
         dispatches = [*self.in_flight.values(), *self._given_up.values(), *self.buffer]
@@ -267,12 +276,26 @@ class Server:
         self._records = Records(self._clients.bytes_down, self._clients.bytes_up)
         self._records.counts, self._records.before = map(dict, state["counts"])
 
+    def _stand_in(self, model: Synchronization) -> None:
+        """Lets a late update take the place of a client that is waited for, because none is available.
+
+        Otherwise the clients whose updates are in the buffer might be all that there are.
+        """
+        number = self._late.pop(0)
+        (update,) = (each for each in self.buffer if each.number == number)
+        self.buffer.remove(update)
+        self.buffer.append(update)
+        self.waiting.remove(update.round if update.round in self.waiting else self.waiting[0])
+        model.received(self, update)
+        self._fill()
+
     def _take(self, updates: Sequence[Dispatch]) -> None:
         numbers = {update.number for update in updates}
         left = [update for update in self.buffer if update.number not in numbers]
         if len(left) + len(updates) != len(self.buffer):
             raise ValueError("Expected different updates that are in server.buffer: each can be aggregated or dropped once.")
         self.buffer[:] = left
+        self._late = [number for number in self._late if number not in numbers]
         self._sending.difference_update(update.client for update in updates)
 
     def _push(self, time: float, kind: str, payload: Any) -> None:

@@ -1,6 +1,7 @@
 """The schedule against a simple simulation, and its invariants under random faults."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -108,6 +109,50 @@ def test_late_updates_are_used_with_their_staleness():
     found = systems.schedule(sampler, 2, steps=np.arange(40) + 1, synchronization=model, policy=policy)
     assert found.updates.client.tolist() == [0, 1, 2, 3, 10, 11]
     assert found.updates.staleness.tolist() == [0, 0, 1, 1, 0, 0] and found.totals.late == 0
+
+
+def test_a_late_update_takes_the_place_of_a_client_that_nobody_can_replace():
+    sampler = UniformSampler(singletons(2), clients=2, seed=0)
+    arguments = {"steps": np.array([1, 5]), "policy": systems.Policy(timeout=2.0, late="use")}
+    assert systems.schedule(sampler, 1, **arguments).steps.time.tolist() == [5.0]
+    first, second = (systems.Simulator(sampler, **arguments) for _ in range(2))
+    begin = first.advance(1, seconds=3.0)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert_equal(joined([begin, second.advance(4)]), systems.schedule(sampler, 4, **arguments))
+
+
+EACH_FAULT = (
+    systems.Fault(), systems.Fault(failure=0.5, recovery=1.0), systems.Fault(lost_up=2), systems.Fault(lost_down=2),
+    systems.Fault(delay_up=7.0, doubled_up=True),
+)  # fmt: skip
+
+
+@pytest.mark.first(4)
+@pytest.mark.parametrize("steps", [[1, 5], [1, 5, 2]])
+@pytest.mark.parametrize(
+    "model",
+    [
+        systems.Synchronous(), systems.Buffered(size=2, concurrency=1), systems.StaleSynchronous(bound=0),
+        systems.Synchronous(over_selection=2.0), systems.Synchronous(deadline=3.0, minimum=2),
+        systems.StaleSynchronous(bound=1, versions=0), systems.Buffered(size=2, concurrency=2),
+        systems.Asynchronous(concurrency=2),
+    ],
+)  # fmt: skip
+def test_every_schedule_with_late_updates_goes_on_and_loses_nothing(model, steps, monkeypatch):
+    """After one fault of any kind, each client answers sooner or later, so every server step comes."""
+    monkeypatch.setattr(_server, "_FEW_SKIPPED", 10)  # enough for so few clients, and faster
+    monkeypatch.setattr(_server, "_MOST_SKIPPED", 40)
+    sampler = UniformSampler(singletons(len(steps)), clients=2, seed=0)
+    for fault, number, retries in itertools.product(EACH_FAULT, range(3), range(2)):
+        policy = systems.Policy(timeout=2.0, retries=retries, late="use")
+        found = systems.schedule(
+            sampler, 6, steps=np.array(steps), synchronization=model, policy=policy,
+            faults=systems.FaultSchedule({number: fault}),
+        )  # fmt: skip
+        assert found.totals.dispatched == sum(found.totals[1:7])
+        # Each update that arrived and was not used is late, dropped or in the buffer, and none is used twice.
+        assert len(set(found.updates.number)) == len(found.updates.number) == found.totals.aggregated
+        assert found.totals.late == 0 and (found.updates.stop <= found.steps.time[found.updates.step]).all()
 
 
 def test_deadline_ends_a_round_and_a_round_below_the_minimum_does_not_count():
