@@ -157,8 +157,9 @@ def clip(a: Tree, norm: float) -> Tree:
     >>> [round(x, 4) for x in clip({"w": jnp.array([3.0, 4.0])}, 1.0)["w"].tolist()]
     [0.6, 0.8]
     """
-    length = jnp.sqrt(squared_norm(a))
-    return scale(a, jnp.where(length > norm, norm / jnp.where(length == 0, 1, length), 1))
+    squares = squared_norm(a)
+    length = jnp.sqrt(jnp.where(squares == 0, 1, squares))  # The derivative of the root is infinite at 0.
+    return scale(a, jnp.where((squares > 0) & (length > norm), norm / length, 1))
 
 
 def per_row(values: jax.Array, x: jax.Array) -> jax.Array:

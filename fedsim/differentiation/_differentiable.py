@@ -25,7 +25,8 @@ def differentiable(algorithm: A, *, straight_through: bool = False) -> A:
 
     A round gives the same result as without, up to the order of floating-point sums. It runs on one device. Every client takes
     its own number of steps, also in the backward pass. Up to 32 states of its steps are stored for it, or about the square
-    root of the number of steps of the population's largest client, if that is more than 32 steps.
+    root of the number of steps of the population's largest client, if that is more than 32 steps. Clients whose updates do not
+    count, because they took no step or were dropped as not finite, have no part in derivatives.
 
     Args:
       algorithm: an algorithm that does not override `apply`.

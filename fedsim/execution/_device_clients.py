@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 from fedsim import primitives, tree
 from fedsim.attacks import Attack
 from fedsim.execution._call import Call, Rows
-from fedsim.execution._client import ClientUpdate, batch_loop
+from fedsim.execution._client import ClientPlan, ClientUpdate, batch_loop, training_steps
 from fedsim.execution._clients import ClientGroup, Clients, Work
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import ClientTable, RoundInfo
 from fedsim.primitives import Placed, Placement, bounded_loop
+from fedsim.primitives._closed import constant_unless_counted
 
 T = TypeVar("T")
 
@@ -71,6 +72,18 @@ class DeviceClients(Clients):
 
     def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
         return self._exchange(call, self._run_groups(call, work, self._empty(call)))
+
+    def _update(self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, *rest: Any) -> Any:
+        update = functools.partial(super()._update, work, call, own, *rest)
+        if self.layout.most_examples is None:
+            return update()
+
+        def counted() -> tuple[Any, jax.Array]:
+            updated = update()
+            took_part = training_steps(self.algorithm.batches, own.size, own.most_steps) > 0
+            return updated, took_part & (updated[1]["dropped"] == 0)
+
+        return constant_unless_counted(counted)
 
     def _empty(self, call: Call) -> tuple[Any, Any, Any]:
         """Returns the initial values of a call: an empty accumulator, zeros for all entries, and the table of memories."""

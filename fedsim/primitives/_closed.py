@@ -1,12 +1,16 @@
-"""Tracing of a function whose values from outside become arguments."""
+"""Functions whose values from outside become arguments: their traces and derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+T = TypeVar("T")
 
 
 def closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
@@ -23,3 +27,38 @@ def closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple
         return jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, list(values[: len(consts)])))(*values[len(consts) :])
 
     return jax.make_jaxpr(with_consts)(*consts, *args), consts
+
+
+def constant_unless_counted(function: Callable[[], tuple[T, jax.Array]]) -> T:
+    """Returns the value of a function that also returns whether it counts; if not, all derivatives of the value are 0.
+
+    A later selection of zeros is not enough in reverse mode, which multiplies their cotangents, zeros, by the slopes of what
+    was not selected: 0 times infinity is NaN. So the cotangents of what the function closes over are set to 0.
+
+    Args:
+      function: returns a pytree of arrays and a ``bool []``, and closes over everything that these depend on.
+    """
+    structure = None
+
+    def flat() -> list[Any]:
+        nonlocal structure
+        value, counts = function()
+        leaves, structure = jax.tree.flatten(value)
+        return [*leaves, counts]
+
+    jaxpr, values = closed(flat, [])
+    run = jax.custom_jvp(jaxpr_as_fun(jaxpr))
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moves = [not isinstance(dot, SymbolicZero) for dot in tangents]
+
+        def moved(*moving: Any) -> list[Any]:
+            new = iter(moving)
+            return jaxpr_as_fun(jaxpr)(*[next(new) if mark else x for x, mark in zip(primals, moves, strict=True)])
+
+        out, along = jax.linearize(moved, *[x for x, mark in zip(primals, moves, strict=True) if mark])
+        dots = [jnp.where(out[-1], dot, 0) for dot, mark in zip(tangents, moves, strict=True) if mark]
+        return out, along(*dots)
+
+    run.defjvp(derivative, symbolic_zeros=True)
+    return jax.tree.unflatten(structure, run(*values)[:-1])

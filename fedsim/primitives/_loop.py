@@ -238,7 +238,7 @@ def _lanes_first(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Arrays, list
 
 
 def _copies(x: Any, axis: Any) -> jax.Array:
-    return jnp.broadcast_to(x, (axis.size, *x.shape))
+    return jnp.broadcast_to(x, (axis.size, *jnp.shape(x)))
 
 
 def _loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> tuple[Arrays, Arrays]:

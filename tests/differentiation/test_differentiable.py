@@ -3,6 +3,7 @@
 import dataclasses
 
 import federation
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,6 +82,50 @@ def test_derivatives_through_aggregators_agree_with_finite_differences(kind):
         return loss_of(algorithm.apply_rounds(START, COHORTS)[0])
 
     assert_derivatives_agree(loss, 1.0, 1.0)
+
+
+# Client "2" overflows, client "4" has no examples, and the update of client "5" is 0.
+ONE_NUMBER_EACH = fedsim.FederatedData.from_arrays({"x": np.array([1, 3, 3e38, 2, 0], np.float32)}, sizes=[1, 1, 1, 1, 0, 1])
+
+
+def after_one_round(rate, client_ids, lanes=1, **options):
+    """Three steps of w + rate (x - w) per client, from w = 0."""
+    net = hk.transform(lambda e: jnp.broadcast_to(hk.get_parameter("w", [], init=jnp.zeros), e["x"].shape))
+    model = fedsim.Model.from_haiku(
+        net, features={"x": jax.ShapeDtypeStruct((), jnp.float32)}, loss=lambda e, w: 0.5 * (w - e["x"]) ** 2
+    )
+    algorithm = fedsim.algorithms.FedAvg(
+        model=model, client_optimizer=optax.sgd(rate), batches=fedsim.Batches(size=1, epochs=3),
+        execution=fedsim.Jit(lanes=lanes), **options,
+    )  # fmt: skip
+    algorithm = fedsim.differentiable(algorithm)
+    cohort = fedsim.Cohort.of(ONE_NUMBER_EACH, list(client_ids))
+    return jax.tree.leaves(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0].params)[0]
+
+
+@pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
+@pytest.mark.parametrize("lanes", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_clients_that_do_not_count_have_no_part_in_derivatives(lanes):
+    def after(rate):
+        return after_one_round(rate, "01234", lanes)
+
+    rates = np.array([1.9, 0.5], np.float32)
+    expected = 2 * 3 * (1 - rates) ** 2  # of the mean of x (1 - (1 - rate)³) over x = 1, 3, 2
+    np.testing.assert_allclose(jax.vmap(jax.grad(after))(rates), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jvp(after, (1.9,), (1.0,))[1], expected[0], rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:1 client update.* held a NaN:UserWarning")
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "clipped")) for k in DIFFERENTIABLE])
+def test_derivatives_of_aggregates_are_those_without_the_client_that_was_dropped(kind):
+    aggregator_of, number = DIFFERENTIABLE[kind]
+
+    def after(rate, client_ids):
+        return after_one_round(rate, client_ids, aggregator=aggregator_of(number), weighting="uniform")
+
+    slope = jax.grad(after)(0.5, "012345")
+    assert float(slope) == pytest.approx(float(jax.grad(after)(0.5, "01345")), rel=1e-5)
+    assert np.isfinite(slope) and slope != 0
 
 
 @pytest.mark.slow
