@@ -22,7 +22,7 @@ class ClientIndex:
       rows: the number of each row's client, ``int32 [rows]``.
 
     Raises:
-      FormatError: there are no rows; a row has no client; a client id is not UTF-8.
+      FormatError: there are no rows; a row has no client: a missing value, NaN or an empty text; a client id is not UTF-8.
     """
 
     def __init__(self, chunks: Iterable[tuple[Iterable[Any], np.ndarray]]) -> None:
@@ -43,11 +43,11 @@ class ClientIndex:
 
 
 def _name(value: Any) -> str:
+    if value is None or value in ("", b"") or value != value:
+        raise FormatError("some rows have no client id: fill in the ids or drop the rows")
     if isinstance(value, bytes):
         try:
             return value.decode()
         except UnicodeDecodeError:
             raise FormatError(f"client id {value[:40]!r} is not UTF-8: rename the client") from None
-    if value is None:
-        raise FormatError("some rows have no client id: fill in the ids or drop the rows")
     return str(value)

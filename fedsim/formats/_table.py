@@ -49,7 +49,8 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
 
     Args:
       path: the file.
-      client: the column with the client ids, of any type.
+      client: the column with the client ids. In CSV they are the text of the file: ``7``, ``07`` and ``7.0`` are different
+        clients. In Parquet, where the column may have any type, they are the text of its values.
       features: the names of the features to read, or a mapping from names to ``(shape, dtype)``; None: every column except
         ``client``. Numbers keep their types, strings and dates become text, and lists of equal length (Parquet) become a
         further dimension.
@@ -71,7 +72,7 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
     """
     source = check_exists(path)
     with _arrow_errors(source):
-        encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, only=client))
+        encoded = (batch.column(0).dictionary_encode() for batch in _batches(source, client, only=True))
         client_index = ClientIndex((array.dictionary.to_pylist(), _without_nulls(array.indices)) for array in encoded)
 
     def read() -> Iterator[tuple[str, Columns | None]]:
@@ -86,8 +87,8 @@ def read_table(path: StrPath, client: str, features: Features = None, *, stack: 
     return stream(path, read, len(client_index.names))
 
 
-def _batches(path: Path, features: Features = None, only: str | None = None) -> Iterator[Any]:
-    """Yields the rows of a file as Arrow record batches, with one column if ``only`` is given."""
+def _batches(path: Path, client: str, features: Features = None, only: bool = False) -> Iterator[Any]:
+    """Yields the rows of a file as Arrow record batches, ``only`` those of the column of clients or all columns."""
     pa = _pyarrow()
     import pyarrow.csv as csv
     import pyarrow.parquet as parquet
@@ -98,14 +99,14 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
         # The header of a damaged file may have lists and names of any length.
         limits = {"thrift_string_size_limit": 1 << 24, "thrift_container_size_limit": 1 << 20}
         with parquet.ParquetFile(path, page_checksum_verification=True, **limits) as table:
-            _check_column_names(only, table.schema_arrow.names)
-            yield from table.iter_batches(1 << 14, columns=only and [only])
+            _check_column_names(client, table.schema_arrow.names)
+            yield from table.iter_batches(1 << 14, columns=[client] if only else None)
         return
     compression = "gzip" if head[:2] == b"\x1f\x8b" else None
     reading = csv.ReadOptions(block_size=1 << 23)
     parsing = csv.ParseOptions(delimiter=_delimiter(path))
     _check_separator(path, parsing.delimiter)
-    types = {}
+    types = {client: pa.string()}
     if isinstance(features, Mapping):
         for name, (_, dtype) in features.items():
             types[name] = pa.string() if np.dtype(dtype).kind in "OS" else pa.from_numpy_dtype(dtype)
@@ -116,10 +117,10 @@ def _batches(path: Path, features: Features = None, only: str | None = None) -> 
 
     with contextlib.ExitStack() as files, _lengths_checked(path):
         table = open_csv()
-        _check_column_names(only, table.schema.names)
+        _check_column_names(client, table.schema.names)
         dates = {field.name: pa.string() for field in table.schema if pa.types.is_temporal(field.type)}
         types = dates | types
-        yield from open_csv(include_columns=[only]) if only else open_csv() if dates else table
+        yield from open_csv(include_columns=[client]) if only else open_csv() if dates else table
 
 
 def _delimiter(path: Path) -> str:
@@ -185,10 +186,10 @@ def _without_nulls(indices: Any) -> np.ndarray:
     return indices.to_numpy()
 
 
-def _check_column_names(client: str | None, names: list[str]) -> None:
+def _check_column_names(client: str, names: list[str]) -> None:
     if len(set(names)) != len(names):
         raise FormatError(f"two columns have the same name, among {names}: rename one of them.")
-    if client is not None and client not in names:
+    if client not in names:
         raise FormatError(f"the column of clients must be one of {names}, got client={client!r}.")
 
 
@@ -232,7 +233,7 @@ def _buckets(path: Path, client: str, client_index: ClientIndex, features: Featu
 
 def _numbered(path: Path, client: str, client_index: ClientIndex, features: Features) -> Iterator[Any]:
     at = 0
-    for batch in _batches(path, features):
+    for batch in _batches(path, client, features):
         numbers = client_index.rows[at : at + batch.num_rows]
         at += batch.num_rows
         if len(numbers) != batch.num_rows:

@@ -76,6 +76,25 @@ def test_the_bucket_size_does_not_change_the_result(tmp_path, monkeypatch, bucke
     assert list(read) == list(expected)
 
 
+@pytest.mark.parametrize(
+    ("suffix", "ids"),
+    [
+        ("csv", ["007", "7", "07"]),
+        ("tsv", ["7", "7.0", "1e3", "1000", "12345678901234567890", "12345678901234567891"]),
+        ("csv.gz", ["true", "True", "TRUE"]),
+    ],
+)
+def test_client_ids_in_csv_are_the_text_of_the_file(tmp_path, suffix, ids):
+    """Read as numbers or truth values, several of them would be equal."""
+    lines = ["user,y", *[f"{each},{i}" for i, each in enumerate(ids)], f"{ids[1]},100", f"{ids[0]},200"]
+    content = "\n".join(lines).replace(",", "\t" if suffix == "tsv" else ",").encode()
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix == "csv.gz" else content)
+    expected = {each: [i] for i, each in enumerate(ids)} | {ids[0]: [0, 200], ids[1]: [1, 100]}
+    for features in (None, ["y"], {"y": ((), np.int64)}):
+        assert {client.client_id: client["y"].tolist() for client in read_table(path, "user", features)} == expected
+
+
 def test_temporary_files_are_deleted(tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -125,6 +144,8 @@ def test_parquet_types(tmp_path):
     ("columns", "message"),
     [
         (dict(user=["ann", None], y=[1, 2]), "rows have no client id"),
+        (dict(user=["ann", ""], y=[1, 2]), "rows have no client id"),
+        (dict(user=[1.0, float("nan")], y=[1, 2]), "rows have no client id"),
         (dict(user=["ann", "ann"], y=[1, None]), "client 'ann': Feature 'y' has no value in row 1 of the client"),
         (dict(user=["ann", "ann"], y=[[1, 2], [1]]), "client 'ann': Feature 'y' has lists of 1 to 2 values"),
         (dict(user=["ann", "bob"], y=[[1, 2], [1]]), "'y' of client 'bob' is int64 \\[1\\]"),
@@ -144,6 +165,8 @@ def test_invalid_tables_are_refused(tmp_path, columns, message):
     ("lines", "message"),
     [
         (["user,y", "a,1", "a,1,2"], "Expected 2 columns, got 3"),
+        (["user,y", "a,1", ",2"], "rows have no client id"),
+        (["user,y", "1,1", ",2"], "rows have no client id"),
         (["user,y,y", "a,1,2"], "two columns have the same name"),
         ([""], "truncated or damaged"),
     ],
