@@ -109,7 +109,6 @@ class VerticalAlgorithm:
         opt_state = {party: self.optimizer_of(party).init(own) for party, own in params.items()}
         return VerticalState(params, opt_state, jnp.int32(0))
 
-    @functools.partial(jax.jit, static_argnums=0)
     def apply(self, state: VerticalState, batch: VerticalBatch) -> tuple[VerticalState, dict[str, Any]]:
         """Runs one exchange and the local steps that follow it.
 
@@ -118,13 +117,19 @@ class VerticalAlgorithm:
           and by passive party ``bits_up``, ``bits_down`` and ``present``, ``bool []``.
 
         Raises:
-          ValueError: the batch does not have the features of the parties of the model.
+          ValueError: the batch does not have the features of the parties of the model, or has labels that are no classes of it.
         """
         if set(batch.features) != set(self.model.bottoms):
             raise ValueError(
                 f"Expected a batch with the features of {', '.join(self.model.bottoms)}, got those of "
                 f"{', '.join(batch.features) or 'nobody'}: sample from the data that the model was made for."
             )
+        if not isinstance(batch.labels, jax.core.Tracer):
+            self.model.check_labels(batch.labels)
+        return self._apply(state, batch)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _apply(self, state: VerticalState, batch: VerticalBatch) -> tuple[VerticalState, dict[str, Any]]:
         present = self._present(batch.key)
         up = self.send_up(state.params, batch, present)
         down = self.send_down(state.params, up, batch)

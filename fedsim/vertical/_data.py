@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,17 @@ import numpy as np
 
 from fedsim.data import FederatedData
 from fedsim.vertical._party import Party
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class PooledData(FederatedData):
+    """One client's data with a column for each party, and the names of what a party's column consists of.
+
+    >>> PooledData({"bank": np.zeros([2, 1])}, np.array([0, 2]), ["0"], names={"bank": ("income",)}).names["bank"]
+    ('income',)
+    """
+
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,12 +54,13 @@ class VerticalData:
         return len(self.labels)
 
     def take(self, rows: Any) -> VerticalData:
-        """Returns the data of some people; ``rows`` are positions or a slice."""
+        """Returns the data of some people; ``rows`` are positions, a slice, or the position of one person."""
+        rows = np.atleast_1d(np.arange(len(self))[rows])
         return dataclasses.replace(
             self,
             features={party: values[rows] for party, values in self.features.items()},
             labels=self.labels[rows],
-            ids=tuple(np.array(self.ids)[rows].tolist()),
+            ids=tuple(self.ids[row] for row in rows),
         )
 
     def only(self, *parties: str) -> VerticalData:
@@ -67,7 +80,7 @@ class VerticalData:
 
         `VerticalModel.joint` reads it: it is what a single organization with all columns would have.
         """
-        return FederatedData.from_arrays({**self.features, "y": self.labels}, sizes=[len(self)])
+        return PooledData({**self.features, "y": self.labels}, np.array([0, len(self)]), ["0"], names=self.columns)
 
 
 def align(parties: Mapping[str, Party], *, secret: str | bytes) -> VerticalData:
@@ -78,7 +91,8 @@ def align(parties: Mapping[str, Party], *, secret: str | bytes) -> VerticalData:
     party has the secret and can test any id that it guesses against the hashes of the others, and all of them learn how many
     people each party knows and which people match. It is not a protocol of private set intersection.
 
-    The order is that of the hashes. It depends on the secret and the ids, and not on the order of rows.
+    The order is that of the hashes. It depends on the secret and the ids, and not on the order of rows. A party's columns are
+    in the order of their names (x2 before x10), so that training and test data agree whatever the order in their tables.
 
     Args:
       parties: the parties by name. Exactly one has labels.
@@ -115,7 +129,7 @@ def align(parties: Mapping[str, Party], *, secret: str | bytes) -> VerticalData:
         )
     order = {name: np.array([hashes[each] for each in common]) for name, hashes in rows.items()}
     holder = with_labels[0]
-    holding = {name: party for name, party in parties.items() if party.columns}
+    holding = {name: _with_sorted_columns(party) for name, party in parties.items() if party.columns}
     return VerticalData(
         features={name: party.matrix()[order[name]] for name, party in holding.items()},
         labels=np.asarray(parties[holder].labels)[order[holder]],
@@ -123,6 +137,14 @@ def align(parties: Mapping[str, Party], *, secret: str | bytes) -> VerticalData:
         columns={name: tuple(party.columns) for name, party in holding.items()},
         ids=tuple(str(parties[holder].ids[row]) for row in order[holder]),
     )
+
+
+def _with_sorted_columns(party: Party) -> Party:
+    def key(name: str) -> tuple[list[Any], str]:
+        parts = re.split(r"(\d+)", name)  # texts and numbers by turns
+        return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
+
+    return dataclasses.replace(party, columns={name: party.columns[name] for name in sorted(party.columns, key=key)})
 
 
 def _check_columns(parties: Mapping[str, Party]) -> None:

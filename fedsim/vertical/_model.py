@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,33 @@ import numpy as np
 
 from fedsim import metrics as metrics_lib
 from fedsim import rng
+from fedsim.data import FederatedData
 from fedsim.model import Examples, Model, Params, check_transformed, default_metrics
-from fedsim.vertical._data import VerticalData
+from fedsim.vertical._data import PooledData, VerticalData
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class JointModel(Model):
+    """The whole network as a `fedsim.Model`, which refuses `VerticalData.pooled` with other columns than its own.
+
+    Attributes:
+      columns: the names of each party's columns, where they are known.
+    """
+
+    columns: Mapping[str, tuple[str, ...]]
+
+    def check(self, data: FederatedData, *, unlabelled: bool = False) -> None:
+        given = data.names if isinstance(data, PooledData) else {}
+        for party in self.features.keys() & given.keys() & self.columns.keys():
+            expected, got = self.columns[party], given[party]
+            if expected != got:
+                wrong = next((ours, theirs) for ours, theirs in itertools.zip_longest(expected, got) if ours != theirs)
+                raise ValueError(
+                    f"Expected the columns of party {party!r} with which the model was made, got {wrong[1]!r} in place of "
+                    f"{wrong[0]!r}: give the party the same columns, under the same names; vertical.align brings them into one "
+                    "order."
+                )
+        super().check(data, unlabelled=unlabelled)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -32,6 +58,7 @@ class VerticalModel:
       top: the transform of the embeddings.
       labels_at: the party with the labels and the top model.
       widths: the number of features of each party with features.
+      columns: the names of each party's columns, which `joint` compares with those of the data; empty where they are unknown.
       label_dtype: ``int32`` or ``float32``.
       num_classes, loss, metrics: see `fedsim.Model`.
 
@@ -53,6 +80,7 @@ class VerticalModel:
     num_classes: int | None = None
     loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy
     metrics: Mapping[str, metrics_lib.Metric] | None = None
+    columns: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -61,7 +89,7 @@ class VerticalModel:
         """Returns a model for the parties of ``data``.
 
         Args:
-          data: the aligned data; only its parties, the shapes of their features and the labels matter.
+          data: the aligned data; only its parties, the names and shapes of their columns and the labels matter.
           bottoms: a transform for every party with features, or one for all of them, of which each has its own parameters.
           top: the transform of the embeddings.
           **options: ``num_classes``, ``loss`` and ``metrics``.
@@ -82,30 +110,41 @@ class VerticalModel:
         check_transformed(**{f"bottoms[{party!r}]": each for party, each in bottoms.items()}, top=top)
         widths = {party: values.shape[1] for party, values in data.features.items()}
         dtype = np.float32 if np.asarray(data.labels).dtype.kind == "f" else np.int32
-        model = cls(bottoms=bottoms, top=top, labels_at=data.labels_at, widths=widths, label_dtype=dtype, **options)
-        model._check_labels(data)
+        given: dict[str, Any] = {"labels_at": data.labels_at, "widths": widths, "label_dtype": dtype, "columns": data.columns}
+        model = cls(bottoms=bottoms, top=top, **given, **options)
+        model.check_labels(data.labels, data.ids)
         return model
 
-    def _check_labels(self, data: VerticalData) -> None:
-        labels, where = np.asarray(data.labels), f"labels at party {self.labels_at!r}"
-        limits = [] if self.num_classes is None else [self.num_classes]
-        if self.loss is metrics_lib.cross_entropy:
-            features = {party: jax.ShapeDtypeStruct((1, width), jnp.float32) for party, width in self.widths.items()}
-            params = jax.eval_shape(self.init, jax.random.key(0))
-            limits.append(jax.eval_shape(self.outputs, params, features).shape[-1])
-        if not limits:
+    def check_labels(self, labels: Any, ids: Sequence[str] | None = None) -> None:
+        """Raises ``ValueError`` unless these labels ``[n]`` are of classes of the model, if its loss or metrics are of classes.
+
+        ``ids`` name the people in the error; without them, it names the position.
+        """
+        labels, where, classes = np.asarray(labels), f"labels at party {self.labels_at!r}", self._classes
+        if classes is None:
             return
         if labels.dtype.kind == "f":
             raise ValueError(
                 f"Expected {where} to be whole numbers, got {labels.dtype}: convert labels of classes with astype(np.int32), "
                 "and for other targets give a loss such as fedsim.metrics.squared_error, without num_classes."
             )
-        outside = np.flatnonzero((labels < 0) | (labels >= min(limits)))
+        outside = np.flatnonzero((labels < 0) | (labels >= classes))
         if len(outside):
+            person = f"at position {outside[0]}" if ids is None else f"for id {ids[outside[0]]!r}"
             raise ValueError(
-                f"Expected {where} in [0, {min(limits)}), got {labels[outside[0]]} for id {data.ids[outside[0]]!r}: number "
-                "them from 0, and give as many outputs and num_classes as there are classes."
+                f"Expected {where} in [0, {classes}), got {labels[outside[0]]} {person}: number them from 0, and give as many "
+                "outputs and num_classes as there are classes."
             )
+
+    @functools.cached_property
+    def _classes(self) -> int | None:
+        """The number of classes that labels may have; None if any labels are possible."""
+        limits = [] if self.num_classes is None else [self.num_classes]
+        if self.loss is metrics_lib.cross_entropy:
+            features = {party: jax.ShapeDtypeStruct((1, width), jnp.float32) for party, width in self.widths.items()}
+            params = jax.eval_shape(self.init, jax.random.key(0))
+            limits.append(jax.eval_shape(self.outputs, params, features).shape[-1])
+        return min(limits, default=None)
 
     @property
     def parties(self) -> tuple[str, ...]:
@@ -180,14 +219,15 @@ class VerticalModel:
             return self.outputs(params, {party: examples[party] for party in widths})
 
         features = {party: jax.ShapeDtypeStruct((width,), jnp.float32) for party, width in widths.items()}
-        return Model(
+        return JointModel(
             init=self.init,
             apply_for_train=apply,
             apply_for_eval=apply,
             loss=self.loss,
             metrics=default_metrics(self.loss) if self.metrics is None else self.metrics,
             features={**features, "y": jax.ShapeDtypeStruct((), self.label_dtype)},
-            num_classes=self.num_classes,
+            num_classes=self._classes,
+            columns=self.columns,
         )
 
 

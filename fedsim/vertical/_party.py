@@ -27,8 +27,9 @@ class Party:
       labels: ``[n]``, or None; whole numbers are stored as ``int32``, others as ``float32``.
 
     Raises:
-      ValueError: an id occurs twice or is neither a text nor a whole number; a column or the labels do not have one finite
-        value per id, in the range of ``float32`` or, for whole labels, ``int32``; or there are neither columns nor labels.
+      ValueError: an id occurs twice, is empty, or is neither a text nor a whole number; a column or the labels do not have one
+        finite value per id, in the range of ``float32`` or, for whole labels, ``int32``; or there are neither columns nor
+        labels.
 
     >>> bank = Party(ids=["ann", "bob"], columns={"income": [3.1, 2.0]}, labels=[1, 0])
     >>> bank.columns["income"].dtype, bank.labels.tolist()
@@ -45,6 +46,8 @@ class Party:
 
     def __post_init__(self) -> None:
         ids = tuple(map(_as_id, self.ids))
+        if empty := [row for row, each in enumerate(ids) if not each.strip()]:
+            raise ValueError(f"Expected an id for every row, got an empty text in row {empty[0]}: fill it in or drop the row.")
         if len(set(ids)) < len(ids):
             unique, counts = np.unique(ids, return_counts=True)
             twice = str(unique[np.argmax(counts > 1)])
@@ -78,7 +81,7 @@ class Party:
 
         Raises:
           ValueError: there is no column ``ids`` or ``labels``, or both are the same; two columns have the same name; a row has
-            more or fewer values than there are names; or a value is not a finite number, or too large.
+            more or fewer values than there are names, or an empty id; or a value is not a finite number, or too large.
 
         >>> import tempfile
         >>> with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
@@ -102,6 +105,11 @@ class Party:
         table = dict(zip(names, zip(*(row for _, row in rows), strict=True), strict=True))
         places = [f"id {person!r}, {place}" for person, (place, _) in zip(table[ids], rows, strict=True)]
         own_ids = table.pop(ids)
+        for (place, _), person in zip(rows, own_ids, strict=True):
+            if not person:
+                raise ValueError(
+                    f"{place}: Expected an id in column {ids!r} of every row, got an empty one: fill it in or drop the row."
+                )
         if twice := first_repeated(own_ids):
             lines = [place.rpartition(" ")[2] for person, (place, _) in zip(own_ids, rows, strict=True) if person == twice]
             raise ValueError(

@@ -1,5 +1,6 @@
 """Vertical algorithms against the gradient of the joint model, loops in NumPy, and closed forms of message sizes."""
 
+import dataclasses
 import functools
 
 import haiku as hk
@@ -288,6 +289,20 @@ def test_a_run_that_continues_at_its_round_equals_one_without_a_break():
 
 def one_output(embeddings):
     return sum(embeddings.values())[:, 0]
+
+
+@pytest.mark.parametrize("wrong", [7, -1])
+def test_labels_of_no_class_are_refused_wherever_they_come_from(wrong):
+    model = linear(people(classes=2), classes=2)
+    algorithm = vertical.SplitLearning(model=model, optimizer=optax.sgd(0.1))
+    state = algorithm.init(jax.random.key(0))
+    other = people(classes=2)
+    other = dataclasses.replace(other, labels=np.where(np.arange(len(other)) == 3, wrong, other.labels))
+    with pytest.raises(ValueError, match=rf"Expected labels at party 'bank' in \[0, 2\), got {wrong} at position \d+"):
+        algorithm.apply(state, batch_of(other, size=len(other)))
+    for joint in (model.joint, dataclasses.replace(model, num_classes=None).joint):
+        with pytest.raises(ValueError, match=f"has label y={wrong}, and the model has classes 0 to 1"):
+            fedsim.evaluate(joint, state.params, other.pooled())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """Parties, their alignment by id, and their division from one table."""
 
+import dataclasses
 import gzip
 import hashlib
 import hmac
 import os
 from pathlib import Path
 
+import haiku as hk
+import jax
 import numpy as np
 import pytest
 
@@ -90,6 +93,8 @@ def test_the_secret_is_needed(secret):
     ("changes", "message"),
     [
         ({"ids": ["ann", "ann"]}, "Expected ids to be different, got the id 'ann' in 2 rows"),
+        ({"ids": ["ann", ""]}, "Expected an id for every row, got an empty text in row 1: fill it in or drop the row"),
+        ({"ids": [" ", "bob"]}, "Expected an id for every row, got an empty text in row 0"),
         ({"ids": [1.5, 2.5]}, "Expected ids to be texts or whole numbers, got 1.5"),
         ({"columns": {"income": [1, 2, 3]}}, r"Expected one value per id in column 'income', got shape \[3\] for 2 ids"),
         ({"columns": {"income": [1, np.nan]}}, "Expected finite numbers in column 'income'"),
@@ -164,6 +169,7 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         ("id,x\n1,2\n", {"labels": "y"}, r"Expected labels to be a column of t.csv.gz, got labels='y': it has \['id', 'x'\]"),
         ("id,x\n1,blue\n", {}, "Expected numbers in column 'x' of t.csv.gz, got 'blue' for id '1'"),
         ("id,x\n1,\n", {}, "Expected numbers in column 'x' of t.csv.gz, got '' for id '1'"),
+        ("id,x\n1,2\n\n,3\n", {}, "in column 'id' of every row, got an empty one in line 4 of t.csv.gz: fill it in or drop"),
         ("id,x\n1,nan\n", {}, "Expected finite numbers in column 'x'"),
         ("id,y,x\n1,3e9,2\n", {"labels": "y"}, "Expected numbers in labels between .*, got 3000000000 for id '1'"),
         ("id,y,x\n1,1e300,2\n", {"labels": "y"}, "Expected numbers in labels between .*, the range of float32, got 1e\\+300"),
@@ -213,4 +219,35 @@ def test_the_pooled_data_are_those_of_one_client():
     assert isinstance(pooled, fedsim.FederatedData) and pooled.num_clients == 1
     np.testing.assert_array_equal(pooled.columns["y"], data.labels)
     assert list(data.only("shop").features) == ["shop"] and data.only("shop").labels_at == "bank"
-    assert data.take([1]).ids == data.ids[1:]
+    assert data.take([1]).ids == data.take(1).ids == data.take(-1).ids == data.take([False, True]).ids == data.ids[1:]
+    assert data.take(1).features["shop"].shape == (1, 1) and data.take(1).labels.shape == (1,)
+    assert len(data.take([])) == 0
+    with pytest.raises(IndexError):
+        data.take(2)
+
+
+def test_columns_are_matched_by_name():
+    """A linear model of the columns c2, c10 and pair, in another order at test time, predicts what NumPy computes by name."""
+    draw = np.random.default_rng(0)
+    columns = {"c10": draw.normal(size=20), "pair": draw.normal(size=(20, 2)), "c2": draw.normal(size=20)}
+    weights, labels = {"c10": [3.0], "pair": [-1.0, 0.5], "c2": [-2.0]}, draw.normal(size=20)
+
+    def aligned(names, **renamed):
+        own = {renamed.get(name, name): columns[name] for name in names}
+        return vertical.align({"bank": Party(ids=range(20), columns=own, labels=labels)}, secret="s")
+
+    train = aligned(["c10", "pair", "c2"])
+    assert train.columns["bank"] == ("c2", "c10", "pair")
+    model = vertical.VerticalModel.of(
+        train, bottoms=vertical.dense(1), top=hk.transform(lambda e: e["bank"][:, 0]), loss=fedsim.metrics.squared_error
+    )
+    params = model.init(jax.random.key(0))
+    of_columns = np.concatenate([weights[name] for name in train.columns["bank"]])[:, None].astype(np.float32)
+    params = jax.tree.map(lambda leaf: of_columns if leaf.ndim == 2 else leaf, params)
+    predicted = sum(columns[name].reshape(20, -1) @ weights[name] for name in columns)
+    for names in (["c10", "pair", "c2"], ["c2", "c10", "pair"], ["pair", "c2", "c10"]):
+        found = fedsim.evaluate(model.joint, params, aligned(names).pooled()).overall["loss"]
+        assert found == pytest.approx(np.mean((predicted - labels) ** 2), rel=1e-5)
+    for other in (aligned(columns, c2="c3"), dataclasses.replace(train, columns={"bank": ("c10", "c2", "pair")})):
+        with pytest.raises(ValueError, match="Expected the columns of party 'bank' with which the model was made, got 'c"):
+            fedsim.evaluate(model.joint, params, other.pooled())
