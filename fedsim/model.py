@@ -38,7 +38,8 @@ class Model:
         ``[n]``, or another statistic of `fedsim.metrics`.
       features: the features that the model reads, by name: the ``jax.ShapeDtypeStruct`` of one example, or a tuple of them if
         the model accepts several dtypes.
-      num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None does not check them.
+      num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None checks them only if the loss is the
+        cross-entropy, by the number of logits.
 
     >>> model = Model.from_haiku(
     ...     hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
@@ -147,8 +148,8 @@ class Model:
           unlabelled: whether labels may be hidden, which is -1, see `fedsim.partitioners.hide_labels`.
 
         Raises:
-          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite; or a label is not in
-            ``[0, num_classes)``.
+          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite; or a label is not of
+            a class.
         """
         for name, feature in self.features.items():
             accepted = _accepted(feature)
@@ -169,8 +170,17 @@ class Model:
                     f"{' or '.join(str(np.dtype(spec.dtype)) for spec in accepted)}. Convert the column before packing it."
                 )
         data.check_finite()
-        if self.num_classes is not None and "y" in self.features:
-            data.check_labels("y", self.num_classes, unlabelled=unlabelled)
+        if self._classes is not None and "y" in self.features:
+            data.check_labels("y", self._classes, unlabelled=unlabelled)
+
+    @functools.cached_property
+    def _classes(self) -> int | None:
+        """The number of classes that labels may have; None if any labels are possible."""
+        if self.num_classes is not None or self.loss is not metrics_lib.cross_entropy:
+            return self.num_classes
+        params = jax.eval_shape(self.init, jax.random.key(0))
+        logits = jax.eval_shape(self.apply_for_eval, params, self.dummy_examples(1))
+        return logits.shape[1] if getattr(logits, "ndim", 0) == 2 else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

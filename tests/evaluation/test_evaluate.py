@@ -1,8 +1,11 @@
 """Evaluation of a population, compared with a NumPy loop over its clients."""
 
+import dataclasses
+
 import federation
 import jax
 import numpy as np
+import optax
 import pytest
 
 import fedsim
@@ -42,6 +45,22 @@ def test_agrees_with_numpy(memory, devices, batch_size):
     np.testing.assert_allclose(
         [over["mean"], over["std"], over["worst 10%"]], [means.mean(), means.std(), means.min()], rtol=1e-6
     )
+
+
+@pytest.mark.parametrize("num_classes", [None, federation.NUM_CLASSES])
+@pytest.mark.parametrize("wrong", [-1, federation.NUM_CLASSES])
+def test_labels_of_no_class_are_refused_in_training_and_evaluation(num_classes, wrong):
+    """Without ``num_classes``, the number of logits says which labels the cross-entropy may have."""
+    model, data = dataclasses.replace(federation.model(), num_classes=num_classes), federation.data()
+    columns = {**data.columns, "y": np.where(np.arange(data.num_examples) == 3, wrong, data.columns["y"]).astype(np.int32)}
+    data = fedsim.FederatedData(columns, data.offsets, data.client_ids)
+    algorithm = fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4))
+    state = algorithm.init(jax.random.key(0))
+    message = f"has label y={wrong}, and the model has classes 0 to {federation.NUM_CLASSES - 1}"
+    with pytest.raises(ValueError, match=message):
+        algorithm.apply(state, federation.cohort(data))
+    with pytest.raises(ValueError, match=message):
+        fedsim.evaluate(model, state.params, data)
 
 
 def test_streams_in_several_chunks(monkeypatch):
