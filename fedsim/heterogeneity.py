@@ -6,6 +6,7 @@ section 3: https://arxiv.org/abs/1806.00582. What they call the earth mover's di
 Effective number of classes: M. O. Hill, "Diversity and evenness", Ecology 54(2), 1973, of order 1: exp(entropy).
 
 All measures except `split_distance` take a `FederatedData`, or labels ``[n]`` with a partition (a list of index arrays).
+Measures of labels count the labelled examples only: -1 is a hidden label (`fedsim.partitioners.hide_labels`), and no class.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def label_counts(
       Counts ``int64 [clients, labels]``, and the labels of its columns in ascending order: all that occur in ``data``.
 
     Raises:
-      ValueError: the labels are not one value per example, there is no such feature, or labels are given without a partition.
+      ValueError: the labels are not one value per example, or all hidden; there is no such feature; or labels are given without
+        a partition.
 
     >>> counts, labels = label_counts([7, 7, 9], [np.array([0]), np.array([1, 2])])
     >>> counts.tolist(), labels.tolist()
@@ -50,7 +52,7 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
     """Computes each client's distance from the population's label distribution, ``float64 [clients]`` in [0, 2].
 
     The distance is the sum over labels of \\|p_k(y) - p(y)\\|, where p_k is the distribution of client k and p that of all
-    clients' examples together. It is NaN for an empty client.
+    clients' examples together. It is NaN for a client without labelled examples.
 
     >>> label_distances([0, 0, 1, 1], [np.array([0, 1]), np.array([2, 3])]).tolist()
     [1.0, 1.0]
@@ -63,7 +65,7 @@ def label_distances(data: FederatedData | Any, partition: Partition | None = Non
 
 
 def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> float:
-    """Computes the mean of `label_distances` over clients with examples, each weighted equally: 0 if all are equal, below 2.
+    """Computes the mean of `label_distances` over clients that have one, each weighted equally: 0 if all are equal, below 2.
 
     >>> label_emd([0, 0, 1, 1], [np.array([0, 2]), np.array([1, 3])])
     0.0
@@ -74,7 +76,7 @@ def label_emd(data: FederatedData | Any, partition: Partition | None = None, *, 
 
 
 def effective_classes(data: FederatedData | Any, partition: Partition | None = None, *, feature: str = "y") -> np.ndarray:
-    """Computes each client's effective number of labels, exp(entropy), ``float64 [clients]``; 0 for an empty client.
+    """Computes each client's effective number of labels, exp(entropy), ``float64 [clients]``; 0 without any.
 
     A client with k equally frequent labels has k effective labels.
 
@@ -122,7 +124,7 @@ def split_distance(first: FederatedData, second: FederatedData, *, feature: str 
     because clients are then tested on other labels than they train on. Clients with few examples have a positive distance even
     under the best possible split, because numbers of examples are whole.
 
-    Clients are matched by name and weighted equally. A client that is missing or has no examples in one of the populations is
+    Clients are matched by name and weighted equally. A client that is missing or has no labels in one of the populations is
     left out of the mean. In datasets whose splits have different clients under the same names (``cifar100``) the distance has
     no meaning.
 
@@ -131,18 +133,19 @@ def split_distance(first: FederatedData, second: FederatedData, *, feature: str 
       feature: name of the column with the labels, in both.
 
     Raises:
-      ValueError: no client has examples in both, there is no such feature, or it is not one label per example.
+      ValueError: no client has labelled examples in both, there is no such feature, or it is not one label per example.
 
     >>> train = FederatedData.from_arrays({"y": [0, 0, 1, 1, 2, 2]}, sizes=[4, 2])
     >>> test = FederatedData.from_arrays({"y": [0, 2, 2]}, sizes=[1, 2])
     >>> split_distance(train, test)  # client 0: |1/2 - 1| + |1/2 - 0| = 1; client 1: 0
     0.5
     """
-    labels = [_labels_and_owners(data, None, feature)[0] for data in (first, second)]
+    labels, owners, counts = zip(*(_labels_and_owners(data, None, feature) for data in (first, second)), strict=True)
+    sizes = [np.bincount(owner, minlength=clients) for owner, clients in zip(owners, counts, strict=True)]
     matches = [
-        (i, second.index(client_id)) for i, client_id in enumerate(first.client_ids) if first.sizes[i] and client_id in second
+        (i, second.index(client_id)) for i, client_id in enumerate(first.client_ids) if sizes[0][i] and client_id in second
     ]
-    matches = [(i, j) for i, j in matches if second.sizes[j]]
+    matches = [(i, j) for i, j in matches if sizes[1][j]]
     if not matches:
         raise ValueError(
             "No client has examples in both populations: give two splits of the same clients, such as data.train and data.test."
@@ -150,13 +153,12 @@ def split_distance(first: FederatedData, second: FederatedData, *, feature: str 
     names, codes = np.unique(np.concatenate(labels), return_inverse=True)
     cells, shares = [], []
     code_of = np.split(codes, [len(labels[0])])
-    for data, code, positions, sign in zip((first, second), code_of, np.array(matches).T, (1, -1), strict=True):
-        position_of = np.full(data.num_clients, -1)
+    for own_sizes, owner, code, positions, sign in zip(sizes, owners, code_of, np.array(matches).T, (1, -1), strict=True):
+        position_of = np.full(len(own_sizes), -1)
         position_of[positions] = np.arange(len(positions))
-        owner = np.repeat(position_of, data.sizes)
-        cells.append((owner * len(names) + code)[owner >= 0])
-        share = 1 / np.maximum(np.repeat(data.sizes, data.sizes), 1)
-        shares.append((sign * share)[owner >= 0])
+        match = position_of[owner]
+        cells.append((match * len(names) + code)[match >= 0])
+        shares.append((sign / own_sizes[owner])[match >= 0])
     # Only labels that a client holds have a cell, so memory does not grow with clients times labels.
     cell, index = np.unique(np.concatenate(cells), return_inverse=True)
     differences = np.abs(np.bincount(index, np.concatenate(shares)))
@@ -217,4 +219,17 @@ def _labels_and_owners(data: Any, partition: Partition | None, feature: str) -> 
             f"Labels must be one whole number or name per example, and these are {values.dtype} {list(values.shape)}: give "
             "another feature, or bin them first."
         )
-    return values, owner, clients
+    labelled = is_labelled(values)
+    if len(values) and not labelled.any():
+        raise ValueError("All labels are -1, which is a hidden label: give the population before its labels were hidden.")
+    return values[labelled], owner[labelled[: len(owner)]], clients
+
+
+def is_labelled(labels: Any) -> np.ndarray:
+    """Returns for each label whether it is known, ``bool [n]``: numbers are hidden if they are -1.
+
+    >>> is_labelled([0, -1, 2]).tolist(), is_labelled(["-1", "cat"]).tolist()
+    ([True, False, True], [True, True])
+    """
+    labels = np.asarray(labels)
+    return labels != -1 if labels.dtype.kind == "i" else np.ones(len(labels), bool)

@@ -72,6 +72,25 @@ def test_split_distance_is_the_mean_l1_distance_over_clients_in_both():
     assert heterogeneity.split_distance(*text) == pytest.approx(1)
 
 
+def test_hidden_labels_do_not_count():
+    """a: (2/3, 1/3) of labels 0 and 1; b: label 1 only; c has no labels, and d none that are known. Together: 1/2 and 1/2."""
+    few = FederatedData.from_arrays({"y": [0, -1, 1, 0, 1, -1, -1]}, sizes=[4, 1, 0, 2])
+    partition = [np.arange(few.offsets[i], few.offsets[i + 1]) for i in range(4)]
+    for measured in ([few], [few.columns["y"], partition]):
+        counts, labels = heterogeneity.label_counts(*measured)
+        assert counts.tolist() == [[2, 1], [0, 1], [0, 0], [0, 0]] and labels.tolist() == [0, 1]
+        np.testing.assert_allclose(heterogeneity.label_distances(*measured), [1 / 3, 1, np.nan, np.nan])
+        assert heterogeneity.label_emd(*measured) == pytest.approx(2 / 3)
+        entropy = -2 / 3 * math.log(2 / 3) - 1 / 3 * math.log(1 / 3)
+        np.testing.assert_allclose(heterogeneity.effective_classes(*measured), [math.exp(entropy), 1, 0, 0])
+    all_known = FederatedData.from_arrays({"y": [0, 1, 0, 0, 0, 1, 1]}, sizes=[4, 1, 0, 2])
+    assert heterogeneity.split_distance(few, all_known) == pytest.approx((2 * (3 / 4 - 2 / 3) + 2) / 2)
+    # A label that is hidden at a row of no client has no column.
+    assert heterogeneity.label_counts([3, -1, 4], [np.array([0])])[1].tolist() == [3, 4]
+    with pytest.raises(ValueError, match="All labels are -1, which is a hidden label"):
+        heterogeneity.label_emd(FederatedData.from_arrays({"y": [-1, -1]}, sizes=[2]))
+
+
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [

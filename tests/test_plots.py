@@ -75,6 +75,17 @@ def test_bubbles_have_areas_in_proportion_to_shares():
     assert drawn[0, 1] / drawn[1, 2] == pytest.approx(0.75)
 
 
+def test_hidden_labels_have_a_column_and_do_not_count_in_the_distance():
+    data = FederatedData.from_arrays({"y": [-1, 0, 1, -1, 1, 1]}, sizes=[4, 2])
+    axes = plots.plot_labels(data, names=["cat", "dog"]).axes[0]
+    assert axes.get_title() == "Labels of all clients; mean L1 distance to the population 0.50"  # (1/4, 3/4); 1/2 for both
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["-1", "cat", "dog"]
+    hidden = FederatedData.from_arrays({"y": [-1, -1]}, sizes=[2])
+    with pytest.raises(ValueError, match="All labels are -1"):
+        plots.plot_labels(hidden)
+    assert len(plots.plot_overview(hidden, title="hidden").subfigs) == 1
+
+
 @pytest.mark.parametrize(("clients", "shown"), [(100, 10), (100, 100), (3400, 10), (3400, 3400)])
 def test_labels_of_few_and_of_many_clients(clients, shown):
     data = population(clients, classes=62)

@@ -98,6 +98,12 @@ class FixMatch(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
+        known = data.label_range("y")
+        if known is not None and known[1] < 0 and (self.server_examples is None or not len(self.server_examples["y"])):
+            raise ValueError(
+                f"Expected labels at the clients or the server, got y=-1, a hidden label, for all {data.num_examples} examples "
+                "of the clients, and no server_examples: hide fewer labels, or give server_examples."
+            )
         if self.augmented not in data.columns:
             raise ValueError(
                 f"There is no feature {self.augmented!r} to augment; the data has {sorted(data.columns)}: set augmented."

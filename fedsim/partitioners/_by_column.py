@@ -31,7 +31,7 @@ def by_column(column: Any) -> list[np.ndarray]:
     >>> [rows.tolist() for rows in by_column(["bob", "ann", "bob"])]
     [[1], [0, 2]]
     """
-    column = check_labels(column)
+    column = check_labels(column, may_be_hidden=True)
     if not len(column):
         raise ValueError("The column is empty: expected at least one example.")
     _, owner = np.unique(column, return_inverse=True)

@@ -35,12 +35,12 @@ def check_clients(clients: int, examples: int, min_size: int = 0) -> None:
         raise ValueError(f"{examples} examples are too few for clients={clients} with min_size={min_size} each.")
 
 
-def check_labels(labels: Any) -> np.ndarray:
+def check_labels(labels: Any, *, may_be_hidden: bool = False) -> np.ndarray:
     """Returns the labels as an array ``[n]``, one per example.
 
     Raises:
       ValueError: the shape is not ``[n]``, the labels are floats (each value would be a class), or they are objects of several
-        types, for example names with a missing one.
+        types, for example names with a missing one; or a label is -1, which is a hidden one, unless it ``may_be_hidden``.
     """
     labels = np.asarray(labels)
     if labels.dtype.kind == "O" and len(kinds := {type(label).__name__ for label in labels.ravel()}) > 1:
@@ -48,6 +48,11 @@ def check_labels(labels: Any) -> np.ndarray:
     if labels.ndim != 1 or labels.dtype.kind in "fc":
         raise ValueError(
             f"Expected one label per example, whole numbers or names [n], got {labels.dtype} {list(labels.shape)}."
+        )
+    if not may_be_hidden and labels.dtype.kind == "i" and np.any(labels == -1):
+        raise ValueError(
+            f"Expected the labels of all examples, got -1, a hidden label, for {np.sum(labels == -1)} of them: divide the "
+            "examples first and hide labels after that, or number the classes from 0."
         )
     return labels
 

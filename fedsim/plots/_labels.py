@@ -22,6 +22,7 @@ def plot_labels(
 
     Up to 30 clients are shown as bubbles whose area is the label's share of the client's examples. More clients are shown as a
     heat map, ordered by their most frequent label. If there are more than 100 labels, the 100 most frequent ones are shown.
+    A hidden label, -1, has a column of its own, and does not count in the distance to the population in the title.
 
     Args:
       data: the population.
@@ -34,7 +35,8 @@ def plot_labels(
 
     Raises:
       KeyError: there is no client of a given id.
-      ValueError: there is no such feature; there is not one label per example; none of the clients has examples.
+      ValueError: there is no such feature; there is not one label per example, or all are hidden; none of the clients has
+        examples.
 
     >>> data = FederatedData.from_arrays({"y": [0, 1, 1, 2]}, sizes=[2, 2])
     >>> figure = plot_labels(data, names=["cat", "dog", "owl"])

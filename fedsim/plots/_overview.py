@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FederatedData
+from fedsim.heterogeneity import is_labelled
 from fedsim.plots._canvas import new_figure, pick_clients
 from fedsim.plots._examples import draw_examples, kind_of
 from fedsim.plots._labels import draw_labels
@@ -43,7 +44,8 @@ def plot_overview(
     train = splits_or_data if isinstance(splits_or_data, FederatedData) else splits_or_data.train
     test = None if train is splits_or_data else splits_or_data.test
     nonempty = bool(train.num_examples)
-    labelled = nonempty and label in train.columns and train.columns[label].ndim == 1 and train.columns[label].dtype.kind != "f"
+    column = train.columns.get(label) if nonempty else None
+    labelled = column is not None and column.ndim == 1 and column.dtype.kind != "f" and is_labelled(column[:]).any()
     kind = kind_of(train, feature, decode) if nonempty and feature in train.columns else None
     heights = [2.6]
     heights += [3.9] if labelled else []

@@ -219,6 +219,15 @@ def test_algorithms_that_need_labels_refuse_hidden_ones():
         make().apply(make().init(jax.random.key(0)), federation.cohort(wrong))
 
 
+@pytest.mark.parametrize("cls", [algorithms.FixMatch, algorithms.FedMatch])
+def test_without_any_label_there_is_nothing_to_learn_from(cls):
+    unlabelled = federation.cohort(hide_labels(federation.data(), fraction=0.0, seed=0))
+    algorithm = make(cls)
+    with pytest.raises(ValueError, match="Expected labels at the clients or the server, got y=-1, .* give server_examples"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), unlabelled)
+    make(cls, server_examples=dict(federation.data().columns)).check(unlabelled.data)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

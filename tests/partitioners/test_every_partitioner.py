@@ -117,6 +117,21 @@ def test_labels_of_a_wrong_dtype_or_shape_are_refused(labels):
             make()
 
 
+def test_hidden_labels_are_no_class_of_a_partitioner():
+    labels = np.array([0, 1, -1, 1])
+    for make in (
+        lambda: partitioners.dirichlet(labels, clients=2, alpha=1, seed=0),
+        lambda: partitioners.dirichlet_balanced(labels, clients=2, alpha=1, seed=0),
+        lambda: partitioners.shards(labels, clients=2, seed=0),
+        lambda: partitioners.classes_per_client(labels, clients=2, classes=1, seed=0),
+        lambda: partitioners.pachinko(labels, labels, clients=2, seed=0),
+        lambda: partitioners.same_shares([0, 1], [[0], [1]], labels, seed=0),
+    ):
+        with pytest.raises(ValueError, match="got -1, a hidden label, for 1 of them: divide the examples first"):
+            make()
+    assert [rows.tolist() for rows in partitioners.by_column(labels)] == [[2], [0], [1, 3]]  # of any column, such as ages
+
+
 @pytest.mark.parametrize("clients", [0, -3])
 def test_numbers_of_clients_below_one_are_refused(clients):
     for make in (
