@@ -169,7 +169,11 @@ def test_a_model_needs_a_bottom_for_every_party_with_features():
         ("id,x\n1,2\n", {"labels": "y"}, r"Expected labels to be a column of t.csv.gz, got labels='y': it has \['id', 'x'\]"),
         ("id,x\n1,blue\n", {}, "Expected numbers in column 'x' of t.csv.gz, got 'blue' for id '1'"),
         ("id,x\n1,\n", {}, "Expected numbers in column 'x' of t.csv.gz, got '' for id '1'"),
-        ("id,x\n1,2\n\n,3\n", {}, "in column 'id' of every row, got an empty one in line 4 of t.csv.gz: fill it in or drop"),
+        (
+            "id,x\n1,2\n\n,3\n",
+            {},
+            "t.csv.gz, line 4: Expected an id in column 'id' of every row, got an empty one: fill it in or drop",
+        ),
         ("id,x\n1,nan\n", {}, "Expected finite numbers in column 'x'"),
         ("id,y,x\n1,3e9,2\n", {"labels": "y"}, "Expected numbers in labels between .*, got 3000000000 for id '1'"),
         ("id,y,x\n1,1e300,2\n", {"labels": "y"}, "Expected numbers in labels between .*, the range of float32, got 1e\\+300"),
