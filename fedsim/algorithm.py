@@ -32,8 +32,10 @@ class Capabilities:
       quadratic: hyperparameters for which this takes at most 400 rounds to two digits.
       ordered: the result depends on the order of a client's examples.
       aggregators: every aggregator of updates may be its `aggregator`, also robust and compressing ones.
-      scalable: an update that is multiplied by a number moves the server by as many times less or more. Updates whose parts
-        enter the server's state in different ways, or that clients also store, are not.
+      scalable: an update that is multiplied by a number moves the server by as many times less or more, so that a staleness
+        weight may scale it. Updates are not scalable if they are no step, such as a mean, if their parts enter the server's
+        state in different ways, or if clients also store them. A class that overrides `client_update`, ``update_of``,
+        `server_update`, `broadcast` or `round` must declare it again.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
@@ -45,7 +47,7 @@ class Capabilities:
     quadratic: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ordered: bool = True
     aggregators: bool = True
-    scalable: bool = True
+    scalable: bool = False
     unlabelled: bool = False
 
 

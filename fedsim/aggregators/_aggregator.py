@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,12 @@ class Aggregator:
 
     There are two optional extensions. `send` transforms an update on the client, for example to clip or to compress it. `init`
     and `finish_round` let the server keep a memory between rounds.
+
+    Attributes:
+      adds_weights: whether the aggregate is a sum, in which a weight multiplies the update, and not a mean.
     """
+
+    adds_weights: ClassVar[bool] = False
 
     @property
     def sends_unchanged(self) -> bool:
@@ -196,6 +201,8 @@ class Sum(SumAggregator):
     [9.0, 12.0]
     """
 
+    adds_weights = True
+
     def zero(self, update: Update, slots: int) -> WeightedTotal:
         total = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulation_dtype(x.dtype)), update)
         return WeightedTotal(total, jnp.zeros((), jnp.float32))
@@ -221,6 +228,8 @@ class Mean(Sum):
     >>> mean.finish(accumulator)["w"].tolist()
     [3.0, 4.0]
     """
+
+    adds_weights = False
 
     def finish(self, accumulator: WeightedTotal) -> Update:
         weight = accumulator.weight

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fedsim import checks
 from fedsim.aggregators import AuxMean, WithAux
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
@@ -74,6 +75,8 @@ class AdaptiveFedProx(FedProx):
     ...
     ValueError: Expected patience >= 1, got patience=0: give a positive whole number.
     """
+
+    capabilities = Capabilities(scalable=False)  # The loss must not be multiplied.
 
     mu: float = 0.0
     mu_step: float = 0.1

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._personal_model import Models, PersonalModel
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate
@@ -66,6 +67,8 @@ class APFL(PersonalModel):
     ...
     ValueError: Expected 0 <= alpha <= 1, got alpha=1.5.
     """
+
+    capabilities = Capabilities(scalable=True)
 
     alpha: float = 0.5
     adaptive: bool = False

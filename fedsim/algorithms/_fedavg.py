@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, metrics, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._descent import check_descent
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
@@ -59,6 +60,8 @@ class FedAvg(GradientServer):
     >>> info.clients["num_steps"].tolist(), info.clients["weight"].tolist()
     ([2, 1], [4.0, 2.0])
     """
+
+    capabilities = Capabilities(scalable=True)
 
     client_optimizer: optax.GradientTransformation | Schedule
 

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, metrics, rng, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import Local
 from fedsim.algorithms._fixmatch import FixMatch
 from fedsim.algorithms._gradient_server import GradientServer, Shared
@@ -124,6 +125,7 @@ class FedMatch(FixMatch):
     True
     """
 
+    capabilities = Capabilities(minimizes=False, unlabelled=True)
     not_differentiable = "chooses pseudo-labels by a threshold and by votes"
 
     threshold: float = 0.75

@@ -84,7 +84,7 @@ class FedAdagrad(AdaptiveFedAvg):
     0.0
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3})
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True)
 
     b1: float = 0.0
 
@@ -106,7 +106,7 @@ class FedAdam(AdaptiveFedAvg):
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03})
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True)
 
     b2: float = 0.99
 
@@ -128,7 +128,7 @@ class FedYogi(AdaptiveFedAvg):
     0.99
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03})
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True)
 
     b2: float = 0.99
 

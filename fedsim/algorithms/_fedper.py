@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -60,6 +61,8 @@ class FedPer(FedAvg):
     >>> sorted(state.params), sorted(algorithm.client_memory(algorithm.broadcast(state)))
     (['linear', 'linear_1'], ['linear_2'])
     """
+
+    capabilities = Capabilities(scalable=True)
 
     head: Head | None = None
 

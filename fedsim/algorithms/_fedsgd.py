@@ -35,7 +35,7 @@ class FedSGD(GradientServer):
     [1, 1]
     """
 
-    capabilities = Capabilities(ordered=False)
+    capabilities = Capabilities(ordered=False, scalable=True)
 
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
 

@@ -77,7 +77,7 @@ class FixMatch(FedAvg):
     [1.0, 1.0]
     """
 
-    capabilities = Capabilities(minimizes=False, unlabelled=True)
+    capabilities = Capabilities(minimizes=False, scalable=True, unlabelled=True)
     not_differentiable = "chooses pseudo-labels by a threshold"
 
     threshold: float = 0.95

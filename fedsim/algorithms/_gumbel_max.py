@@ -57,6 +57,8 @@ def with_higher_priority(a: Candidate, b: Candidate) -> Candidate:
 class SumAndHighestPriority(Aggregator):
     """Aggregates `StatisticsAndCandidate`: sums the statistics, and keeps the candidate with the highest priority."""
 
+    adds_weights = True
+
     def zero(self, update: Any, slots: int) -> Any:
         return StatisticsAndCandidate(Sum().zero(update.statistics, slots), no_candidate(*update.candidate.point.shape))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate
@@ -23,6 +24,8 @@ class PersonalModel(FedAvg):
     In every step, the client's copy of the global model and its personal model each take one step of ``client_optimizer`` on
     the same batch. `fedsim.evaluate_personalized` evaluates `personal_params`, which are computed from what the client keeps.
     """
+
+    capabilities = Capabilities(scalable=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

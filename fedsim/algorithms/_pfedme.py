@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from fedsim import checks, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._personal_model import Models, PersonalModel
 from fedsim.data import Batch
 from fedsim.execution import Client, ClientUpdate
@@ -45,6 +46,8 @@ class PFedMe(PersonalModel):
     ...
     ValueError: Expected lam > 0 and finite, got lam=0.0.
     """
+
+    capabilities = Capabilities(scalable=True)
 
     lam: float = 15.0
     personal_learning_rate: float = 0.05

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, metrics, rng, tree
+from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.compressors import Compressor, Identity
 from fedsim.data import Batch
@@ -64,6 +65,7 @@ class SplitFed(FedAvg):
     """
 
     # A model in parts for the digits, whose default model has none.
+    capabilities = Capabilities(scalable=True)
     default_models: ClassVar[Mapping[str, str]] = {"digits": "digits_split"}
 
     cut_compressor: Compressor = dataclasses.field(default_factory=Identity)

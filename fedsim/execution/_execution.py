@@ -34,7 +34,7 @@ from fedsim.execution._plan import (
     windows,
 )
 from fedsim.execution._programs import Programs, RoundPrograms, programs_for
-from fedsim.execution._staleness import check_scalable
+from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 from fedsim.execution._structure import kept_with
 from fedsim.samplers._checked import check_is_cohort, same_key
@@ -374,8 +374,8 @@ def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> N
                 f"The clients of round {cohort.round} may have started in earlier rounds, and {type(algorithm).__name__} has "
                 f"staleness=None: set staleness=fedsim.Staleness(bound={largest})."
             )
-        if cohort.arrivals is not None and np.any(cohort.arrivals.scales != 1):
-            check_scalable(algorithm)
+        if cohort.arrivals is not None:
+            check_scales(algorithm, cohort.arrivals.weights, cohort.arrivals.scales)
         if known is not None and largest > known.bound:
             raise ValueError(
                 f"Expected a staleness of at most {known.bound}, got {largest} in round {cohort.round}: set "

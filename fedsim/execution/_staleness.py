@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedsim import checks, tree
 from fedsim.aggregators._aggregator import accumulation_dtype
@@ -85,10 +86,36 @@ class Staleness:
         return jax.tree.map(scaled, update)
 
 
+# The methods that make an update a step: a class that overrides one of them may send or do something else.
+_STEP = ("broadcast", "client_update", "update_of", "server_update", "round")
+
+
+def is_scalable(algorithm: Any) -> bool:
+    """Returns whether the algorithm's class declares that its updates may be scaled, see `fedsim.algorithm.Capabilities`.
+
+    A base class cannot declare it for methods that a subclass overrides.
+    """
+    for cls in type(algorithm).__mro__:
+        if "capabilities" in vars(cls):
+            return bool(algorithm.capabilities.scalable)
+        if any(name in vars(cls) for name in _STEP):
+            return False
+    return False
+
+
+def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> None:
+    """Raises ``ValueError`` unless the algorithm's updates may have these factors, see `fedsim.data.Arrivals`."""
+    if np.any(scales != 1) or (np.any(weights != 1) and algorithm.aggregator.innermost.adds_weights):
+        check_scalable(algorithm)
+
+
 def check_scalable(algorithm: Any) -> None:
-    """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales, see `fedsim.algorithm.Capabilities`."""
-    if not algorithm.capabilities.scalable:
+    """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales, see `is_scalable`."""
+    if not is_scalable(algorithm):
+        name, summed = type(algorithm).__name__, algorithm.aggregator.innermost.adds_weights
+        weights = "" if summed else ", or weights that are no scales (Buffered(divide_by='weights'))"
         raise ValueError(
-            f"The updates of {type(algorithm).__name__} cannot have scales other than 1, because its server or its clients use "
-            "them in more ways than as one step: use weights instead (Buffered(divide_by='weights')), or another algorithm."
+            f"The updates of {name} cannot have scales other than 1, because {name} does not declare that half an update is "
+            "half a step. If it is, declare capabilities = fedsim.Capabilities(scalable=True) in the class. Otherwise use "
+            f"Synchronous(), weights without staleness (Buffered(staleness_weight='constant')){weights}."
         )

@@ -16,7 +16,7 @@ from fedsim.execution import Staleness
 from fedsim.execution._outline import Outline
 from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
 from fedsim.execution._programs import programs_for
-from fedsim.execution._staleness import check_scalable
+from fedsim.execution._staleness import check_scalable, check_scales
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems import (
@@ -83,8 +83,7 @@ def scheduled(
         bytes_down=tree.num_bits(outline.sent) // 8 if bytes_down is None else bytes_down,
         bytes_up=tree.num_bits(outline.calls[0].update) // 8 if bytes_up is None else bytes_up,
     )
-    if np.any(plan.updates.scale != 1):
-        check_scalable(algorithm)
+    check_scales(algorithm, plan.updates.weight, plan.updates.scale)
     # Rounded up, so that seeds and lengths of a run share programs.
     bound = rounded_slots(plan.largest_staleness) if plan.largest_staleness else 0
     stale = dataclasses.replace(algorithm, staleness=Staleness(bound=bound, mixing=mixing))

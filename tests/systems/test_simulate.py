@@ -1,5 +1,6 @@
 """Training on a virtual clock, against a loop over the schedule and against synchronous rounds."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 import fedsim
 from fedsim import systems
+from fedsim.execution._staleness import is_scalable
 from fedsim.experiment import simulate
 from fedsim.experiment._scheduled import scheduled
 
@@ -98,12 +100,19 @@ def test_stragglers_and_attackers_stay_what_their_sampler_made_them():
             assert (1.0 if cohort.work is None else cohort.work[place]) == original.work[at]
 
 
-@pytest.mark.parametrize("name", ["SCAFFOLD", "FedDyn", "FedNova", "QFedAvg", "FedProx", "Ditto"])
+REFUSED = ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg", "AdaptiveFedProx")
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "FedProx", "Ditto", "PFedMe", "APFL", "FedPer", "HypCluster", "FedSGD"])
 def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
     """The server moves half as far if all updates are halved, or the algorithm says that they cannot be."""
-    algorithm = getattr(fedsim.algorithms, name)(
-        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), staleness=fedsim.Staleness(0)
-    )
+    cls = getattr(fedsim.algorithms, name)
+    settings = {
+        "model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4),
+        "head": lambda module, name: name == "b", "staleness": fedsim.Staleness(0), "execution": fedsim.Jit(),
+    }  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(cls)}
+    algorithm = cls(**{key: value for key, value in settings.items() if key in fields})
     data, key = federation.data(), fedsim.rng.root(0)
     start = algorithm.with_memory(algorithm.init(jax.random.key(0)), data)
 
@@ -122,7 +131,92 @@ def test_scales_are_refused_where_half_an_update_is_not_half_a_step(name):
             movement(0.5)
     else:
         np.testing.assert_allclose(movement(0.5), movement(1.0) / 2, rtol=1e-4, atol=1e-7)
-    assert algorithm.capabilities.scalable == (name not in ("SCAFFOLD", "FedDyn", "FedNova", "QFedAvg"))
+    assert algorithm.capabilities.scalable == (name not in REFUSED)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MeanOfX(fedsim.Algorithm):
+    """The mean of the clients' examples, weighted by their numbers, which is no step from the state."""
+
+    def init(self, key):
+        return np.zeros(3, np.float32)
+
+    def client_update(self, shared, client):
+        def add(total, batch):
+            return total + jax.numpy.sum(batch.examples["x"], axis=0, where=batch.mask[:, None])
+
+        total = client.for_each_batch(self.batches, add, jax.numpy.zeros(3))
+        size = client.num_examples.astype(np.float32)
+        return fedsim.ClientUpdate(total / size, weight=size)
+
+    def server_update(self, state, update, info):
+        return update
+
+
+FEDBUFF = systems.Buffered(size=2, concurrency=4)
+
+
+def test_updates_of_an_own_algorithm_are_not_scaled_unless_it_declares_it():
+    algorithm, data = MeanOfX(batches=fedsim.Batches(size=4), execution=fedsim.Jit()), sampler().data
+    with pytest.raises(ValueError, match=r"MeanOfX does not declare.*capabilities = fedsim.Capabilities\(scalable=True\)"):
+        run(algorithm, synchronization=FEDBUFF)
+    for model in (
+        dataclasses.replace(FEDBUFF, divide_by="weights"), dataclasses.replace(FEDBUFF, staleness_weight="constant"),
+        systems.StaleSynchronous(bound=1), systems.Synchronous(),
+    ):  # fmt: skip
+        result = run(algorithm, synchronization=model)
+        updates, step = result.schedule.updates, result.schedule.updates.step == 7
+        means = np.stack([data.client(int(client))["x"].mean(axis=0) for client in updates.client[step]])
+        weights = data.sizes[updates.client[step]] * updates.weight[step]
+        np.testing.assert_allclose(result.state.server, np.average(means, axis=0, weights=weights), rtol=1e-5)
+
+
+class Mixin:
+    def update_of(self, shared, client, local):
+        return super().update_of(shared, client, local)
+
+
+DECLARED = fedsim.Capabilities(scalable=True)
+
+
+@pytest.mark.parametrize(
+    ("bases", "body", "scaled"),
+    [
+        ((fedsim.algorithms.FedAvg,), {"client_loss": lambda self, shared, params, batch: 0.0}, True),
+        ((fedsim.algorithms.FedAvg,), {"client_update": Mixin.update_of}, False),
+        ((fedsim.algorithms.FedAvg,), {"server_update": Mixin.update_of, "capabilities": DECLARED}, True),
+        ((Mixin, fedsim.algorithms.FedAvg), {}, False),
+        ((Mixin, fedsim.algorithms.FedAvg), {"capabilities": DECLARED}, True),
+        ((fedsim.algorithms.Ditto,), {"broadcast": Mixin.update_of}, False),
+        ((fedsim.algorithms.SCAFFOLD,), {}, False),
+        ((fedsim.algorithms.FedAvg,), {"capabilities": fedsim.Capabilities(minimizes=False)}, False),
+        ((fedsim.Algorithm,), {"round": Mixin.update_of}, False),
+    ],
+)
+def test_a_class_declares_scales_only_for_the_methods_that_it_has(bases, body, scaled):
+    cls = type("Mine", bases, body)
+    assert is_scalable(object.__new__(cls)) == scaled
+    assert is_scalable(object.__new__(type("Child", (cls,), {}))) == scaled
+    assert not is_scalable(object.__new__(type("Child", (cls,), {"round": Mixin.update_of})))
+
+
+def test_every_algorithm_declares_whether_it_has_scales():
+    for name, cls in fedsim.algorithms.ALGORITHMS.items():
+        assert is_scalable(object.__new__(cls)) == cls.capabilities.scalable, name
+
+
+def test_weights_are_refused_where_the_aggregate_is_a_sum():
+    histogram = fedsim.algorithms.Histogram(low=-1.0, high=1.0, bins=2, batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match="The updates of Histogram cannot have scales"):
+        run(histogram, synchronization=dataclasses.replace(FEDBUFF, divide_by="weights"))
+    arrivals = fedsim.data.Arrivals.of([0], round=0, weights=[0.5])
+    cohort = fedsim.Cohort(sampler().data, np.array([0]), 0, fedsim.rng.root(0), arrivals=arrivals)
+    stale = dataclasses.replace(histogram, staleness=fedsim.Staleness(0))
+    with pytest.raises(ValueError, match="The updates of Histogram cannot have scales"):
+        stale.apply(stale.init(jax.random.key(0)), cohort)
+    result = run(histogram, synchronization=dataclasses.replace(FEDBUFF, staleness_weight="constant"))
+    values = np.concatenate([sampler().data.client(int(client))["x"] for client in result.schedule.updates.client])
+    np.testing.assert_array_equal(result.state.counts, np.histogram(values, [-np.inf, -1, 0, 1, np.inf])[0])
 
 
 @pytest.mark.first(1)
