@@ -37,6 +37,7 @@ from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
+from fedsim.metrics._statistics import divide
 from fedsim.model import Params
 
 
@@ -124,20 +125,21 @@ class AgnosticFedAvg(FedAvg):
     def broadcast(self, state: AgnosticState) -> AgnosticShared:
         counts = jnp.mean(state.counts, axis=0)
         present = counts > 0
-        of_others = metrics.Mean(jnp.sum(counts), jnp.sum(present)).result()
+        of_others = divide(jnp.sum(counts), jnp.sum(present))
         # Before the first round no domain has examples. Any positive count works, because the scale of alpha has no effect.
         counts = jnp.where(present, counts, jnp.maximum(of_others, 1 / self.window))
         return AgnosticShared(state.params, state.round, state.weights / counts)
 
     def client_update(self, shared: AgnosticShared, client: Client) -> ClientUpdate:
-        def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
+        def add(losses: tree.Total, batch: Batch) -> tree.Total:
             own = self._losses(shared.params, batch)
-            return losses.merge(by_domain(own, batch.mask, batch.examples[self.domain], self.num_domains))
+            return losses.add(by_domain(own, batch.mask, batch.examples[self.domain], self.num_domains))
 
         zeros = jnp.zeros(self.num_domains, jnp.float32)
-        losses = client.for_each_batch(self.batches.one_pass(), add, metrics.Mean(zeros, zeros), "preview")
+        none = tree.Total.of(metrics.Mean(zeros, zeros))
+        losses = client.for_each_batch(self.batches.one_pass(), add, none, "preview").value()
         beta = jnp.vdot(shared.alpha, losses.weight)
-        scaled = shared._replace(alpha=shared.alpha * metrics.Mean(client.num_examples, beta).result())
+        scaled = shared._replace(alpha=shared.alpha * divide(client.num_examples, beta))
         result = super().client_update(scaled, client)
         return ClientUpdate((tree.scale(result.update, beta), beta, losses), jnp.float32(1), result.info)
 
@@ -146,10 +148,11 @@ class AgnosticFedAvg(FedAvg):
 
     def server_update(self, state: AgnosticState, update: Any, info: RoundInfo) -> AgnosticState:
         movement, beta, losses = update
-        weights = STEPS[self.domain_update](state.weights, self.domain_learning_rate * losses.result(), losses.weight > 0)
+        step = self.domain_learning_rate * divide(losses.total, losses.weight)
+        weights = STEPS[self.domain_update](state.weights, step, losses.weight > 0)
         counts = jnp.concatenate([state.counts[1:], losses.weight[None]])
         counts = jnp.where(jnp.any(counts > 0, axis=0, keepdims=True), counts, state.counts)
-        mean = jax.tree.map(lambda total: metrics.Mean(total, beta).result(), movement)
+        mean = jax.tree.map(lambda total: divide(total, beta), movement)
         return super().server_update(state, mean, info)._replace(weights=weights, counts=counts)
 
     def _losses(self, params: Params, batch: Batch) -> jax.Array:

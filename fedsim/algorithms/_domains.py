@@ -27,10 +27,10 @@ def by_domain(values: jax.Array, mask: jax.Array, domains: jax.Array, num_domain
     """Returns for each domain the sum of the values ``[n]`` where ``mask [n]`` is True, and the number of these values.
 
     >>> by_domain(jnp.array([1.0, 3.0, 5.0]), jnp.array([True, True, False]), jnp.array([0, 0, 1]), 2).result().tolist()
-    [2.0, 0.0]
+    [2.0, nan]
     """
     zeros, ones = jnp.zeros(num_domains, jnp.float32), mask.astype(jnp.float32)
-    return metrics.Mean(*(zeros.at[domains].add(x) for x in (jnp.where(mask, values, 0.0), ones)))
+    return metrics.Mean(zeros.at[domains].add(jnp.where(mask, values, 0.0)), zeros.at[domains].add(ones))
 
 
 def exponentiated(weights: jax.Array, step: jax.Array, present: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class Local(NamedTuple):
 
     params: Params
     opt_state: optax.OptState
-    loss: metrics.Mean
+    loss: metrics.MeanLoss
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -123,7 +123,7 @@ class FedAvg(GradientServer):
 
     def start(self, shared: Any, params: Params) -> Local:
         """Returns the state before the first local step from these parameters."""
-        return Local(params, self.optimizer_of(shared.round).init(params), metrics.Mean(jnp.float32(0), jnp.float32(0)))
+        return Local(params, self.optimizer_of(shared.round).init(params), metrics.MeanLoss.zero())
 
     def step(
         self, shared: Any, local: Local, batch: Batch, slope: tuple[jax.Array, Params],
@@ -147,8 +147,7 @@ class FedAvg(GradientServer):
             extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
         updates, opt_state = optimizer.update(gradient, local.opt_state, local.params, **extra)
         count = jnp.sum(batch.mask, dtype=jnp.float32)
-        losses = local.loss.merge(metrics.Mean(loss * count, count))
-        return Local(optax.apply_updates(local.params, updates), opt_state, losses)
+        return Local(optax.apply_updates(local.params, updates), opt_state, local.loss.add(loss, count))
 
     def optimizer_of(self, round_number: jax.Array) -> optax.GradientTransformation:
         """Returns the clients' optimizer in a round."""

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim import augmentations, checks, metrics, rng
+from fedsim import augmentations, checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.algorithms._gradient_server import Shared
@@ -29,6 +29,7 @@ from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.execution._client import streams
+from fedsim.metrics._statistics import divide
 from fedsim.model import Params
 from fedsim.primitives import bounded_loop
 
@@ -146,13 +147,13 @@ class FixMatch(FedAvg):
     def confident(self, shared: Any, client: Client) -> jax.Array:
         """Returns the fraction of a client's unlabelled examples whose pseudo-labels reach the threshold, ``float32 []``."""
 
-        def add(total: metrics.Mean, batch: Batch) -> metrics.Mean:
+        def add(total: tree.Total, batch: Batch) -> tree.Total:
             unlabelled = batch.mask & (batch.examples["y"] < 0)
             reached = unlabelled & self.pseudo_labels(self.logits(shared.params, batch, "weak"))[1]
-            return total.merge(metrics.Mean(*(jnp.sum(each, dtype=jnp.float32) for each in (reached, unlabelled))))
+            return total.add(tuple(jnp.sum(each, dtype=jnp.float32) for each in (reached, unlabelled)))
 
-        zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
-        return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
+        none = tree.Total.of((jnp.float32(0), jnp.float32(0)))
+        return divide(*client.for_each_batch(self.batches.one_pass(), add, none, "preview").value())
 
     def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
         state = super().server_update(state, update, info)

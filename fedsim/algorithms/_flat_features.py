@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,15 @@ from fedsim.algorithms._statistics import Statistics
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate
 from fedsim.execution import Jit, server_state
+from fedsim.metrics import Metric, per_example
+from fedsim.metrics._statistics import Better
 from fedsim.model import Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FlatFeatures(Statistics):
-    """An algorithm that reads examples as vectors. Subclasses define `scores`, by which `evaluate` evaluates a state.
+    """An algorithm that reads examples as vectors. Subclasses define `scores`, by which `evaluate` evaluates a state,
+    and set ``better = "higher"`` if higher scores are better.
 
     Attributes:
       num_features: numbers per example. An example of another shape is flattened.
@@ -33,6 +36,8 @@ class FlatFeatures(Statistics):
     """
 
     num_features: int
+
+    better: ClassVar[Better] = "lower"  # which scores are better
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,13 +74,16 @@ class FlatFeatures(Statistics):
 
         like = jnp.zeros((1, self.num_features), jnp.float32)
         names = jax.eval_shape(self.scores, self.broadcast(self.init(jax.random.key(0))), like)
-        metrics = {name: lambda examples, scores, name=name: scores[name] for name in names}
+
+        def metric(name: str) -> Metric:
+            return lambda examples, scores: per_example(scores[name], self.better)
+
         cost = next(iter(names))
         return Model(
             init=self.init,
             apply_for_train=scores,
             apply_for_eval=scores,
             loss=lambda examples, scores: scores[cost],
-            metrics=metrics,
+            metrics={name: metric(name) for name in names},
             features={},
         )

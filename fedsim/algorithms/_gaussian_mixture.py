@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from fedsim import checks, tree
 from fedsim.algorithms._clusters import Clusters
 from fedsim.algorithms._covariances import Diagonal, Full
+from fedsim.metrics._statistics import Better
 
 _FORMS = {"diagonal": Diagonal(), "full": Full()}
 
@@ -96,6 +97,8 @@ class GaussianMixture(Clusters):
     covariance: Literal["diagonal", "full"] = "diagonal"
     regularization: float = 1e-6
     start_variance: float = 1.0
+
+    better: ClassVar[Better] = "higher"
 
     def __post_init__(self) -> None:
         super().__post_init__()

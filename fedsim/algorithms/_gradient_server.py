@@ -115,29 +115,28 @@ class GradientServer(Algorithm):
         With dropout it is random.
         """
 
-        def add(losses: metrics.Mean, batch: Batch) -> metrics.Mean:
+        def add(losses: metrics.MeanLoss, batch: Batch) -> metrics.MeanLoss:
             count = jnp.sum(batch.mask, dtype=jnp.float32)
-            return losses.merge(metrics.Mean(self.client_loss(shared, shared.params, batch) * count, count))
+            return losses.add(self.client_loss(shared, shared.params, batch), count)
 
-        zero = metrics.Mean(jnp.float32(0), jnp.float32(0))
-        return client.for_each_batch(self.batches.one_pass(), add, zero, "preview").result()
+        return client.for_each_batch(self.batches.one_pass(), add, metrics.MeanLoss.zero(), "preview").result()
 
     def full_gradient(
         self, shared: Any, client: Client, batches: Batches, purpose: str | None = None
     ) -> tuple[jax.Array, Params]:
         """Returns a client's mean loss over all its examples at the server's parameters, and the gradient of this loss."""
 
-        def add(sums: tuple[metrics.Mean, Params], batch: Batch) -> tuple[metrics.Mean, Params]:
+        def add(sums: tuple[metrics.MeanLoss, Params], batch: Batch) -> tuple[metrics.MeanLoss, Params]:
             losses, total = sums
             loss, gradient = self.loss_and_gradient(shared, shared.params, batch)
             count = jnp.sum(batch.mask, dtype=jnp.float32)
             total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
-            return losses.merge(metrics.Mean(loss * count, count)), total
+            return losses.add(loss, count), total
 
         # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), shared.params)
-        losses, total = client.for_each_batch(batches, add, (metrics.Mean(jnp.float32(0), jnp.float32(0)), zeros), purpose)
-        mean = tree.scale(total, 1 / jnp.maximum(losses.weight, 1))
+        losses, total = client.for_each_batch(batches, add, (metrics.MeanLoss.zero(), zeros), purpose)
+        mean = tree.scale(total, 1 / jnp.maximum(losses.num_examples.value(), 1))
         return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, shared.params)
 
     def _server_optimizer(self) -> optax.GradientTransformation:

@@ -21,6 +21,7 @@ from fedsim.algorithms._sketch import Sketch
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import RoundInfo, server_state
+from fedsim.metrics import Score
 
 
 class SketchState(NamedTuple):
@@ -122,7 +123,7 @@ class HeavyHitters(Statistics):
         return items, estimates
 
     def evaluate(self, state: SketchState, data: FederatedData) -> dict[str, float]:
-        """Returns ``recall``: the fraction of the most frequent items of some data that the sketch finds."""
+        """Returns ``recall``: the fraction of the most frequent items of some data that the sketch finds; NaN without items."""
         state = server_state(state)
         self.check(data)
         items = np.asarray(data.columns[self.feature]).ravel()
@@ -130,4 +131,4 @@ class HeavyHitters(Statistics):
         top = min(self.top, int(np.count_nonzero(counts)))
         # An item that is as frequent as the last of them also counts as found.
         found = counts[np.asarray(self.heaviest(state, top)[0])] if top else counts[:0]
-        return {"recall": float(np.mean(found >= np.sort(counts)[-top])) if top else 1.0}
+        return {"recall": Score(np.mean(found >= np.sort(counts)[-top]) if top else np.nan, better="higher")}

@@ -19,6 +19,7 @@ from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import RoundInfo, server_state
+from fedsim.metrics import Score
 
 
 class HistogramState(NamedTuple):
@@ -89,11 +90,15 @@ class Histogram(Statistics):
         return HistogramState(state.counts + jnp.rint(update).astype(jnp.int32))
 
     def evaluate(self, state: HistogramState, data: FederatedData) -> dict[str, float]:
-        """Returns ``total_variation``, in [0, 1]: the distance between this histogram and the histogram of some data."""
+        """Returns ``total_variation``, in [0, 1]: the distance between this histogram and the histogram of some data.
+
+        It is NaN without values.
+        """
         state = server_state(state)
         self.check(data)
         values = np.asarray(data.columns[self.feature], np.float32).ravel()
         place = np.searchsorted(self.edges, values, side="right") - (values == self.edges[-1])
         theirs = np.bincount(place, minlength=self.bins + 2) / max(1, len(values))
         ours = np.asarray(state.counts, np.float64)
-        return {"total_variation": float(np.abs(ours / max(1.0, ours.sum()) - theirs).sum() / 2)}
+        distance = np.abs(ours / max(1.0, ours.sum()) - theirs).sum() / 2 if len(values) else np.nan
+        return {"total_variation": Score(distance, better="lower")}

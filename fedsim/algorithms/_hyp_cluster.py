@@ -103,15 +103,15 @@ class HypCluster(FedAvg):
     def cluster_losses(self, shared: Shared, client: Client) -> jax.Array:
         """Returns the sum of each model's losses over the client's examples, ``float32 [num_clusters]``."""
 
-        def add(losses: jax.Array, batch: Batch) -> jax.Array:
+        def add(losses: tree.Total, batch: Batch) -> tree.Total:
             def loss(params: Params) -> jax.Array:
                 own = self.model.losses(batch.examples, self.model.apply_for_eval(params, batch.examples))
                 return jnp.sum(jnp.where(batch.mask, own, 0.0))
 
-            return losses + jax.lax.map(loss, shared.params)
+            return losses.add(jax.lax.map(loss, shared.params))
 
-        zeros = jnp.zeros(self.num_clusters, jnp.float32)
-        return client.for_each_batch(self.batches.one_pass(), add, zeros, "preview")
+        none = tree.Total.of(jnp.zeros(self.num_clusters, jnp.float32))
+        return client.for_each_batch(self.batches.one_pass(), add, none, "preview").value()
 
     def client_update(self, shared: Shared, client: Client) -> ClientUpdate:
         losses = self.cluster_losses(shared, client)

@@ -20,6 +20,7 @@ from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import RoundInfo, server_state
+from fedsim.metrics import Score
 
 
 class QuantilesState(NamedTuple):
@@ -124,9 +125,10 @@ class Quantiles(Statistics):
         return QuantilesState(edges.at[:, :1].set(low).at[:, -1:].set(high))
 
     def evaluate(self, state: QuantilesState, data: FederatedData) -> dict[str, float]:
-        """Returns ``rank_error``: the largest error of the fraction of values up to each quantile."""
+        """Returns ``rank_error``: the largest error of the fraction of values up to each quantile; NaN without values."""
         state = server_state(state)
         self.check(data)
         values = np.sort(np.asarray(data.columns[self.feature], np.float32).ravel())
         found = np.stack([np.searchsorted(values, state.high, side=side) / max(1, len(values)) for side in ("left", "right")])
-        return {"rank_error": float(np.max(np.maximum(found[0] - self.fractions, self.fractions - found[1]).clip(0)))}
+        error = np.max(np.maximum(found[0] - self.fractions, self.fractions - found[1]).clip(0)) if len(values) else np.nan
+        return {"rank_error": Score(error, better="lower")}

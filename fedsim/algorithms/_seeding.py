@@ -82,22 +82,23 @@ class Seeding(FlatFeatures):
         raise NotImplementedError(f"{type(self).__name__} must define maximize.")
 
     def zero_statistics(self, shared: Any) -> StatisticsAndCandidate:
-        return StatisticsAndCandidate(self.no_moments(), no_candidate(self.num_features))
+        return StatisticsAndCandidate(tree.Total.of(self.no_moments()), no_candidate(self.num_features))
 
     def merge(self, a: StatisticsAndCandidate, b: StatisticsAndCandidate) -> StatisticsAndCandidate:
-        return StatisticsAndCandidate(tree.add(a.statistics, b.statistics), with_higher_priority(a.candidate, b.candidate))
+        return StatisticsAndCandidate(a.statistics.merge(b.statistics), with_higher_priority(a.candidate, b.candidate))
 
     def statistics(self, shared: Any, batch: Batch) -> StatisticsAndCandidate:
         x, zero = self.flat_features(batch.examples), self.zero_statistics(shared)
         return jax.lax.cond(
             shared.num_started < self.num_clusters,
             lambda: zero._replace(candidate=self._candidate(shared, x, batch)),
-            lambda: zero._replace(statistics=self.moments(shared, x, batch.mask)),
+            lambda: zero._replace(statistics=tree.Total.of(self.moments(shared, x, batch.mask))),
         )
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         found, share = self.collect(shared, client)
-        return ClientUpdate(StatisticsAndCandidate(tree.scale(found.statistics, share), found.candidate), jnp.float32(1))
+        moments = tree.scale(found.statistics.value(), share)
+        return ClientUpdate(StatisticsAndCandidate(moments, found.candidate), jnp.float32(1))
 
     def server_update(self, state: Any, update: StatisticsAndCandidate, info: RoundInfo) -> Any:
         def place() -> Any:

@@ -60,7 +60,7 @@ class Statistics(Algorithm):
         raise NotImplementedError(f"{type(self).__name__} must define statistics(shared, batch).")
 
     def merge(self, a: Any, b: Any) -> Any:
-        """Returns the statistics of both sets of examples together; by default the sum."""
+        """Returns the statistics of both sets of examples together; by default the sum, whose rounding errors do not add up."""
         return tree.add(a, b)
 
     def values(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -77,11 +77,18 @@ class Statistics(Algorithm):
         reads.
         """
 
-        def add(sums: tuple[Any, jax.Array], batch: Batch) -> tuple[Any, jax.Array]:
-            return self.merge(sums[0], self.statistics(shared, batch)), sums[1] + jnp.sum(batch.mask, dtype=jnp.float32)
+        is_sum = type(self).merge is Statistics.merge
 
-        statistics, count = client.for_each_batch(self.batches, add, (self.zero_statistics(shared), jnp.float32(0)))
-        return statistics, client.num_examples.astype(jnp.float32) / jnp.maximum(count, 1)
+        def add(so_far: tuple[Any, tree.Total], batch: Batch) -> tuple[Any, tree.Total]:
+            statistics = self.statistics(shared, batch)
+            merged = so_far[0].add(statistics) if is_sum else self.merge(so_far[0], statistics)
+            return merged, so_far[1].add(jnp.sum(batch.mask, dtype=jnp.float32))
+
+        none = self.zero_statistics(shared)
+        start = tree.Total.of(none) if is_sum else none, tree.Total.of(jnp.float32(0))
+        statistics, count = client.for_each_batch(self.batches, add, start)
+        share = client.num_examples.astype(jnp.float32) / jnp.maximum(count.value(), 1)
+        return statistics.value() if is_sum else statistics, share
 
 
 def _check_width(data: FederatedData, feature: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,14 +14,24 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
 from fedsim.data import FederatedData
-from fedsim.evaluation._statistics import Statistics, add_by_client, flat_zeros, in_shape, statistics, sum_forms, wide
+from fedsim.evaluation._statistics import (
+    Statistics,
+    add_by_client,
+    flat_zeros,
+    in_shape,
+    of_all_clients,
+    on_host,
+    statistics,
+    sum_forms,
+)
 from fedsim.execution import Auto, Execution, Jit, _devices, _placement
 from fedsim.execution._placement import AXIS
 from fedsim.execution._structure import kept_with
+from fedsim.metrics import better_of
 from fedsim.model import Model, Params
 
 T = TypeVar("T")
-_Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the client of each row, the number of rows that count
+_Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the rank of each row's client, how many rows count
 
 _CHUNK_BYTES = 64 * 2**20
 
@@ -32,20 +43,23 @@ class Evaluation(NamedTuple):
       overall: the value of each metric over all examples, by name: a float, or an array for metrics such as confusion matrices.
       clients: the statistic of each metric, by name, with leaves ``[clients, ...]`` in the population's order. For most metrics
         it is a `fedsim.metrics.Mean`, with leaves ``[clients]``. ``clients[name].result()`` are the clients' values, and
-        ``clients[name].weight`` is 0 for clients without examples. Counts are ``int64``, and sums of floats are ``float32``.
+        ``clients[name].weight`` is 0 for clients without examples, whose mean is NaN. Counts are ``int64``, and sums of floats
+        are ``float64``.
     """
 
     overall: dict[str, Any]
     clients: dict[str, Any]
 
-    def over_clients(self, metric: str, *, lower_is_better: bool = False) -> dict[str, float]:
+    def over_clients(self, metric: str, *, lower_is_better: bool | None = None) -> dict[str, float]:
         """Returns the mean, the standard deviation and the worst 10 % of a metric over clients whose weight is not 0.
 
-        "worst 10%" is the mean over the worst tenth of the clients, but at least one client.
+        "worst 10%" is the mean over the worst tenth of the clients, but at least one client. It is NaN if it is not known which
+        values are better. Without any client, all three are NaN.
 
         Args:
           metric: the name of a metric with one number per client.
-          lower_is_better: whether the highest values are the worst.
+          lower_is_better: whether the highest values are the worst. None means what the metric says, see
+            `fedsim.metrics.better_of`.
 
         Raises:
           ValueError: the metric has an array per client.
@@ -63,9 +77,14 @@ class Evaluation(NamedTuple):
             )
         values = np.sort(values[np.asarray(self.clients[metric].weight) > 0])
         if not len(values):
-            return {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
-        worst = (values[::-1] if lower_is_better else values)[: max(1, len(values) // 10)]
-        return {"mean": float(values.mean()), "std": float(values.std()), "worst 10%": float(worst.mean())}
+            return {"mean": math.nan, "std": math.nan, "worst 10%": math.nan}
+        better = better_of(metric, self.clients[metric]) if lower_is_better is None else ("higher", "lower")[lower_is_better]
+        worst = (values[::-1] if better == "lower" else values)[: max(1, len(values) // 10)]
+        return {
+            "mean": float(values.mean()),
+            "std": float(values.std()),
+            "worst 10%": float(worst.mean()) if better else math.nan,
+        }
 
 
 def evaluate(
@@ -113,14 +132,16 @@ def evaluate(
         everything = _placement.resident_columns(data, mesh), _resident_owner(data, mesh), data.num_examples
         chunks: Iterable[_Chunk] = [everything]
     else:
-        chunks = _streamed_chunks(data, mesh, batch_size)
+        ranks = _placement.replicate(_ranks(data), mesh)
+        chunks = ((columns, ranks[owner], rows) for columns, owner, rows in _streamed_chunks(data, mesh, batch_size))
     # The host adds the devices' sums: without an all-reduce, an evaluation can run at the same time as any other program. The
     # sums of a chunk are fetched after the next chunk has been dispatched.
     clients: Statistics = {}
-    results = (compiled(columns, owner, params, np.int32(rows)) for columns, owner, rows in chunks)
+    results = (compiled(columns, rank, params, np.int32(rows)) for columns, rank, rows in chunks)
     for of_devices in _one_ahead(results):
-        sums = jax.tree.map(lambda x: x.sum(0, dtype=wide(x.dtype)), jax.device_get(of_devices))
+        sums = jax.tree.map(lambda x: x.sum(0), on_host(of_devices))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
+    clients = of_all_clients(clients, data.sizes > 0)
     return evaluation_of({name: clients[name] for name in model.metrics})  # JAX sorts the keys of dicts.
 
 
@@ -128,7 +149,7 @@ def evaluation_of(clients: Statistics) -> Evaluation:
     """Returns an `Evaluation` from the clients' sums, leaves ``[clients, ...]``."""
 
     def over_all(sums: np.ndarray) -> np.ndarray:
-        return np.asarray(np.sum(sums, axis=0, dtype=np.int64 if wide(sums.dtype) == np.int64 else np.float64))
+        return np.asarray(sums.sum(0))
 
     overall = {}
     for name, statistic in clients.items():
@@ -158,9 +179,9 @@ def _compiled(model: Model, *setting: Any) -> Callable[..., Statistics]:
 def _compile(
     model: Model, mesh: Any, resident: bool, batch_size: int, clients: int, deterministic: bool
 ) -> Callable[..., Statistics]:
-    """Compiles ``(columns, owner int32 [rows], params, rows) -> sums [devices, clients, ...]``; devices divide the rows."""
+    """Compiles ``(columns, rank int32 [rows], params, rows) -> sums [devices, ...]``; devices divide the rows."""
 
-    def sums(columns: Mapping[str, jax.Array], owner: jax.Array, params: Params, rows: jax.Array) -> Any:
+    def sums(columns: Mapping[str, jax.Array], rank: jax.Array, params: Params, rows: jax.Array) -> Any:
         forms = sum_forms(model, params, columns)
         device = jax.lax.axis_index(AXIS) if mesh.size > 1 else jnp.int32(0)
         share = -(-rows // mesh.size)
@@ -170,9 +191,9 @@ def _compile(
         def step(i: jax.Array, totals: Statistics) -> Statistics:
             row = start + i * batch_size + jnp.arange(batch_size, dtype=jnp.int32)
             mask = row < stop
-            row = jnp.minimum(row, owner.shape[0] - 1)
+            row = jnp.minimum(row, len(rank) - 1)
             examples = {name: column.at[row].get(mode="promise_in_bounds") for name, column in columns.items()}
-            return add_by_client(totals, statistics(model, params, examples), mask, owner[row])
+            return add_by_client(totals, statistics(model, params, examples), mask, rank[row])
 
         totals = jax.lax.fori_loop(0, -(-(stop - start) // batch_size), step, flat_zeros(forms, clients))
         return jax.tree.map(lambda x: x[None], in_shape(forms, totals))
@@ -182,12 +203,17 @@ def _compile(
     return _devices.compiled(sums, mesh, (specs, P(AXIS)), deterministic=deterministic)
 
 
+def _ranks(data: FederatedData) -> np.ndarray:
+    """Returns the position of each client among those with examples, ``int32 [clients]``, and any for clients without."""
+    return np.cumsum(data.sizes > 0, dtype=np.int32) - 1
+
+
 def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
-    """Returns the client of each row, ``int32 [rows]``, on every device; it is cached like the columns."""
+    """Returns the rank of each row's client, ``int32 [rows]``, on every device; it is cached like the columns."""
 
     def owner() -> jax.Array:
-        clients = np.repeat(np.arange(data.num_clients, dtype=np.int32), data.sizes)
-        return _placement.replicate(clients if len(clients) else np.zeros(1, np.int32), mesh)
+        ranks = np.repeat(_ranks(data), data.sizes)
+        return _placement.replicate(ranks if len(ranks) else np.zeros(1, np.int32), mesh)
 
     return _placement.kept_with_data(data, "_resident_owner", mesh, owner)
 

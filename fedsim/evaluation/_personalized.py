@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from fedsim import checks, rng, tree
 from fedsim.algorithm import map_clients
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
-from fedsim.evaluation._statistics import Statistics, add_batch, statistics, sum_forms, wide
+from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
 from fedsim.execution import Client, Execution, FederatedState
 from fedsim.execution._memory import check_alike, num_remembered, row_shapes
 from fedsim.execution._state import Shared, parts_of, with_params
@@ -49,7 +50,7 @@ def evaluate_personalized(
 
     The server's parameters are ``state.params``, which are averaged over rounds if the algorithm has ``averaging``. A client
     that is not in ``train`` gets the parameters of a client without memory and training examples, in most algorithms the
-    server's model. Clients run in chunks, by `fedsim.map_clients`.
+    server's model. If no client of ``test`` is in ``train``, a warning says so. Clients run in chunks, by `fedsim.map_clients`.
 
     Args:
       algorithm: the algorithm that trained ``state``; it has a ``model``.
@@ -101,6 +102,13 @@ def evaluate_personalized(
     first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")
     clients = np.flatnonzero(test.sizes)
     in_train = _positions(test, train, clients)
+    if len(clients) and np.all(in_train < 0):
+        warnings.warn(
+            f"None of the {len(clients)} clients of test, the first of which is {test.client_ids[clients[0]]!r}, is in train, "
+            f"whose first is {train.client_ids[0]!r}, so each gets the parameters of a client without memory and training "
+            "examples. If they are the same clients, give them the same ids.",
+            stacklevel=2,
+        )
     slots = max(1, min(_clients_at_once(algorithm, shared), len(clients), train.num_clients))
     run = functools.partial(map_clients, batches=work.batches, execution=execution or algorithm.execution)
     absent: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.model.init, root))
@@ -108,8 +116,8 @@ def evaluate_personalized(
         anyone = Cohort(train, np.zeros(1, np.int32), 0, root)
         absent = jax.tree.map(lambda x: x[0], run(work.absent_params, (shared, first), anyone))
     forms = _sum_forms(algorithm.model, test)
-    zeros = jax.tree.map(lambda form: np.zeros(form.shape, form.dtype), forms)
-    sums = jax.tree.map(lambda form: np.zeros((test.num_clients, *form.shape), wide(form.dtype)), forms)
+    none = zeros(forms)
+    sums = on_host(jax.tree.map(lambda total: np.zeros((test.num_clients, *total.shape), total.dtype), none))
     for start in range(0, len(clients), slots):
         # All chunks have the same number of slots, so that they share programs.
         chunk, at = clients[start : start + slots], in_train[start : start + slots]
@@ -118,9 +126,9 @@ def evaluate_personalized(
         params = run(work.params, (shared, first, *memories), Cohort(train, at[present], 0, root, slots))
         index = np.full(slots, -1, np.int32)
         index[present] = np.arange(len(present))
-        found = run(work.statistics, (params, index, absent, zeros), Cohort(test, chunk, 0, rng.root(0), slots))
-        for of_clients, of_chunk in zip(jax.tree.leaves(sums), jax.tree.leaves(found), strict=True):
-            of_clients[chunk] = np.asarray(of_chunk)[: len(chunk)]
+        found = run(work.statistics, (params, index, absent, none), Cohort(test, chunk, 0, rng.root(0), slots))
+        for of_clients, of_chunk in zip(jax.tree.leaves(sums), jax.tree.leaves(on_host(found)), strict=True):
+            of_clients[chunk] = of_chunk[: len(chunk)]
     return evaluation_of({name: sums[name] for name in algorithm.model.metrics})
 
 
@@ -192,14 +200,14 @@ class _Work:
             clients whose index is -1, and zero sums.
           client: the client of the test data.
         """
-        params, index, absent, zeros = arguments
+        params, index, absent, none = arguments
         model, at = self.algorithm.model, index[client.slot]
         own = tree.select(at >= 0, jax.tree.map(lambda x: x[jnp.maximum(at, 0)], params), absent)
 
         def add(sums: Statistics, batch: Batch) -> Statistics:
             return add_batch(sums, statistics(model, own, batch.examples), batch.mask)
 
-        return client.for_each_batch(Batches(size=self.batch_size, shuffle=False), add, zeros)
+        return client.for_each_batch(Batches(size=self.batch_size, shuffle=False), add, none)
 
 
 def _work(algorithm: Any, fine_tune: Any, batch_size: int) -> _Work:

@@ -35,10 +35,14 @@ def default_evaluation(
       like: a state of the algorithm, of arrays or ``jax.ShapeDtypeStruct``.
 
     Raises:
-      ValueError: the algorithm cannot be evaluated, or the data does not fit the model.
+      ValueError: the algorithm cannot be evaluated, or the data has no examples or does not fit the model.
     """
     if data is None:
         return None
+    if not data.num_examples:
+        raise ValueError(
+            f"Expected test_data with examples, got {data.num_clients} clients without any: give other data, or leave it out."
+        )
     own, model = getattr(algorithm, "evaluate", None), getattr(algorithm, "model", None)
     if own is not None:
         return lambda state: own(state, data)

@@ -11,24 +11,12 @@ import numpy as np
 
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo
+from fedsim.metrics import better_of
+from fedsim.metrics._statistics import Better
 
 Line = dict[str, Any]
 
 _SUMMED = ("num_examples", "bits_up", "bits_down", "entropy_bits_up")
-_COSTS = (
-    "loss",
-    "error",
-    "cost",
-    "perplexity",
-    "distortion",
-    "deviance",
-    "regret",
-    "nll",
-    "mse",
-    "mae",
-    "oov_rate",
-    "truncation_rate",
-)
 _NOT_METRICS = ("num_steps", "weight", "dropped", "attacker", "staleness", *_SUMMED)
 
 
@@ -91,30 +79,36 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
     """Returns the line of an evaluation after ``round`` rounds.
 
     A metric with one number is ``test_<metric>``, and ``test_<metric>_clients_<mean, std or worst10>`` over clients. A metric
-    with an array, such as a confusion matrix, is a nested list ``test_<metric>``, of the overall value alone.
+    with an array, such as a confusion matrix, is a nested list ``test_<metric>``, of the overall value alone. A metric that
+    does not say which values are better has no worst10. ``better`` has what the metrics say, "higher" or "lower", unless it
+    follows from their names (`better_of`).
     """
+    overall, clients = evaluation if isinstance(evaluation, Evaluation) else (evaluation, {})
+    line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in overall.items()}
+    said = {name: better_of(name, clients.get(name, value)) for name, value in overall.items()}
+    if further := {f"test_{name}": better for name, better in said.items() if better != better_of(name, None)}:
+        line["better"] = further
     if not isinstance(evaluation, Evaluation):
-        return {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.items()}
-    line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in evaluation.overall.items()}
+        return line
     for name in evaluation.clients:
         if np.ndim(evaluation.overall.get(name, 0)):
             continue
-        over = evaluation.over_clients(name, lower_is_better=lower_is_better(name))
-        names = {"mean": "mean", "std": "std", "worst10": "worst 10%"}
+        over = evaluation.over_clients(name)
+        names = {"mean": "mean", "std": "std"} | ({"worst10": "worst 10%"} if better_of(name, evaluation.clients[name]) else {})
         line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
     return line
 
 
 def score_name(line: Line) -> str | None:
-    """Returns the key of the metric by which evaluations are ranked; None for a line without an evaluation.
+    """Returns the key of the metric by which evaluations are ranked; None if there is none.
 
     It is the accuracy of the clients' personal models if there is one, otherwise the accuracy of the server's model, otherwise
-    the loss, otherwise the first metric.
+    the loss, otherwise the first metric that says whether higher or lower values are better.
 
-    >>> score_name({"round": 1, "test_loss": 0.5, "test_accuracy": 0.9})
-    'test_accuracy'
+    >>> score_name({"round": 1, "test_loss": 0.5, "test_accuracy": 0.9}), score_name({"round": 1, "test_entropy": 0.5})
+    ('test_accuracy', None)
     """
-    names = scalar_metrics(line)
+    names = [name for name in scalar_metrics(line) if _better(line, name)]
     preferred = (f"test_{name}" for name in ("personal_accuracy", "accuracy", "loss"))
     return next((name for name in preferred if name in names), names[0] if names else None)
 
@@ -126,7 +120,7 @@ def score(line: Line) -> float | None:
     """
     name = score_name(line)
     value = None if name is None else line[name]
-    return None if value is None else -value if lower_is_better(name or "") else value
+    return None if name is None or value is None else -value if _better(line, name) == "lower" else value
 
 
 def scalar_metrics(line: Line) -> list[str]:
@@ -139,13 +133,9 @@ def scalar_metrics(line: Line) -> list[str]:
     return [name for name in names if not isinstance(line[name], list)]
 
 
-def lower_is_better(metric: str) -> bool:
-    """Returns whether a metric is a cost, judged by its name.
-
-    >>> [name for name in ("accuracy", "personal_loss", "perplexity", "mean_squared_error") if lower_is_better(name)]
-    ['personal_loss', 'perplexity', 'mean_squared_error']
-    """
-    return any(cost in metric.lower() for cost in _COSTS)
+def _better(line: Line, key: str) -> Better | None:
+    """Returns which values of a metric of an evaluation are better; None if this is not known."""
+    return line.get("better", {}).get(key) or better_of(key.removeprefix("test_"), None)
 
 
 def plain(value: Any) -> Any:
@@ -162,7 +152,7 @@ def plain(value: Any) -> Any:
 
 
 def best_round(history: Sequence[Line]) -> int | None:
-    """Returns the round of the best evaluation: by accuracy if there is one, otherwise by loss; None without evaluations.
+    """Returns the round of the best evaluation: see `score_name`; None if there is none.
 
     >>> best_round([{"round": 1, "test_accuracy": 0.5}, {"round": 2, "test_accuracy": 0.9}, {"round": 3, "test_accuracy": 0.8}])
     2

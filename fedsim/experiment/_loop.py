@@ -86,10 +86,11 @@ def run(
         model and ``state.params``. If clients have personal models, these are also evaluated, by
         `fedsim.evaluate_personalized`, and the names of their metrics begin with ``personal_``.
       evaluate: replaces the evaluation on ``test_data`` by a function from the state to an `Evaluation` or to a mapping of
-        names to numbers.
+        names to numbers. Numbers that are a `fedsim.metrics.Score` say which values are better.
       evaluate_every: the number of rounds between evaluations. There is always one after the last round.
       checkpoint_every: the number of rounds between checkpoints; None saves about every ten seconds. The last two checkpoints
-        and the best one are kept.
+        and the best one are kept; the best is judged by the accuracy, otherwise by the loss, otherwise by the first metric that
+        says which values are better (`fedsim.metrics.better_of`), and if there is none, there is no best one.
       callbacks: functions that are called with every line of the metrics, and with the state after that round if it is
         available (at evaluations, and at the end of a dispatch), otherwise with None.
       progress: whether to show a progress bar on stderr and a closing table on stdout.

@@ -234,7 +234,7 @@ def population(
         evaluation_line(evaluation(result.state_of(i, j)), rounds)
         for (i, evaluation), j in itertools.product(enumerate(evaluations), range(count))
     ]
-    names = [name for name in lines[0] if name != "round"]
+    names = [name for name in lines[0] if name not in ("round", "better")]
     # None stands for a number that is not finite.
     scores = {name: np.array([line[name] for line in lines], np.float64) for name in names}
     shaped = {name: rows.reshape(len(listed), count, *rows.shape[1:]) for name, rows in scores.items()}

@@ -10,7 +10,7 @@ from typing import Any
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock
-from fedsim.experiment._lines import Line, score, score_name
+from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import MetricsFile, TensorBoard
 from fedsim.plots import plot_nodes, plot_progress, plot_timeline
@@ -21,6 +21,7 @@ State = Any
 Callback = Callable[[Line, State | None], object]
 
 _SECONDS_PER_CHECKPOINT = 10.0
+_LAST = "  checkpoints/ (the last two)"
 
 
 class RunLog:
@@ -75,7 +76,7 @@ class RunLog:
         except ModuleNotFoundError:
             pass
         if self.checkpoints:
-            self.written.append("  checkpoints/ (the last two and the best)")
+            self.written.append(_LAST)
 
     def write(self, lines: list[Line], state: State) -> None:
         """Writes lines and calls the callbacks; ``state`` belongs to the last line."""
@@ -122,7 +123,11 @@ class RunLog:
             "learning_curve.png": lambda path: draw_learning_curve(self.history, path, title)
         }
         if isinstance(sampler, ScheduledSampler):
-            names = [name for line in self.history if (name := score_name(line)) and line[name] is not None]
+            names = [
+                name
+                for line in self.history
+                if (name := score_name(line) or next(iter(scalar_metrics(line)), None)) and line[name] is not None
+            ]
             if names:
                 pictures["progress.png"] = lambda path: plot_progress({title: self.history}, names[-1]).savefig(path)
             ids = sampler.data.client_ids
@@ -148,3 +153,4 @@ class RunLog:
         value = score(line)
         if value is not None and (self._best_score is None or value > self._best_score):
             self._best_score, self._best = value, (line["round"], state)
+            self.written = [text.replace(_LAST, "  checkpoints/ (the last two and the best)") for text in self.written]

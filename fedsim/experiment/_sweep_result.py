@@ -106,6 +106,8 @@ class SweepResult:
             scores = [score(member.line) for member in own]
             return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
 
+        if all(score_name(member.line) is None for own in groups.values() for member in own):
+            return "best  none: no metric says whether higher or lower values are better"
         own = max(groups.values(), key=mean_score)
         if mean_score(own) == -math.inf:
             return "best  none: every setting has a run whose evaluation is not finite"
@@ -126,7 +128,7 @@ def csv_of(result: SweepResult) -> str:
     """Returns a row per member: the varied values, the seed, the folder, the training loss and the last evaluation."""
     rows = [
         {**member.setting, "seed": member.seed, "folder": member.folder.name, "training_loss": member.loss}
-        | {name: value for name, value in member.line.items() if not isinstance(value, list)}
+        | {name: value for name, value in member.line.items() if not isinstance(value, list | dict)}
         for member in result.members
     ]
     text = io.StringIO()

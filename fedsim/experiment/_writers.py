@@ -178,16 +178,16 @@ def _keep_damaged(path: Path, readable: str) -> str:
 
 
 def _scalars(line: Line) -> Line:
-    """Returns the line with a key for each entry of a short vector, and without other arrays.
+    """Returns the numbers of a line, with a key for each entry of a short vector, and without other arrays.
 
     >>> _scalars({"test_f1": [0.5, 1.0], "test_confusion": [[1, 0], [0, 1]]})
     {'test_f1/0': 0.5, 'test_f1/1': 1.0}
     """
     scalars: Line = {}
     for name, value in line.items():
-        if not isinstance(value, list):
+        if not isinstance(value, list | dict):
             scalars[name] = value
-        elif len(value) <= _MOST_ENTRIES and not any(isinstance(entry, list) for entry in value):
+        elif isinstance(value, list) and len(value) <= _MOST_ENTRIES and not any(isinstance(entry, list) for entry in value):
             scalars |= {f"{name}/{i}": entry for i, entry in enumerate(value)}
     return scalars
 

@@ -12,7 +12,12 @@ dataclasses that are called like functions. A metric of your own may return
 `fedsim.evaluate` adds up the entries of each client, and adds the clients' sums for the overall value. So the overall F1 score,
 say, is that of all examples together and not a mean over clients. Integer and boolean entries are counted exactly: in ``int32``
 on the device (so at most 2**31 - 1 per client and call) and in ``int64`` on the host. Floats are added in ``float32`` on the
-device, and over clients in ``float64`` on the host.
+device, with what rounding loses in a second ``float32``, and over clients in ``float64`` on the host; so the error does not
+grow with the number of examples. Without examples, a mean is NaN.
+
+A metric says whether higher or lower values are better: `accuracy` does, and so does ``per_example(values, better="lower")``.
+So does a metric that is the model's loss, whatever its name.
+Of a metric that says nothing, no worst clients and no best checkpoint are determined, see `better_of`.
 
 To give a model other metrics, replace its dict of metrics:
 
@@ -39,10 +44,13 @@ from fedsim.metrics._examples import cross_entropy as cross_entropy
 from fedsim.metrics._examples import squared_error as squared_error
 from fedsim.metrics._statistics import Examples as Examples
 from fedsim.metrics._statistics import Mean as Mean
+from fedsim.metrics._statistics import MeanLoss as MeanLoss
 from fedsim.metrics._statistics import Metric as Metric
+from fedsim.metrics._statistics import Score as Score
 from fedsim.metrics._statistics import Sparse as Sparse
 from fedsim.metrics._statistics import Statistic as Statistic
 from fedsim.metrics._statistics import Sum as Sum
+from fedsim.metrics._statistics import better_of as better_of
 from fedsim.metrics._statistics import masked_mean as masked_mean
 from fedsim.metrics._statistics import per_example as per_example
 from fedsim.metrics._tokens import OOVRate as OOVRate

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks
-from fedsim.metrics._statistics import Examples, Sparse, array_module, divide
+from fedsim.metrics._statistics import Better, Examples, Sparse, array_module, divide
 
 
 class ScoreHistogram(NamedTuple):
@@ -28,6 +28,11 @@ class ScoreHistogram(NamedTuple):
 
     positives: Any
     negatives: Any
+
+    @property
+    def better(self) -> Better:
+        """Which areas are better: higher ones."""
+        return "higher"
 
     @property
     def weight(self) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from fedsim.metrics._statistics import Examples, Sparse, Sum, array_module, divide
+from fedsim.metrics._statistics import Better, Examples, Sparse, Sum, array_module, divide
 
 Average = Literal["macro", "micro"]
 Measure = Literal["precision", "recall", "f1"]
@@ -55,13 +55,18 @@ class ClassCounts:
     measure: Measure = dataclasses.field(metadata={"static": True})
     average: Average | None = dataclasses.field(metadata={"static": True})
 
+    better: ClassVar[Better] = "higher"
+
     @property
     def weight(self) -> Any:
         """The number of examples, ``int [...]``."""
         return self.labelled.sum(-1)
 
     def result(self) -> Any:
-        """Returns the measure, ``[...]``, or ``[..., classes]`` without an average; 0 where the denominator is 0."""
+        """Returns the measure, ``[...]``, or ``[..., classes]`` without an average.
+
+        It is 0 where the denominator is 0, and NaN where there are no examples.
+        """
         correct, predicted, labelled = self.correct, self.predicted, self.labelled
         if self.average == "micro":
             correct, predicted, labelled = (counts.sum(-1) for counts in (correct, predicted, labelled))
@@ -69,11 +74,13 @@ class ClassCounts:
             each = divide(2 * correct, predicted + labelled)
         else:
             each = divide(correct, predicted if self.measure == "precision" else labelled)
-        if self.average != "macro":
-            return each
-        # As in scikit-learn, the mean is over classes that occur as a label or as a prediction.
-        occurs = (self.predicted + self.labelled) > 0
-        return divide(array_module(self).where(occurs, each, 0.0).sum(-1), occurs.sum(-1))
+        xp = array_module(self)
+        if self.average == "macro":
+            # As in scikit-learn, the mean is over classes that occur as a label or as a prediction.
+            occurs = (self.predicted + self.labelled) > 0
+            each = divide(xp.where(occurs, each, 0.0).sum(-1), occurs.sum(-1))
+        has_examples = self.weight[..., None] > 0 if self.average is None else self.weight > 0
+        return xp.where(has_examples, each, xp.nan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,7 +41,7 @@ def accuracy(examples: Examples, outputs: jax.Array) -> Mean:
     >>> mean.total.tolist(), mean.weight.tolist()
     ([1, 0], [1, 1])
     """
-    return per_example((jnp.argmax(outputs, axis=1) == examples["y"]).astype(jnp.int32))
+    return per_example((jnp.argmax(outputs, axis=1) == examples["y"]).astype(jnp.int32), better="higher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class TopKAccuracy:
         checks.whole(1, k=self.k)
 
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
-        return per_example(in_top_k(outputs, examples["y"], self.k).astype(jnp.int32))
+        return per_example(in_top_k(outputs, examples["y"], self.k).astype(jnp.int32), better="higher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,8 @@ class RecallAtK:
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels = (examples["y"] != 0).astype(jnp.int32)
         largest = jax.lax.top_k(outputs, min(self.k, outputs.shape[1]))[1]
-        return Mean(jnp.sum(jnp.take_along_axis(labels, largest, axis=1), axis=1), jnp.sum(labels, axis=1))
+        hits = jnp.sum(jnp.take_along_axis(labels, largest, axis=1), axis=1)
+        return Mean(hits, jnp.sum(labels, axis=1), better="higher")
 
 
 def in_top_k(logits: jax.Array, labels: jax.Array, k: int) -> jax.Array:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks, tree
+
 Examples = Mapping[str, jax.Array]
 Metric = Callable[[Examples, Any], Any]
+Better = Literal["higher", "lower"]
 
 
 class Statistic(Protocol):
@@ -22,9 +25,14 @@ class Statistic(Protocol):
     Summed over examples, a leaf is ``[...]``. The sums of several clients have the leading axis ``[clients]``, so ``result``
     and ``weight`` must accept leading axes, in NumPy and in JAX arrays.
 
+    A statistic may have an attribute ``better``, "higher" or "lower": which values are better. Without it, or if it is None, no
+    worst clients and no best checkpoint are determined by the metric. See `better_of`.
+
+    >>> from typing import NamedTuple
     >>> class RootMeanSquare(NamedTuple):
     ...     squares: Any
     ...     weight: Any
+    ...     better = "lower"
     ...     def result(self): return Mean(self.squares, self.weight).result() ** 0.5
     >>> def rms(examples, outputs): return RootMeanSquare(outputs**2, jnp.ones(len(outputs), jnp.int32))
     >>> statistic = rms({}, jnp.array([1.0, 7.0]))
@@ -40,30 +48,53 @@ class Statistic(Protocol):
         """Returns the value of the metric, ``[...]`` or ``[..., shape of one value]``."""
 
 
-class Mean(NamedTuple):
-    """A weighted mean before the division.
+class _Mean(NamedTuple):
+    total: Any
+    weight: Any
+
+
+class Mean(_Mean):
+    """A weighted mean before the division: a named tuple of ``total`` and ``weight``.
 
     Attributes:
       total: the sum of weight times value, ``[...]``.
       weight: the sum of weights, of the same shape.
+      better: which means are better, "higher" or "lower"; None if this is not known. It is no leaf of the pytree.
 
-    >>> a, b = Mean(3.0, 4.0), Mean(1.0, 1.0)
-    >>> float(a.merge(b).result())
-    0.8
+    Raises:
+      ValueError: ``better`` is none of these.
+
+    >>> a, b = Mean(3.0, 4.0, better="higher"), Mean(1.0, 1.0)
+    >>> float(a.merge(b).result()), a.merge(b).better
+    (0.8, 'higher')
     >>> float(Mean(0.0, 0.0).result())
-    0.0
+    nan
     """
 
-    total: Any
-    weight: Any
+    better: ClassVar[Better | None] = None
+
+    def __new__(cls, total: Any, weight: Any, better: Better | None = None) -> Mean:
+        if better is not None:
+            checks.one_of(*get_args(Better), better=better)
+            cls = _HigherIsBetter if better == "higher" else _LowerIsBetter
+        return super().__new__(cls, total, weight)
 
     def merge(self, other: Mean) -> Mean:
         """Returns the mean over both sets of examples."""
-        return Mean(self.total + other.total, self.weight + other.weight)
+        return self._replace(total=self.total + other.total, weight=self.weight + other.weight)
 
     def result(self) -> Any:
-        """Returns ``total / weight``, and 0 where the weight is 0."""
-        return divide(self.total, self.weight)
+        """Returns ``total / weight``, and NaN where the weight is 0: without examples there is no mean."""
+        return divide(self.total, self.weight, otherwise=np.nan)
+
+
+# Classes, because JAX makes a named tuple again from its class and its leaves.
+class _HigherIsBetter(Mean):
+    better = "higher"
+
+
+class _LowerIsBetter(Mean):
+    better = "lower"
 
 
 class Sum(NamedTuple):
@@ -139,11 +170,44 @@ def array_module(statistic: Any) -> ModuleType:
     return jnp if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(statistic)) else np
 
 
-def divide(total: Any, weight: Any) -> Any:
-    """Returns ``total / weight``, and 0 where the weight is 0; in ``float32`` for JAX arrays."""
+def divide(total: Any, weight: Any, otherwise: float = 0.0) -> Any:
+    """Returns ``total / weight``, and ``otherwise`` where the weight is 0; in ``float32`` for JAX arrays."""
     xp = array_module((total, weight))
     total, weight = (jnp.asarray(x, jnp.float32) if xp is jnp else np.asarray(x) for x in (total, weight))
-    return xp.where(weight == 0, 0.0, total / xp.where(weight == 0, 1, weight))
+    return xp.where(weight == 0, otherwise, total / xp.where(weight == 0, 1, weight))
+
+
+class MeanLoss(NamedTuple):
+    """The mean of losses that are added batch by batch, in ``float32`` whatever the number of batches; 0 without examples.
+
+    Attributes:
+      total: the sum of count times loss, ``float32 [...]``.
+      num_examples: of the same shape.
+
+    >>> losses = MeanLoss.zero().add(jnp.float32(0.5), jnp.float32(3)).add(jnp.float32(1.0), jnp.float32(1))
+    >>> float(losses.result()), float(MeanLoss.zero().result())
+    (0.625, 0.0)
+    """
+
+    total: tree.Total
+    num_examples: tree.Total
+
+    @classmethod
+    def zero(cls, shape: tuple[int, ...] = ()) -> MeanLoss:
+        """Returns the mean of no losses; of several means, for example one for each domain, with a shape."""
+        return cls(*(tree.Total.of(jnp.zeros(shape, jnp.float32)) for _ in range(2)))
+
+    def add(self, loss: jax.Array, count: jax.Array) -> MeanLoss:
+        """Returns the mean with a further batch: its mean loss, and its number of examples."""
+        return MeanLoss(self.total.add(loss.astype(jnp.float32) * count), self.num_examples.add(count))
+
+    def merge(self, other: MeanLoss) -> MeanLoss:
+        """Returns the mean over both sets of batches."""
+        return MeanLoss(self.total.merge(other.total), self.num_examples.merge(other.num_examples))
+
+    def result(self) -> jax.Array:
+        """Returns the mean, ``float32 [...]``."""
+        return divide(self.total.value(), self.num_examples.value())
 
 
 def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
@@ -157,10 +221,51 @@ def masked_mean(values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(weight), 1)
 
 
-def per_example(values: jax.Array) -> Mean:
+def per_example(values: jax.Array, better: Better | None = None) -> Mean:
     """Returns the statistic of a metric that has one value per example, ``values [n]``, with equal weights.
 
-    >>> per_example(jnp.array([0.5, 2.5])).weight.tolist()
-    [1, 1]
+    Args:
+      values: one number per example.
+      better: which values are better, "higher" or "lower"; None if this is not known.
+
+    >>> statistic = per_example(jnp.array([0.5, 2.5]), better="lower")
+    >>> statistic.weight.tolist(), statistic.better
+    ([1, 1], 'lower')
     """
-    return Mean(values, jnp.ones_like(values, dtype=jnp.int32))
+    return Mean(values, jnp.ones_like(values, dtype=jnp.int32), better)
+
+
+class Score(float):
+    """A number that says whether higher or lower values of it are better, for evaluations that return numbers by name.
+
+    Args:
+      value: the number.
+      better: "higher" or "lower".
+
+    Raises:
+      ValueError: ``better`` is neither.
+
+    >>> score = Score(0.25, better="lower")
+    >>> score + 1, score.better
+    (1.25, 'lower')
+    """
+
+    def __new__(cls, value: float, better: Better) -> Score:
+        checks.one_of(*get_args(Better), better=better)
+        return super().__new__(cls, value)
+
+    def __init__(self, value: float, better: Better) -> None:
+        self.better = better
+
+
+def better_of(name: str, value: Any) -> Better | None:
+    """Returns which values of a metric are better: "higher", "lower", or None if this is not known.
+
+    A statistic or a `Score` says it by its attribute ``better``. If it does not, lower values of a metric called "loss" are
+    better, and higher ones of one called "accuracy", also with ``personal_`` before the name. Nothing follows from other names.
+
+    >>> better_of("error", Mean(3.0, 4.0, better="lower")), better_of("error", 0.75), better_of("loss", 0.75)
+    ('lower', None, 'lower')
+    """
+    named: dict[str, Better] = {"loss": "lower", "accuracy": "higher"}
+    return getattr(value, "better", None) or named.get(name.removeprefix("personal_"))

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.metrics._examples import in_top_k
-from fedsim.metrics._statistics import Examples, Mean, Sum
+from fedsim.metrics._statistics import Better, Examples, Mean, Sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TokenCrossEntropy(_Tokens):
 
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
-        return _mean(jnp.where(counted, token_losses(labels, outputs), 0.0), counted, self.per_position)
+        return _mean(jnp.where(counted, token_losses(labels, outputs), 0.0), counted, self.per_position, "lower")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,8 @@ class SequenceCrossEntropy(_Tokens):
 
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
-        return Mean(jnp.sum(jnp.where(counted, token_losses(labels, outputs), 0.0), axis=1), _any(counted))
+        losses = jnp.sum(jnp.where(counted, token_losses(labels, outputs), 0.0), axis=1)
+        return Mean(losses, _any(counted), better="lower")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ class TokenAccuracy(_Tokens):
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
         predicted = jnp.argmax(_without(outputs, self.masked_logits), axis=2)
-        return _mean((predicted == labels) & counted, counted, self.per_position)
+        return _mean((predicted == labels) & counted, counted, self.per_position, "higher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ class TokenTopKAccuracy(_Tokens):
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
         hits = in_top_k(_without(outputs, self.masked_logits), labels, self.k)
-        return _mean(hits & counted, counted, self.per_position)
+        return _mean(hits & counted, counted, self.per_position, "higher")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ class OOVRate(_Tokens):
         in_vocabulary = jnp.ones(labels.shape, bool)
         for label in self.oov_labels:
             in_vocabulary &= labels != label
-        return _mean(~in_vocabulary & counted, counted, self.per_position)
+        return _mean(~in_vocabulary & counted, counted, self.per_position, "lower")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +171,7 @@ class TruncationRate(_Tokens):
     def __call__(self, examples: Examples, outputs: object) -> Mean:
         labels, counted = self.counted(examples)
         sequences = _any(counted)
-        return Mean(jnp.where(jnp.any(labels == self.eos_label, axis=1), 0, sequences), sequences)
+        return Mean(jnp.where(jnp.any(labels == self.eos_label, axis=1), 0, sequences), sequences, better="lower")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +228,13 @@ def token_losses(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=2) - jnp.take_along_axis(logits, labels[..., None], axis=2)[..., 0]
 
 
-def _mean(totals: jax.Array, counted: jax.Array, per_position: bool) -> Mean:
+def _mean(totals: jax.Array, counted: jax.Array, per_position: bool, better: Better) -> Mean:
     """Returns the mean over tokens of ``totals [n, length]``, or over the tokens of each position."""
     totals = totals.astype(jnp.int32) if totals.dtype == bool else totals
     weights = counted.astype(jnp.int32)
-    return Mean(totals, weights) if per_position else Mean(jnp.sum(totals, axis=1), jnp.sum(weights, axis=1))
+    if not per_position:
+        totals, weights = jnp.sum(totals, axis=1), jnp.sum(weights, axis=1)
+    return Mean(totals, weights, better)
 
 
 def _any(counted: jax.Array) -> jax.Array:

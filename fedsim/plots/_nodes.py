@@ -43,6 +43,8 @@ def plot_nodes(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str
     for (name, history), colour in zip(histories.items(), colours, strict=True):
         for axes, positions in ((over_rounds, rounds_of(history)), (over_bytes, megabytes_of(history))):
             for kind, style in _STYLES.items():
+                if kind == "_clients_worst10" and not any(f"test_personal_{metric}{kind}" in line for line in history):
+                    continue  # The metric does not say which values are the worst.
                 points = curve(name, history, f"test_personal_{metric}{kind}", positions)
                 axes.plot(*points, style, color=colour, linewidth=1.4, label=name if style == "-" else None)
         distance.plot(*curve(name, history, "consensus_distance", rounds_of(history)), color=colour, linewidth=1.4)

@@ -1,12 +1,16 @@
 """Histograms, quantiles and heavy hitters over clients agree with NumPy on all data, within their documented bounds."""
 
+import dataclasses
+
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedsim
 from fedsim import algorithms
+from fedsim.experiment._lines import evaluation_line
 
 SIZES = (700, 0, 1, 299, 1500)
 
@@ -206,3 +210,52 @@ def test_heavy_hitters_reject_data_that_cannot_be_counted():
     hitters = algorithms.HeavyHitters(num_items=9, feature="x")
     with pytest.raises(ValueError, match="Expected a feature of integers, got 'x' of float32"):
         iterate(hitters, population(), 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Weight(algorithms.Statistics):
+    """The sum of a feature."""
+
+    def init(self, key):
+        return jnp.float32(0)
+
+    def zero_statistics(self, shared):
+        return jnp.float32(0)
+
+    def statistics(self, shared, batch):
+        return jnp.sum(batch.examples["x"], where=batch.mask)
+
+    def server_update(self, state, update, info):
+        return update
+
+
+def test_sums_over_a_client_s_batches_do_not_lose_precision():
+    """Added one after another in float32, 200,000 times 0.1 are 20,006; after 2**24, further ones change nothing."""
+    data = fedsim.FederatedData.from_arrays({"x": np.full(200_000, 0.1, np.float32)}, sizes=[200_000])
+    counted = np.concatenate([[2.0**24], np.ones(1000)]).astype(np.float32)[:, None]
+    for x, expected in ((data.columns["x"], 200_000 * float(np.float32(0.1))), (counted[:, 0], 2.0**24 + 1000)):
+        data = fedsim.FederatedData.from_arrays({"x": x}, sizes=[len(x)])
+        algorithm = Weight(batches=fedsim.Batches(size=1, shuffle=False))
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0"]))
+        np.testing.assert_allclose(state, expected, rtol=1e-7)
+    points = fedsim.FederatedData.from_arrays({"x": counted}, sizes=[len(counted)])
+    means = algorithms.KMeans(num_features=1, num_clusters=1, start=[[0.0]], batches=fedsim.Batches(size=1, shuffle=False))
+    state, _ = means.apply(means.init(jax.random.key(0)), fedsim.Cohort.of(points, ["0"]))
+    np.testing.assert_allclose(state.means[0, 0], counted.astype(np.float64).mean(), rtol=1e-7)
+
+
+def test_what_analytics_report_says_which_values_are_better_and_is_nan_without_examples():
+    data = fedsim.FederatedData.from_arrays({"x": np.arange(4, dtype=np.int32)[:, None]}, sizes=[3, 1])
+    none = fedsim.FederatedData.from_arrays({"x": np.zeros((0, 1), np.int32)}, sizes=[0])
+    made = {
+        "total_variation": (algorithms.Histogram(), "lower"),
+        "rank_error": (algorithms.Quantiles(fractions=(0.5,)), "lower"),
+        "recall": (algorithms.HeavyHitters(feature="x", num_items=9), "higher"),
+        "cost": (algorithms.KMeans(num_features=1, num_clusters=2), "lower"),
+        "error": (algorithms.PCA(num_features=1, num_components=1), "lower"),
+        "log_likelihood": (algorithms.GaussianMixture(num_features=1, num_clusters=2), "higher"),
+    }
+    for name, (algorithm, better) in made.items():
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+        assert evaluation_line(algorithm.evaluate(state, data), 1)["better"] == {f"test_{name}": better}
+        assert evaluation_line(algorithm.evaluate(state, none), 1)[f"test_{name}"] is None, name

@@ -4,6 +4,7 @@ import dataclasses
 
 import federation
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -39,7 +40,7 @@ def test_agrees_with_numpy(memory, devices, batch_size):
     np.testing.assert_array_equal(evaluation.clients["accuracy"].weight, sizes)
     np.testing.assert_array_equal(evaluation.clients["accuracy"].total, right)
     np.testing.assert_allclose(evaluation.clients["loss"].total, losses, rtol=1e-5, atol=1e-6)
-    # The empty client has weight 0 and result 0, and is left out of the statistics over clients.
+    # The empty client has weight 0 and result NaN, and is left out of the statistics over clients.
     means = right[sizes > 0] / sizes[sizes > 0]
     over = evaluation.over_clients("accuracy")
     np.testing.assert_allclose(
@@ -91,8 +92,9 @@ def test_streamed_chunks_are_divided_equally_over_devices(monkeypatch, rows):
 def test_a_population_of_empty_clients():
     model, data = federation.model(), federation.data(sizes=(0, 0))
     evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), data)
-    assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
-    assert evaluation.over_clients("accuracy") == {"mean": 0.0, "std": 0.0, "worst 10%": 0.0}
+    assert np.isnan(list(evaluation.overall.values())).all() and list(evaluation.overall) == ["loss", "accuracy"]
+    assert np.isnan(list(evaluation.over_clients("accuracy").values())).all()
+    assert np.isnan(evaluation.clients["loss"].result()).all()
 
 
 def test_error_for_a_bad_batch_size():
@@ -117,4 +119,69 @@ def test_debug_evaluates_and_the_worst_loss_is_the_highest():
     evaluation = fedsim.evaluate(model, model.init(jax.random.key(0)), data, execution=fedsim.Debug())
     means = np.asarray(evaluation.clients["loss"].result())[data.sizes > 0]
     np.testing.assert_allclose(evaluation.over_clients("loss", lower_is_better=True)["worst 10%"], means.max(), rtol=1e-6)
-    np.testing.assert_allclose(evaluation.over_clients("loss")["worst 10%"], means.min(), rtol=1e-6)
+    np.testing.assert_allclose(evaluation.over_clients("loss")["worst 10%"], means.max(), rtol=1e-6)
+    np.testing.assert_allclose(evaluation.over_clients("loss", lower_is_better=False)["worst 10%"], means.min(), rtol=1e-6)
+
+
+def outputs_as_values(values, sizes, **metrics):
+    """Evaluates metrics of a model whose output is the feature."""
+    model = fedsim.Model(
+        init=lambda key: jnp.zeros(()), apply_for_train=lambda params, e, key: e["x"], apply_for_eval=lambda params, e: e["x"],
+        loss=lambda e, out: out, metrics=metrics, features={"x": jax.ShapeDtypeStruct((), jnp.float32)},
+    )  # fmt: skip
+    data = fedsim.FederatedData.from_arrays({"x": np.asarray(values, np.float32)}, sizes=sizes)
+    return lambda **options: fedsim.evaluate(model, jnp.zeros(()), data, **options)
+
+
+@pytest.mark.parametrize("memory", ["resident", "stream"])
+@pytest.mark.parametrize("batch_size", [20, 256, 100_000])
+def test_the_error_of_a_mean_does_not_grow_with_the_number_of_examples(batch_size, memory):
+    """Added one after another in float32, 300,000 times 0.1 are 30,220, and 1 no longer changes 2**24."""
+    sizes = [300_000, 0, 3, *[20] * 100, 0, 17]
+    draw = np.random.default_rng(0)
+    values = np.concatenate([np.full(sizes[0], 0.1), draw.normal(size=sum(sizes[1:]))]).astype(np.float32)
+    metrics = {
+        "value": lambda e, out: out,
+        "vector": lambda e, out: fedsim.metrics.Mean(jnp.stack([out, 2 * out], 1), jnp.ones((len(out), 2))),
+        "sign": lambda e, out: fedsim.metrics.Mean(
+            fedsim.metrics.Sparse.of((out > 0).astype(jnp.int32), (2,), out),
+            fedsim.metrics.Sparse.of((out > 0).astype(jnp.int32), (2,), jnp.ones(len(out))),
+        ),
+    }
+    execution = fedsim.Pmap(devices=2, memory=memory)
+    evaluation = outputs_as_values(values, sizes, **metrics)(batch_size=batch_size, execution=execution)
+    owner, wide = np.repeat(np.arange(len(sizes)), sizes), values.astype(np.float64)
+    sums = np.bincount(owner, wide, len(sizes))
+    np.testing.assert_allclose(evaluation.overall["value"], wide.mean(), rtol=3e-7)
+    np.testing.assert_allclose(evaluation.clients["value"].total, sums, rtol=3e-7, atol=3e-6)
+    np.testing.assert_allclose(evaluation.clients["vector"].total, np.stack([sums, 2 * sums], 1), rtol=3e-7, atol=6e-6)
+    positive = np.bincount(owner, np.where(values > 0, wide, 0), len(sizes))
+    np.testing.assert_allclose(evaluation.clients["sign"].total, np.stack([sums - positive, positive], 1), rtol=3e-6, atol=3e-6)
+
+
+def test_a_float_weight_counts_beyond_2_to_the_24():
+    total = 2.0**24
+    metrics = {"weighted": lambda e, out: fedsim.metrics.Mean(out, out)}
+    evaluation = outputs_as_values([total, *np.ones(1000)], [1001], **metrics)(batch_size=1)
+    assert evaluation.clients["weighted"].weight.tolist() == [total + 1000]
+
+
+def test_an_infinite_loss_stays_infinite():
+    evaluation = outputs_as_values([1.0, 2.0, 3.0], [3], value=lambda e, out: jnp.where(out == 2, jnp.inf, out))
+    assert evaluation(batch_size=1, execution=fedsim.Jit()).overall["value"] == np.inf
+
+
+def test_a_metric_says_which_values_are_better_and_without_it_no_clients_are_the_worst():
+    metrics = {
+        "up": lambda e, out: fedsim.metrics.per_example(out, better="higher"),
+        "down": lambda e, out: fedsim.metrics.per_example(out, better="lower"),
+        "loss": lambda e, out: out,
+        "also_the_loss": lambda e, out: fedsim.metrics.per_example(out),
+        "perplexity": lambda e, out: 2 * out,
+    }
+    evaluation = outputs_as_values(np.arange(20), [1] * 20, **metrics)()
+    worst = {name: evaluation.over_clients(name)["worst 10%"] for name in metrics}
+    assert worst.pop("perplexity") != worst["loss"] and np.isnan(evaluation.over_clients("perplexity")["worst 10%"])
+    assert worst == {"up": 0.5, "down": 18.5, "loss": 18.5, "also_the_loss": 18.5}
+    assert evaluation.over_clients("perplexity")["mean"] == 19
+    assert evaluation.over_clients("up", lower_is_better=True)["worst 10%"] == 18.5

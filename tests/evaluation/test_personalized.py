@@ -335,7 +335,20 @@ def test_a_population_of_empty_clients():
     algorithm = make()
     empty = federation.data(sizes=(0, 0))
     evaluation = fedsim.evaluate_personalized(algorithm, trained(algorithm), federation.data(), empty)
-    assert evaluation.overall == {"loss": 0.0, "accuracy": 0.0}
+    assert np.isnan(list(evaluation.overall.values())).all() and list(evaluation.overall) == ["loss", "accuracy"]
+
+
+def test_if_no_client_of_the_test_data_is_known_a_warning_says_so():
+    """The names 1.0 and 2.0 instead of 1 and 2, as a file of floats has them, and one known client, which gives no warning."""
+    algorithm, train = make(), federation.data()
+    renamed = dataclasses.replace(train, client_ids=[f"{name}.0" for name in train.client_ids])
+    state = trained(algorithm)
+    with pytest.warns(UserWarning, match=r"None of the 7 clients of test, .* 'client0.0', is in train.* 'client0'.* same ids"):
+        evaluation = fedsim.evaluate_personalized(algorithm, state, train, renamed)
+    server = fedsim.evaluate_personalized(algorithm, algorithm.init(jax.random.key(0)), train, train)
+    assert evaluation.clients["accuracy"].weight.tolist() == server.clients["accuracy"].weight.tolist()
+    one_known = dataclasses.replace(train, client_ids=[train.client_ids[0], *renamed.client_ids[1:]])
+    fedsim.evaluate_personalized(algorithm, state, train, one_known)
 
 
 def test_a_second_evaluation_compiles_nothing(monkeypatch, caplog):

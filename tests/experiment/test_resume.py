@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -313,6 +314,56 @@ def test_the_last_two_and_the_best_are_kept(arguments, algorithm, tmp_path):
     assert round == 8 == int(best.round)
     last, round = restore(tmp_path / "r", algorithm)
     assert round == 20 == int(last.round)
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "kept"),
+    [
+        ("cross_entropy", lambda value: value, [4, 5]),  # nothing says which values are better, so none is the best
+        ("cross_entropy", lambda value: fedsim.metrics.Score(value, better="lower"), [1, 4, 5]),
+        ("gain", lambda value: fedsim.metrics.Score(value, better="higher"), [2, 4, 5]),
+        ("loss", lambda value: value, [1, 4, 5]),
+        ("loss_of_the_best", lambda value: fedsim.metrics.Score(value, better="higher"), [2, 4, 5]),
+    ],
+)
+def test_the_best_is_judged_by_what_the_metric_says(arguments, algorithm, tmp_path, capsys, name, score, kept):
+    values = {1: 1.0, 2: 1.9, 3: 1.5, 4: 1.6, 5: 1.2}
+    arguments |= dict(rounds=5, evaluate=lambda state: {name: score(values[int(state.round)])}, evaluate_every=1, progress=True)
+    result = run(**arguments | {"test_data": None}, folder=tmp_path / "r", checkpoint_every=1)
+    assert Checkpoints(tmp_path / "r/checkpoints").rounds() == kept
+    assert (
+        best_round(read_metrics(tmp_path / "r/metrics.jsonl")) == best_round(result.history) == (kept[0] if kept[2:] else None)
+    )
+    assert ("(the last two and the best)" in capsys.readouterr().out) == (len(kept) == 3)
+    if not kept[2:]:
+        with pytest.raises(ValueError, match="There is no best checkpoint in"):
+            restore(tmp_path / "r", algorithm, "best")
+
+
+def test_a_metric_s_direction_is_in_the_lines_and_in_the_table_of_clients(
+    arguments, algorithm, model, make_algorithm, tmp_path
+):
+    per_example = fedsim.metrics.per_example
+    metrics = {
+        "margin": lambda e, out: per_example(jnp.max(out, axis=1), better="higher"),
+        "nll": lambda e, out: fedsim.metrics.cross_entropy(e, out),  # the model's loss
+        "size": lambda e, out: jnp.max(jnp.abs(out), axis=1),
+    }
+    algorithm = make_algorithm(model=dataclasses.replace(model, metrics=metrics))
+    result = run(**arguments | dict(algorithm=algorithm, rounds=2, evaluate_every=1), folder=tmp_path / "r")
+    line = read_metrics(tmp_path / "r/metrics.jsonl")[-1]
+    assert line["better"] == {"test_margin": "higher", "test_nll": "lower"}
+    values = {name: np.sort(result.evaluation.clients[name].result()) for name in metrics}
+    assert line["test_margin_clients_worst10"] == pytest.approx(values["margin"][0])
+    assert line["test_nll_clients_worst10"] == pytest.approx(values["nll"][-1])
+    assert "test_size_clients_worst10" not in line and line["test_size_clients_mean"] == pytest.approx(values["size"].mean())
+
+
+def test_test_data_without_examples_is_refused(arguments):
+    test_data = arguments["test_data"]
+    empty = fedsim.FederatedData.from_arrays({name: column[:0] for name, column in test_data.columns.items()}, sizes=[0, 0])
+    with pytest.raises(ValueError, match="Expected test_data with examples, got 2 clients without any"):
+        run(**arguments | {"test_data": empty})
 
 
 def test_restoring_from_an_empty_folder_is_an_error(algorithm, tmp_path):

@@ -404,6 +404,21 @@ def test_code_of_another_user_needs_trust(finished, tmp_path, capsys, monkeypatc
     assert "os:system" in capsys.readouterr().err
 
 
+def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
+    def table(line):
+        members = [
+            experiment.SweepMember(
+                setting={"rate": rate}, seed=0, folder=Path("r"), line={"round": 1, "test_entropy": value} | line
+            )
+            for rate, value in ((0.1, 0.6), (9.0, 0.7))
+        ]
+        return experiment.SweepResult(members=members, folder=Path("s")).table().splitlines()[-1]
+
+    assert table({}) == "best  none: no metric says whether higher or lower values are better"
+    assert table({"better": {"test_entropy": "lower"}}) == "best  rate=0.1: entropy 0.6000"
+    assert table({"better": {"test_entropy": "higher"}}) == "best  rate=9.0: entropy 0.7000"
+
+
 def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     lines = {(0.1, 0): 0.5, (0.1, 1): 0.7, (9.0, 0): 0.9, (9.0, 1): None}
     members = [

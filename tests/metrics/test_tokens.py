@@ -102,9 +102,9 @@ def by_numpy(examples, table):
             found[name] = len(entries)
         elif "_by_" in name:
             groups = [[e[1:] for e in entries if e[0] == group] for group in range(2 if name.endswith("domain") else LENGTH)]
-            found[name] = [np.mean([value for value, _ in group]) if group else 0.0 for group in groups]
+            found[name] = [np.mean([value for value, _ in group]) if group else np.nan for group in groups]
         else:
-            found[name] = np.mean([value for value, _ in entries]) if entries else 0.0
+            found[name] = np.mean([value for value, _ in entries]) if entries else np.nan
     return found
 
 
