@@ -419,6 +419,17 @@ def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
     assert table({"better": {"test_entropy": "higher"}}) == "best  rate=9.0: entropy 0.7000"
 
 
+def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("from fedsim.algorithms import FedProx\n\n\nclass Mine(FedProx):\n    pass\n")
+    arguments = ["run", *SMALL, "--algorithm", f"{file}:Mine", "--rounds", "1", "--mu", "0.1,1"]
+    assert main([*arguments, "--folder", str(tmp_path / "s"), "--no-progress"]) == 0
+    assert main(["resume", str(tmp_path / "s"), "--no-progress"]) == 0
+    file.write_text(file.read_text().replace("pass", "mu = 2.0"))
+    assert main(["resume", str(tmp_path / "s"), "--no-progress"]) == 2
+    assert f"has changed since the run began: {file.resolve()}. Restore it" in capsys.readouterr().err
+
+
 def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     lines = {(0.1, 0): 0.5, (0.1, 1): 0.7, (9.0, 0): 0.9, (9.0, 1): None}
     members = [
