@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,6 +20,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# What `import_reference` imports, and therefore what counts as a name of code.
+_REFERENCE = re.compile(r"(?:.+\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*", re.DOTALL)
+# Where Python and fedsim are.
+_INSTALLED = [Path(__file__).resolve().parent, *(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))]
 _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -185,8 +191,9 @@ def required(function: Callable[..., Any]) -> set[str]:
 def import_factory(kind: str, reference: str, expected: type) -> Callable[..., Any]:
     """Imports a class or a function that makes objects of a class, and nothing that does something else when it is called.
 
-    A class must be a subclass of ``expected``. A function in ``FILE.py`` may be any; a function in a module, which may be one
-    of Python's own, must name ``expected`` in its return annotation, itself or as the elements of a mapping or sequence.
+    A class must be a subclass of ``expected``. A function of the user's ``FILE.py`` may be any; a function of a module, and one
+    of Python or of an installed package, must name ``expected`` in its return annotation, itself or as the elements of a
+    mapping or sequence.
 
     Args:
       kind: the kind of object, for error messages.
@@ -203,14 +210,14 @@ def import_factory(kind: str, reference: str, expected: type) -> Callable[..., A
 give FILE.py:FUNCTION, or write -> int.
     """
     factory = import_reference(reference)
+    function = inspect.unwrap(factory.func if isinstance(factory, functools.partial) else factory)
     if isinstance(factory, type):
         fits = issubclass(factory, expected)
-    elif reference.rpartition(":")[0].endswith(".py"):
-        fits = callable(factory) and not inspect.isbuiltin(factory)
+    elif isinstance(function, types.FunctionType):
+        of_user = reference.rpartition(":")[0].endswith(".py") and not is_installed(function.__code__.co_filename)
+        fits = of_user or _says_that_it_makes(function, expected)
     else:
-        returned = typing.get_type_hints(factory).get("return") if inspect.isfunction(factory) else None
-        parts = (returned, typing.get_origin(returned), *typing.get_args(returned))
-        fits = any(isinstance(part, type) and issubclass(part, expected) for part in parts)
+        fits = False
     if not fits:
         name = expected.__name__
         raise ValueError(
@@ -226,10 +233,12 @@ def references(text: str) -> list[str]:
     >>> references("buffered(size=3, staleness_weight='mine.py:weight(a=1)')"), references("http://a"), references("tfds:mnist")
     (['mine.py:weight'], [], ['tfds:mnist'])
     """
-    if ":" not in text:
-        return []
-    name, options = parse_call(text)
-    found = [name] if re.fullmatch(r".+:\s*\w+\s*", name, re.DOTALL) else []
+    ends = [*(match.start() for match in re.finditer(r"\(", text)), len(text)]
+    found = next(([name] for end in ends if _REFERENCE.fullmatch(name := text[:end].strip())), [])
+    try:
+        options = parse_call(text)[1]
+    except (ValueError, TypeError):  # It is no call, so it has no options.
+        return found
     return found + [each for value in texts_in(options) for each in references(value)]
 
 
@@ -258,6 +267,8 @@ def import_reference(reference: str) -> Any:
     True
     """
     source, _, attribute = reference.rpartition(":")
+    if not _REFERENCE.fullmatch(reference):
+        raise ValueError(f"Cannot import {reference!r}: give FILE.py:NAME or MODULE:NAME.")
     try:
         module = _load_file(Path(source).expanduser()) if source.endswith(".py") else importlib.import_module(source)
     except ModuleNotFoundError as error:
@@ -281,6 +292,17 @@ def imported_module(reference: str) -> types.ModuleType | None:
     return sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
 
 
+def is_installed(file: str) -> bool:
+    """Returns whether a file of code belongs to Python, to fedsim or to an installed package, and is not the user's.
+
+    >>> is_installed(inspect.__file__), is_installed("mine.py")
+    (True, False)
+    """
+    path = Path(file).resolve()
+    in_package = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+    return file.startswith("<frozen ") or in_package or any(map(path.is_relative_to, _INSTALLED))
+
+
 def absolute(reference: str) -> str:
     """Makes the path in ``FILE.py:NAME`` absolute, and returns other names unchanged.
 
@@ -289,6 +311,17 @@ def absolute(reference: str) -> str:
     """
     file, separator, rest = reference.partition(".py:")
     return f"{Path(file).expanduser().resolve()}.py:{rest}" if separator else reference
+
+
+def _says_that_it_makes(function: types.FunctionType, expected: type) -> bool:
+    """Returns whether the annotation of a function's result is a class, or elements of a class, derived from ``expected``."""
+    try:
+        returned: Any = function.__annotations__.get("return")
+        returned = eval(returned, function.__globals__) if isinstance(returned, str) else returned
+    except (NameError, AttributeError, TypeError, SyntaxError):  # The name is imported only for type checkers.
+        return False
+    parts = (returned, typing.get_origin(returned), *typing.get_args(returned))
+    return any(isinstance(part, type) and issubclass(part, expected) for part in parts)
 
 
 def _call(text: str) -> ast.Call | None:

@@ -464,6 +464,7 @@ def custom_run(custom, tmp_path):
 def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
     moved = custom_run.rename(tmp_path / "moved")
     assert main(["resume", str(moved), "--no-progress"]) == 0
+    assert main(["resume", str(moved), "--no-progress", "--rounds", "2"]) == 0
     assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
 
 
@@ -554,6 +555,66 @@ def test_no_text_of_another_user_s_folder_runs_code(command, tmp_path, capsys):
             arguments = [*command, str(folder)] if "--from" in command else [command[0], str(folder), *command[1:]]
             assert main(arguments) == 2, place
             assert "--trust" in capsys.readouterr().err and not mark.exists(), place
+
+
+@pytest.mark.parametrize("name", ["{evil}:", "{evil}:x-y", "{evil}:a.b(c=1)", "evil_of_a_stranger:x-y", "evil_of_a_stranger:"])
+def test_a_text_that_is_no_name_of_code_imports_nothing(name, tmp_path, monkeypatch, capsys):
+    mark, evil, folder = tmp_path / "ran", tmp_path / "evil_of_a_stranger.py", tmp_path / "run"
+    monkeypatch.syspath_prepend(tmp_path)
+    evil.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+    folder.mkdir()
+    for field in ("model", "dataset", "algorithm", "aggregator"):
+        stored, _ = _with_text(field, name.format(evil=evil), str(folder))
+        (folder / "config.json").write_text(json.dumps(stored))
+        assert main(["plan", "--from", str(folder)]) == 2 and not mark.exists()
+        error = capsys.readouterr().err
+        assert "give FILE.py:NAME or MODULE:NAME" in error or "takes no" in error
+
+
+@pytest.mark.parametrize("change", [{"rounds": 2}, {"hyperparameters": {"penalty": 0.5}}, {"data": "/tmp"}])
+def test_a_signature_is_of_the_whole_content(change, custom_run, tmp_path, capsys):
+    stored = read_config(custom_run)
+    stored["config"] |= change
+    (custom_run / "config.json").write_text(json.dumps(stored))
+    assert main(["resume", str(custom_run), "--no-progress"]) == 2
+    assert "with --trust" in capsys.readouterr().err and not (tmp_path / "ran").exists()
+
+
+def test_any_text_may_be_in_the_config_of_a_run_in_python():
+    for text in ("lr: 0.1 (warm up", "a: b)", "x:{[]: 1}", "n(a={[]: 1}) : c"):
+        assert signature({"config": {"note": text}}) is None
+
+
+_NAMED = """
+from __future__ import annotations
+import fedsim, functools, typing
+from os import system
+from shutil import rmtree
+if typing.TYPE_CHECKING:
+    from nowhere import Nothing
+def net(): return fedsim.models.digits_logistic()
+def annotated(a: Nothing = 0) -> fedsim.Model: return net()
+def unknown() -> Nothing: return net()
+part = functools.partial(net)
+of_system = functools.partial(system, "false")
+"""
+
+
+def test_only_functions_of_the_user_s_file_need_no_annotation(tmp_path, monkeypatch):
+    file = tmp_path / "named_by_a_user.py"
+    file.write_text(_NAMED)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (f"{file}:net", f"{file}:part", f"{file}:annotated", f"{file}:unknown", "named_by_a_user:annotated"):
+        assert fedsim.models.get(name).num_classes == 10
+    there = tmp_path / "stays"
+    there.mkdir()
+    for name in (
+        f"{file}:of_system", f"{file}:system(command='false')", f"{file}:rmtree(path={str(there)!r})", "named_by_a_user:net",
+        "named_by_a_user:unknown", f"{shutil.__file__}:rmtree(path={str(there)!r})", f"{os.__file__}:system(command='false')",
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="no function that is annotated to return one"):
+            fedsim.models.get(name)
+    assert there.exists()
 
 
 @pytest.mark.parametrize("option", ["robust-mixing", "topology", "aggregator", "model", "dataset", "client-devices", "attack"])

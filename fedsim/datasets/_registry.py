@@ -222,7 +222,7 @@ def _find(text: str, options: Mapping[str, Any]) -> _Found:
         return _Found(functools.partial(loader, name=rest), dataclasses.replace(description, name=name), options)
     if colon:
         loader = import_reference(name)
-        if not any(loader is known for known, _ in _LOADERS.values()):
+        if callable(loader) and not any(loader is known for known, _ in _LOADERS.values()):
             loader = import_factory("dataset", name, FederatedData)
         if not _takes_folders(loader):
             raise ValueError(

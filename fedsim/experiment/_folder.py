@@ -17,7 +17,7 @@ from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings, from_json
 from fedsim.experiment._disk import is_full, replace_text, writing
 from fedsim.experiment._environment import changed_code, jax_settings, versions
-from fedsim.experiment._trust import signature
+from fedsim.experiment._trust import signed
 from fedsim.experiment._writers import read_metrics
 
 _POPULATIONS = ("population", "test population")
@@ -85,8 +85,6 @@ class RunFolder:
             ) from error
         environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
         stored = {**run, "settings": dict(settings), **environment, "code": dict(code)}
-        if signed := signature(stored):
-            stored["signature"] = signed
         with lock(self.path):  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
                 known = read_config(self.path)
@@ -101,7 +99,7 @@ class RunFolder:
                     stored["earlier"] = [*known.get("earlier", []), earlier]
                 elif "earlier" in known:
                     stored["earlier"] = known["earlier"]
-            replace_text(self.config, json.dumps(stored, indent=2, default=str) + "\n")
+            replace_text(self.config, json.dumps(signed(stored), indent=2, default=str) + "\n")
 
     def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
@@ -167,7 +165,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
       A mapping with ``config``, ``population`` and ``test population``, ``settings``, ``devices``, ``versions`` of packages and
       the commit of fedsim, ``jax_settings``, ``code`` (hashes of the user's own files), ``earlier`` (devices, versions and
       settings of rounds that ran with others), and, if the configuration names code, ``signature``, by which ``fedsim resume``
-      knows whether the same user wrote it.
+      knows whether the same user wrote all of it.
 
     Raises:
       ValueError: the folder has no readable ``config.json``.

@@ -17,6 +17,7 @@ from fedsim.experiment._disk import replace_text
 from fedsim.experiment._folder import RunFolder, lock, read_config, stored_run
 from fedsim.experiment._lockstep import named
 from fedsim.experiment._sweep import members_of, read_sweep, sweep_file
+from fedsim.experiment._trust import is_signed, signed
 from fedsim.systems import Schedule, ScheduledSampler
 
 
@@ -54,8 +55,9 @@ def change_rounds(folder: str | Path, rounds: int, settings: Settings) -> None:
             locks.enter_context(lock(Path(folder)))
             changed.append((sweep_file(folder), sweep))
         for path, content in changed:
-            content = {**content, "config": {**content["config"], "rounds": rounds}}
-            replace_text(path, json.dumps(content, indent=2) + "\n")
+            new = {**content, "config": {**content["config"], "rounds": rounds}}
+            # What somebody else wrote gets no signature here: only its sweep may have been checked.
+            replace_text(path, json.dumps(signed(new) if is_signed(content) else new, indent=2) + "\n")
 
 
 def _check(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Settings) -> None:

@@ -38,7 +38,7 @@ from fedsim.experiment._run_log import Callback
 from fedsim.experiment._settings import listed_seeds, listed_settings
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._sweep_result import SweepMember, SweepResult, csv_of, with_result
-from fedsim.experiment._trust import imported_modules, signature
+from fedsim.experiment._trust import imported_modules, signed
 from fedsim.experiment._writers import read_metrics
 from fedsim.samplers._checked import checked_cohort
 
@@ -256,9 +256,7 @@ def _initialize(
     # A sweep continues as it began, so that it ends with the same bits.
     how = chosen_way(how or (stored or {}).get("how"))
     content = {**new, "how": how, "settings": dataclasses.asdict(settings), "code": dict(code)}
-    if signed := signature(content):
-        content["signature"] = signed
-    replace_text(sweep_file(folder), json.dumps(content, indent=2) + "\n")
+    replace_text(sweep_file(folder), json.dumps(signed(content), indent=2) + "\n")
     return how
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import getpass
 import hashlib
 import hmac
+import json
 import os
 import secrets
 import types
@@ -16,7 +17,7 @@ from typing import Any
 from fedsim.datasets._cache import cache_folder
 from fedsim.datasets._registry import is_family
 from fedsim.experiment._config import RunConfig, fields_that_name
-from fedsim.names import imported_module, parse_call, references, texts_in
+from fedsim.names import imported_module, references, texts_in
 
 
 def named_code(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> list[str]:
@@ -43,14 +44,36 @@ def imported_modules(config: Any) -> list[types.ModuleType]:
 
 
 def signature(stored: Mapping[str, Any]) -> str | None:
-    """Returns what shows that this user wrote a run or a sweep: a keyed hash of all texts that name code.
+    """Returns what shows that this user wrote a run or a sweep: a keyed hash of its whole content, without signature.
 
     The key is a random file in the user's cache folder that only the user can read, so somebody else's folder cannot have the
-    signature. None if no text names code, or the cache folder cannot be used.
+    signature, nor one that somebody has changed. None if no text names code, or the cache folder cannot be used.
     """
-    texts = [text for text, _ in _code_texts(stored)]
-    key = _key() if texts else None
-    return hmac.new(key, "\0".join(texts).encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest() if key else None
+    # JSON changes values (a tuple becomes a list), which must not count as a change.
+    content = json.loads(json.dumps({name: value for name, value in stored.items() if name != "signature"}, default=str))
+    key = _key() if named_code(content) else None
+    return hmac.new(key, json.dumps(content, sort_keys=True).encode(), hashlib.sha256).hexdigest() if key else None
+
+
+def signed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a run or a sweep with its signature, if it needs one.
+
+    >>> signed({"config": {"dataset": "digits"}})
+    {'config': {'dataset': 'digits'}}
+    """
+    content = {name: value for name, value in stored.items() if name != "signature"}
+    made = signature(content)
+    return content | ({"signature": made} if made else {})
+
+
+def is_signed(stored: Mapping[str, Any]) -> bool:
+    """Returns whether this user has written the content as it is.
+
+    >>> is_signed({"config": {"model": "my.py:net"}, "signature": "0" * 64})
+    False
+    """
+    expected = signature(stored)
+    return expected is not None and hmac.compare_digest(expected, str(stored.get("signature")))
 
 
 def check_trusted(folder: str, stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
@@ -64,9 +87,7 @@ def check_trusted(folder: str, stored: Mapping[str, Any], leave_out: Collection[
     Raises:
       ValueError: somebody else may have written it; the message names the code.
     """
-    code = named_code(stored, leave_out)
-    expected = signature(stored) if code else None
-    if code and (expected is None or not hmac.compare_digest(expected, str(stored.get("signature")))):
+    if (code := named_code(stored, leave_out)) and not is_signed(stored):
         raise ValueError(
             f"The configuration of {folder} runs Python code, and fedsim cannot tell that you wrote it on this machine: "
             f"{', '.join(code)}. Read this code; if you trust it, repeat the command with --trust."
@@ -80,8 +101,8 @@ def _code_texts(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> I
     for field, value in sorted(parts, key=lambda part: part[0]):
         for text in texts_in([field, value]) if field not in skipped else ():
             names = references(text)
-            if field == "dataset" and is_family(family := parse_call(text)[0]):  # tfds:NAME is no module
-                names = [name for name in names if name != family]
+            if field == "dataset" and names and is_family(names[0]) and text.strip().startswith(names[0]):
+                names = names[1:]  # tfds:NAME is no module
             if names:
                 yield text, names
 
