@@ -122,6 +122,22 @@ def instance(kind: type, example: str, *, or_none: bool = False, **values: Any) 
             _refuse(name, value, f"{name} to be an instance of {kind.__name__}, such as {example}", or_none, "")
 
 
+def unmasked(**values: Any) -> None:
+    """Checks for arrays without masked values, which `numpy.asarray` would replace by whatever is stored under the mask.
+
+    >>> unmasked(labels=np.ma.masked_equal([1, -9, 2], -9))
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected labels without masked values, got 1 of 3 masked: fill them (numpy.ma.filled), or leave out their rows.
+    """
+    for name, value in values.items():
+        if np.ma.is_masked(value):
+            raise ValueError(
+                f"Expected {name} without masked values, got {np.ma.count_masked(value)} of {np.size(value)} masked: fill them "
+                "(numpy.ma.filled), or leave out their rows."
+            )
+
+
 def optimizer(*, or_schedule: bool = False, **values: Any) -> None:
     """Checks for optax transformations or, with ``or_schedule``, functions from the round to a transformation.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
 
 Partition = Sequence[np.ndarray]
@@ -207,6 +208,7 @@ def _labels_and_owners(data: Any, partition: Partition | None, feature: str) -> 
         if partition is None:
             raise ValueError("Expected labels with a partition, one index array per client; or a FederatedData.")
         chosen = np.concatenate([np.zeros(0, np.int64), *(np.asarray(rows, np.int64) for rows in partition)])
+        checks.unmasked(labels=data)
         labels = np.asarray(data)
         if labels.ndim == 1:
             # Labels that no client holds keep their column, so they are appended, without owners.

@@ -170,6 +170,71 @@ def test_every_number_is_checked_when_it_is_passed(name):
     assert unchecked == []
 
 
+@pytest.mark.parametrize("name", fedsim.models.MODELS)
+def test_every_number_of_a_model_is_checked(name):
+    function = fedsim.models.MODELS[name]
+    needed = {"shape": (2,), "num_classes": 3} if name in ("dense", "logistic") else {}
+    for argument, kind in typing.get_type_hints(function).items():
+        kinds = {*typing.get_args(kind), kind} & {*WRONG}
+        sequence = typing.get_origin(kind) is not None and kinds and argument in ("hidden", "shape")
+        for value in WRONG[next(iter(kinds))] if kinds and argument != "return" else []:
+            given = {**needed, argument: (4, value) if sequence else value}
+            with pytest.raises(ValueError, match=rf"^Expected .*\b{argument}\b.* got {argument}={re.escape(repr(value))}"):
+                function(**given)
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda masked: fedsim.FederatedData.from_arrays({"x": masked}, sizes=[3]), "feature 'x'"),
+        (lambda masked: fedsim.FederatedData.from_arrays({"x": X}, clients=masked), "clients"),
+        (lambda masked: fedsim.FederatedData.from_arrays({"x": X[:2]}, sizes=masked), "sizes"),
+        (lambda masked: fedsim.FederatedData.from_clients({"a": {"x": masked}}), "feature 'x'"),
+        (lambda masked: fedsim.FederatedData.from_partition({"x": masked}, [np.arange(3)]), "feature 'x'"),
+        (lambda masked: fedsim.FederatedData({"x": masked}, np.array([0, 3]), ["a"]), "feature 'x'"),
+        (lambda masked: fedsim.partitioners.dirichlet(masked, clients=2, alpha=1.0, seed=0), "labels"),
+        (lambda masked: fedsim.partitioners.temporal(masked, clients=2), "timestamps"),
+        (lambda masked: fedsim.samplers.WeightedSampler(population(x=X), clients=1, seed=0, weights=masked[:2]), "weights"),
+        (lambda masked: fedsim.vertical.Party(ids=[1, 2, 3], columns={"age": masked}), "column 'age'"),
+        (lambda masked: fedsim.vertical.Party(ids=[1, 2, 3], labels=masked), "labels"),
+    ],
+)
+def test_a_masked_value_is_refused_and_a_mask_without_one_is_not(use, name):
+    with pytest.raises(ValueError, match=f"^Expected {name} without masked values, got 1 of . masked: fill them"):
+        use(np.ma.masked_equal([1, 0, 1], 0))
+    use(np.ma.array([1, 0, 1], mask=False))
+
+
+@pytest.mark.parametrize("ids", [[None, "a"], ["a", None], ["a", 1.0], ["a", float("nan")]])
+def test_client_ids_that_are_no_text_are_refused(ids):
+    with pytest.raises(ValueError, match="Client ids must be text, got (NoneType None|float (1.0|nan)): convert it to str"):
+        fedsim.FederatedData.from_arrays({"x": X}, sizes=[1, 2], client_ids=ids)
+
+
+def test_complex_features_are_refused_where_real_ones_are_read():
+    data = population(x=np.array([1, 2j, 3]))
+    for algorithm in (fedsim.algorithms.Histogram(), fedsim.algorithms.PCA(num_features=1, num_components=1)):
+        with pytest.raises(ValueError, match=r"reads real numbers, got feature 'x' of complex128: give its real and imaginary"):
+            algorithm.check(data)
+    with pytest.raises(ValueError, match="Feature 'x' has dtype complex128, and the model expects float32"):
+        federation.model().check(population(x=X.astype(complex), y=np.zeros(3, int)))
+
+
+def test_losses_in_float64_train_parameters_in_float64():
+    """The loss that is reported is float32; the gradient is that of the loss in float64."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        model = fedsim.Model(
+            init=lambda key: {"w": jax.numpy.zeros((), "float64")},
+            apply_for_train=lambda params, e, key: params["w"] - e["x"], apply_for_eval=lambda params, e: params["w"] - e["x"],
+            loss=lambda e, out: 0.5 * out**2, metrics={}, features={"x": jax.ShapeDtypeStruct((), "float64")},
+        )  # fmt: skip
+        data = fedsim.FederatedData.from_arrays({"x": np.array([1 + 1e-12, 1 + 1e-12])}, sizes=[1, 1])
+        algorithm = fedavg(model=model, client_optimizer=optax.sgd(1.0), batches=fedsim.Batches(size=1))
+        state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
+        assert abs(float(fedsim.execution.server_state(state).params["w"]) - (1 + 1e-12)) < 1e-14
+        assert info.clients["loss"].dtype == np.float32 and info.clients["loss"].tolist() == [0.5, 0.5]
+
+
 @pytest.mark.parametrize("name", decentralized.TOPOLOGIES)
 def test_every_number_of_a_topology_is_checked(name):
     function = decentralized.TOPOLOGIES[name]

@@ -15,6 +15,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.model import Examples, Model
 from fedsim.models._dense import image_features, unit_scale
 
@@ -54,10 +55,16 @@ def digits_autoencoder(*, code: int = 10, hidden: Sequence[int] = (64,)) -> Mode
     the outputs ``float32 [n, 64]`` are linear. The loss of an example is the mean squared error of its pixels. Without hidden
     layers the best autoencoder is the projection onto principal components, see `fedsim.algorithms.PCA`.
 
+    Raises:
+      ValueError: a size is not positive.
+
     >>> model = digits_autoencoder()
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     9674
     """
+    checks.whole(1, code=code)
+    for width in hidden:
+        checks.whole(1, hidden=width)
 
     def decoded(examples: Examples) -> jax.Array:
         x = _pixels(examples, 16)

@@ -90,7 +90,9 @@ def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bo
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     11227812
     """
-    if groups < 1 or 64 % groups:
+    checks.whole(1, groups=groups, remedy="give a divisor of 64")
+    checks.truth(downsample=downsample)
+    if 64 % groups:
         raise ValueError(f"Expected groups to divide 64, got groups={groups}.")
     he_normal = hk.initializers.VarianceScaling(2.0, "fan_in", "truncated_normal")
 

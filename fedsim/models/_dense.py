@@ -8,6 +8,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
+from fedsim import checks
 from fedsim.model import Examples, Feature, Model
 
 
@@ -32,10 +33,12 @@ def dense(shape: Sequence[int], num_classes: int, *, hidden: Sequence[int] = (20
     >>> sum(leaf.size for leaf in jax.tree.leaves(model.init(jax.random.key(0))))  # as the paper counts
     199210
     """
-    sizes = {"shape": shape, "num_classes": (num_classes,), "hidden": hidden, "scale": (scale,)}
-    for name, values in sizes.items():
-        if any(value <= 0 for value in values):
-            raise ValueError(f"Expected {name} to be positive, got {name}={list(values)}.")
+    checks.whole(1, num_classes=num_classes)
+    for size in shape:
+        checks.whole(1, shape=size)
+    for width in hidden:
+        checks.whole(1, hidden=width)
+    checks.positive(scale=scale)
 
     def logits(examples: Examples) -> jax.Array:
         x = unit_scale(examples["x"], scale)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedsim import checks
+
 
 def dropout(key: jax.Array, rate: float, x: jax.Array) -> jax.Array:
     """Sets each element of ``x float [...]`` to 0 with probability ``rate``, and divides the others by ``1 - rate``.
@@ -27,8 +29,7 @@ def dropout(key: jax.Array, rate: float, x: jax.Array) -> jax.Array:
     >>> sorted(set(dropped.tolist())), bool(0.7 < (dropped > 0).mean() < 0.8)
     ([0.0, 1.3333333730697632], True)
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"Expected 0 <= rate < 1, got rate={rate}.")
+    checks.number(least=0, below=1, rate=rate)
     if rate == 0:
         return x
     bits = next((bits for bits in (8, 16) if (rate * 2**bits).is_integer()), 32)

@@ -48,6 +48,7 @@ def shakespeare_lstm(
     820522
     """
     checks.whole(1, num_characters=num_characters, length=length, embedding=embedding, hidden=hidden, layers=layers)
+    checks.truth(tanh=tanh)
     num_ids = num_characters + 4
 
     def logits(tokens: jax.Array, training: bool) -> jax.Array:

@@ -63,6 +63,7 @@ def stackoverflow_lstm(
     """
     checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, hidden=hidden)
     checks.whole(1, layers=layers)
+    checks.truth(tanh=tanh)
     num_ids = vocabulary + 3 + oov_buckets
 
     def logits(tokens: jax.Array, training: bool) -> jax.Array:
@@ -117,6 +118,7 @@ def stackoverflow_transformer(
     """
     checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
     checks.whole(1, feedforward=feedforward, layers=layers)
+    checks.number(least=0, below=1, dropout=dropout)
     if embedding % heads or embedding % 2:
         raise ValueError(
             f"Expected an even embedding that heads divides, got embedding={embedding}, heads={heads}. Use 96 and 8."
@@ -154,7 +156,8 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     5000500
     """
-    checks.whole(1, vocabulary=vocabulary, tags=tags, length=1 if length is None else length)
+    checks.whole(1, vocabulary=vocabulary, tags=tags)
+    checks.whole(1, or_none=True, length=length)
     x: Feature = jax.ShapeDtypeStruct((vocabulary,), jnp.float32)
     if length is not None:
         x = jax.ShapeDtypeStruct((length,), jnp.int32)
@@ -184,6 +187,5 @@ def stackoverflow_logistic(vocabulary: int = 10_000, tags: int = 500, *, length:
 
 
 def _divisor(expected_length: float | None) -> float:
-    if expected_length is not None and not expected_length > 0:
-        raise ValueError(f"Expected expected_length > 0 or None, got expected_length={expected_length}.")
+    checks.positive(or_none=True, expected_length=expected_length)
     return 1.0 if expected_length is None else float(expected_length)

@@ -42,6 +42,7 @@ def check_labels(labels: Any, *, may_be_hidden: bool = False) -> np.ndarray:
       ValueError: the shape is not ``[n]``, the labels are floats (each value would be a class), or they are objects of several
         types, for example names with a missing one; or a label is -1, which is a hidden one, unless it ``may_be_hidden``.
     """
+    checks.unmasked(labels=labels)
     labels = np.asarray(labels)
     if labels.dtype.kind == "O" and len(kinds := {type(label).__name__ for label in labels.ravel()}) > 1:
         raise ValueError(f"Expected labels of one type, got {sorted(kinds)}: drop or fill the missing ones.")

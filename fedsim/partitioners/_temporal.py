@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.partitioners._draw import check_clients, cut, even_sizes
 
 
@@ -35,6 +36,7 @@ def temporal(timestamps: Any, *, clients: int, equal: Literal["examples", "time"
     >>> [rows.tolist() for rows in temporal([30, 10, 20, 90], clients=2, equal="time")]
     [[0, 1, 2], [3]]
     """
+    checks.unmasked(timestamps=timestamps)
     times = np.asarray(timestamps)
     if times.ndim != 1 or times.dtype.kind not in "iufM":
         raise ValueError(f"Expected one number or datetime64 per example, got {times.dtype} {list(times.shape)}.")

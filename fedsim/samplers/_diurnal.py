@@ -69,6 +69,7 @@ class DiurnalSampler(SeededSampler):
         if phases is None:
             words = np.asarray(rng.words(rng.stream(self.key, "phases")))
             phases = rng.generator(words).random(data.num_clients)
+        checks.unmasked(phases=phases)
         self.phases = np.asarray(phases, np.float64)
         if self.phases.shape != (data.num_clients,):
             raise ValueError(

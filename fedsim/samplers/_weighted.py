@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FederatedData
 from fedsim.samplers._sampler import SeededSampler
 
@@ -49,6 +50,7 @@ class WeightedSampler(SeededSampler):
 
     def __init__(self, data: FederatedData, *, clients: int, seed: int | jax.Array, weights: Any = None) -> None:
         super().__init__(data, clients=clients, seed=seed)
+        checks.unmasked(weights=weights)
         weights = np.asarray(data.sizes if weights is None else weights, np.float64)
         if weights.shape != (data.num_clients,):
             raise ValueError(
