@@ -10,6 +10,7 @@ import federation
 import jax
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import fedsim
@@ -106,6 +107,65 @@ def attacked(attack, **columns):
 def test_wrong_argument_is_named_in_the_error(misuse, message):
     with pytest.raises(ValueError, match=message):
         misuse()
+
+
+NEED_MORE = {
+    "optax.contrib.sam, which needs a second gradient": lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)),
+    "optax.contrib.dpsgd, which needs the gradient of each example": lambda: optax.chain(
+        optax.contrib.differentially_private_aggregate(1.0, 1.0, 0), optax.sgd(0.1)
+    ),
+    "optax's lookahead, which raises AttributeError": lambda: optax.lookahead(optax.sgd(0.1), 4, 0.5),
+}
+NEED_THE_LOSS = {
+    "optax's reduce_on_plateau, which raises TypeError": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    "optax's scale_by_zoom_linesearch, which raises TypeError": optax.lbfgs,
+    "optax's scale_by_polyak, which raises TypeError": optax.polyak_sgd,
+}
+
+
+@pytest.mark.parametrize(
+    ("side", "message", "made"),
+    [
+        *(("client_optimizer", *case) for case in NEED_MORE.items()),
+        *(("server_optimizer", *case) for case in (NEED_MORE | NEED_THE_LOSS).items()),
+    ],
+)
+def test_optimizers_that_need_more_than_they_get_are_named(side, message, made):
+    with pytest.raises(ValueError, match=f"Expected {side} to need .*{re.escape(message)}.*[Uu]se another"):
+        fedavg(**{side: made()}).check(federation.data())
+
+
+@pytest.mark.parametrize("made", NEED_THE_LOSS.values())
+def test_clients_give_the_loss_to_optimizers_that_need_it(made):
+    with jax.numpy_dtype_promotion("standard"):  # required by reduce_on_plateau
+        fedavg(client_optimizer=made()).check(federation.data())
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation(),
+        optax.chain(optax.apply_every(3), optax.scale(-0.1)),
+        optax.chain(optax.polyak_sgd(), optax.apply_every(3)),
+    ],
+)
+def test_gradients_that_a_client_s_optimizer_still_holds_at_the_end_are_reported(optimizer):
+    """Of clients with 2, 6 and 10 examples and batches of 2, only the second takes a multiple of three steps."""
+    draw = np.random.default_rng(0)
+    sizes = [2, 0, 6, 10]
+    columns = {"x": draw.normal(size=(18, 3)).astype(np.float32), "y": draw.integers(0, 4, 18).astype(np.int32)}
+    data = fedsim.FederatedData.from_arrays(columns, sizes=sizes)
+    message = "moves after every 3 steps, and 2 of 3 clients, the first with 1, take another number of steps.*multiple of 3"
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.MultiSteps
+        with pytest.warns(UserWarning, match=message):
+            fedavg(client_optimizer=optimizer, batches=fedsim.Batches(size=2)).check(data)
+        fedavg(client_optimizer=optimizer, batches=fedsim.Batches(size=2, steps=6)).check(data)  # warnings are errors
+
+
+def test_the_server_keeps_the_gradients_that_its_optimizer_holds():
+    optimizer = optax.MultiSteps(optax.sgd(0.1), 3).gradient_transformation()
+    with jax.numpy_dtype_promotion("standard"):  # required by optax.MultiSteps
+        fedavg(server_optimizer=optimizer).check(federation.data())  # warnings are errors
 
 
 SETTINGS = {"model": federation.model(), "client_optimizer": optax.sgd(0.1), "batches": fedsim.Batches(size=4)}
@@ -269,7 +329,7 @@ def test_numbers_of_numpy_and_jax_are_accepted():
 )
 def test_optimizers_that_descend_are_accepted(optimizer):
     with jax.numpy_dtype_promotion("standard"):  # required by optax.add_noise
-        fedavg(client_optimizer=optimizer).check(federation.data())
+        fedavg(client_optimizer=optimizer, batches=fedsim.Batches(size=4, steps=7)).check(federation.data())
 
 
 def test_client_indices_out_of_range_raise_an_error():

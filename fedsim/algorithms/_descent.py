@@ -1,22 +1,37 @@
-"""Checks that optax optimizers descend, to find a learning rate of the wrong sign before the first round."""
+"""Checks of optax optimizers before the first round: a learning rate of the wrong sign, and gradients that would be lost."""
 
 from __future__ import annotations
 
+import re
+import traceback
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from fedsim.model import Model, Params
 
 # At least one of this many first steps must be nonzero. A warm-up may start with learning rate 0.
 _WARM_UP = 100
 
+# Optimizers that are refused, by the kind of their state.
+_REFUSED = {
+    optax.contrib.DifferentiallyPrivateAggregateState: "dpsgd, which needs the gradient of each example: use another one, such "
+    "as optax.sgd, and fedsim.aggregators.Noised for differential privacy of clients",
+    optax.contrib.SAMState: "sam, which needs a second gradient, elsewhere: use another one, such as optax.sgd",
+}
 
-def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: optax.GradientTransformation) -> None:
-    """Raises ``ValueError`` if an optimizer ascends, returns NaN or another form of update, or does not move.
+
+def check_descent(
+    model: Model, *, may_be_zero: bool = False, has_loss: bool = False, **optimizers: optax.GradientTransformation
+) -> None:
+    """Raises ``ValueError`` if an optimizer ascends, returns NaN or another form of update, does not move, or needs more.
+
+    With ``has_loss``, it gets the value of the loss and the function, as line searches need them, besides the gradient.
 
     The error names the first such optimizer.
 
@@ -36,18 +51,29 @@ def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: opta
     ...
     ValueError: Expected server_optimizer to descend, got a mean change of +0.5 in its first step for a gradient of ones. ...
     """
-    params = jax.eval_shape(model.init, jax.random.key(0))
-    zeros, up, down = (jax.tree.map(lambda x, v=v: jnp.full((1,) * x.ndim, v, x.dtype), params) for v in (0, 1, -1))
+    zeros, up, down = (_constants(model, value) for value in (0, 1, -1))
 
     def step(optimizer: optax.GradientTransformationExtraArgs, slope: Params, state: Any) -> tuple[Params, Any]:
         def loss(params: Params) -> jax.Array:  # for optimizers that need it: Polyak steps, line searches
             return 1 + jnp.sum(jnp.stack([jnp.sum(x) for x in jax.tree.leaves(jax.tree.map(jnp.multiply, slope, params))]))
 
-        return optimizer.update(slope, state, zeros, value=jnp.float32(1), grad=slope, value_fn=loss)
+        extra = {"value": jnp.float32(1), "grad": slope, "value_fn": loss} if has_loss else {}
+        try:
+            return optimizer.update(slope, state, zeros, **extra)
+        except (TypeError, AttributeError) as error:
+            given = "the gradient, the parameters and the loss" if has_loss else "the gradient and the parameters"
+            raise ValueError(
+                f"Expected {name} to need {given} only, got {_culprit(error)}, which raises {type(error).__name__}: {error}. "
+                "Use another optimizer, such as optax.sgd or optax.adam"
+                f"{'.' if has_loss else '; those that need the loss can be the client_optimizer.'}"
+            ) from error
 
     for name, optimizer in optimizers.items():
         optimizer = optax.with_extra_args_support(optimizer)
         start = state_up = state_down = optimizer.init(zeros)
+        for kind, reason in _REFUSED.items():
+            if _states(start, kind):
+                raise ValueError(f"Expected {name} to need one gradient for each step, got optax.contrib.{reason}.")
         for i in range(1 if may_be_zero else _WARM_UP):
             along, state_up = step(optimizer, up, state_up)
             against, state_down = step(optimizer, down, state_down)
@@ -67,6 +93,59 @@ def check_descent(model: Model, *, may_be_zero: bool = False, **optimizers: opta
                 f"Expected {name} to descend, got a mean change of {increases.max() + 0.0:+.3g} in its first {steps} for a "
                 "gradient of ones. Use a positive learning rate."
             )
+
+
+def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimizer: optax.GradientTransformation) -> None:
+    """Warns if the optimizer accumulates the gradients of several steps, of which clients have no multiple.
+
+    Every client starts every round with a new state of its optimizer, so what the last one holds is lost.
+
+    Args:
+      model: gives the names of the parameters.
+      num_steps: of each client in a round, ``int [clients]``.
+      client_optimizer: the optimizer.
+    """
+    kinds = optax.MultiStepsState, optax.ApplyEvery
+    optimizer, ones = optax.with_extra_args_support(client_optimizer), _constants(model, 1)
+    state = optimizer.init(ones)
+    if not _states(state, *kinds):
+        return
+    loss = {"value": jnp.float32(1), "grad": ones, "value_fn": lambda params: jnp.float32(1)}
+    interval, holds = 0, True
+    while holds and interval < _WARM_UP:
+        _, state = optimizer.update(ones, state, ones, **loss)
+        counts = [each[0] for each in _states(state, *kinds)]  # of the gradients that it holds
+        if any(isinstance(count, jax.core.Tracer) for count in counts):
+            return
+        interval, holds = interval + 1, any(map(int, counts))
+    lost = num_steps % interval != 0
+    if np.any(lost):
+        warnings.warn(
+            f"client_optimizer accumulates gradients and moves after every {interval} steps, and {np.sum(lost)} of {len(lost)} "
+            f"clients, the first with {num_steps[lost][0]}, take another number of steps in a round: the gradients of their "
+            f"last steps are lost, because every client starts every round with a new optimizer. Set steps of Batches to a "
+            f"multiple of {interval}, or use a larger batch size instead.",
+            stacklevel=3,
+        )
+
+
+def _constants(model: Model, value: float) -> Params:
+    """Returns parameters of this value, with the names and dtypes of the model's, of one element each."""
+    return jax.tree.map(lambda x: jnp.full((1,) * x.ndim, value, x.dtype), jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def _states(state: Any, *kinds: type) -> list[Any]:
+    """Returns the states of these kinds within an optimizer's state."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)]
+
+
+def _culprit(error: Exception) -> str:
+    """Returns the name of the transformation whose update raised an error, such as "sam"."""
+    names = re.findall(r"(\w+)\.<locals>", str(error))
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        names += re.findall(r"(\w+)\.<locals>", frame.f_code.co_qualname) if "optax" in frame.f_code.co_filename else []
+    return f"optax's {names[0] if '<locals>' in str(error) else names[-1]}" if names else "one"
 
 
 def _check_form(name: str, what: str, like: str, result: Any, expected: Any) -> None:

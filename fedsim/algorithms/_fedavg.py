@@ -19,7 +19,7 @@ import optax
 
 from fedsim import checks, metrics, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._descent import check_descent
+from fedsim.algorithms._descent import check_descent, warn_of_lost_gradients
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -48,7 +48,8 @@ class FedAvg(GradientServer):
     Attributes:
       client_optimizer: an optax transformation. Every client starts every round with a new optimizer state. For a schedule over
         rounds, use a function from the number of server updates so far, ``int32 []``, to a transformation: ``lambda round:
-        optax.sgd(0.1 * 0.99**round)``.
+        optax.sgd(0.1 * 0.99**round)``. An optimizer that accumulates the gradients of several steps (`optax.MultiSteps`) loses
+        those that it holds after a client's last step; a warning says so.
       model, server_optimizer, weighting: see `GradientServer`.
 
     >>> import numpy as np, fedsim
@@ -73,7 +74,10 @@ class FedAvg(GradientServer):
         super().check(data)
         # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
         scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
-        check_descent(self.model, client_optimizer=self.optimizer_of(jnp.int32(0)), may_be_zero=scheduled)
+        optimizer = self.optimizer_of(jnp.int32(0))
+        check_descent(self.model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
+        num_steps = self.batches.num_steps(data.sizes[data.sizes > 0])
+        warn_of_lost_gradients(self.model, num_steps, client_optimizer=optimizer)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         return self.update_of(shared, client, self.train(shared, client))
