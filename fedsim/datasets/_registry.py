@@ -201,6 +201,26 @@ def is_family(name: str) -> bool:
     return bool(colon) and prefix + _FAMILY in _LOADERS
 
 
+def with_seed(name: str, seed: int) -> str:
+    """Returns the name of a dataset with its seed, unless it has one already or the dataset has no option ``seed``.
+
+    Args:
+      name: as `load` takes it, with or without options.
+      seed: the seed to add.
+
+    Raises:
+      ValueError: see `describe`.
+
+    >>> with_seed("synthetic(alpha=0.5)", 3), with_seed("digits(seed=1)", 3)
+    ('synthetic(alpha=0.5, seed=3)', 'digits(seed=1)')
+    """
+    _, description, options = _find(name, {})
+    if "seed" in options or "seed" not in description.defaults:
+        return name
+    texts = [f"{option}={value!r}" for option, value in {**options, "seed": seed}.items()]
+    return f"{parse_call(name)[0]}({', '.join(texts)})"
+
+
 class _Found(NamedTuple):
     loader: Loader
     description: Description

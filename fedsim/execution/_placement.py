@@ -69,6 +69,12 @@ def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
     )
 
 
+def release(data: FederatedData) -> None:
+    """Frees what `resident_columns` and evaluation have placed on devices. It is transferred again when it is needed."""
+    for name in ("_resident_columns", "_resident_owner"):
+        vars(data).pop(name, None)
+
+
 def streamed_columns(
     data: FederatedData, plans: Sequence[RoundPlan], mesh: Mesh, max_rounds: int
 ) -> tuple[dict[str, jax.Array], list[RoundPlan]]:

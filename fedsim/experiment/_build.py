@@ -9,6 +9,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import optax
 
 from fedsim import aggregators, algorithms, attacks, compressors, datasets, models, systems
@@ -18,6 +19,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.execution._sharing import share_programs
 from fedsim.execution._structure import numbers_of, with_numbers
 from fedsim.experiment._config import RunConfig, Settings
+from fedsim.experiment._identity import population
 from fedsim.experiment._pinned import pinned_path
 from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
 from fedsim.experiment._scheduled import scheduled
@@ -87,7 +89,9 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
 
 
 def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Experiment]:
-    """Builds the objects of several runs on the same data with the same model, which they share, as equal samplers.
+    """Builds the objects of several runs with the same model, which they share, as the data and samplers that are equal.
+
+    Runs with different seeds have different data if the dataset is drawn with the seed, see `RunConfig.drawn_dataset`.
 
     Args:
       configs: one or more, with the same dataset, model and algorithm.
@@ -103,14 +107,15 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     own_model = getattr(cls, "default_models", {}).get(parse_call(first.dataset)[0])
     model = _model(first.model or own_model or description.default_model, first.dataset) if "model" in fields else None
     if "topology" in fields:  # The clients of the dataset are its nodes.
-        splits = datasets.load(first.dataset, data=first.data)
-        made = [_algorithm(cls, model, config, settings, nodes=splits.train.num_clients) for config in configs]
+        data = _load(configs)
+        nodes = [splits.train.num_clients for splits in data]
+        made = [_algorithm(cls, model, config, settings, n) for config, n in zip(configs, nodes, strict=True)]
     else:  # Wrong options of an algorithm are reported before a dataset is downloaded.
         made = [_algorithm(cls, model, config, settings) for config in configs]
-        splits = datasets.load(first.dataset, data=first.data)
+        data = _load(configs)
     samplers: dict[Any, Sampler] = {}
     experiments = []
-    for algorithm, config in zip(made, configs, strict=True):
+    for algorithm, config, splits in zip(made, configs, data, strict=True):
         key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
             samplers[key] = _sampler(_with_few_labels(splits.train, cls, config), config, algorithm)
@@ -118,6 +123,34 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         _share_programs(experiment.algorithm, config)
         experiments.append(experiment)
     return experiments
+
+
+def _load(configs: Sequence[RunConfig]) -> list[datasets.FederatedSplits]:
+    """Loads the dataset of each run: equal ones once, so that the runs share its memory."""
+    loaded: dict[str, datasets.FederatedSplits] = {}
+    files: list[tuple[Any, datasets.FederatedSplits]] = []
+    for config in configs:
+        if (name := config.drawn_dataset) not in loaded:
+            new = datasets.load(name, data=config.data)
+            # A dataset with clients of its own, of which none are left out, is the same for all seeds.
+            mapped = [_mapped(new.train), _mapped(new.test)]
+            loaded[name] = next((known for place, known in files if place == mapped), new)
+            if None not in mapped:
+                files.append((mapped, loaded[name]))
+    return [loaded[config.drawn_dataset] for config in configs]
+
+
+def _mapped(data: FederatedData) -> Any:
+    """Returns the population and the places in files that the columns are mapped from; None if some are not mapped."""
+    places = []
+    for column in data.columns.values():
+        if not isinstance(column, np.memmap) or not column.filename:
+            return None
+        whole = column
+        while isinstance(whole.base, np.memmap):
+            whole = whole.base
+        places.append((str(column.filename), whole.offset + column.ctypes.data - whole.ctypes.data, column.strides))
+    return population(data), places
 
 
 def _with_few_labels(data: FederatedData, cls: type[Algorithm], config: RunConfig) -> FederatedData:

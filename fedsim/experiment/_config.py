@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
 from fedsim.data import Batches
+from fedsim.datasets._registry import with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
 from fedsim.experiment._pinned import pinned
 from fedsim.names import look_up
@@ -27,6 +29,9 @@ class RunConfig:
     """Everything that the result of a run depends on. Two runs with equal `RunConfig` give the same parameters.
 
     The fields are the options of ``fedsim run``, and ``fedsim run --help`` describes them.
+
+    A dataset with an option ``seed`` is drawn with the field ``seed`` unless its own is given: with ``dataset="digits"`` and
+    ``seed=1``, `build` loads ``digits(seed=1)``.
 
     The names of files (``faults``, ``client_traces``) become absolute paths with a hash of the content, ``PATH#sha256=HASH``.
 
@@ -194,7 +199,9 @@ class RunConfig:
     evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
     shuffle: bool = _option(True, "training", "Clients shuffle their examples in every epoch.")
     drop_remainder: bool = _option(False, "training", "Clients leave out a last batch that is not full.")
-    seed: int = _option(0, "training", "Seed of all random draws.")
+    seed: int = _option(
+        0, "training", "Seed of all random draws, also of the dataset's partition unless that has a seed: 'digits(seed=3)'."
+    )
     client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of the clients.")
     client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of the clients.")
     client_schedule: Literal["constant", "linear", "cosine", "exponential"] = _option(
@@ -248,6 +255,15 @@ class RunConfig:
         for name in ("faults", "client_traces"):
             if (file := getattr(self, name)) is not None:
                 object.__setattr__(self, name, pinned(file))
+
+    @functools.cached_property
+    def drawn_dataset(self) -> str:
+        """The dataset with the seed with which it is drawn, if it has an option ``seed``.
+
+        >>> RunConfig(seed=1).drawn_dataset, RunConfig(dataset="digits(seed=3)", seed=1).drawn_dataset
+        ('digits(seed=1)', 'digits(seed=3)')
+        """
+        return with_seed(self.dataset, self.seed)
 
     @property
     def clock_options(self) -> list[str]:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from fedsim.data import FormatError
 from fedsim.data._text_files import read_json
+from fedsim.datasets._registry import with_seed
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings, from_json
 from fedsim.experiment._disk import is_full, replace_text, writing
@@ -103,6 +104,9 @@ class RunFolder:
 
     def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
+        if "population" in stored and "dataset" in run["population"]:
+            # Earlier versions drew a dataset whose seed is not given with seed 0 and did not record it.
+            stored["population"].setdefault("dataset", with_seed(run["config"]["dataset"], 0))
         new, old = _entries(run), _entries(stored)
         # An earlier version of fedsim did not record all that identifies a population.
         added = new.keys() - old.keys() if "population" in stored else set()

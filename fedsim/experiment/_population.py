@@ -150,8 +150,9 @@ def population(
         combinations are run. Values that are not floats, and names whose values are all integers, are constants of a program
         for each combination of them.
       seeds: the seeds; a number n means seeds 0 to n - 1.
-      sampler: returns the sampler of a seed. All must have the same data. As in `fedsim.experiment.run`, the initial state is
-        drawn from the root key of its cohorts.
+      sampler: returns the sampler of a seed. All must have the same data, so seeds do not vary how the examples are divided
+        among clients, as those of ``fedsim run --seeds`` do: call `population` once for each division. As in
+        `fedsim.experiment.run`, the initial state is drawn from the root key of its cohorts.
       rounds: the number of rounds.
       test_data: the last states are evaluated on it, as by `fedsim.experiment.run`.
       how: ``"vmap"`` runs members side by side on each device, as many as its memory allows. ``"devices"`` runs one member at a

@@ -110,7 +110,7 @@ class Run:
         if self.paths:
             with self.write_errors():
                 recorded = dataclasses.asdict(settings) if settings is not None else {}
-                compared = {"population": population(first.data)}
+                compared = {"population": _drawn(config) | population(first.data)}
                 compared |= {"test population": population(test_data)} if test_data is not None else {}
                 code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
                 self.paths.initialize(self._described, compared, recorded, self.devices, code)
@@ -236,6 +236,12 @@ class Run:
                 else "the same command again"
             )
         return f"the same call with folder='{self.paths.path}'"
+
+
+def _drawn(config: Any) -> dict[str, str]:
+    """Returns the dataset with the seed with which it was drawn, if this seed is not a part of the configuration's text."""
+    drawn = config.drawn_dataset if isinstance(config, RunConfig) else None
+    return {} if drawn is None or drawn == config.dataset else {"dataset": drawn}
 
 
 def newest_state(algorithm: Algorithm, first: Cohort, checkpoints: Checkpoints | None, **options: Any) -> tuple[State, int]:

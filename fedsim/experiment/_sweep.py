@@ -20,8 +20,10 @@ import jax
 from tqdm import tqdm
 
 from fedsim import rng
-from fedsim.data import Cohort, FormatError
+from fedsim.data import Cohort, FederatedData, FormatError
+from fedsim.datasets._registry import with_seed
 from fedsim.execution._members import KnownPlans, in_turns
+from fedsim.execution._placement import release
 from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
@@ -60,7 +62,10 @@ class _Job(NamedTuple):
         history = read_metrics(paths.metrics)
         if not paths.config.exists() or not history or history[-1]["round"] < self.config.rounds:
             return False
-        if read_config(paths.path)["config"] != json.loads(json.dumps(dataclasses.asdict(self.config))):
+        stored = read_config(paths.path)
+        # Earlier versions did not record the seed of the dataset, which was 0.
+        drawn = stored.get("population", {}).get("dataset") or with_seed(self.config.dataset, 0)
+        if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(self.config))), self.config.drawn_dataset):
             return False  # The run then raises an error that names the differences.
         saved = not Checkpoints.available() or self.config.rounds in Checkpoints(paths.checkpoints).rounds()
         return saved and ((paths.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
@@ -68,6 +73,10 @@ class _Job(NamedTuple):
     def first(self) -> Cohort:
         """Returns the first cohort."""
         return checked_cohort(self.experiment.sampler, 0)
+
+    def data(self) -> list[FederatedData]:
+        """Returns the data that the run places on devices."""
+        return [self.first().data, self.experiment.test_data]
 
     def initial_shapes(self) -> Any:
         """Returns the shapes of the initial state."""
@@ -84,11 +93,12 @@ def sweep(
     """Runs a configuration with all combinations of some values and with several seeds.
 
     Every run has a folder with the same content as that of a separate run. Its numbers are the same up to the order of sums,
-    and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs have the same model and data
-    in memory, and share compiled programs unless the varied values determine shapes or the code. Runs that share programs run
-    at the same time, as the members of a `fedsim.population`, unless they are fewer than the devices that one run uses: then
-    they run one after another on all devices. If the folder holds this sweep already, finished runs are left as they are, and
-    interrupted runs continue.
+    and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs share the model, and compiled
+    programs unless the varied values determine shapes or the code. Runs with one seed share the data. Those with different
+    seeds have different data if the dataset is drawn with the seed (``digits``, and not ``digits(seed=0)``). Runs that share
+    programs and data run at the same time, as the members of a `fedsim.population`, unless they are fewer than the devices that
+    one run uses: then they run one after another on all devices. If the folder holds this sweep already, finished runs are left
+    as they are, and interrupted runs continue.
 
     The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
     last evaluation of every run). ``seconds`` in the metrics of runs that ran at the same time is the time of their rounds
@@ -269,6 +279,7 @@ def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[Sweep
         bar.update(bar.total - sum(job.config.rounds for job in unfinished))
         if unfinished:
             for way, group in _groups(jobs, how):
+                _release_others(jobs, group)
                 run = _run_one_after_another if way == "sequential" else _run_at_the_same_time
                 of_group, stopped = run(group, way, bar)
                 failed |= of_group
@@ -279,7 +290,7 @@ def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[Sweep
 
 
 def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
-    """Divides the jobs into those that share programs, and says how each group runs.
+    """Divides the jobs into those that share programs and data, and says how each group runs.
 
     The groups contain finished jobs, too, so that the others run as they did when the sweep began.
     """
@@ -293,7 +304,7 @@ def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
             like = job.initial_shapes()
             if reason := why_alone(algorithm, like, first):
                 reasons.append(reason)
-            key = None if reason else (programs_for(algorithm, like, first.data)[0], first.slots, first.attack)
+            key = None if reason else (programs_for(algorithm, like, first.data)[0], first.slots, first.attack, id(first.data))
         groups.setdefault(key, []).append(job)
     for reason in dict.fromkeys(reasons):
         warnings.warn(
@@ -309,12 +320,21 @@ def _leave_devices_idle(jobs: Sequence[_Job]) -> bool:
     return len(jobs) < max(2, min(mesh.size, jobs[0].first().slots))
 
 
+def _release_others(jobs: Sequence[_Job], next: Sequence[_Job]) -> None:
+    """Frees the devices of the data that some jobs have used and the next ones do not use: all of it may not fit."""
+    used = {id(data) for job in next for data in job.data()}
+    for data in itertools.chain.from_iterable(job.data() for job in jobs):
+        if id(data) not in used:
+            release(data)
+
+
 def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> tuple[_Failed, signal.Signals | None]:
     """Runs each job on all devices; returns the errors of those that failed, and the signal that ended the last one."""
     failed: _Failed = {}
     for job in jobs:
         bar.set_description(job.member.name)
         if not job.is_finished():
+            _release_others(jobs, [job])
             options: dict[str, Any] = {"progress": False, "callbacks": [_counting(bar)]}
             try:
                 with named(job.member.name):

@@ -16,6 +16,8 @@ from fedsim import datasets
 from fedsim.cli import main
 from fedsim.data import FederatedData
 from fedsim.datasets import _chosen_clients
+from fedsim.experiment import RunConfig, Settings
+from fedsim.experiment._build import build_members
 
 
 def write_hdf5(path, clients):
@@ -190,3 +192,18 @@ def test_a_run_with_fewer_clients(tmp_path, capsys):
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert config["dataset"] == "emnist62(clients=5)"
     assert fedsim.datasets.load(config["dataset"], data=folder).train.num_clients == 5
+
+
+def test_runs_with_different_seeds_share_the_files_of_all_clients_and_not_of_drawn_ones(tmp_path):
+    emnist(tmp_path)
+
+    def populations(dataset):
+        configs = [RunConfig(dataset=dataset, data=str(tmp_path), clients=2, seed=seed) for seed in (0, 1)]
+        return [experiment.sampler.data for experiment in build_members(configs, Settings(execution="jit"))]
+
+    first, second = populations("emnist62")
+    assert first is second and first.num_clients == 12
+    first, second = populations("emnist62(clients=5)")
+    for seed, data in enumerate((first, second)):
+        assert data.client_ids == fedsim.datasets.load("emnist62", data=tmp_path, clients=5, seed=seed).train.client_ids
+    assert first.client_ids != second.client_ids

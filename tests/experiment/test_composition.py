@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from fedsim import aggregators, compressors, samplers
+from fedsim import aggregators, compressors, datasets, samplers
 from fedsim.experiment import RunConfig, Settings, build
+from fedsim.names import parse_call
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -64,3 +66,29 @@ def test_cohorts_have_attackers_and_stragglers():
 def test_invalid_names_and_numbers_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         built(**changes)
+
+
+DRAWN = [
+    "digits", "digits(partition='shards', clients=20)", "synthetic(clients=5)", "synthetic_iid(clients=5)",
+    "toy_regression(clients=5)", "emnist62_like(clients=3, max_examples=5)", "stackoverflow_like(clients=3, max_examples=5)",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset", DRAWN)
+def test_a_dataset_is_drawn_with_the_seed_of_the_run_unless_it_has_a_seed(dataset):
+    name, options = parse_call(dataset)
+    expected = [datasets.load(name, **options, seed=seed) for seed in (0, 1)]
+    assert not same(expected[0].train, expected[1].train)
+
+    def drawn(run_seed, **own):
+        text = f"{name}({', '.join(f'{key}={value!r}' for key, value in (options | own).items())})"
+        _, sampler, test = build(RunConfig(dataset=text, seed=run_seed, clients=2), Settings(execution="jit"))
+        return sampler.data, test
+
+    for data, splits in ((drawn(0), expected[0]), (drawn(1), expected[1]), (drawn(1, seed=0), expected[0])):
+        assert same(data[0], splits.train) and same(data[1], splits.test)
+
+
+def same(data, other):
+    both = [[each.columns[name] for name in sorted(each.columns)] for each in (data, other)]
+    return np.array_equal(data.sizes, other.sizes) and all(map(np.array_equal, *both))

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from fedsim import experiment
+from fedsim import datasets, experiment
 from fedsim.cli import main
 from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
@@ -125,6 +125,52 @@ def test_members_that_run_sequentially_have_the_bits_of_separate_runs(tmp_path, 
     assert main(["run", *RATES, "--how", "sequential", "--folder", str(sweep)]) == 0
     for name in RATE_NAMES:
         assert bits(sweep / name) == bits(separate(tmp_path / name, name))
+
+
+TOY = ["--dataset", "toy_regression(clients=6)", *SMALL[2:], *ONE_DEVICE, "--rounds", "2", "--no-progress"]
+
+
+@pytest.mark.parametrize("how", ["devices", pytest.param("sequential", marks=slow)])
+def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separate_runs(how, tmp_path, no_pictures):
+    sweep = tmp_path / "sweep"
+    assert main(["run", *TOY, "--client-learning-rate", "0.01,0.02", "--seeds", "2", "--how", how, "--folder", str(sweep)]) == 0
+    for seed in (0, 1):
+        alone = tmp_path / f"alone {seed}"
+        assert main(["run", *TOY, "--client-learning-rate", "0.02", "--seed", str(seed), "--folder", str(alone)]) == 0
+        member = sweep / f"client_learning_rate=0.02,seed={seed}"
+        assert bits(member) == bits(alone)
+        recorded = read_config(member)["population"]
+        assert recorded == read_config(alone)["population"]
+        assert recorded["dataset"] == f"toy_regression(clients=6, seed={seed})"
+        assert recorded["examples"] == datasets.load("toy_regression", clients=6, seed=seed).train.num_examples
+
+
+def test_a_dataset_with_a_seed_is_the_same_for_all_seeds(tmp_path, no_pictures):
+    fixed = ["--dataset", "toy_regression(clients=6, seed=1)", *TOY[2:], "--rounds", "1"]
+    assert main(["run", *fixed, "--seeds", "2", "--folder", str(tmp_path / "s")]) == 0
+    first, second = (read_config(tmp_path / "s" / f"seed={seed}") for seed in (0, 1))
+    assert first["population"] == second["population"] and "dataset" not in first["population"]
+    assert first["config"]["dataset"] == "toy_regression(clients=6, seed=1)"
+    # Repeated with another seed, the run keeps its data, and one without a seed of the dataset gets other data.
+    assert main(["run", *TOY, "--rounds", "1", "--folder", str(tmp_path / "free")]) == 0
+    for origin, seed in (("s/seed=0", 1), ("free", 7)):
+        again = tmp_path / f"again {seed}"
+        assert main(["run", "--from", str(tmp_path / origin), "--seed", "7", "--no-progress", "--folder", str(again)]) == 0
+        expected = datasets.load("toy_regression", clients=6, seed=seed).train.num_examples
+        assert read_config(again)["population"]["examples"] == expected
+
+
+def test_a_folder_of_an_earlier_version_has_the_data_of_seed_0(tmp_path, no_pictures, capsys):
+    for seed, status in ((0, 0), (1, 2)):
+        folder = tmp_path / str(seed)
+        given = ["--dataset", "toy_regression(clients=6, seed=0)", "--seed", str(seed)]
+        assert main(["run", *TOY, *given, "--folder", str(folder)]) == 0
+        stored = read_config(folder)
+        stored["config"]["dataset"] = "toy_regression(clients=6)"  # The seed of the dataset was not recorded.
+        (folder / "config.json").write_text(json.dumps(stored))
+        assert main(["resume", str(folder)]) == status
+    message = 'population, dataset: "toy_regression(clients=6, seed=1)" in this run, "toy_regression(clients=6, seed=0)" in the'
+    assert message in capsys.readouterr().err
 
 
 @slow
