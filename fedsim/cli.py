@@ -260,10 +260,10 @@ def _train(
     _use_devices(settings)
     result: Any
     if varied or seeds:
-        result = experiment.sweep(config, settings, varied, seeds or 1, how)
+        result = experiment.sweep(config, settings, varied, seeds or 1, how, table=True)
     else:
         built = experiment.build(config, settings)
-        result = run_experiment(built, config, settings, progress=settings.progress)
+        result = run_experiment(built, config, settings, progress=settings.progress, table=True)
     return 128 + result.interrupted if result.interrupted else 0
 
 

@@ -93,6 +93,18 @@ def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finish
     assert "after round 4 of 4" in out and "worst 10%" in out and "metrics.jsonl" in out
 
 
+def test_without_progress_only_the_bar_is_missing(finished, capsys):
+    assert main(["resume", str(finished), "--no-progress"]) == 0
+    hidden = capsys.readouterr()
+    assert main(["resume", str(finished)]) == 0
+    shown = capsys.readouterr()
+    assert "after round 4 of 4" in hidden.out and f"{finished}/" in hidden.out and "clients.csv" in hidden.out
+    assert [line for line in hidden.out.splitlines() if "wall time" not in line] == [
+        line for line in shown.out.splitlines() if "wall time" not in line
+    ]
+    assert "4/4" not in hidden.err
+
+
 @pytest.mark.slow
 def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
     """The runs are processes that do not use the compilation cache that these tests share."""

@@ -301,7 +301,7 @@ class Settings:
         names="file",
     )
     checkpoint_every: int | None = _option(None, "output", "Rounds between checkpoints; default: about ten seconds.")
-    progress: bool = _option(True, "output", "Show a progress bar and a closing table.")
+    progress: bool = _option(True, "output", "Show a progress bar.")
     execution: Literal["auto", "debug", "jit", "pmap"] = _option(
         "auto",
         "execution (speed only)",

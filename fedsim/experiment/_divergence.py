@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections import deque
 
+from fedsim.algorithm import Algorithm
 from fedsim.experiment._lines import Line
 
 _ADVICE = (
@@ -15,6 +16,8 @@ _ADVICE = (
 )
 _RISE = 2.0
 _ENORMOUS = 100.0
+# Tables have no space for losses of this size; without a warning, only a size that no loss has by its unit shows divergence.
+_LARGE, _MEANINGLESS = 1e6, 1e15
 
 
 class LossMonitor:
@@ -46,6 +49,11 @@ class LossMonitor:
             _Series("test loss", self._uniform, window=2, patience=3, repeats=1),
         ]
 
+    @classmethod
+    def of(cls, algorithm: Algorithm) -> LossMonitor:
+        """Returns the monitor for a run of an algorithm."""
+        return cls(getattr(getattr(algorithm, "model", None), "num_classes", None))
+
     def add(self, line: Line) -> None:
         """Reads a line of the metrics; lines without a loss change nothing."""
         train, test = self._series
@@ -54,10 +62,29 @@ class LossMonitor:
         if _is_scalar(line, "test_loss"):
             test.add(line["round"], line["test_loss"])
 
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss has diverged and is still enormous or more than twice its start."""
+        return any(series.is_high() for series in self._series)
+
     def warning(self) -> str | None:
         """One sentence per loss that has diverged, with advice; None if none has."""
         sentences = [sentence for series in self._series if (sentence := series.sentence())]
         return " ".join([*sentences, _ADVICE]) if sentences else None
+
+
+def is_diverged(value: float | None, warned: bool) -> bool:
+    """Returns whether a table has the word "diverged" in place of a metric.
+
+    Args:
+      value: the metric; None if it is not finite or missing.
+      warned: whether `LossMonitor` has a warning for the run.
+
+    >>> is_diverged(1e7, warned=False), is_diverged(1e7, warned=True), is_diverged(None, warned=True), is_diverged(1e20, False)
+    (False, True, True, True)
+    """
+    size = math.inf if value is None else abs(value)
+    return size >= _LARGE if warned else value is not None and size >= _MEANINGLESS
 
 
 class _Series:
@@ -82,6 +109,9 @@ class _Series:
             self._first.append(self._last)
         self._diverged = self._diverged or self._diverges()
 
+    def is_high(self) -> bool:
+        return self._diverged and self._last[1] > min(_RISE * self._start(), self._enormous())
+
     def sentence(self) -> str | None:
         if not self._diverged:
             return None
@@ -98,11 +128,13 @@ class _Series:
 
     def _diverges(self) -> bool:
         latest = list(self._recent)[-self._repeats :]
-        enormous = _ENORMOUS * self._uniform or sys.float_info.max
-        if len(latest) == self._repeats and min(latest) > enormous:
+        if len(latest) == self._repeats and min(latest) > self._enormous():
             return True
         # Of two values the smaller one, of five the median: one unusual cohort or evaluation is not a trend.
         return self._count >= self._patience and statistics.median_low(self._recent) > _RISE * self._start()
+
+    def _enormous(self) -> float:
+        return _ENORMOUS * self._uniform or sys.float_info.max
 
     def _start(self) -> float:
         if self._uniform or self._repeats == 1:

@@ -26,7 +26,7 @@ _POPULATIONS = ("population", "test population")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """Paths of a run: ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``; pictures lie beside them.
+    """Paths of a run: ``config.json``, ``metrics.jsonl``, ``clients.csv``, ``checkpoints/``, ``tensorboard/``, and pictures.
 
     >>> RunFolder(Path("runs/a")).metrics.name
     'metrics.jsonl'
@@ -41,6 +41,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def clients(self) -> Path:
+        return self.path / "clients.csv"
 
     @property
     def checkpoints(self) -> Path:

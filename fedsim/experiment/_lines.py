@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo
 from fedsim.metrics import better_of
@@ -97,6 +100,32 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
         names = {"mean": "mean", "std": "std"} | ({"worst10": "worst 10%"} if better_of(name, evaluation.clients[name]) else {})
         line |= {f"test_{name}_clients_{key}": plain(over[of]) for key, of in names.items()}
     return line
+
+
+def clients_table(evaluation: Evaluation, data: FederatedData) -> str:
+    """Returns the results of each client as CSV: its id, its number of examples, its loss, and its other metrics.
+
+    Metrics with an array per client are left out. A cell is empty if it has no number, as for a client without examples. The
+    text is empty if the evaluation has no results for the clients of ``data``.
+
+    >>> from fedsim.metrics import Mean
+    >>> data = FederatedData.from_arrays({"y": np.arange(3)}, clients=["ann", "ann", "bob"])
+    >>> means = {"accuracy": Mean(np.array([1.0, 1.0]), np.array([2, 1])), "loss": Mean(np.array([3.0, 0.5]), np.array([2, 1]))}
+    >>> clients_table(Evaluation({}, means), data).splitlines()
+    ['id,num_examples,loss,accuracy', 'ann,2,1.5,0.5', 'bob,1,0.5,1.0']
+    """
+    columns: dict[str, list[Any]] = {}
+    for name in sorted(evaluation.clients, key=lambda name: name != "loss"):
+        statistic = evaluation.clients[name]
+        values, weight = np.asarray(statistic.result()), np.asarray(statistic.weight)
+        if values.shape == weight.shape == (data.num_clients,):
+            columns[name] = [plain(value) if counts else None for value, counts in zip(values, weight > 0, strict=True)]
+    text = io.StringIO()
+    if columns:
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["id", "num_examples", *columns])
+        writer.writerows(zip(data.client_ids, data.sizes.tolist(), *columns.values(), strict=True))
+    return text.getvalue()
 
 
 def score_name(line: Line) -> str | None:

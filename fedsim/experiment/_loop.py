@@ -69,6 +69,7 @@ def run(
     config: RunConfig | Mapping[str, Any] | None = None,
     settings: Any = None,
     rounds_per_dispatch: int | Literal["auto"] = "auto",
+    table: bool | None = None,
 ) -> Result:
     """Trains for a number of rounds. With a folder, it continues a run that an earlier process started there.
 
@@ -93,12 +94,13 @@ def run(
         says which values are better (`fedsim.metrics.better_of`), and if there is none, there is no best one.
       callbacks: functions that are called with every line of the metrics, and with the state after that round if it is
         available (at evaluations, and at the end of a dispatch), otherwise with None.
-      progress: whether to show a progress bar on stderr and a closing table on stdout.
+      progress: whether to show a progress bar on stderr.
       config: the identity of the run, together with the clients' names and sizes. By default it consists of the arguments,
         except functions, and therefore without models and optimizers.
       settings: a dataclass that is recorded with the config and not compared.
       rounds_per_dispatch: the maximum number of rounds that are sent to the device at once. ``"auto"`` sends as many as take a
         fraction of a second.
+      table: whether to print a closing table on stdout; None prints it if ``progress`` is true.
 
     Raises:
       ValueError: a number is not positive, the data does not fit the model, or the folder holds another run.
@@ -164,7 +166,7 @@ def run(
     if stopped_by:
         print(f"\n{stopped_by.name}: stopped after round {position} of {rounds}.", file=sys.stderr)
         print(current.how_to_resume(), file=sys.stderr)
-    elif progress:
+    elif progress if table is None else table:
         print(
             closing_table(
                 log.history,

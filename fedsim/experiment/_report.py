@@ -9,6 +9,7 @@ from typing import Any
 
 from fedsim.execution import Execution, Jit
 from fedsim.execution._devices import is_gpu
+from fedsim.experiment._divergence import is_diverged
 from fedsim.experiment._lines import Line, scalar_metrics
 
 
@@ -73,8 +74,11 @@ def closing_table(
         ]
         for name in names:
             over = [test.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
-            mean, std, worst = (_number(value, digits) for value, digits in zip(over, (3, 3, 3), strict=True))
-            rows.append(f"{name.removeprefix('test_'):<{width}}{_number(test[name], 4):>11}{mean:>7}{std:>6}{worst:>11}")
+            mean, std, worst = (_number(value, 3) for value in over)
+            overall = _number(test[name], 4)
+            if is_diverged(test[name], warning is not None):
+                overall, mean, std, worst = "diverged", "-", "-", "-"
+            rows.append(f"{name.removeprefix('test_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
         rows.append("")
     rows.append(
         f"wall time  {seconds:.1f} s"

@@ -17,17 +17,18 @@ from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort, FederatedData
 from fedsim.data._client_rows import is_rows
+from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
-from fedsim.experiment._disk import WriteError, explained, is_full
+from fedsim.experiment._disk import WriteError, explained, is_full, replace_text
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._identity import describe, population, rows_identity, title
-from fedsim.experiment._lines import evaluation_line, round_lines
+from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._trust import imported_modules
@@ -96,6 +97,7 @@ class Run:
             checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
         self.algorithm, self.sampler, self.rounds = algorithm, sampler, rounds
         self._evaluate_every, self._checkpoint_every, self._config = evaluate_every, checkpoint_every, config
+        self._test_data = test_data
         self.first = first = checked_cohort(sampler, 0)
         # A schedule that is too short raises its error now instead of after its last round.
         checked_cohort(sampler, rounds - 1, first)
@@ -134,7 +136,7 @@ class Run:
                 self.close()
                 raise
         self.evaluation: Scores | None = None
-        self.monitor = LossMonitor(getattr(getattr(algorithm, "model", None), "num_classes", None))
+        self.monitor = LossMonitor.of(algorithm)
         for line in self.log.history:
             self.monitor.add(line)
         self._diverged = False
@@ -201,10 +203,21 @@ class Run:
         self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)
 
     def draw(self) -> None:
-        """Draws the pictures of the run into its folder, if there is one."""
+        """Writes the clients' results of the last evaluation and the run's pictures into its folder, if there is one."""
         if self.paths:
             with self.write_errors():
+                self._write_clients(self.paths.clients)
                 self.log.draw(self.paths.path, title(self._described), self.sampler)
+
+    def _write_clients(self, path: Path) -> None:
+        """Writes a row for each client of the test data, if the evaluation has results for each of them."""
+        if self.evaluation is None and self.position == self.rounds and not path.exists():
+            self.evaluation = self.evaluate()  # The process that evaluated the last round was killed.
+        evaluation, data = self.evaluation, self._test_data
+        if isinstance(evaluation, Evaluation) and data is not None and (text := clients_table(evaluation, data)):
+            replace_text(path, text)
+        if path.exists():
+            self.log.written.append(f"  {path.name}")
 
     def close(self) -> None:
         """Unlocks the folder."""

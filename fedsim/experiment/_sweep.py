@@ -29,6 +29,7 @@ from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings, Value
 from fedsim.experiment._disk import replace_text, writing
+from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import changed_code, code_of
 from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects
 from fedsim.experiment._lines import Line
@@ -89,6 +90,7 @@ def sweep(
     varied: Mapping[str, Sequence[Any]],
     seeds: int | Sequence[int] = 1,
     how: How | None = None,
+    table: bool | None = None,
 ) -> SweepResult:
     """Runs a configuration with all combinations of some values and with several seeds.
 
@@ -106,13 +108,14 @@ def sweep(
 
     Args:
       config: the configuration.
-      settings: the settings of all runs; ``folder`` is the folder of the sweep, and ``progress`` also prints the table.
+      settings: the settings of all runs; ``folder`` is the folder of the sweep.
       varied: fields of `RunConfig` and hyperparameters of the algorithm, with the values to try.
       seeds: the seeds; a number n means n seeds from ``config.seed`` on.
       how: ``"vmap"`` runs as many members side by side on each device as its memory allows, ``"devices"`` one member at a time
         on each device, and ``"sequential"`` one member at a time on all devices; see `fedsim.population`. None is what the
         folder's ``sweep.json`` has recorded, and in a new folder ``"devices"`` on a CPU and ``"vmap"`` otherwise. Members that
         cannot run in this way run sequentially, and a warning gives the reason.
+      table: whether to print the table on stdout; None prints it if ``settings.progress`` is true.
 
     Raises:
       ValueError: a configuration is not valid (the message names its values), or the folder holds something else.
@@ -161,7 +164,7 @@ def sweep(
         print(f"To continue the sweep: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
     elif failed:
         raise FloatingPointError(failures)
-    elif settings.progress:
+    elif settings.progress if table is None else table:
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
             f"{result.table()}\n\nwall time  {time.perf_counter() - began:.1f} s\nwritten    {folder}/\n"
@@ -285,7 +288,7 @@ def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[Sweep
                 failed |= of_group
                 if stopped:
                     break
-    finished = [with_result(job.member) for job in jobs if job.is_finished()]
+    finished = [with_result(job.member, LossMonitor.of(job.experiment.algorithm)) for job in jobs if job.is_finished()]
     return finished, failed, stopped if len(finished) + len(failed) < len(jobs) else None
 
 

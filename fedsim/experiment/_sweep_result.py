@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.experiment._divergence import LossMonitor, is_diverged
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
 from fedsim.experiment._settings import Setting
 from fedsim.experiment._writers import read_metrics
+
+_LOSS = "training loss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class SweepMember:
       folder: the run folder.
       line: the last evaluation, as in ``metrics.jsonl``; the last round if there is no evaluation.
       loss: the training loss of the last round; None if the algorithm has none, or if it is not finite.
+      diverged: whether a loss of the run diverged, see `LossMonitor`.
 
     >>> SweepMember(setting={"mu": 0.1}, seed=0, folder=Path("runs/a"), line={"round": 1}).name
     'mu=0.1,seed=0'
@@ -38,6 +42,7 @@ class SweepMember:
     folder: Path
     line: Line = dataclasses.field(default_factory=dict)
     loss: float | None = None
+    diverged: bool = False
 
     @property
     def name(self) -> str:
@@ -62,7 +67,8 @@ class SweepResult:
     def table(self) -> str:
         """Returns a table of the last evaluations, with mean and standard deviation over seeds, and the best setting.
 
-        The standard deviation is that of a sample (n - 1).
+        The standard deviation is that of a sample (n - 1). The losses of runs that diverged, and other metrics of these that
+        are enormous or not finite, are shown as "diverged". A line says if a best value is the smallest or largest of its grid.
 
         >>> lines = [{"round": 9, "test_accuracy": 0.5}, {"round": 9, "test_accuracy": 0.7}, {"round": 9, "test_accuracy": 0.9}]
         >>> members = [SweepMember(setting={"mu": mu}, seed=seed, folder=Path("s"), line=line)
@@ -72,6 +78,7 @@ class SweepResult:
         0.0      2  0.6000 ± 0.1414
         0.1      1           0.9000
         <BLANKLINE>
+        edge  the best mu=0.1 is the largest of the grid: try larger ones
         best  mu=0.1: accuracy 0.9000
         """
         groups: dict[tuple[Any, ...], list[SweepMember]] = {}
@@ -81,10 +88,9 @@ class SweepResult:
             return "no run is finished"
         names = list(self.members[0].setting)
         metrics = scalar_metrics(self.members[0].line)
-        columns = [*names, "seeds", *(name.removeprefix("test_") for name in metrics), "training loss"]
-        shown: list[Any] = [*(lambda member, name=name: member.line.get(name) for name in metrics), lambda member: member.loss]
+        columns = [*names, "seeds", *(name.removeprefix("test_") for name in metrics), _LOSS]
         rows = [
-            [*map(str, values), str(len(own)), *(_spread([value(member) for member in own]) for value in shown)]
+            [*map(str, values), str(len(own)), *(_spread(own, name) for name in [*metrics, _LOSS])]
             for values, own in groups.items()
         ]
         if all(row[-1] == "-" for row in rows):
@@ -98,30 +104,46 @@ class SweepResult:
             ]
             lines.append("  ".join(cells).rstrip())
         if metrics and names:
-            lines += ["", self._best(groups)]
+            lines += ["", *self._best(groups)]
         return "\n".join(lines)
 
-    def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> str:
+    def _best(self, groups: Mapping[tuple[Any, ...], Sequence[SweepMember]]) -> list[str]:
         def mean_score(own: Sequence[SweepMember]) -> float:
             scores = [score(member.line) for member in own]
             return -math.inf if None in scores else statistics.fmean(scores)  # type: ignore[arg-type]
 
         if all(score_name(member.line) is None for own in groups.values() for member in own):
-            return "best  none: no metric says whether higher or lower values are better"
+            return ["best  none: no metric says whether higher or lower values are better"]
         own = max(groups.values(), key=mean_score)
         if mean_score(own) == -math.inf:
-            return "best  none: every setting has a run whose evaluation is not finite"
+            return ["best  none: every setting has a run whose evaluation is not finite"]
         name = score_name(own[0].line) or ""
         setting = " ".join(f"{key}={value}" for key, value in own[0].setting.items())
-        return f"best  {setting}: {name.removeprefix('test_')} {_spread([member.line.get(name) for member in own])}"
+        edges = [text for key in own[0].setting if (text := self._edge(key, own[0].setting[key]))]
+        return [*edges, f"best  {setting}: {name.removeprefix('test_')} {_spread(own, name)}"]
+
+    def _edge(self, name: str, best: Any) -> str | None:
+        """Returns a line that says that the best value of a number is the smallest or the largest one; None if it is not."""
+        values = {member.setting[name] for member in self.members}
+        if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
+            return None
+        which = "smaller" if best == min(values) else "larger" if best == max(values) else ""
+        # Below 0, and below 1 for counts, there is nothing to try.
+        if not which or (which == "smaller" and best <= (1 if isinstance(best, int) else 0)):
+            return None
+        end = {"smaller": "smallest", "larger": "largest"}[which]
+        return f"edge  the best {name}={best} is the {end} of the grid: try {which} ones"
 
 
-def with_result(member: SweepMember) -> SweepMember:
-    """Returns a member with the last lines of the metrics in its folder."""
+def with_result(member: SweepMember, monitor: LossMonitor) -> SweepMember:
+    """Returns a member with the last lines of the metrics in its folder, and whether they diverge according to the monitor."""
     history = read_metrics(RunFolder(member.folder).metrics)
     evaluated = [line for line in history if scalar_metrics(line)]
     losses = [line.get("loss") for line in history if "seconds" in line]
-    return dataclasses.replace(member, line=(evaluated or history)[-1], loss=losses[-1] if losses else None)
+    for line in history:
+        monitor.add(line)
+    loss = losses[-1] if losses else None
+    return dataclasses.replace(member, line=(evaluated or history)[-1], loss=loss, diverged=monitor.diverged)
 
 
 def csv_of(result: SweepResult) -> str:
@@ -138,8 +160,18 @@ def csv_of(result: SweepResult) -> str:
     return text.getvalue()
 
 
-def _spread(values: Sequence[float | None]) -> str:
-    """Returns the mean of some numbers and, of several, their standard deviation; "-" if one is not finite or missing."""
+def _spread(members: Sequence[SweepMember], name: str) -> str:
+    """Returns the mean of a metric, or of the training loss, and, of several members, its standard deviation.
+
+    It is "-" if a value is not finite or missing, and says how many values are of members that diverged.
+    """
+    values = [member.loss if name == _LOSS else member.line.get(name) for member in members]
+    large = [
+        (member.diverged and "loss" in name) or is_diverged(value, member.diverged)
+        for member, value in zip(members, values, strict=True)
+    ]
+    if any(large):
+        return "diverged" if all(large) else f"{sum(large)} of {len(large)} diverged"
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return "-"

@@ -14,6 +14,7 @@ import fedsim
 from fedsim.cli import main
 from fedsim.experiment import run
 from fedsim.experiment._divergence import LossMonitor
+from fedsim.experiment._report import closing_table
 
 
 def _watch(losses, num_classes=10, name="loss"):
@@ -69,6 +70,23 @@ def test_a_loss_that_fell_again_is_reported_as_such():
     assert _watch([*(1.5 * 2.0 ** np.arange(20)), *[1.0] * 20]).startswith(
         "The training loss rose from 1.5 in round 1 to 786,432 in round 20; in round 40 it is 1. Try"
     )
+
+
+def test_a_table_says_diverged_instead_of_an_enormous_number():
+    line = {"round": 1, "test_loss": 1562300282201350078464.0, "test_accuracy": 0.1, "test_loss_clients_mean": 1e20}
+    fields = dict(round=1, rounds=1, seconds=1.0, rate=None, devices="1 x cpu", written=[])
+    rows = {row.split()[0]: row.split()[1:] for row in closing_table([line], **fields, warning="...").splitlines() if row}
+    assert rows["loss"] == ["diverged", "-", "-", "-"] and rows["accuracy"] == ["0.1000", "-", "-", "-"]
+    large = closing_table([line | {"test_loss": 3e6}], **fields)  # the loss of a regression
+    assert "3000000.0000" in large
+
+
+@pytest.mark.parametrize(("losses", "expected"), [([2.0, 3.0, 6.0, 7.0], True), ([2.0, 6.0, 7.0, 1.0], False), ([2.0], False)])
+def test_a_loss_that_fell_again_is_no_longer_diverged(losses, expected):
+    monitor = LossMonitor(None)
+    for round, loss in enumerate(losses, start=1):
+        monitor.add({"round": round, "test_loss": loss})
+    assert monitor.diverged == expected
 
 
 def _diverging(make_algorithm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
@@ -76,6 +77,27 @@ def test_metric_lines_of_a_run(algorithm, sampler, data, tmp_path):
     assert test[-1]["test_loss_clients_worst10"] == pytest.approx(worst) and worst > result.evaluation.overall["loss"]
     assert (tmp_path / "r/learning_curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((tmp_path / "r/tensorboard").iterdir())
+
+
+def test_the_results_of_clients_are_a_file_of_the_folder(algorithm, sampler, data, tmp_path):
+    few = fedsim.FederatedData.from_arrays(
+        {name: column[:9] for name, column in data.columns.items()}, sizes=[4, 0, 5], client_ids=["a", "b,c", "d"]
+    )
+    arguments = dict(rounds=3, folder=tmp_path / "r", test_data=few, evaluate_every=2, progress=False)
+    result = run(algorithm, sampler, **arguments)
+    text = (tmp_path / "r/clients.csv").read_text()
+    names, first, empty, last = csv.reader(text.splitlines())
+    assert names == ["id", "num_examples", "loss", "accuracy"] and empty == ["b,c", "0", "", ""]
+    (layer,) = result.state.params.values()
+    for row, name, rows in ((first, "a", slice(0, 4)), (last, "d", slice(4, 9))):
+        logits = few.columns["x"][rows].astype(np.float64) @ np.asarray(layer["w"]) + np.asarray(layer["b"])
+        y = few.columns["y"][rows]
+        losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y]
+        assert row[:2] == [name, str(len(y))]
+        assert [float(cell) for cell in row[2:]] == pytest.approx([losses.mean(), (logits.argmax(1) == y).mean()], rel=1e-5)
+    (tmp_path / "r/clients.csv").unlink()  # killed before it was written
+    run(algorithm, sampler, **arguments)
+    assert (tmp_path / "r/clients.csv").read_text() == text
 
 
 def test_the_bits_of_a_round_do_not_overflow():

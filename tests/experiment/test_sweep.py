@@ -306,6 +306,8 @@ def test_a_member_that_diverges_is_named(tmp_path, capsys, no_pictures):
     assert main(["run", *TWO_DEVICES, *options, "--folder", str(tmp_path / "s")]) == 0
     error = capsys.readouterr().err
     assert "client_learning_rate=1000.0,seed=0: The t" in error and "client_learning_rate=0.1,seed=0:" not in error
+    first, second = [row.split() for row in (tmp_path / "s/table.txt").read_text().splitlines()[1:3]]
+    assert "diverged" not in first and second[2] == "diverged"
 
 
 @slow
@@ -484,6 +486,52 @@ def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     ]
     table = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()
     assert table[2].split() == ["9.0", "2", "-"] and table[-1].startswith("best  rate=0.1: accuracy 0.6000")
+
+
+def _table(values, diverged=()):
+    """The table of a sweep with a member for each value: ``name=value`` to its test loss and accuracy."""
+    members = [
+        experiment.SweepMember(
+            setting={"rate": rate, "size": size},
+            seed=0,
+            folder=Path("f"),
+            diverged=rate in diverged,
+            line={"round": 1, "test_loss": loss, "test_accuracy": accuracy},
+            loss=loss,
+        )
+        for (rate, size), (loss, accuracy) in values.items()
+    ]
+    return experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()
+
+
+def test_a_member_that_diverged_is_so_called_in_the_table():
+    losses = {0.1: 2.0, 1.0: 258.9, 9.0: 1562300282201350078464.0, 99.0: None}
+    rows = _table({(rate, 5): (loss, 0.1) for rate, loss in losses.items()}, diverged=(1.0, 9.0, 99.0))
+    assert rows[1].split()[3:] == ["2.0000", "0.1000", "2.0000"]
+    assert [row.split()[3:] for row in rows[2:5]] == [["diverged", "0.1000", "diverged"]] * 3
+    members = [
+        experiment.SweepMember(
+            setting={}, seed=seed, folder=Path("f"), line={"round": 1, "test_loss": loss}, diverged=loss > 1e6
+        )
+        for seed, loss in enumerate([1.0, 1e12, 2.0])
+    ]
+    row = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()[1]
+    assert row.split()[:5] == ["3", "1", "of", "3", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("best", "expected"),
+    [
+        ((1.0, 10), ["rate=1.0 is the largest of the grid: try larger"]),
+        ((0.3, 20), ["size=20 is the largest of the grid: try larger"]),
+        ((0.1, 1), ["rate=0.1 is the smallest of the grid: try smaller"]),
+        ((0.3, 10), []),
+    ],
+)
+def test_a_best_value_at_the_edge_of_the_grid_is_said(best, expected):
+    rows = _table({(rate, size): (1.0, float((rate, size) == best)) for rate in (0.1, 0.3, 1.0) for size in (1, 10, 20)})
+    assert [row for row in rows if row.startswith("edge")] == [f"edge  the best {text} ones" for text in expected]
+    assert rows[-1].startswith(f"best  rate={best[0]} size={best[1]}: ")
 
 
 def _sweep(folder: str, rounds: str) -> None:
