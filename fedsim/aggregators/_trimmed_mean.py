@@ -8,6 +8,7 @@ the clients' weights. In the paper all weights are equal (``weighting="uniform"`
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -52,7 +53,8 @@ class TrimmedMean(StackAggregator):
     examples. If only some of several equal values have to be removed, the weight of each of them is reduced by the same factor.
 
     Attributes:
-      trim: the fraction of the clients that is removed at each end, in [0, 0.5). With 0, the aggregate is the mean.
+      trim: the fraction of the clients that is removed at each end, in [0, 0.5). With 0, the aggregate is the mean. A warning
+        says if the fraction of the largest cohort is less than one client, so that nobody is removed.
 
     Guarantees:
       - If at most floor(trim * n) clients are attackers, every coordinate lies between the values of two honest clients.
@@ -72,11 +74,24 @@ class TrimmedMean(StackAggregator):
     def __post_init__(self) -> None:
         checks.number(least=0, below=0.5, trim=self.trim, remedy="the fraction of the clients to remove at each end")
 
+    def check(self, update: Update, slots: int) -> None:
+        super().check(update, slots)
+        if self.trim and not self._removed(slots)[-1]:
+            warnings.warn(
+                f"TrimmedMean(trim={self.trim}) removes floor({self.trim} * {slots}) = 0 of {slots} updates at each end, so it "
+                f"is the mean: give trim >= {1 / slots:.3g}, or larger cohorts.",
+                stacklevel=2,
+            )
+
+    def _removed(self, slots: int) -> np.ndarray:
+        """Returns how many of 0 to ``slots`` updates are removed at each end, ``float64 [slots + 1]``."""
+        # In float64, because in float32 the product of 0.29 and 100 may be below 29.
+        return np.floor(self.trim * np.arange(slots + 1) + 1e-9)
+
     def combine_coordinates(self, updates: Update, weights: jax.Array, all_reduce: AllReduce) -> Update:
         exists = weights != 0
         n = jnp.sum(exists)
-        # From a table in float64, because in float32 the product of 0.29 and 100 may be below 29.
-        cut = jnp.asarray(np.floor(self.trim * np.arange(len(weights) + 1) + 1e-9), jnp.int32)[n]
+        cut = jnp.asarray(self._removed(len(weights)), jnp.int32)[n]
 
         def leaf(rows: jax.Array) -> jax.Array:
             rows = widen(rows)

@@ -4,7 +4,7 @@ S. Han, J. Pool, J. Tran, W. J. Dally, "Learning both weights and connections fo
 section 3.1 (a layer's threshold is a quality parameter times the standard deviation of its weights):
 https://arxiv.org/abs/1506.02626. It is applied to updates and not to the model, as in N. Strom, "Scalable distributed DNN
 training using commodity GPU cloud computing", Interspeech 2015. Deviation: the unit of the threshold is the root mean square
-instead of the standard deviation.
+instead of the standard deviation, and the largest coordinate is always sent.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ class Masked(NamedTuple):
 class MagnitudePruning(VectorCompressor):
     """Sends the coordinates whose magnitude exceeds a multiple of the root mean square, and a mask of one bit per coordinate.
 
+    The largest coordinate is always sent, if it is not 0. Otherwise small tensors might never be, not even inside
+    `ErrorFeedback`: no coordinate of d exceeds sqrt(d) times the root mean square.
+
     The number of these coordinates, and so the size of the message, depends on the value. `TopK` sends a fixed number. Biased:
     use it inside `ErrorFeedback`.
 
@@ -57,7 +60,9 @@ class MagnitudePruning(VectorCompressor):
 
     def encode_vector(self, x: jax.Array, key: jax.Array) -> Masked:
         # Negated, so that NaN is sent.
-        kept = ~(jnp.abs(x) <= self.threshold * root_mean_square(x))
+        size = jnp.abs(x)
+        largest = (jnp.arange(len(x)) == jnp.argmax(size)) & (size > 0)
+        kept = ~(size <= self.threshold * root_mean_square(x)) | largest
         return Masked(pack(kept, 1), jnp.where(kept, x, 0.0))
 
     def decode_vector(self, message: Masked, key: jax.Array, d: int) -> jax.Array:

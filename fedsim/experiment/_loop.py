@@ -25,7 +25,7 @@ from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._default_evaluation import Scores, State
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round
-from fedsim.experiment._report import closing_table
+from fedsim.experiment._report import attackers_of, closing_table
 from fedsim.experiment._run import Dispatch, Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
@@ -175,6 +175,7 @@ def run(
                 seconds=time.perf_counter() - began,
                 rate=watch.rate(position),
                 devices=current.devices,
+                attackers=attackers_of(current.sampler),
                 written=log.written,
                 warning=current.monitor.warning(),
             )

@@ -11,6 +11,9 @@ from fedsim.execution import Execution, Jit
 from fedsim.execution._devices import is_gpu
 from fedsim.experiment._divergence import is_diverged
 from fedsim.experiment._lines import Line, scalar_metrics
+from fedsim.samplers import Attacked
+
+_MOST_SHOWN = 10
 
 
 def devices_of(execution: Execution) -> str:
@@ -26,6 +29,23 @@ def devices_of(execution: Execution) -> str:
     return text + (", deterministic" if getattr(execution, "deterministic", False) else ", not deterministic")
 
 
+def attackers_of(sampler: Any) -> str | None:
+    """Returns who attacks in the cohorts of a sampler; None if it has no attackers.
+
+    >>> from fedsim import FederatedData, UniformSampler, attacks
+    >>> data = FederatedData.from_arrays({"x": [1.0, 2.0, 3.0, 4.0]}, sizes=[1] * 4)
+    >>> attackers_of(Attacked(UniformSampler(data, clients=2, seed=0), attacks.SignFlip(), attackers=["1", "3"], seed=0))
+    '2 of 4 clients: 1, 3'
+    """
+    while not isinstance(sampler, Attacked):
+        if (sampler := getattr(sampler, "sampler", None)) is None:
+            return None
+    if (ids := sampler.attacker_ids) is None:
+        return f"{sampler.fraction:.0%} of each cohort, drawn anew in every round"
+    shown = ", ".join(ids[:_MOST_SHOWN]) + ", ..." * (len(ids) > _MOST_SHOWN)
+    return f"{len(ids)} of {sampler.data.num_clients} clients" + f": {shown}" * bool(ids)
+
+
 def closing_table(
     history: Sequence[Line],
     *,
@@ -35,6 +55,7 @@ def closing_table(
     rate: float | None,
     devices: str,
     written: Sequence[str],
+    attackers: str | None = None,
     warning: str | None = None,
 ) -> str:
     """Returns a table of the last evaluation (over all examples and over clients), the time, the devices and the files.
@@ -47,6 +68,7 @@ def closing_table(
       rate: rounds per second without compilation; None if it was not measured.
       devices: the text of `devices_of`.
       written: the files, one line each.
+      attackers: the text of `attackers_of`.
       warning: a text below the table, for example about a loss that diverged.
 
     >>> history = [{"round": 1, "test_accuracy": 0.5}]
@@ -90,6 +112,8 @@ def closing_table(
         counts = ", ".join(f"{count:,} {name.removeprefix('updates_')}" for name, count in total.items())
         sent = sum(line["messages_down"] + line["messages_up"] for line in clock)
         rows.append(f"simulated  {clock[-1]['simulated_seconds']:,.1f} s, {sent:,} messages; updates: {counts}")
+    if attackers:
+        rows.append(f"attackers  {attackers}")
     rows.append(f"devices    {devices}")
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
     if warning:

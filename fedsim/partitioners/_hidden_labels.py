@@ -6,6 +6,8 @@ so that no label is used by mistake.
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from fedsim import checks, rng
@@ -66,6 +68,11 @@ def hide_labels(
             # The draws are made in this order so that a larger fraction keeps the same labels.
             extra, order = draw.random(), draw.permutation(stop - start)
             kept[start + order[: int(fraction * (stop - start) + extra)]] = True
+        if fraction and len(labels) and not kept.any():
+            warnings.warn(
+                f"All labels are hidden: fraction={fraction} of the labels of each client is rounded to 0. Give a larger one.",
+                stacklevel=2,
+            )
     hidden = labels.astype(labels.dtype if labels.dtype.kind == "i" else np.int32)
     hidden[~kept] = -1
     return FederatedData({**data.columns, feature: hidden}, data.offsets, data.client_ids)

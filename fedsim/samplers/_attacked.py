@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ class Attacked(WrappedSampler):
     Args:
       sampler: the sampler that chooses the cohorts.
       attack: what the attackers do.
-      fraction: the fraction of the population that attacks. The attackers are the same clients in every round, so the number
-        of attackers varies between cohorts.
+      fraction: the fraction of the population that attacks, rounded to a whole number of clients; a warning says if that is 0.
+        The attackers are the same clients in every round, so the number of attackers varies between cohorts.
       every_round: whether to draw the attackers anew in every round, from the round's cohort. The number of attackers is then
         ``fraction`` of the cohort, rounded to a whole number.
       attackers: the ids of the attackers, instead of ``fraction``.
@@ -71,6 +72,21 @@ class Attacked(WrappedSampler):
         self.attack, self.fraction, self.every_round = attack, fraction, every_round
         self._named = None if attackers is None else np.array([self.data.index(name) for name in attackers], np.int32)
         self._words = np.asarray(rng.words(rng.stream(rng.root(seed), "attackers")))
+        size = getattr(sampler, "clients", 0) if every_round else self.data.num_clients
+        if attackers is None and fraction and size and not self._count(size):
+            warnings.warn(
+                f"Nobody attacks: fraction={fraction} of {size} clients is rounded to 0. Give fraction >= {0.5 / size:.3g}, or "
+                "attackers by name.",
+                stacklevel=2,
+            )
+
+    @property
+    def attacker_ids(self) -> list[str] | None:
+        """The ids of the attackers, in the order of the population; None if they are drawn anew in every round."""
+        if self.every_round:
+            return None
+        attacks = self._attack(np.arange(self.data.num_clients, dtype=np.int32))
+        return [self.data.client_ids[int(client)] for client in np.flatnonzero(attacks)]
 
     def _transform(self, cohort: Cohort) -> Cohort:
         if cohort.attack is not None:
@@ -80,10 +96,18 @@ class Attacked(WrappedSampler):
         return dataclasses.replace(cohort, attack=self.attack, attackers=self._attackers(cohort))
 
     def _attackers(self, cohort: Cohort) -> np.ndarray:
+        if not self.every_round:
+            return self._attack(cohort.clients)
+        size = len(cohort)
+        return rng.permute(self._words, cohort.round, size, np.arange(size, dtype=np.int32), np) < self._count(size)
+
+    def _attack(self, clients: np.ndarray) -> np.ndarray:
+        """Returns whether clients attack in every round."""
         if self._named is not None:
-            return np.isin(cohort.clients, self._named)
+            return np.isin(clients, self._named)
         # The attackers are the first clients of a keyed permutation, so the cost depends on the cohort, not on the population.
-        size, index, epoch = self.data.num_clients, cohort.clients, 0
-        if self.every_round:
-            size, index, epoch = len(cohort), np.arange(len(cohort), dtype=np.int32), cohort.round
-        return rng.permute(self._words, epoch, size, index, np) < math.floor(self.fraction * size + 0.5)
+        size = self.data.num_clients
+        return rng.permute(self._words, 0, size, clients, np) < self._count(size)
+
+    def _count(self, clients: int) -> int:
+        return math.floor(self.fraction * clients + 0.5)

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Stragglers(WrappedSampler):
 
     Args:
       sampler: the sampler that chooses the cohorts.
-      fraction: the fraction of each cohort that straggles, rounded to whole clients.
+      fraction: the fraction of each cohort that straggles, rounded to whole clients; a warning says if that is nobody.
       epochs: E, the same number as in the algorithm's ``Batches(epochs=E)``. Stragglers complete 1 to E - 1 epochs.
       drop: whether to remove the stragglers from the cohort. The number of slots stays the same, so nothing is compiled again.
 
@@ -56,6 +57,13 @@ class Stragglers(WrappedSampler):
         checks.truth(drop=drop)
         super().__init__(sampler)
         self.fraction, self.epochs, self.drop = float(fraction), epochs, drop
+        size = getattr(sampler, "clients", 0)
+        if fraction and size and not np.rint(fraction * size):
+            warnings.warn(
+                f"Nobody straggles: fraction={fraction} of a cohort of {size} clients is rounded to 0. Give fraction > "
+                f"{0.5 / size:.3g}, or larger cohorts.",
+                stacklevel=2,
+            )
         self._words = np.asarray(rng.words(rng.stream(self.key, "stragglers")))
 
     def _transform(self, cohort: Cohort) -> Cohort:

@@ -386,3 +386,10 @@ def test_noise_of_zero_changes_nothing():
     x, weights, _ = population(4, seed=21)
     quiet, plain = (fold(a, x, weights)[0] for a in (aggregators.Noised(0.0), aggregators.Mean()))
     np.testing.assert_array_equal(flat(quiet), flat(plain))
+
+
+def test_a_trimmed_mean_that_trims_nobody_says_so():
+    with pytest.warns(UserWarning, match=r"removes floor\(0.1 \* 9\) = 0 of 9 updates at each end.*give trim >= 0.111"):
+        aggregators.TrimmedMean(0.1).check(jnp.zeros(3), 9)
+    for trim, slots in ((0.1, 10), (0.112, 9), (0.0, 9), (0.29, 100)):
+        aggregators.TrimmedMean(trim).check(jnp.zeros(3), slots)

@@ -118,6 +118,16 @@ def test_top_k_and_pruning():
     np.testing.assert_array_equal(sent(MagnitudePruning(threshold=1.5), x), np.where(kept, x, 0))
 
 
+@pytest.mark.parametrize("per_tensor", [True, False])
+def test_pruning_always_sends_the_largest_coordinate(per_tensor):
+    pruning = MagnitudePruning(threshold=2.0, per_tensor=per_tensor)
+    for x in ([5.0], [-3.0, 2.0], [1.0, -1.0, 1.0, 1.0]):
+        expected = np.where(np.arange(len(x)) == np.argmax(np.abs(x)), x, 0)
+        np.testing.assert_array_equal(sent(pruning, jnp.array(x)), expected)
+    zeros = pruning.transmit(jnp.zeros(4), jax.random.key(0))
+    assert zeros.value.tolist() == [0.0] * 4 and int(zeros.bits) == 4  # only the mask
+
+
 def test_random_k():
     x = vector()
     arrived = sent(RandomK(fraction=0.25), x)

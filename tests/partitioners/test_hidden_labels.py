@@ -73,3 +73,10 @@ def test_only_labelled_examples_remain_in_order():
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         hide_labels(population(), seed=0, **options)
+
+
+def test_a_fraction_that_keeps_no_label_is_said():
+    data = FederatedData.from_arrays({"y": np.zeros(6, np.int32)}, sizes=[4, 2])
+    with pytest.warns(UserWarning, match="All labels are hidden: fraction=1e-09"):
+        assert (hide_labels(data, fraction=1e-9, seed=0).columns["y"] == -1).all()
+    hide_labels(data, fraction=0.0, seed=0)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from fedsim import attacks, samplers
+from fedsim.experiment._report import attackers_of, closing_table
 
 
 def make(every_round=False, fraction=0.2, seed=0, clients=20, **options):
@@ -13,6 +14,29 @@ def make(every_round=False, fraction=0.2, seed=0, clients=20, **options):
     return sampler, samplers.Attacked(
         sampler, attacks.SignFlip(), fraction=fraction, seed=seed, every_round=every_round, **options
     )
+
+
+@pytest.mark.parametrize(("every_round", "of"), [(False, 1000), (True, 20)])
+def test_a_fraction_that_is_nobody_is_said(every_round, of):
+    with pytest.warns(UserWarning, match=f"Nobody attacks: fraction=0.0004 of {of} clients.*fraction >= {0.5 / of}"):
+        _, attacked = make(every_round, fraction=0.0004)
+    assert not attacked.cohort(0).attackers.any()
+    make(every_round, fraction=0.0)  # which says so itself
+    assert attacked.attacker_ids == (None if every_round else [])
+
+
+def test_the_attackers_have_names():
+    _, attacked = make(fraction=0.01, clients=1000)
+    cohort = attacked.cohort(0)
+    ids = [cohort.client_ids[place] for place in np.flatnonzero(cohort.attackers)]
+    assert sorted(attacked.attacker_ids) == sorted(ids) and len(ids) == 10
+    assert attackers_of(samplers.Stragglers(attacked, epochs=2)) == f"10 of 1000 clients: {', '.join(attacked.attacker_ids)}"
+    assert attackers_of(make(every_round=True)[1]) == "20% of each cohort, drawn anew in every round"
+    assert attackers_of(make()[0]) is None
+    table = closing_table(
+        [], round=1, rounds=1, seconds=1.0, rate=None, devices="1 x cpu", written=[], attackers=attackers_of(attacked)
+    )
+    assert "\nattackers  10 of 1000 clients: " in table
 
 
 @pytest.mark.parametrize("every_round", [False, True])
@@ -62,7 +86,7 @@ def test_an_empty_cohort_has_no_attackers():
     data = federation.singletons(10)
     for every_round in (False, True):
         schedule = samplers.ScheduleSampler(data, [["1"], []], seed=0)
-        cohort = samplers.Attacked(schedule, attacks.SignFlip(), seed=0, every_round=every_round).cohort(1)
+        cohort = samplers.Attacked(schedule, attacks.SignFlip(), fraction=0.5, seed=0, every_round=every_round).cohort(1)
         assert cohort.attackers.shape == (0,)
 
 

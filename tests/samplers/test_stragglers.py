@@ -91,3 +91,11 @@ def test_two_seeds_differ_and_the_same_repeats():
 def test_invalid_arguments_are_refused(name, value):
     with pytest.raises(ValueError, match=f"Expected .*{name}.*, got {name}={value}"):
         stragglers(**{name: value})
+
+
+def test_a_fraction_that_is_nobody_is_said():
+    uniform = fedsim.UniformSampler(federation.singletons(20), clients=4, seed=0)
+    with pytest.warns(UserWarning, match="Nobody straggles: fraction=0.1 of a cohort of 4 clients is rounded to 0"):
+        assert Stragglers(uniform, fraction=0.1, epochs=2).cohort(0).work.min() == 1
+    Stragglers(uniform, fraction=0.0, epochs=2)
+    assert (Stragglers(uniform, fraction=0.2, epochs=2).cohort(0).work < 1).sum() == 1
