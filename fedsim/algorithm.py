@@ -191,6 +191,8 @@ class Algorithm:
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
+        else:
+            data.check_range(data.columns)
 
     @property
     def has_memory(self) -> bool:

@@ -148,8 +148,8 @@ class Model:
           unlabelled: whether labels may be hidden, which is -1, see `fedsim.partitioners.hide_labels`.
 
         Raises:
-          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite; or a label is not of
-            a class.
+          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite or that a device
+            changes (`FederatedData.check_range`); or a label is not of a class.
         """
         for name, feature in self.features.items():
             accepted = _accepted(feature)
@@ -172,6 +172,7 @@ class Model:
         data.check_finite()
         if self._classes is not None and "y" in self.features:
             data.check_labels("y", self._classes, unlabelled=unlabelled)
+        data.check_range(self.features)
 
     @functools.cached_property
     def _classes(self) -> int | None:

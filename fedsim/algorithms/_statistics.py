@@ -46,7 +46,12 @@ class Statistics(Algorithm):
                 f"{type(self).__name__} needs feature {self.feature!r}, which the data does not have. Set feature to one of "
                 f"{sorted(data.columns)}."
             )
-        _check_width(data, self.feature)
+        if np.dtype(data.columns[self.feature].dtype).kind == "c":
+            raise ValueError(
+                f"{type(self).__name__} reads real numbers, got feature {self.feature!r} of "
+                f"{data.columns[self.feature].dtype}: give its real and imaginary parts as two features."
+            )
+        data.check_range([self.feature])
         data.check_finite()
 
     def zero_statistics(self, shared: Any) -> Any:
@@ -89,21 +94,3 @@ class Statistics(Algorithm):
         statistics, count = client.for_each_batch(self.batches, add, start)
         share = client.num_examples.astype(jnp.float32) / jnp.maximum(count.value(), 1)
         return statistics.value() if is_sum else statistics, share
-
-
-def _check_width(data: FederatedData, feature: str) -> None:
-    """Raises ``ValueError`` for an integer that would overflow on a device.
-
-    Without x64 a device has 32-bit integers, while the data may have 64-bit ones.
-    """
-    dtype = np.dtype(data.columns[feature].dtype)
-    on_device = jax.dtypes.canonicalize_dtype(dtype)
-    if dtype.kind not in "iu" or dtype == on_device:
-        return
-    fits = np.iinfo(on_device)
-    wrong = next((value for value in data.label_range(feature) or () if not fits.min <= value <= fits.max), None)
-    if wrong is not None:
-        raise ValueError(
-            f"Feature {feature!r} of {dtype} contains {wrong}, which does not fit into {fits.dtype} on a device. Renumber its "
-            "values, remove that example, or set jax_enable_x64."
-        )

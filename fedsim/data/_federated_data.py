@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from fedsim import rng
+from fedsim import checks, rng
 from fedsim.data._batching import Batch, Batches
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._packed import open_packed, save_packed, verify_packed
@@ -102,6 +102,7 @@ class FederatedData:
             )
         object.__setattr__(self, "columns", {name: _packed_text(name, column) for name, column in self.columns.items()})
         for name, column in self.columns.items():
+            checks.unmasked(**{f"feature {name!r}": column})
             if not isinstance(column, np.ndarray | TextColumn) or not column.ndim:
                 raise ValueError(
                     f"Feature {name!r} must be a NumPy array with one row per example, got {type(column).__name__}."
@@ -112,9 +113,11 @@ class FederatedData:
             raise ValueError(f"FederatedData holds at most 2**31 - 1 examples, got {offsets[-1]}: use several populations.")
         if isinstance(self.client_ids, ClientIds):
             return
-        wrong = next((i for i in self.client_ids if not isinstance(i, str)), None)
-        if wrong is not None:
-            raise ValueError(f"Client ids must be text, got {type(wrong).__name__} {wrong!r:.60}: convert it to str.")
+        for client_id in self.client_ids:
+            if not isinstance(client_id, str):
+                raise ValueError(
+                    f"Client ids must be text, got {type(client_id).__name__} {client_id!r:.60}: convert it to str."
+                )
         if len(self._index) != len(self.client_ids):
             seen: set[str] = set()
             duplicate = next(i for i in self.client_ids if i in seen or seen.add(i))  # type: ignore[func-returns-value]
@@ -146,7 +149,8 @@ class FederatedData:
         >>> {client.client_id: client["y"].tolist() for client in data.clients()}
         {'a': [6], 'b': [5, 7]}
         """
-        columns = {name: c if isinstance(c, TextColumn) else np.asarray(c) for name, c in columns.items()}
+        columns = {name: _as_column(name, column) for name, column in columns.items()}
+        checks.unmasked(sizes=sizes, clients=clients)
         if (sizes is None) == (clients is None):
             raise ValueError(
                 "Expected either sizes (rows per client) or clients (the client of each row), got both or neither."
@@ -190,7 +194,7 @@ class FederatedData:
         """
         if not clients:
             raise ValueError("The population is empty: expected at least one client.")
-        arrays = {name: {f: np.asarray(a) for f, a in features.items()} for name, features in clients.items()}
+        arrays = {name: {f: _as_column(f, a) for f, a in features.items()} for name, features in clients.items()}
         first_id, first = next(iter(arrays.items()))
         sizes = []
         for client_id, features in arrays.items():
@@ -214,7 +218,7 @@ class FederatedData:
         >>> [client["y"].tolist() for client in data.clients()]
         [[7], [5, 6]]
         """
-        arrays = {name: column if isinstance(column, TextColumn) else np.asarray(column) for name, column in columns.items()}
+        arrays = {name: _as_column(name, column) for name, column in columns.items()}
         shapes = {name: list(array.shape) for name, array in arrays.items()}
         if [] in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
             raise ValueError(f"Expected columns [rows, ...] of one length, got shapes {shapes}.")
@@ -410,6 +414,19 @@ class FederatedData:
                     "machine's byte order, or leave it out."
                 )
 
+    def check_range(self, features: Iterable[str]) -> None:
+        """Raises a ``ValueError`` for the first number of some features that would change on a device, with feature and client.
+
+        Without ``jax_enable_x64``, a device has numbers of 32 bits. Integers beyond these are refused, and so are floats beyond
+        the range of ``float32``. If all floats of a column are whole, such as ids and times in seconds, those above 2**24 that
+        ``float32`` does not have are refused, too. The rounding of other floats is accepted. The result is cached.
+        """
+        if jax.dtypes.canonicalize_dtype(np.int64) != np.int64:
+            checked = self.__dict__.setdefault("_in_range", set())
+            for name in set(features) - checked:
+                self._check_range_of(name)
+                checked.add(name)
+
     def check_finite(self) -> None:
         """Raises a ``ValueError`` for the first NaN or infinity, with feature and client. The result is cached."""
         _ = self._finite
@@ -460,6 +477,20 @@ class FederatedData:
                         )
         return True
 
+    def _check_range_of(self, name: str) -> None:
+        column = self.columns[name]
+        if isinstance(column, TextColumn) or column.dtype.itemsize != 8 or column.dtype.kind not in "iuf":
+            return
+        if (found := first_changed(column)) is not None:
+            row, value, dtype = found
+            client_id = self._client_id_of_row(row)
+            remedy = "scale the values, or subtract the smallest" if dtype.kind == "f" else "renumber the values"
+            raise ValueError(
+                f"Feature {name!r} of {column.dtype} contains {value}, which does not fit into {dtype} on a device, in example "
+                f"{row - int(self.offsets[self.index(client_id)])} of client {client_id!r}. To keep it, {remedy}, remove that "
+                f"example, or set jax_enable_x64. If the change is meant, convert the column to {dtype}."
+            )
+
     def _label_range(self, feature: str) -> tuple[tuple[int, int], tuple[int, int]] | tuple[None, None]:
         """Returns the smallest and the largest label, each with its row, or two Nones. The result is cached."""
         cache = self.__dict__.setdefault("_label_ranges", {})
@@ -474,6 +505,42 @@ class FederatedData:
 
     def _client_id_of_row(self, row: int) -> str:
         return self.client_ids[int(np.searchsorted(self.offsets, row, side="right")) - 1]
+
+
+def _as_column(name: str, values: Any) -> Any:
+    if isinstance(values, TextColumn):
+        return values
+    checks.unmasked(**{f"feature {name!r}": values})
+    return np.asarray(values)
+
+
+def first_changed(column: np.ndarray) -> tuple[int, Any, np.dtype] | None:
+    """Returns the row and the value of the first number of 64 bits that 32 bits change, and their dtype; None without one.
+
+    The rounding of floats is no change, unless all numbers of the column are whole.
+
+    >>> first_changed(np.array([1, 3_000_000_000]))
+    (1, np.int64(3000000000), dtype('int32'))
+    >>> first_changed(np.array([2.0**24, 2.0**24 + 1])), first_changed(np.array([0.1, 2.0**24 + 1]))
+    ((1, np.float64(16777217.0), dtype('float32')), None)
+    """
+    dtype, rounded, all_whole = np.dtype(f"{column.dtype.kind}4"), None, True
+    limits: Any = np.finfo(dtype) if dtype.kind == "f" else np.iinfo(dtype)
+    for start in range(0, len(column), _CHUNK_ROWS):
+        chunk = np.asarray(column[start : start + _CHUNK_ROWS])
+        outside = (chunk < limits.min) | (chunk > limits.max)
+        if dtype.kind == "f":
+            outside &= np.isfinite(chunk)
+        if outside.any():
+            at = tuple(np.argwhere(outside)[0])
+            return start + int(at[0]), chunk[at], dtype
+        if dtype.kind == "f" and all_whole:
+            all_whole = bool(np.all(chunk == np.rint(chunk)))
+            changed = np.argwhere(chunk != chunk.astype(dtype))
+            if len(changed) and rounded is None:
+                at = tuple(changed[0])
+                rounded = start + int(at[0]), chunk[at], dtype
+    return rounded if all_whole else None
 
 
 def _packed_text(name: str, column: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fedsim import checks
 from fedsim.data import FormatError
 from fedsim.data._text_files import first_repeated, read_table, read_text, separator_hint
 
@@ -159,6 +160,7 @@ def check_different(what: str, names: Sequence[str]) -> None:
 
 
 def _checked(what: str, values: Any, ids: Sequence[str], dtype: Any) -> np.ndarray:
+    checks.unmasked(**{what: values})
     array = np.asarray(values)
     if array.ndim == 0 or len(array) != len(ids):
         raise ValueError(f"Expected one value per id in {what}, got shape {list(array.shape)} for {len(ids)} ids.")
@@ -174,6 +176,13 @@ def _checked(what: str, values: Any, ids: Sequence[str], dtype: Any) -> np.ndarr
         raise ValueError(
             f"Expected numbers in {what} between {limits.min} and {limits.max}, the range of {np.dtype(dtype)}, got "
             f"{array[at]} for id {ids[at[0]]!r}: {remedy}."
+        )
+    changed = np.argwhere(array != array.astype(dtype))
+    if len(changed) and np.all(array == np.rint(array)):
+        at = tuple(changed[0])
+        raise ValueError(
+            f"Expected whole numbers in {what} that {np.dtype(dtype)} has, all up to 2**24, got {array[at]} for id "
+            f"{ids[at[0]]!r}: scale or renumber them, or convert them to {np.dtype(dtype)} if their rounding is meant."
         )
     return array.astype(dtype)
 

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import fedsim
 from fedsim import rng
 from fedsim.data import Batches, FederatedData
 
@@ -202,3 +203,48 @@ def test_clients_given_as_bytes_have_their_text_as_id():
     data = FederatedData.from_arrays({"x": np.arange(3)}, clients=[b"b", "é".encode(), b"b"])
     assert data.client_ids == ["b", "é"] and data["b"]["x"].tolist() == [0, 2]
     assert data.select(name for name in ["é"]).client_ids == ["é"]
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        (np.array([1, 3_000_000_000]), "3000000000, which does not fit into int32"),
+        (np.array([1, -(2**31) - 1]), "-2147483649, which does not fit into int32"),
+        (np.array([1, 2**32], np.uint64), "4294967296, which does not fit into uint32"),
+        (np.array([1, 2**32 - 1], np.uint64), None),
+        (np.array([1, 2**31 - 1]), None),
+        (np.array([3e9, 1]).astype(np.uint32), None),
+        (np.array([0.5, 1e39]), "1e[+]39, which does not fit into float32"),
+        (np.array([1.0, 2**24 + 1]), "16777217.0, which does not fit into float32"),  # ids as floats
+        (np.array([0.1, 2**24 + 1]), None),  # measured: rounded as 0.1 is
+        (np.array([2.0**24, 2.0**100]), None),
+        (np.array([2**24 + 1.0, 1.0]).astype(np.float32), None),
+    ],
+)
+def test_numbers_that_a_device_would_change_are_refused(values, refused):
+    model = fedsim.Model(
+        init=lambda key: {"w": jax.numpy.zeros(())}, apply_for_train=lambda params, e, key: params["w"] + 0.0 * e["x"],
+        apply_for_eval=lambda params, e: e["x"].astype(np.float32), loss=lambda e, out: out,
+        metrics={"value": lambda e, out: out},
+        features={"x": jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(values.dtype))},
+    )  # fmt: skip
+    data = FederatedData.from_arrays({"x": values}, sizes=[1, 0, len(values) - 1], client_ids=["ann", "bob", "cy"])
+    if refused is None:
+        value = fedsim.evaluate(model, {"w": jax.numpy.zeros(())}, data).overall["value"]
+        np.testing.assert_allclose(value, values.astype(np.float64).mean(), rtol=1e-6)
+        return
+    with pytest.raises(
+        ValueError, match=f"Feature 'x' of {values.dtype} contains {refused} on a device, in example 0 of client 'cy'"
+    ):
+        fedsim.evaluate(model, {"w": jax.numpy.zeros(())}, data)
+
+
+def test_numbers_are_checked_for_algorithms_without_a_model_and_not_in_columns_that_no_model_reads():
+    data = FederatedData.from_arrays({"x": np.zeros(2, np.float32), "time": np.array([0, 2**40])}, sizes=[2])
+    histogram = fedsim.algorithms.Histogram(feature="time")
+    with pytest.raises(ValueError, match="'time' of int64 contains 1099511627776, which does not fit into int32 on a device"):
+        histogram.check(data)
+    with jax.enable_x64(True):
+        histogram.check(data)
+    with pytest.raises(ValueError, match="Expected whole numbers in column 'id' that float32 has, .* 16777217 for id '2'"):
+        fedsim.vertical.Party(ids=[1, 2], columns={"id": [0, 2**24 + 1]})
