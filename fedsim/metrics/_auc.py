@@ -13,6 +13,8 @@ import numpy as np
 from fedsim import checks
 from fedsim.metrics._statistics import Better, Examples, Sparse, array_module, divide
 
+_FINEST, _END = 0.01, 80.0  # the grid of logits is linear below the first, and ends at the second; between, it is logarithmic
+
 
 class ScoreHistogram(NamedTuple):
     """Histograms of the scores of positive and negative examples, for each class.
@@ -80,46 +82,73 @@ class AUC:
     class 1. With outputs ``[n, classes]`` of more classes, it is the unweighted mean of one-versus-rest areas, over classes
     with positive and negative examples. It is NaN if there is no such class; `Evaluation.over_clients` leaves such clients out.
 
-    Scores are rounded to the nearest point of the grid ``0, 1 / (bins - 1), ..., 1``, and their histograms are what is summed.
-    The error is at most half the share of pairs of a positive and a negative example in the same bin, which
-    `ScoreHistogram.error_bound` computes; for scores on the grid the result is exact. NaN scores count as 0. The histograms
-    take ``8 * clients * classes * bins`` bytes on every device (for two classes, those of one class).
+    Scores are rounded to the points of a grid, and their histograms are what is summed. The error is at most half the share of
+    pairs of a positive and a negative example at the same point, which `ScoreHistogram.error_bound` computes. Equal scores make
+    no error.
+
+    The grid is one of logits, ``log(p / (1 - p))``, so small probabilities, as those of rare positives, are distinguished as
+    well as others. With 1,001 points, neighbouring points differ by 2 % of the logit, close to the probability 1/2 by 0.0002,
+    and the ends are the logits -80 and 80. Scores whose logits all lie within 1 % of one number far from 0, as those of a model
+    that has learned only how frequent positives are, are not distinguished: give more ``bins``, or a ``score`` that separates
+    them. Scores of NaN are the lowest. The histograms take ``8 * clients * classes * bins`` bytes on every device (for two
+    classes, those of one class).
 
     Attributes:
-      bins: the number of points of the grid.
+      bins: the number of points of the grid. None is 1,001 for two classes. For more classes it is 201, whose distances are
+        five times as large.
       score: maps the outputs to scores in [0, 1], ``[n]`` or ``[n, classes]``. None is the sigmoid of outputs ``[n]`` and the
-        softmax of outputs ``[n, classes]``. A model that is very certain has many scores close to 0 and 1; a score such as
-        ``lambda outputs: jax.nn.softmax(outputs / 10)`` separates them better.
+        softmax of outputs ``[n, classes]``. If ``bins`` is given as well, the grid is ``0, 1 / (bins - 1), ..., 1``, and for
+        scores on it the result is exact.
 
     >>> histogram = AUC(bins=3)({"y": jnp.array([1, 0])}, jnp.array([2.0, -2.0]))
     >>> histogram.positives.dense().tolist(), histogram.negatives.dense().tolist()
     ([[[0, 0, 1]], [[0, 0, 0]]], [[[0, 0, 0]], [[1, 0, 0]]])
     """
 
-    bins: int = 201
+    bins: int | None = None
     score: Callable[[Any], jax.Array] | None = None
 
     def __post_init__(self) -> None:
-        checks.whole(2, bins=self.bins)
+        if self.bins is not None:
+            checks.whole(2, bins=self.bins)
 
     def __call__(self, examples: Examples, outputs: Any) -> ScoreHistogram:
-        scores = (
-            self.score(outputs) if self.score else jax.nn.sigmoid(outputs) if outputs.ndim == 1 else jax.nn.softmax(outputs)
-        )
-        labels = examples["y"].astype(jnp.int32)
+        labels, scores = examples["y"].astype(jnp.int32), self.score(outputs) if self.score else outputs
         if labels.ndim != 1 or scores.ndim not in (1, 2):
             raise ValueError(
                 f"Expected scores [n] or [n, classes] and labels [n], got scores of shape {list(scores.shape)} and labels of "
                 f"shape {list(labels.shape)}. Wrap the metric in a function that passes arrays of these shapes."
             )
-        if scores.ndim == 2 and scores.shape[1] == 2:
-            scores = scores[:, 1]
-        if scores.ndim == 1:
+        two_classes = scores.ndim == 1 or scores.shape[1] == 2
+        bins = self.bins or (1001 if two_classes else 201)
+        if self.score is None and scores.ndim == 2:
+            scores = _logits_against_the_rest(scores.astype(jnp.float32))
+        if two_classes:
+            scores = scores if scores.ndim == 1 else scores[:, 1]
             scores, positive = scores[:, None], (labels == 1)[:, None]
         else:
             positive = labels[:, None] == jnp.arange(scores.shape[1])[None]
+        share = scores  # of the grid, from 0 to 1
+        if self.score is None or self.bins is None:
+            logits = scores if self.score is None else jnp.log(scores) - jnp.log1p(-scores)
+            share = 0.5 + 0.5 * jnp.arcsinh(logits / _FINEST) / np.float32(np.arcsinh(_END / _FINEST))
         classes = scores.shape[1]
-        point = jnp.round(jnp.clip(jnp.nan_to_num(scores), 0, 1) * (self.bins - 1)).astype(jnp.int32)
-        index, shape = point + self.bins * jnp.arange(classes, dtype=jnp.int32)[None], (classes, self.bins)
+        point = jnp.round(jnp.clip(jnp.nan_to_num(share), 0, 1) * (bins - 1)).astype(jnp.int32)
+        index, shape = point + bins * jnp.arange(classes, dtype=jnp.int32)[None], (classes, bins)
         counts = (Sparse.of(index, shape, each.astype(jnp.int32)) for each in (positive, ~positive))
         return ScoreHistogram(*counts)
+
+
+def _logits_against_the_rest(outputs: jax.Array) -> jax.Array:
+    """Returns the logits ``log(p / (1 - p))`` of the probabilities of a softmax of outputs ``[n, classes]``, of the same shape.
+
+    >>> _logits_against_the_rest(jnp.array([[0.0, 3.0], [9.0, 0.0]])).tolist()
+    [[-3.0, 3.0], [9.0, -9.0]]
+    """
+    classes = jnp.arange(outputs.shape[1])[None]
+    is_top = classes == jnp.argmax(outputs, axis=1)[:, None]
+    whole = jax.nn.logsumexp(outputs, axis=1, keepdims=True)
+    without_top = jax.nn.logsumexp(jnp.where(is_top, -jnp.inf, outputs), axis=1, keepdims=True)
+    # The largest probability may be rounded to 1; those of the other classes are at most 1/2.
+    others = jnp.where(is_top, without_top, whole + jnp.log1p(-jnp.exp(jnp.where(is_top, -1.0, outputs - whole))))
+    return outputs - others

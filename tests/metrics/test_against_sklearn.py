@@ -219,6 +219,57 @@ def test_recall_at_k():
     assert mean == (np.take_along_axis(y, np.argsort(-outputs, 1)[:, :3], 1).sum(), y.sum())
 
 
+def logistic_case(name):
+    """Logits and labels, drawn with the logistic probabilities (for narrow ranges, of steeper logits)."""
+    draw = np.random.default_rng(7)
+    scale, center, steep, n = {
+        "rare": (1.05, -7.0, 1.0, 50_000),
+        "tiny": (3.0, -40.0, 0.0, 20_000),
+        "ordinary": (1.0, 0.0, 1.0, 20_000),
+        "certain": (8.0, 0.0, 1.0, 20_000),
+        "narrow": (0.01, 0.0, 300.0, 20_000),
+    }[name]
+    logits = (center + scale * draw.normal(size=n)).astype(np.float32)
+    wide = logits.astype(np.float64)
+    return logits, draw.random(n) < 1 / (1 + np.exp(-(steep * wide if steep else wide - center)))
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, form) for name in ("rare", "ordinary", "narrow") for form in ("logits", "two outputs", "probabilities")),
+        *((name, form) for name in ("tiny", "certain") for form in ("logits", "two outputs")),  # beyond float32 probabilities
+    ],
+)
+def test_auc_follows_the_scores_wherever_they_are(name, form):
+    """For rare positives, a grid in probabilities gave 0.68 instead of 0.77."""
+    logits, y = logistic_case(name)
+    expected = sk.roc_auc_score(y, logits)
+    if form == "two outputs":
+        metric, outputs = metrics.AUC(), np.stack([0.5 - logits / 2, 0.5 + logits / 2], 1)
+    else:
+        score = jax.nn.sigmoid if form == "probabilities" else None
+        metric, outputs = metrics.AUC(score=score), logits
+    histogram = total(metric, y.astype(np.int32), outputs)
+    assert abs(histogram.result() - expected) < 4e-3 and abs(histogram.result() - expected) <= histogram.error_bound() + 1e-6
+    assert histogram.error_bound() < 0.03
+
+
+def test_auc_of_rare_classes_and_of_ties():
+    draw = np.random.default_rng(0)
+    outputs = np.concatenate([draw.normal(size=(20_000, 2)) + 6, draw.normal(size=(20_000, 2))], axis=1).astype(np.float32)
+    probabilities = np.exp(outputs - outputs.max(1, keepdims=True))
+    probabilities /= probabilities.sum(1, keepdims=True)
+    y = (draw.random((20_000, 1)) > probabilities.cumsum(1)[:, :3]).sum(1).astype(np.int32)
+    expected = np.mean(
+        [sk.roc_auc_score(y == c, np.log(probabilities[:, c]) - np.log1p(-probabilities[:, c])) for c in range(4)]
+    )
+    assert abs(total(metrics.AUC(), y, outputs).result() - expected) < 4e-3
+    tied = np.round(draw.normal(size=5000) - 6, 0).astype(np.float32)
+    labels = (draw.random(5000) < 1 / (1 + np.exp(-(tied + 6)))).astype(np.int32)
+    np.testing.assert_allclose(total(metrics.AUC(), labels, tied).result(), sk.roc_auc_score(labels, tied), rtol=1e-6)
+
+
 def test_labels_out_of_range_do_not_count():
     outputs = np.eye(3, dtype=np.float32)
     assert total(metrics.ConfusionMatrix(), [0, -1, 3], outputs).total.tolist() == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
