@@ -165,13 +165,17 @@ class Buffered(Synchronization):
     / (mean duration). Both need a population of at least concurrency + size - 1 clients, because a client whose update is in
     the buffer is not selected.
 
+    The algorithm weights the updates, too, and FedAvg does so by numbers of examples. FedBuff's mean over the K updates, in
+    which each counts by its staleness alone, is that of ``FedAvg(weighting="uniform")``.
+
     Attributes:
       size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
       concurrency: C, the number of clients in flight.
       staleness_weight: a function from the staleness of updates to their weights, or its name, such as "hinge(a=10, b=4)"; the
         paper's is 1 / sqrt(1 + staleness).
-      divide_by: "size": a server step's update is the sum of the weighted updates over their number, as in the paper.
-        "weights": it is their sum over the sum of their staleness weights, so stale updates make no server step shorter.
+      divide_by: "size": a server step's update is the algorithm's mean of the updates times their staleness weights; with
+        uniform weighting it is their sum over their number, as in the paper. "weights": the staleness weights multiply the
+        weights of that mean, so stale updates make no server step shorter.
 
     Raises:
       ValueError: ``size`` or ``concurrency`` is below 1; ``divide_by`` is none of the two; ``staleness_weight`` is neither;

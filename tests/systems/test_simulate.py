@@ -55,6 +55,26 @@ def params_by_hand(schedule, mixing, seed=0):
     return states[-1].params
 
 
+def test_fedbuff_is_the_mean_over_k_with_uniform_weighting():
+    """Line 11 of the paper's Algorithm 1: the update of a server step is 1/K times the sum of s(staleness) times update."""
+    algorithm, start = make(weighting="uniform"), make().init(fedsim.rng.stream(fedsim.rng.root(0), "init"))
+    result = run(algorithm, synchronization=systems.Buffered(size=3, concurrency=5), rounds=2)
+    updates, data = result.schedule.updates, sampler().data
+    states = [start]
+    for step in range(2):
+        total = jax.tree.map(np.zeros_like, start.params)
+        for i in np.flatnonzero(updates.step == step):
+            cohort = fedsim.Cohort(data, updates.client[i : i + 1], int(updates.round[i]), fedsim.rng.root(0))
+            before = states[updates.version[i]]
+            after = make().apply(before, cohort)[0]
+            share = 1 / np.sqrt(1 + step - updates.version[i]) / 3
+            total = jax.tree.map(lambda t, a, b, s=share: t + np.float32(s) * (a - b), total, after.params, before.params)
+        params = jax.tree.map(np.add, states[-1].params, total)
+        states.append(states[-1]._replace(params=params, round=states[-1].round + 1))
+    assert (updates.version == 0).sum() > 3  # the second step has a stale update
+    federation.assert_trees_close(result.state.server.params, states[-1].params)
+
+
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
     "synchronization",
