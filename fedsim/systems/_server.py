@@ -23,8 +23,10 @@ _MOST_SKIPPED = 2_000
 _MOST_SKIPPED_PER_CLIENT = 20
 # So many losses, late updates, timers and so on without a server step in between mean that the run does not go on.
 _MOST_IDLE_EVENTS = 10_000
+# So does passing over so many clients, which takes most of the time if few are available.
+_MOST_PASSED_OVER = 250_000
 
-_NUMBERS = ("now", "version", "_dispatched", "_caused", "_idle_events", "_wake")
+_NUMBERS = ("now", "version", "_dispatched", "_caused", "_idle_events", "_passed_over", "_wake")
 _DISPATCHES = ("in_flight", "_given_up")
 
 
@@ -106,7 +108,7 @@ class Server:
         # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
         # updates.
         self._sending: set[int] = set()
-        self._dispatched, self._caused, self._idle_events, self._wake = 0, 0, 0, math.inf
+        self._dispatched, self._caused, self._idle_events, self._passed_over, self._wake = 0, 0, 0, 0, math.inf
 
     @property
     def expected(self) -> int:
@@ -170,7 +172,7 @@ class Server:
             self._records.update(update, self.version, weight, scale)
         self._records.step(self.now, len(chosen), len(self.in_flight) + len(self._given_up))
         self.version += 1
-        self._idle_events = 0
+        self._idle_events = self._passed_over = 0
 
     def staleness(self, updates: Sequence[Dispatch] | None = None) -> np.ndarray:
         """Returns the server steps since the dispatch of each update, ``int64 [n]``; None: of all updates in the buffer."""
@@ -198,7 +200,9 @@ class Server:
         Raises:
           ValueError: there is none, or very many have not led to a server step. The message says why.
         """
-        if not self._events or self._idle_events > _MOST_IDLE_EVENTS + 10 * self.expected:
+        most_passed_over = _MOST_PASSED_OVER + 2 * _MOST_SKIPPED_PER_CLIENT * len(self._steps)
+        idle = self._idle_events > _MOST_IDLE_EVENTS + 10 * self.expected or self._passed_over > most_passed_over
+        if idle or not self._events:
             raise ValueError(self._why_it_cannot_go_on(model))
         self.now, _, kind, payload = heapq.heappop(self._events)
         self._idle_events += 1
@@ -348,6 +352,7 @@ class Server:
                 return None
             found = self._selection.next()
             client = found[0]
+            self._passed_over += 1
             is_free = self._busy_until.get(client, self.now) <= self.now
             if is_free and client not in self._sending and client not in self.reserved and devices.online(client, self.now):
                 return found
@@ -377,7 +382,8 @@ class Server:
         if self._events:
             return what + (
                 f"Since the last server step, {self._idle_events} losses, late updates and other events have brought it no "
-                "nearer: give a later deadline or timeout, a smaller minimum, or fewer faults."
+                f"nearer, and the server has looked at {self._passed_over} clients, of whom most were busy or offline: give a "
+                "later deadline or timeout, a smaller minimum, more clients that are free and online, or fewer faults."
             )
         if self.waiting:
             rest = ", and the rest stay offline, have sent an update or are reserved" if gone < len(self._steps) else ""

@@ -448,6 +448,12 @@ def test_runs_that_cannot_go_on_say_why():
     run_that_fails(
         "late updates and other events.*recovery|fewer faults", faults=systems.Faults(client_failures=1.0, recovery=1.0)
     )
+    with unittest.mock.patch.object(_server, "_MOST_PASSED_OVER", 10_000):  # Long before there are very many events.
+        run_that_fails(
+            "at [0-9.]+ seconds: of [0-9]{2,3} dispatches.* looked at 1[0-9]{4} clients.*busy or offline: give .*more clients",
+            synchronization=systems.Buffered(size=10, concurrency=30),
+            faults=systems.Faults(client_failures=1 - 1e-9, recovery=10.0),
+        )
     traces = systems.Traces({str(client): {"online": [(0, 2.5)]} for client in range(40)})
     run_that_fails(
         "No other client .*5 of 40 have failed .*rest stay offline, .*period", devices=systems.Devices(availability=traces)
