@@ -28,6 +28,7 @@ from fedsim.experiment._folder import stored_run, warn_of_changed_code
 from fedsim.experiment._longer import change_rounds
 from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._replay import RunRound
+from fedsim.experiment._signals import lost_interrupts_repeated
 from fedsim.experiment._sweep import is_sweep
 from fedsim.experiment._trust import check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
         if command in ("run", "plan", "resume", "replay", "reproduce"):
             _keep_compiled_programs()
-        return commands[command](rest)
+        with lost_interrupts_repeated():
+            return commands[command](rest)
     except KeyboardInterrupt:
         print("fedsim: aborted", file=sys.stderr)
         return 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -103,6 +104,30 @@ def test_without_progress_only_the_bar_is_missing(finished, capsys):
         line for line in shown.out.splitlines() if "wall time" not in line
     ]
     assert "4/4" not in hidden.err
+
+
+def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(monkeypatch, capsys):
+    """Python ignores exceptions of such callbacks, and JAX has one."""
+    sent = []
+
+    def interrupt(phase, info):
+        if not sent:
+            sent.append(phase)
+            signal.raise_signal(signal.SIGINT)
+
+    def command(_):
+        gc.callbacks.append(interrupt)
+        try:
+            gc.collect()
+            time.sleep(5)
+        finally:
+            gc.callbacks.remove(interrupt)
+        return 0
+
+    monkeypatch.setattr(fedsim.cli, "_run", command)
+    before = sys.unraisablehook
+    assert main(["run"]) == 130 and sent and sys.unraisablehook is before
+    assert "aborted" in capsys.readouterr().err
 
 
 @pytest.mark.slow
