@@ -38,6 +38,9 @@ Datasets with clients of their own can be cut to fewer: `"emnist62(clients=360)"
 and test. Splits with other clients keep the same proportion of theirs: the test clients of `cifar100` and of MNIST's writers,
 and `held_out` of Stack Overflow. Of the test users of Stack Overflow those stay that are among the drawn users of train. The
 whole dataset is downloaded and converted once, client by client; after that, only the rows of the drawn clients are read.
+
+`fedsim run` sets the option `seed` of a dataset to `--seed`, unless the name of the dataset gives another one, as in
+`"digits(seed=3)"`. `fedsim.datasets.load` keeps the default.
 """
 
 

@@ -231,6 +231,7 @@ class Wave:
         self, members: Sequence[Member], execution: Jit, *, side_by_side: int, widest: Cohort, length: int, plans: KnownPlans
     ) -> None:
         mesh, data = execution.mesh(), widest.data
+        assert all(member.cohort(0).data is data for member in members), "members that run together have the same data"
         device = mesh.devices.flat[0]
         self.size, self._length, self._slots, self._plans = len(members), length, widest.slots, plans
         # Places without a member have the state of the last one and run no round.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -34,10 +35,10 @@ _BUILT_FIELDS = (
     "model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink", "compressor",
     "topology", "weights", "robust_mixing", "local_noise", "personal",
 )  # fmt: skip
-# What a sampler depends on.
+# What a sampler depends on, besides the data.
 _FIELDS_OF_SAMPLERS = (
-    "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "max_steps", "batch_size", "attack", "attackers",
-    "client_devices", "labels",
+    "algorithm", "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "max_steps", "batch_size",
+    "drop_remainder", "attack", "attackers", "client_devices", "labels",
 )  # fmt: skip
 
 
@@ -89,55 +90,60 @@ def build(config: RunConfig, settings: Settings) -> Experiment:
 
 
 def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Experiment]:
-    """Builds the objects of several runs with the same model, which they share, as the data and samplers that are equal.
+    """Builds the objects of several runs, which share the data, models and samplers that are equal.
 
     Runs with different seeds have different data if the dataset is drawn with the seed, see `RunConfig.drawn_dataset`.
 
     Args:
-      configs: one or more, with the same dataset, model and algorithm.
+      configs: one or more.
       settings: see `build`.
 
     Raises:
       ValueError: see `build`. If there are several configurations, all are checked before the first run.
     """
-    first = configs[0]
-    cls = algorithm_class(first.algorithm)
-    description = datasets.describe(first.dataset)
-    fields = {field.name for field in dataclasses.fields(cls)}
-    own_model = getattr(cls, "default_models", {}).get(parse_call(first.dataset)[0])
-    model = _model(first.model or own_model or description.default_model, first.dataset) if "model" in fields else None
-    if "topology" in fields:  # The clients of the dataset are its nodes.
-        data = _load(configs)
-        nodes = [splits.train.num_clients for splits in data]
-        made = [_algorithm(cls, model, config, settings, n) for config, n in zip(configs, nodes, strict=True)]
-    else:  # Wrong options of an algorithm are reported before a dataset is downloaded.
-        made = [_algorithm(cls, model, config, settings) for config in configs]
-        data = _load(configs)
+    class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
+
+    @functools.cache
+    def model_of(algorithm: str, dataset: str, model: str | None) -> Model | None:
+        if "model" not in _fields(class_of(algorithm)):
+            return None
+        own = getattr(class_of(algorithm), "default_models", {}).get(dataset)
+        return _model(model or own or datasets.describe(dataset).default_model, dataset)
+
+    made = []
+    for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
+        cls, model = class_of(config.algorithm), model_of(config.algorithm, parse_call(config.dataset)[0], config.model)
+        nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
+        made.append(_algorithm(cls, model, config, settings, nodes))
     samplers: dict[Any, Sampler] = {}
     experiments = []
-    for algorithm, config, splits in zip(made, configs, data, strict=True):
-        key = tuple(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
+    for algorithm, config, splits in zip(made, configs, load(), strict=True):
+        key = id(splits.train), *(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
-            samplers[key] = _sampler(_with_few_labels(splits.train, cls, config), config, algorithm)
+            samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
         experiment = _with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config)
         _share_programs(experiment.algorithm, config)
         experiments.append(experiment)
     return experiments
 
 
+def _fields(cls: type[Algorithm]) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)}
+
+
 def _load(configs: Sequence[RunConfig]) -> list[datasets.FederatedSplits]:
     """Loads the dataset of each run: equal ones once, so that the runs share its memory."""
-    loaded: dict[str, datasets.FederatedSplits] = {}
+    loaded: dict[Any, datasets.FederatedSplits] = {}
     files: list[tuple[Any, datasets.FederatedSplits]] = []
     for config in configs:
-        if (name := config.drawn_dataset) not in loaded:
-            new = datasets.load(name, data=config.data)
+        if (name := (config.drawn_dataset, config.data)) not in loaded:
+            new = datasets.load(config.drawn_dataset, data=config.data)
             # A dataset with clients of its own, of which none are left out, is the same for all seeds.
             mapped = [_mapped(new.train), _mapped(new.test)]
             loaded[name] = next((known for place, known in files if place == mapped), new)
             if None not in mapped:
                 files.append((mapped, loaded[name]))
-    return [loaded[config.drawn_dataset] for config in configs]
+    return [loaded[config.drawn_dataset, config.data] for config in configs]
 
 
 def _mapped(data: FederatedData) -> Any:

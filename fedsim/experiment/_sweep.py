@@ -95,12 +95,12 @@ def sweep(
     """Runs a configuration with all combinations of some values and with several seeds.
 
     Every run has a folder with the same content as that of a separate run. Its numbers are the same up to the order of sums,
-    and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs share the model, and compiled
-    programs unless the varied values determine shapes or the code. Runs with one seed share the data. Those with different
-    seeds have different data if the dataset is drawn with the seed (``digits``, and not ``digits(seed=0)``). Runs that share
-    programs and data run at the same time, as the members of a `fedsim.population`, unless they are fewer than the devices that
-    one run uses: then they run one after another on all devices. If the folder holds this sweep already, finished runs are left
-    as they are, and interrupted runs continue.
+    and bit for bit with ``how="sequential"``, or ``how="devices"`` and a single device. The runs share model and data unless
+    the varied values determine these, and compiled programs unless they determine shapes or the code. Runs with different seeds
+    have different data if the dataset is drawn with the seed (``digits``, and not ``digits(seed=0)``). Runs that share programs
+    and data run at the same time, as the members of a `fedsim.population`, unless they are fewer than the devices that one run
+    uses: then they run one after another on all devices. If the folder holds this sweep already, finished runs are left as they
+    are, and interrupted runs continue.
 
     The folder also has ``sweep.json`` (what is run), ``table.txt`` (the table of `SweepResult.table`) and ``members.csv`` (the
     last evaluation of every run). ``seconds`` in the metrics of runs that ran at the same time is the time of their rounds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from fedsim.cli import main
 from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
 from fedsim.experiment._build import build_members
+from fedsim.experiment._identity import population
 from fedsim.experiment._run_log import RunLog
 
 SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
@@ -143,6 +145,70 @@ def test_members_with_different_seeds_have_their_own_data_and_the_bits_of_separa
         assert recorded == read_config(alone)["population"]
         assert recorded["dataset"] == f"toy_regression(clients=6, seed={seed})"
         assert recorded["examples"] == datasets.load("toy_regression", clients=6, seed=seed).train.num_examples
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [("toy_regression(clients=6)", []), ("digits(clients=20, seed=9)", ["--model", "digits_logistic", "--labels", "0.5"])],
+)
+def test_no_member_trains_on_the_data_of_one_that_runs_on_another_device(dataset, options, tmp_path, no_pictures):
+    """Each seed has other data, or other labels of the same data."""
+    options = ["--dataset", dataset, *SMALL[2:], "--rounds", "2", "--no-progress", *options]
+    sweep = [
+        "--client-learning-rate",
+        "0.01,0.02",
+        "--seed",
+        "1,2",
+        "--execution",
+        "pmap",
+        "--devices",
+        "2",
+        "--how",
+        "devices",
+    ]
+    assert main(["run", *options, *sweep, "--folder", str(tmp_path / "s")]) == 0
+    for seed in (1, 2):
+        alone, member = tmp_path / f"{seed}", tmp_path / "s" / f"client_learning_rate=0.02,seed={seed}"
+        single = ["--client-learning-rate", "0.02", "--seed", str(seed), *ONE_DEVICE]
+        assert main(["run", *options, *single, "--folder", str(alone)]) == 0
+        assert bits(member)[0] == bits(alone)[0]
+        assert_close(member, alone)  # The evaluation of a member uses both devices.
+
+
+def test_members_with_other_datasets_models_and_algorithms_are_those_of_separate_runs():
+    """A sweep in Python may vary any field."""
+    names = itertools.product(
+        ["digits", "digits(clients=20, seed=1)"], ["digits_logistic", "digits_dense"], ["fedavg", "fedprox"], [0, 4]
+    )
+    configs = [
+        RunConfig(dataset=dataset, model=model, algorithm=algorithm, seed=seed) for dataset, model, algorithm, seed in names
+    ]
+    members = build_members(configs, Settings(execution="jit"))
+    for config, member in zip(configs, members, strict=True):
+        options = {"clients": 20, "seed": 1} if "clients" in config.dataset else {"seed": config.seed}
+        expected = datasets.load("digits", **options)
+        assert population(member.sampler.data) == population(expected.train)
+        assert population(member.test_data) == population(expected.test)
+        sizes = [x.size for x in jax.tree.leaves(jax.eval_shape(member.algorithm.model.init, jax.random.key(0)))]
+        assert (sum(sizes) == 650) == (config.model == "digits_logistic")
+        assert type(member.algorithm).__name__.lower() == config.algorithm
+    assert len({id(member.sampler.data) for member in members}) == 3
+
+
+def test_members_share_a_sampler_only_if_it_is_that_of_separate_runs():
+    """That of ADPSGD depends on the numbers of steps, and thus on incomplete batches."""
+    common = {"dataset": "digits(clients=6)", "model": "digits_logistic", "batch_size": 50}
+    configs = [
+        RunConfig(**common, algorithm=algorithm, drop_remainder=drop)
+        for algorithm, drop in (("dpsgd", False), ("adpsgd", False), ("adpsgd", True))
+    ]
+
+    def ids(sampler):
+        return [sampler.cohort(round).client_ids for round in range(12)]
+
+    found = [ids(member.sampler) for member in build_members(configs, Settings(execution="jit"))]
+    assert found == [ids(build(config, Settings(execution="jit")).sampler) for config in configs]
+    assert found[0] != found[1] != found[2]
 
 
 def test_a_dataset_with_a_seed_is_the_same_for_all_seeds(tmp_path, no_pictures):
