@@ -105,8 +105,8 @@ class Simulator:
             )
         if isinstance(faults, Faults) and faults.client_failures == 1:
             raise ValueError(
-                "The run cannot go on after 0 server steps, with client_failures=1: every client fails, so no update would ever "
-                "arrive: give fewer faults."
+                "The run cannot go on after 0 server steps, with client_failures=1: every client fails, so no update would "
+                "ever arrive: give fewer faults."
             )
         self._server = Server(sampler, steps.astype(np.int64), clients, policy, faults.server_crashes)
         self._begun = False
