@@ -233,12 +233,12 @@ def references(text: str) -> list[str]:
     >>> references("buffered(size=3, staleness_weight='mine.py:weight(a=1)')"), references("http://a"), references("tfds:mnist")
     (['mine.py:weight'], [], ['tfds:mnist'])
     """
-    ends = [*(match.start() for match in re.finditer(r"\(", text)), len(text)]
-    found = next(([name] for end in ends if _REFERENCE.fullmatch(name := text[:end].strip())), [])
     try:
-        options = parse_call(text)[1]
-    except (ValueError, TypeError):  # It is no call, so it has no options.
-        return found
+        name, options = parse_call(text)
+        names = [name]
+    except (ValueError, TypeError):  # It is no call. What could be its name counts, because not everything is parsed as a call.
+        names, options = [text[: match.start()] for match in re.finditer(r"\(|$", text)], {}
+    found = [name for name in map(str.strip, names) if _REFERENCE.fullmatch(name)][:1]
     return found + [each for value in texts_in(options) for each in references(value)]
 
 
@@ -303,14 +303,17 @@ def is_installed(file: str) -> bool:
     return file.startswith("<frozen ") or in_package or any(map(path.is_relative_to, _INSTALLED))
 
 
-def absolute(reference: str) -> str:
-    """Makes the path in ``FILE.py:NAME`` absolute, and returns other names unchanged.
+def absolute(text: str) -> str:
+    """Makes the paths in all names ``FILE.py:NAME`` in a text absolute, also in the values of options.
 
-    >>> absolute("emnist62"), absolute("/a/../b.py:load(size=3)")
-    ('emnist62', '/b.py:load(size=3)')
+    >>> absolute("emnist62"), absolute("/a/../b.py:load(size=3)"), absolute("buffered(staleness_weight='/a/../b.py:weight')")
+    ('emnist62', '/b.py:load(size=3)', "buffered(staleness_weight='/b.py:weight')")
     """
-    file, separator, rest = reference.partition(".py:")
-    return f"{Path(file).expanduser().resolve()}.py:{rest}" if separator else reference
+    for name in references(text):
+        file, separator, attribute = name.rpartition(".py:")
+        if separator:
+            text = text.replace(name, f"{Path(file).expanduser().resolve().as_posix()}.py:{attribute}")
+    return text
 
 
 def _says_that_it_makes(function: types.FunctionType, expected: type) -> bool:

@@ -356,6 +356,21 @@ def test_custom_algorithm_without_model_or_optimizer(custom, tmp_path):
     assert [line["clients"] for line in read_metrics(tmp_path / "r/metrics.jsonl")] == [4, 4, 4]
 
 
+@pytest.mark.slow
+def test_paths_of_code_in_options_become_absolute(tmp_path, monkeypatch, capsys):
+    """So that the run can be continued in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def weight(a):\n    return lambda staleness: a / (1 + staleness)\n")
+    buffered = "buffered(size=2, concurrency=3, staleness_weight='{}mine.py:weight(a=0.5)')"
+    arguments = ["run", *SMALL, "--synchronization", buffered.format(""), "--folder", "r", "--no-progress"]
+    assert main(arguments) == 0
+    stored = read_config(tmp_path / "r")
+    assert stored["config"]["synchronization"] == buffered.format(f"{tmp_path.resolve()}/")
+    assert list(stored["code"]) == [str(tmp_path.resolve() / "mine.py")]
+    monkeypatch.chdir("/")
+    assert main(["resume", str(tmp_path / "r"), "--no-progress"]) == 0
+
+
 def test_dataset_and_model_with_options_by_import_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
