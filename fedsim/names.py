@@ -8,11 +8,13 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import sysconfig
 import types
 import typing
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -336,7 +338,8 @@ def _call(text: str) -> ast.Call | None:
 
 
 def _module_name(path: Path) -> str:
-    return f"fedsim_user_{path.stem}"
+    """Returns the name of the module of a user's file; files of the same name in two folders are two modules."""
+    return f"fedsim_user_{path.stem}_{zlib.crc32(os.fsencode(path.expanduser().resolve())):08x}"
 
 
 def _load_file(path: Path) -> types.ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.metadata
@@ -9,9 +10,9 @@ import inspect
 import platform
 import subprocess
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ import numpy as np
 from fedsim._version import __version__
 from fedsim.data import FederatedData
 from fedsim.descriptions import SIMPLE, hash_of
+from fedsim.names import is_installed
 
 _PACKAGE = Path(__file__).parents[1]
-_PYTHON = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 _PACKAGES = ("jax", "jaxlib", "numpy", "optax", "dm-haiku", "scipy", "networkx", "scikit-learn", "orbax-checkpoint")
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _OPAQUE = (str, bytes, np.ndarray, jax.Array, FederatedData)
@@ -40,25 +41,22 @@ def code_of(*values: Any) -> dict[str, str]:
     {}
     """
     found: dict[str, str] = {}
-    modules = {value.__name__: value for value in values if isinstance(value, types.ModuleType)}
+    pending = {value.__name__ for value in values if isinstance(value, types.ModuleType)}
     for thing in _reached(values):
-        module = sys.modules.get(thing.__module__)
         if thing.__module__ == "__main__":
             found |= _source(thing)
-        elif module is not None:
-            modules[thing.__module__] = module
-    pending = [module for module in modules.values() if _is_own(module)]
+        elif isinstance(thing.__module__, str):
+            pending.add(thing.__module__)
     while pending:
-        module = pending.pop()
-        path = str(Path(str(module.__file__)).resolve())
-        if path in found:
-            continue
-        found[path] = hash_of(Path(path).read_bytes())
-        for value in vars(module).values():
-            name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-            used = sys.modules.get(name) if isinstance(name, str) else None
-            if used is not None and _is_own(used):
-                pending.append(used)
+        name = pending.pop()
+        path = _own_file(name)
+        if path is not None and str(path) not in found:
+            source = path.read_bytes()
+            found[str(path)] = hash_of(source)
+            pending |= _imports(source, name if path.name == "__init__.py" else name.rpartition(".")[0])
+            for value in vars(sys.modules[name]).values() if name in sys.modules else ():  # what importlib has imported
+                used = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+                pending |= {used} if isinstance(used, str) else set()
     return dict(sorted(found.items()))
 
 
@@ -75,10 +73,8 @@ def changed_code(stored: Mapping[str, str], now: Mapping[str, str]) -> list[str]
             return now[name]
         if name.startswith("__main__."):  # Only the notebook or the script itself can compare it.
             return stored[name] if not now else None
-        try:
-            return hash_of(Path(name).read_bytes())
-        except OSError:
-            return None
+        # Somebody else may have written the names, and a device or a pipe has no end.
+        return hash_of(Path(name).read_bytes()) if Path(name).is_file() else None
 
     return [name for name, known in stored.items() if current(name) != known]
 
@@ -114,13 +110,38 @@ def _git(*arguments: str) -> str:
         return ""
 
 
-def _is_own(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    if module.__name__ == "__main__" or not file or not file.endswith(".py"):
-        return False
+def _own_file(name: str) -> Path | None:
+    """Returns the source file of a module if it is the user's own; None for other modules. Nothing is imported."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+    else:  # A function will import it.
+        spec, parts = None, name.split(".")
+        for end in range(1, len(parts) + 1):
+            spec = PathFinder.find_spec(".".join(parts[:end]), spec.submodule_search_locations if spec else None)
+            if spec is None or (end < len(parts) and spec.submodule_search_locations is None):
+                return None
+        file = spec.origin if spec else None
+    if name == "__main__" or not file or not file.endswith(".py"):
+        return None
     path = Path(file).resolve()
-    installed = {"site-packages", "dist-packages"} & set(path.parts)
-    return path.exists() and not installed and not any(path.is_relative_to(folder) for folder in (_PACKAGE, *_PYTHON))
+    return path if path.is_file() and not is_installed(str(path)) else None
+
+
+def _imports(source: bytes, package: str) -> set[str]:
+    """Returns the modules that source code imports, also in its functions. What it imports from a module may be one, too."""
+    found: set[str] = set()
+    try:
+        nodes = ast.walk(ast.parse(source))
+    except SyntaxError:  # The import will say so.
+        return found
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(part for part in (above, node.module) if part)
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return {".".join(name.split(".")[: end + 1]) for name in found for end in range(name.count(".") + 1)} - {""}
 
 
 def _reached(values: Any) -> Iterator[Any]:

@@ -131,6 +131,9 @@ class RunFolder:
             version = (
                 "" if "population" in stored else "\nAn earlier version of fedsim wrote it and did not record all of this."
             )
+            if all("examples (hash)" in line for line in differences):
+                where = run["config"].get("data")
+                version = f"\nThe examples{f' in {where}' if where else ''} have changed since the run began: restore them."
             raise ValueError(
                 f"The run folder {self.path} holds a run of another configuration:\n"
                 + "\n".join(differences)
@@ -233,7 +236,7 @@ def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Returns the packages, settings and the kind of device that have changed, with their earlier and present values."""
     flat = [
         {
-            "devices": run.get("devices", "").rpartition(" ")[2],  # their kind; their number does not affect results
+            "devices": run.get("devices", "").partition(" x ")[2],  # their kind; their number does not affect results
             **run.get("versions", {}),
             **run.get("jax_settings", {}),
         }

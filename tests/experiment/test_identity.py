@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import linecache
+import os
+import re
 import shutil
 from collections.abc import Callable
 
@@ -18,7 +20,9 @@ import fedsim
 from fedsim.aggregators import CentredClipping, Compressed, Mean, TrimmedMean
 from fedsim.experiment import read_config, run
 from fedsim.experiment._environment import changed_code, code_of
+from fedsim.experiment._folder import _differences
 from fedsim.experiment._identity import describe
+from fedsim.names import import_reference, imported_module
 
 
 def test_another_configuration_is_refused_naming_the_differences(arguments, tmp_path):
@@ -202,6 +206,75 @@ def test_the_code_of_a_notebook_that_an_algorithm_uses_is_part_of_the_run(make_a
     for old, new in (("x / 2", "x / 3"), ("1.0", "-0.5"), (" * FACTOR", " / FACTOR")):
         changed = code(CELL.replace(old, new))
         assert changed_code(first, changed) and changed.keys() == first.keys(), old
+
+
+_FILES = {
+    "mine.py": "from rates_of_mine import FACTOR\ndef net():\n    import package_of_mine.sub as sub\n    return later(sub)\n"
+    "def later(x):\n    import later_of_mine\n    return later_of_mine\n",
+    "rates_of_mine.py": "FACTOR = 0.5\n",
+    "later_of_mine.py": "import numpy, os\n",
+    "package_of_mine/__init__.py": "",
+    "package_of_mine/sub.py": "from . import deep\nfrom .deep import VALUE\n",
+    "package_of_mine/deep.py": "VALUE = 1\n",
+    "unused_of_mine.py": "",
+}
+
+
+def test_code_includes_modules_of_which_only_values_are_used_or_which_a_function_imports(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "package_of_mine").mkdir()
+    for name, text in _FILES.items():
+        (tmp_path / name).write_text(text)
+    import_reference(f"{tmp_path}/mine.py:net")
+    first = code_of(imported_module(f"{tmp_path}/mine.py:net"))
+    assert first.keys() == {str((tmp_path / name).resolve()) for name in _FILES if name != "unused_of_mine.py"}
+    for name in ("rates_of_mine.py", "later_of_mine.py", "package_of_mine/deep.py"):
+        (tmp_path / name).write_text("FACTOR = -0.5\n")
+        assert changed_code(first, code_of(imported_module(f"{tmp_path}/mine.py:net"))) == [str((tmp_path / name).resolve())]
+        (tmp_path / name).write_text(_FILES[name])
+
+
+def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
+    names = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(f"def net():\n    return {folder!r}\n")
+        names.append(f"{tmp_path}/{folder}/mine.py:net")
+    assert [import_reference(name)() for name in names] == ["a", "b"]
+    assert [list(code_of(imported_module(name))) for name in names] == [[str(tmp_path / f"{f}/mine.py")] for f in ("a", "b")]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_recorded_names_that_are_no_files_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    names = dict.fromkeys([str(tmp_path / "pipe.py"), "/dev/zero", str(tmp_path)], "0" * 16)
+    assert changed_code(names, {}) == list(names)
+
+
+def test_the_kind_of_device_is_compared_and_not_the_number():
+    def differences(old, new):
+        return _differences({"devices": old}, {"devices": new})
+
+    assert (
+        differences("1 x cpu", "8 x cpu")
+        == ""
+        == differences("1 x NVIDIA H100, deterministic", "8 x NVIDIA H100, deterministic")
+    )
+    assert differences("1 x cpu", "1 x NVIDIA H100, not deterministic") == "devices cpu (now NVIDIA H100, not deterministic)"
+    for other in ("1 x NVIDIA A100, not deterministic", "1 x NVIDIA H100, deterministic"):
+        assert "now NVIDIA H100, not deterministic" in differences(other, "1 x NVIDIA H100, not deterministic")
+
+
+def test_changed_examples_of_a_folder_are_refused_with_its_name(arguments, data, tmp_path):
+    config = fedsim.experiment.RunConfig(rounds=1, data=str(tmp_path))
+    arguments |= dict(rounds=1, test_data=None, config=config, folder=tmp_path / "r")
+    run(**arguments)
+    sampler = fedsim.UniformSampler(_changed(data, columns={**data.columns, "x": -data.columns["x"]}), clients=3, seed=7)
+    with pytest.raises(
+        ValueError, match=f"The examples in {re.escape(str(tmp_path))} have changed since the run began: restore"
+    ):
+        run(**{**arguments, "sampler": sampler})
+    assert run(**arguments).round == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
