@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(reproductions.select_cases(reproduction, request, options.only)))
         return 0
     with warnings.catch_warnings():
-        # If JAX has started already, the caller has select_cases its devices.
+        # If JAX has started already, the caller has chosen its devices.
         warnings.simplefilter("ignore", UserWarning)
         fedsim.use_all_cores()
     out = Path(options.out or f"reproductions/{reproduction.name}.json").expanduser()

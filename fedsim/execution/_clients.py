@@ -148,8 +148,8 @@ class Clients:
         """Returns each client's ``work(shared, client)``, leaves ``[slots, ...]`` in cohort order.
 
         Clients read their memory and do not change it. Attackers read poisoned batches, but what they return is not corrupted,
-        and no bits are counted. Rows
-        beyond the cohort's clients are zeros. Inside a round there may be more rows than the cohort has slots.
+        and no bits are counted. Rows beyond the cohort's clients are zeros. Inside a round there may be more rows than the
+        cohort has slots.
 
         Args:
           work: the work of one client; it returns a pytree of arrays.
