@@ -21,6 +21,7 @@ from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems import (
     Asynchronous,
+    FedBuff,
     Schedule,
     ScheduledSampler,
     StaleSynchronous,
@@ -67,6 +68,14 @@ def scheduled(
             "StaleSynchronous has the same workers in all rounds, so it cannot run with stragglers or attackers of a sampler: "
             "use a sampler without them, or another synchronization model."
         )
+    if isinstance(synchronization, FedBuff):
+        if not hasattr(algorithm, "weighting"):
+            raise ValueError(
+                f"FedBuff gives clients equal weights, and {type(algorithm).__name__} has no weighting: use Buffered, in which "
+                "the algorithm weights them."
+            )
+        equal: Any = {"weighting": "uniform"}
+        algorithm = dataclasses.replace(algorithm, **equal)
     # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
     outline = _outline(algorithm, first, Staleness(bound=0))
     if mixing:

@@ -35,9 +35,13 @@ from fedsim.systems._staleness_weights import HingeWeight as HingeWeight
 from fedsim.systems._staleness_weights import PolynomialWeight as PolynomialWeight
 from fedsim.systems._synchronization import Asynchronous as Asynchronous
 from fedsim.systems._synchronization import Buffered as Buffered
+from fedsim.systems._synchronization import FedBuff as FedBuff
 from fedsim.systems._synchronization import StaleSynchronous as StaleSynchronous
 from fedsim.systems._synchronization import Synchronous as Synchronous
 
 # What can be chosen by name.
 LAWS: dict[str, type[Law]] = by_name(Constant, LogNormal, HalfNormal, Exponential)
-SYNCHRONIZATIONS: dict[str, type[Synchronization]] = by_name(Synchronous, StaleSynchronous, Asynchronous, Buffered)
+SYNCHRONIZATIONS: dict[str, type[Synchronization]] = {
+    **by_name(Synchronous, StaleSynchronous, Asynchronous, Buffered),
+    "fedbuff": FedBuff,
+}

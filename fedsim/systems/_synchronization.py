@@ -159,14 +159,14 @@ class StaleSynchronous(Synchronization):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffered(Synchronization):
-    """FedBuff: some clients are always in flight, and the server takes a step with every ``size`` updates.
+    """Some clients are always in flight, and the server takes a step with every ``size`` updates, as in FedBuff.
 
     The mean staleness is (concurrency - 1) / size for any law of the durations, and the clients answer at the rate concurrency
     / (mean duration). Both need a population of at least concurrency + size - 1 clients, because a client whose update is in
     the buffer is not selected.
 
-    The algorithm weights the updates, too, and FedAvg does so by numbers of examples. FedBuff's mean over the K updates, in
-    which each counts by its staleness alone, is that of ``FedAvg(weighting="uniform")``.
+    The algorithm weights the updates, too, and FedAvg does so by numbers of examples. The paper's mean over the K updates, in
+    which each counts by its staleness alone, is that of `FedBuff`, or of ``FedAvg(weighting="uniform")``.
 
     Attributes:
       size: K, the number of updates in a server step. Late updates (`Policy`) come in addition.
@@ -217,6 +217,17 @@ class Buffered(Synchronization):
             else:
                 server.aggregate(weights=weights)
         server.dispatch(self.concurrency - server.expected)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FedBuff(Buffered):
+    """`Buffered` with the paper's mean over the K updates of a server step: the algorithm's clients have equal weights.
+
+    A run with it replaces the ``weighting`` of the algorithm by ``"uniform"``.
+
+    >>> FedBuff(size=10, concurrency=30).divide_by
+    'size'
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,10 +55,11 @@ def params_by_hand(schedule, mixing, seed=0):
     return states[-1].params
 
 
-def test_fedbuff_is_the_mean_over_k_with_uniform_weighting():
+@pytest.mark.parametrize(("weighting", "kind"), [("uniform", systems.Buffered), ("examples", systems.FedBuff)])
+def test_fedbuff_is_the_mean_over_k_with_uniform_weighting(weighting, kind):
     """Line 11 of the paper's Algorithm 1: the update of a server step is 1/K times the sum of s(staleness) times update."""
-    algorithm, start = make(weighting="uniform"), make().init(fedsim.rng.stream(fedsim.rng.root(0), "init"))
-    result = run(algorithm, synchronization=systems.Buffered(size=3, concurrency=5), rounds=2)
+    algorithm, start = make(weighting=weighting), make().init(fedsim.rng.stream(fedsim.rng.root(0), "init"))
+    result = run(algorithm, synchronization=kind(size=3, concurrency=5), rounds=2)
     updates, data = result.schedule.updates, sampler().data
     states = [start]
     for step in range(2):
