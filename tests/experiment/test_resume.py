@@ -404,7 +404,8 @@ def test_config_json_records_versions_and_settings(arguments, tmp_path):
     run(**arguments, folder=tmp_path / "r", config={"x": [1, 2]}, settings=settings)
     stored = read_config(tmp_path / "r")
     assert stored["config"] == {"x": [1, 2], "rounds": 12, "evaluate_every": 4, "root_key": [0, 7]}
-    assert stored["settings"]["lanes"] == 2 and set(stored["versions"]) == {"fedsim", "jax", "python"}
+    assert stored["settings"]["lanes"] == 2
+    assert {"fedsim", "jax", "jaxlib", "numpy", "optax", "python"} <= stored["versions"].keys()
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorithm, tmp_path, monkeypatch):
