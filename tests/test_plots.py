@@ -3,6 +3,8 @@
 import builtins
 import dataclasses
 import io
+import itertools
+import re
 
 import networkx as nx
 import numpy as np
@@ -12,6 +14,7 @@ from IPython.core.formatters import PNGFormatter
 import fedsim
 from fedsim import plots
 from fedsim.data import FederatedData
+from fedsim.experiment import _report
 
 
 def population(clients, classes=10, seed=0):
@@ -293,3 +296,57 @@ def test_nodes_are_shown_over_rounds_and_bytes():
         plots.plot_nodes({"ring": history})
     with pytest.raises(ValueError, match="at least one run"):
         plots.plot_nodes({})
+
+
+def progress(number):
+    """The metrics of a run: two rounds and two evaluations."""
+    lines = []
+    for round in (1, 2):
+        lines.append({"round": round, "simulated_seconds": 3.0 * round, "bits_up": 8e6, "bits_down": 8e6, "loss": 1 / round})
+        score = {"test_accuracy": 0.4 * round, "test_accuracy_clients_worst10": 0.3 * round}
+        nodes = {f"test_personal_accuracy_clients_{kind}": 0.4 * round for kind in ("mean", "worst10")}
+        lines += [{"round": round, "consensus_distance": 0.5**round}, {"round": round} | score | nodes]
+    return lines
+
+
+@pytest.mark.parametrize("plot", [plots.plot_progress, plots.plot_bits, plots.plot_nodes])
+@pytest.mark.parametrize("runs", [2, 12, 40])
+def test_every_run_has_its_own_style_and_the_legend_covers_no_curve(plot, runs):
+    figure = plot({f"run {number} with a long name": progress(number) for number in range(runs)})
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) == runs and figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
+    for axes in figure.axes:
+        assert not box.overlaps(axes.get_window_extent()) and axes.get_legend() is None
+    named = [line for line in figure.axes[0].lines if not line.get_label().startswith("_")]
+    styles = {(line.get_color(), line.get_linestyle(), line.get_marker(), line._dash_pattern[1] and 1) for line in named}
+    assert len(styles) == len(named) == runs
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+def test_a_learning_curve_has_a_panel_for_each_scale_and_whole_rounds(evaluated, tmp_path, monkeypatch):
+    figures = []
+    new_figure = _report.new_figure
+    monkeypatch.setattr(_report, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    lines = [line for line in progress(0) if evaluated or "loss" in line]
+    fedsim.experiment.draw_learning_curve(lines, tmp_path / "curve.png", "a title")
+    (figure,) = figures
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels == ["test accuracy"] * evaluated + ["training loss\n(mean over the cohort)"]
+    boxes = [axes.get_position() for axes in figure.axes]
+    assert all(upper.y0 > lower.y1 for upper, lower in itertools.pairwise(boxes))  # No two scales in one panel.
+    ticks = figure.axes[-1].get_xticks()
+    assert np.array_equal(ticks, np.round(ticks)) and (tmp_path / "curve.png").exists()
+
+
+def test_axes_of_nodes_are_named_and_a_logarithmic_one_says_so():
+    history = progress(0)
+    figure = plots.plot_nodes({"ring": history})
+    figure.canvas.draw()
+    assert all(axes.get_ylabel() and axes.get_xlabel() for axes in figure.axes)
+    distance = figure.axes[1]
+    assert distance.get_yscale() == "log" and "logarithmic" in distance.get_ylabel()
+    shown = [text.get_text() for text in distance.get_yticklabels(which="both") if text.get_text()]
+    assert len(shown) >= 3 and all(re.fullmatch(r"[0-9.]+", text) for text in shown)

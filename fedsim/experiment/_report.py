@@ -11,6 +11,7 @@ from fedsim.execution import Execution, Jit
 from fedsim.execution._devices import is_gpu
 from fedsim.experiment._divergence import is_diverged
 from fedsim.experiment._lines import Line, scalar_metrics
+from fedsim.plots._canvas import BLUE, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks
 from fedsim.samplers import Attacked
 
 _MOST_SHOWN = 10
@@ -122,7 +123,7 @@ def closing_table(
 
 
 def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None:
-    """Draws the training loss and the test accuracy (or the first test metric) over the rounds into a picture file.
+    """Draws the test accuracy (or the first test metric) and below it the training loss over the rounds into a picture file.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "curve.png"
@@ -130,40 +131,36 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
     >>> path.exists()
     True
     """
-    # Not pyplot, which would choose a backend and open windows for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     loss = _series(history, "loss")
     tests = [name for line in history for name in scalar_metrics(line)]
     metric = next((name for name in ("test_accuracy", "test_personal_accuracy") if name in tests), tests[0] if tests else None)
-    figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    left = figure.subplots()
-    handles: list[Any] = []
-    left.set_title(title, fontsize=11)
-    left.set_xlabel("round")
-    left.grid(alpha=0.25)
-    if loss[0]:
-        left.set_ylabel("training loss (mean over the cohort)")
-        handles += left.plot(*loss, color="tab:gray", linewidth=1, alpha=0.9, label="training loss")
-        left.set_ylim(bottom=0)
+    panels = bool(metric) + bool(loss[0])
+    figure = new_figure(7, 1.6 + 2.2 * max(1, panels))
+    every: Any = figure.subplots(max(1, panels), sharex=True, squeeze=False)[:, 0]
     if metric:
-        right = left.twinx() if loss[0] else left
-        name = metric.removeprefix("test_")
-        right.set_ylabel(f"test {name}", color="tab:blue")
-        right.tick_params(axis="y", colors="tab:blue")
-        handles += right.plot(*_series(history, metric), color="tab:blue", marker="o", markersize=3, label=f"test {name}")
+        axes, name = every[0], metric.removeprefix("test_")
+        axes.set_ylabel(f"test {name}")
+        axes.plot(*_series(history, metric), color=BLUE, marker="o", markersize=3, label=f"test {name}")
         if metric == "test_accuracy" and "test_personal_accuracy" in tests:
             own = _series(history, "test_personal_accuracy")
-            handles += right.plot(*own, color="tab:green", marker="o", markersize=3, label="personal models")
+            axes.plot(*own, color=ORANGE, marker="s", markersize=3, label="personal models")
         worst = _series(history, f"{metric}_clients_worst10")
         if worst[0]:
-            handles += right.plot(*worst, color="tab:blue", linestyle=":", label="worst 10 % of clients")
+            axes.plot(*worst, color=BLUE, linestyle=":", label="worst 10 % of clients")
         if name == "accuracy":
-            right.set_ylim(0, 1)
-    if handles:
-        left.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize=9)
+            axes.set_ylim(0, 1)
+        if len(axes.lines) > 1:
+            add_legend(figure, axes)
+    if loss[0]:
+        every[-1].set_ylabel("training loss\n(mean over the cohort)")
+        every[-1].plot(*loss, color=GREY, linewidth=1)
+        every[-1].set_ylim(bottom=min(0, *loss[1]))
+    every[0].set_title(shorten(title, 100), fontsize=11)
+    every[-1].set_xlabel("round")
+    whole_ticks(every[-1].xaxis)
+    for axes in every:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25)
     figure.savefig(path)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedsim import checks
-from fedsim.plots._canvas import new_figure
+from fedsim.plots._canvas import add_legend, logarithmic, new_figure, shorten, style
 from fedsim.plots._progress import curve
 
 
@@ -37,16 +37,16 @@ def plot_bits(
     checks.one_of("up", "down", direction=direction)
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
-    for (name, history), marker in zip(histories.items(), itertools.cycle("os^vDPX*")):
+    for number, (name, history) in enumerate(histories.items()):
         megabytes, values = _curve(name, history, metric, f"bits_{direction}")
-        axes.plot(megabytes, values, marker=marker, markersize=3, linewidth=1.4, label=name)
-    axes.set_xscale("log")
-    axes.set_xlabel(f"megabytes {'sent' if direction == 'up' else 'received'} by clients so far (logarithmic)")
+        axes.plot(megabytes, values, **style(number), label=shorten(name, 200))
+    axes.set_xlabel(f"megabytes {'sent' if direction == 'up' else 'received'} by clients so far")
     axes.set_ylabel(metric.replace("_", " "))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
+    logarithmic(axes.xaxis)
     if histories:
-        axes.legend(frameon=False, fontsize=9)
+        add_legend(figure, axes)
     return figure
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.plots._canvas import new_figure
+from fedsim.plots._canvas import add_legend, logarithmic, new_figure, shorten, style, whole_ticks
 from fedsim.plots._progress import curve, megabytes_of, rounds_of
 
-_STYLES = {"_clients_mean": "-", "_clients_worst10": ":"}
+_DASHES = {"_clients_mean": "-", "_clients_worst10": ":"}
 
 
 def plot_nodes(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "accuracy") -> Any:
@@ -39,24 +39,26 @@ def plot_nodes(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str
     figure = new_figure(11.4, 3.6)
     over_rounds, distance, over_bytes = figure.subplots(1, 3)
     over_bytes.sharey(over_rounds)
-    colours = [f"C{number % 10}" for number in range(len(histories))]
-    for (name, history), colour in zip(histories.items(), colours, strict=True):
+    for number, (name, history) in enumerate(histories.items()):
+        own = style(number)
         for axes, positions in ((over_rounds, rounds_of(history)), (over_bytes, megabytes_of(history))):
-            for kind, style in _STYLES.items():
+            for kind, dashes in _DASHES.items():  # The marker and the colour say which run it is.
                 if kind == "_clients_worst10" and not any(f"test_personal_{metric}{kind}" in line for line in history):
                     continue  # The metric does not say which values are the worst.
                 points = curve(name, history, f"test_personal_{metric}{kind}", positions)
-                axes.plot(*points, style, color=colour, linewidth=1.4, label=name if style == "-" else None)
-        distance.plot(*curve(name, history, "consensus_distance", rounds_of(history)), color=colour, linewidth=1.4)
-    over_rounds.set_ylabel(f"{metric} of the nodes' own models\nmean, and worst tenth (dotted)")
+                label = shorten(name, 200) if dashes == "-" else None
+                axes.plot(*points, **own | {"linestyle": dashes}, label=label)
+        rounds, distances = curve(name, history, "consensus_distance", rounds_of(history))
+        distance.plot(rounds, distances, **own | {"linestyle": "-"}, markevery=-(-len(rounds) // 10))
+    for axes in (over_rounds, over_bytes):
+        axes.set_ylabel(f"{metric} of the nodes' own models\nmean, and worst tenth (dotted)")
     distance.set_ylabel("consensus distance")
-    distance.set_yscale("log")
-    distance.yaxis.set_major_formatter("{x:g}")
-    distance.yaxis.set_minor_formatter("{x:g}")
     for axes, label in zip(figure.axes, ("rounds", "rounds", "megabytes sent by all nodes so far"), strict=True):
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    handles, names = over_rounds.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 5), frameon=False, fontsize=9)
+    logarithmic(distance.yaxis)
+    for axes in (over_rounds, distance):
+        whole_ticks(axes.xaxis)
+    add_legend(figure, over_rounds)
     return figure

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.plots._canvas import new_figure
-
-_MARKERS = "os^vDPX*"
+from fedsim.plots._canvas import add_legend, new_figure, shorten, style, whole_ticks
 
 
 def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: str = "test_accuracy") -> Any:
@@ -45,14 +43,14 @@ def plot_progress(histories: Mapping[str, Sequence[Mapping[str, Any]]], metric: 
     figure = new_figure(3.6 * len(curves) + 0.6, 3.6)
     all_axes = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for axes, (label, of_runs) in zip(all_axes, curves.items(), strict=True):
-        for (name, points), marker in zip(of_runs.items(), itertools.cycle(_MARKERS)):
-            axes.plot(*points, marker=marker, markersize=3, linewidth=1.4, label=name)
+        for number, (name, points) in enumerate(of_runs.items()):
+            axes.plot(*points, **style(number), label=shorten(name, 200))
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     all_axes[0].set_ylabel(metric.replace("_", " "))
-    handles, names = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False, fontsize=9)
+    whole_ticks(all_axes[0].xaxis)
+    add_legend(figure, all_axes[0])
     return figure
 
 
