@@ -85,7 +85,8 @@ class Model:
           eval_kwargs: keyword arguments of the function in evaluation.
 
         Raises:
-          ValueError: ``transformed`` has state (``hk.transform_with_state``), which algorithms do not support.
+          ValueError: ``transformed`` is not the result of ``hk.transform``: it has state (``hk.transform_with_state``), which
+            algorithms do not support, or it is a module of another library, for which a `Model` can be made from functions.
         """
         check_transformed(transformed=transformed)
         train_kwargs, eval_kwargs = dict(train_kwargs or {}), dict(eval_kwargs or {})
@@ -260,14 +261,25 @@ def check_transformed(**values: Any) -> None:
     >>> check_transformed(top="linear")
     Traceback (most recent call last):
     ...
-    ValueError: Expected top to be the result of hk.transform, got a str: models with state are not supported.
+    ValueError: Expected top to be the result of hk.transform, got a str: give hk.transform(function), where the function calls \
+the Haiku modules.
     """
     for name, value in values.items():
-        if not isinstance(value, hk.Transformed):
-            raise ValueError(
-                f"Expected {name} to be the result of hk.transform, got a {type(value).__name__}: models with state are not "
-                "supported."
+        if isinstance(value, hk.Transformed):
+            continue
+        if isinstance(value, hk.TransformedWithState | hk.MultiTransformedWithState):
+            remedy = (
+                "models with state are not supported, so replace batch normalization and its running averages by hk.GroupNorm or "
+                "hk.LayerNorm, and give hk.transform(function)"
             )
+        elif callable(getattr(value, "init", None)) and callable(getattr(value, "apply", None)):
+            remedy = (
+                "for a network of another library, such as Flax, give fedsim.Model(init=..., apply_for_train=..., "
+                "apply_for_eval=..., ...), functions that call its init and apply"
+            )
+        else:
+            remedy = "give hk.transform(function), where the function calls the Haiku modules"
+        raise ValueError(f"Expected {name} to be the result of hk.transform, got a {type(value).__name__}: {remedy}.")
 
 
 def _apply(transformed: hk.Transformed, params: Params, value: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
+import fedsim
 from fedsim import models
 
 
@@ -171,3 +172,48 @@ def test_error_for_an_unknown_model_lists_the_nearest_names():
     with pytest.raises(ValueError, match="emnist_cnn, emnist_dense"):
         models.get("zzz")
     assert models.get("dense", shape=(4,), num_classes=2).num_classes == 2
+
+
+class OtherLibrary:
+    """A module with the methods of Flax's."""
+
+    def init(self, key, x):
+        return {"params": {"w": jnp.zeros([2, 3])}}
+
+    def apply(self, variables, x):
+        return x @ variables["params"]["w"]
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (OtherLibrary(), r"got a OtherLibrary: for a network of another library, such as Flax, give fedsim.Model\(init=..., "),
+        (
+            hk.transform_with_state(lambda x: x),
+            "got a TransformedWithState: models with state are not .*hk.GroupNorm or hk.Layer",
+        ),
+        (lambda examples: examples["x"], r"got a function: give hk.transform\(function\)"),
+        (hk.Linear, r"give hk.transform\(function\)"),
+    ],
+)
+def test_a_network_that_haiku_has_not_transformed_is_refused_with_a_remedy(network, message):
+    features = {"x": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    with pytest.raises(ValueError, match=f"Expected transformed to be the result of hk.transform, .*{message}") as error:
+        fedsim.Model.from_haiku(network, features=features)
+    assert ("state" in str(error.value)) == isinstance(network, hk.TransformedWithState)
+    with pytest.raises(ValueError, match="Expected server to be the result of hk.transform, got a"):
+        fedsim.SplitModel.from_parts(device=hk.transform(lambda x: x), server=network, features=features)
+
+
+def test_the_remedy_for_a_network_of_another_library_works():
+    module = OtherLibrary()
+    model = fedsim.Model(
+        init=lambda key: module.init(key, None),
+        apply_for_train=lambda params, examples, key: module.apply(params, examples["x"]),
+        apply_for_eval=lambda params, examples: module.apply(params, examples["x"]),
+        loss=fedsim.metrics.cross_entropy,
+        metrics={},
+        features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+    )
+    batch = fedsim.Batch({"x": jnp.ones([4, 2]), "y": jnp.zeros(4, jnp.int32)}, jnp.ones(4, bool), jax.random.key(0), 0)
+    assert np.isclose(model.train_loss(model.init(jax.random.key(0)), batch), np.log(3))
