@@ -261,16 +261,16 @@ def check_transformed(**values: Any) -> None:
     >>> check_transformed(top="linear")
     Traceback (most recent call last):
     ...
-    ValueError: Expected top to be the result of hk.transform, got a str: give hk.transform(function), where the function calls \
-the Haiku modules.
+    ValueError: Expected top to be the result of hk.transform, got a str: give hk.transform(function), where the function \
+calls the Haiku modules.
     """
     for name, value in values.items():
         if isinstance(value, hk.Transformed):
             continue
         if isinstance(value, hk.TransformedWithState | hk.MultiTransformedWithState):
             remedy = (
-                "models with state are not supported, so replace batch normalization and its running averages by hk.GroupNorm or "
-                "hk.LayerNorm, and give hk.transform(function)"
+                "models with state are not supported, so replace batch normalization and its running averages by hk.GroupNorm "
+                "or hk.LayerNorm, and give hk.transform(function)"
             )
         elif callable(getattr(value, "init", None)) and callable(getattr(value, "apply", None)):
             remedy = (

@@ -29,6 +29,7 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._structure import kept_with
 from fedsim.metrics import better_of
 from fedsim.model import Model, Params
+from fedsim.primitives._placement import without_mesh_of_context
 
 T = TypeVar("T")
 _Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the rank of each row's client, how many rows count
@@ -87,6 +88,7 @@ class Evaluation(NamedTuple):
         }
 
 
+@without_mesh_of_context()
 def evaluate(
     model: Model, params: Params, data: FederatedData, *, execution: Execution | None = None, batch_size: int = 256
 ) -> Evaluation:

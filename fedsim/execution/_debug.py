@@ -22,6 +22,7 @@ from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._plan import Layout, RoundPlan, plan_round
 from fedsim.execution._programs import finished, programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
+from fedsim.primitives._placement import without_mesh_of_context
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_PythonClients")
@@ -44,6 +45,7 @@ class Debug(Execution):
     Debug()
     """
 
+    @without_mesh_of_context()
     def run(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
@@ -54,6 +56,7 @@ class Debug(Execution):
             infos.append(info)
         return state, jax.tree.map(lambda *rows: jnp.stack(rows), *infos)
 
+    @without_mesh_of_context()
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         state, kept, plan, clients = _begun(algorithm, state, cohort, _PythonClients)
         server, info = _stage("round", "the server", algorithm.round, parts_of(state).server, clients)

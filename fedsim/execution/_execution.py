@@ -37,6 +37,7 @@ from fedsim.execution._programs import Programs, RoundPrograms, programs_for
 from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 from fedsim.execution._structure import kept_with
+from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers._checked import check_is_cohort, same_key
 
 
@@ -132,6 +133,7 @@ class Jit(Execution):
         check_cohorts(algorithm, [cohort])
         return self._dispatch(algorithm, state, [cohort], None)[:2]
 
+    @without_mesh_of_context()
     def lower(self, algorithm: FederatedAlgorithm, cohort: Cohort, state: State | None = None) -> jax.stages.Lowered:
         """Lowers one round for ahead-of-time compilation, to inspect its text, cost or memory.
 
@@ -190,6 +192,7 @@ class Jit(Execution):
         is_divided = mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
         return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
+    @without_mesh_of_context()
     def _dispatch(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
     ) -> tuple[State, Any, int]:

@@ -14,6 +14,7 @@ from fedsim.data import Batches, Cohort
 from fedsim.execution._client import Client, ClientPlan, batch_loop, client_of, client_plans
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.primitives import Placed, Placement
+from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers._checked import check_is_cohort
 
 
@@ -37,6 +38,7 @@ jax.tree_util.register_pytree_node(
 )
 
 
+@without_mesh_of_context()
 def place_clients(
     cohort: Cohort, batches: Batches | None = None, *, name: str = "clients", devices: Sequence[jax.Device] | None = None
 ) -> PlacedClients:

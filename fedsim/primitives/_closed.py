@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from fedsim.primitives._placement import without_mesh_of_context
+
 T = TypeVar("T")
 
 
+@without_mesh_of_context()
 def closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
     """Traces a function; returns a jaxpr whose first arguments are what the function closes over, and these values.
 

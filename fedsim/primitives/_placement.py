@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +14,40 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedsim import checks
+
+_NO_MESH = Mesh(np.empty((), dtype=object), ())
+
+
+@contextlib.contextmanager
+def without_mesh_of_context() -> Iterator[None]:
+    """A context, or a decorator, without the mesh that the caller has chosen by `jax.set_mesh`.
+
+    JAX refuses programs over another mesh than that one, and fedsim makes a mesh of its own for its clients.
+
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))), without_mesh_of_context():
+    ...     jax.sharding.get_abstract_mesh().empty
+    True
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:  # There is none, or this is a part of a program over the devices of a mesh.
+        yield
+        return
+    try:
+        context: Any = jax.set_mesh(_NO_MESH)
+    except ValueError:  # A function is traced.
+        context = jax.sharding.use_abstract_mesh(_NO_MESH.abstract_mesh)
+    with context:
+        yield
+
+
+def check_context(placement: Placement) -> None:
+    """Raises ``ValueError`` in a context of `jax.set_mesh` with explicit axes, where JAX refuses values of another mesh."""
+    if axes := jax.sharding.get_abstract_mesh().explicit_axes:
+        raise ValueError(
+            f"Expected no explicit axes in jax.set_mesh around the placement {placement.name!r}, which is divided over "
+            f"devices, got {', '.join(map(str, axes))}: make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(axes)}, or call the program outside of the context."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +96,9 @@ class Placement:
         """Divides an array ``[size, ...]``, traced or not, over the devices."""
         if self.mesh is None:
             return stacked
+        check_context(self)
         sharding = NamedSharding(self.mesh, P(self.name))
-        if isinstance(stacked, jax.core.Tracer):
-            return jax.lax.with_sharding_constraint(stacked, sharding)
-        return jax.device_put(stacked, sharding)
+        with without_mesh_of_context():
+            if isinstance(stacked, jax.core.Tracer):
+                return jax.lax.with_sharding_constraint(stacked, sharding)
+            return jax.device_put(stacked, sharding)

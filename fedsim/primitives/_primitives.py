@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.primitives._closed import closed
-from fedsim.primitives._placement import Placement
+from fedsim.primitives._placement import Placement, check_context, without_mesh_of_context
 
 Arrays = list[Any]
 
@@ -67,7 +67,9 @@ def _per_device(placement: Placement, run: Callable[..., Any], in_specs: Any, ou
     if placement.mesh is None:
         return run
     # Some loops take another number of steps on each device, so JAX cannot prove that results are equal on all of them.
-    return jax.shard_map(run, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    check_context(placement)
+    on_devices = jax.shard_map(run, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return without_mesh_of_context()(on_devices)
 
 
 # ---- Between the server and the clients.

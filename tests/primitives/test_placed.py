@@ -5,11 +5,14 @@ import subprocess
 import sys
 import threading
 
+import federation
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import fedsim
 from fedsim import primitives as fed
 
 CLIENTS = fed.Placement("clients", 3)
@@ -209,3 +212,43 @@ def test_eight_devices_give_the_same_values_and_derivatives():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     done = subprocess.run([sys.executable, "-c", EIGHT_DEVICES], env=environment, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("8\n", 0), done.stderr[-2000:]
+
+
+def _mesh(kind):
+    return jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+
+
+def test_a_placement_over_devices_works_in_a_context_with_a_mesh():
+    """As in programs of DrJAX, which need such a context; the mesh of the context has another axis."""
+    placement = fed.Placement("clients", 4, devices=jax.devices()[:4])
+
+    def program(server, values):
+        return fed.mean(fed.map(lambda a, b: a * b, fed.broadcast(server, placement), values))
+
+    with jax.set_mesh(_mesh(jax.sharding.AxisType.Auto)):
+        values = fed.place(np.arange(4, dtype=np.float32), placement)
+        for function in (program, jax.jit(program)):
+            assert float(function(np.float32(2), values)) == 3.0
+            assert float(jax.grad(function)(np.float32(2), values)) == 1.5
+    with (
+        jax.set_mesh(_mesh(jax.sharding.AxisType.Explicit)),
+        pytest.raises(ValueError, match="Expected no explicit axes in jax.set_mesh around the placement 'clients'"),
+    ):
+        program(np.float32(2), values)
+
+
+def test_algorithms_and_evaluation_work_in_a_context_with_a_mesh():
+    data = federation.data()
+    algorithm = fedsim.algorithms.FedAvg(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2),
+        execution=fedsim.Pmap(devices=2),
+    )  # fmt: skip
+    start = algorithm.init(jax.random.key(0))
+
+    def loss():
+        state, _ = algorithm.apply(start, fedsim.Cohort.of(data, data.client_ids))
+        return fedsim.evaluate(algorithm.model, state.params, data).overall["loss"]
+
+    expected = loss()
+    with jax.set_mesh(_mesh(jax.sharding.AxisType.Auto)):
+        assert loss() == expected
