@@ -10,8 +10,10 @@ time the simulation of the events alone, without faults and with a fault model t
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +21,12 @@ import numpy as np
 import optax
 
 import fedsim
+from benchmarks.hardware import stamp
 from benchmarks.primitives import population
 from fedsim import systems
 from fedsim.experiment._scheduled import scheduled
 
+RESULT = Path(__file__).parent / "results" / "cpu-clock.json"
 MODELS = {
     "logistic": (fedsim.models.emnist_logistic, 1),
     "dense": (fedsim.models.emnist_dense, 1),
@@ -39,6 +43,7 @@ def main() -> None:
     sizes = np.maximum(10, np.random.default_rng(1).lognormal(4.5, 0.9, 100)).astype(int)
     data = population(sizes)
     sampler = fedsim.UniformSampler(data, clients=10, seed=0)
+    record: dict[str, Any] = {**stamp("cpu"), "rounds": rounds, "us_per_step": {}}
     for name, (make, factor) in MODELS.items():
         algorithm = fedsim.algorithms.FedAvg(
             model=make(), client_optimizer=optax.sgd(0.05), batches=fedsim.Batches(size=20), execution=fedsim.Jit()
@@ -46,10 +51,8 @@ def main() -> None:
         count = max(3, rounds // factor)
         made = scheduled(algorithm, sampler, rounds=count, synchronization=FEDBUFF, devices=PHONES)
         runs = {"synchronous": _timed(algorithm, sampler, count), "FedBuff": _timed(made.algorithm, made.sampler, count)}
-        seconds = {kind: min(times) for kind, times in _by_turns(runs, 5).items()}
-        ratio = seconds["FedBuff"] / seconds["synchronous"]
-        steps = ", ".join(f"{kind} {value * 1e6:,.1f} µs" for kind, value in seconds.items())
-        print(f"{name}: {steps} a client step; ratio {ratio:.2f}", flush=True)
+        record["us_per_step"][name] = {kind: min(times) * 1e6 for kind, times in _by_turns(runs, 5).items()}
+        print(f"{name}: {record['us_per_step'][name]}", flush=True)
 
     def simulate(faults: systems.Faults | None) -> Callable[[], float]:
         def run() -> float:
@@ -61,7 +64,9 @@ def main() -> None:
         return run
 
     times = _by_turns({"without": simulate(None), "with Faults()": simulate(systems.Faults())}, 5)
-    print("2,000 server steps simulated: " + ", ".join(f"{kind} {min(found):.3f} s" for kind, found in times.items()))
+    record["seconds of 2,000 simulated server steps"] = {kind: min(found) for kind, found in times.items()}
+    print(record)
+    RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _timed(algorithm: Any, sampler: Any, rounds: int) -> Callable[[], float]:

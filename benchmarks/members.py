@@ -9,7 +9,9 @@ numbers in the shapes of EMNIST, a stand-in on which no accuracy is measured.
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +19,10 @@ import numpy as np
 import optax
 
 import fedsim
+from benchmarks.hardware import stamp
 from benchmarks.primitives import population
 
+RESULT = Path(__file__).parent / "results" / "cpu-members.json"
 RATES = [float(rate) for rate in np.geomspace(0.003, 0.3, 16)]
 
 
@@ -36,17 +40,20 @@ def main() -> None:
     def sampler(seed: int) -> fedsim.UniformSampler:
         return fedsim.UniformSampler(data, clients=10, seed=seed)
 
+    record: dict[str, Any] = {**stamp("cpu"), "rounds": rounds}
     start = time.perf_counter()
     for rate in RATES:
         for seed in range(2):
             algorithm, first = make(rate), sampler(seed).cohort(0)
             state = algorithm.init(fedsim.rng.stream(first.key, "init"))
             jax.block_until_ready(algorithm.apply_rounds(state, list(sampler(seed).rounds(rounds))))
-    print(f"32 separate calls: {time.perf_counter() - start:.1f} s", flush=True)
+    record["separate calls"] = time.perf_counter() - start
     for how in ("devices", "vmap", "sequential"):
         start = time.perf_counter()
         fedsim.population(make, {"rate": RATES}, 2, sampler=sampler, rounds=rounds, how=how, progress=False)  # type: ignore[arg-type]
-        print(f"population, how={how!r}: {time.perf_counter() - start:.1f} s", flush=True)
+        record[how] = time.perf_counter() - start
+    print(record)
+    RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""Writes the README's section on speed from the committed results: ``python -m benchmarks.readme``."""
+"""Writes the sections of ``PAGES``, all of which are about measured times, from the committed results.
+
+python -m benchmarks.readme
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parents[1] / "README.md"
-_BLOCK = re.compile(r"(?<=<!-- speeds -->\n).*?(?=<!-- /speeds -->)", re.DOTALL)
+ROOT = Path(__file__).parents[1]
 _NAMES = {
     "fedsim": "**fedsim**",
     "fedsim, one round a dispatch": "fedsim, one round per dispatch",
@@ -39,7 +42,7 @@ def _rounds(table: dict[str, Any]) -> str:
     rows = [
         "Microseconds per client step, and in parentheses the ratio to fedsim's time. Whole rounds are measured: sampling, "
         "shuffling, batching, training, aggregation and server step. Examples have the shapes of Federated EMNIST; 10 clients "
-        f"per round, batch size 20, Adam on the server. {table['cpu']}, {table['cores']} cores, {table['date'][:10]}; {named}.",
+        f"per round, batch size 20, Adam on the server. {_machine(table)}; {named}.",
         "",
         "| | " + " | ".join(models) + " |",
         "| --- " * (len(models) + 1) + "|",
@@ -56,12 +59,11 @@ def _rounds(table: dict[str, Any]) -> str:
 
 def _others(tables: dict[str, Any]) -> str:
     evaluation = {row["contender"]: row for row in tables["evaluation"]["parts"][0]["rows"]}
-    scale = ", ".join(
-        f"{row['us_per_step']:.2f} ({row['model']})"
-        for part in tables["scale"]["parts"]
-        for row in part["rows"]
-        if row["clients"] == "ratio"
-    )
+    by_clients: dict[str, dict[Any, float]] = {}
+    for part in tables["scale"]["parts"]:
+        for row in part["rows"]:
+            by_clients.setdefault(row["model"], {})[row["clients"]] = row["us_per_step"]
+    scale = ", ".join(f"{model} {times[10]:,.0f} and {times[1000]:,.0f}" for model, times in by_clients.items())
     rounds = tables["data"]["parts"][1]["rows"]
     large = next(row["relative_to_smallest"] for row in rounds if row["population"] == 10**6 and row["memory"] == "stream")
     return "\n".join(
@@ -69,9 +71,8 @@ def _others(tables: dict[str, Any]) -> str:
             "- Evaluating the dense model on 77,483 examples of 3,400 clients takes "
             f"{evaluation['fedsim']['seconds']:.2f} s; with FedJAX, {evaluation['fedjax']['seconds']:.2f} s "
             f"({evaluation['fedjax']['relative_to_fedsim']:.1f}×).",
-            f"- With 1,000 clients per round instead of 10, the time per client step is multiplied by {scale}.",
-            "- With a population of 1,000,000 clients instead of 1,000, streamed from a file, the time per round is multiplied "
-            f"by {large:.2f}.",
+            f"- Microseconds per client step with 10 and with 1,000 clients per round, measured together: {scale}.",
+            f"- A round over 1,000,000 clients, streamed from a file, takes {large:.2f} times as long as over 1,000.",
             _gpu(tables.get("gpu")),
         ]
     )
@@ -79,7 +80,10 @@ def _others(tables: dict[str, Any]) -> str:
 
 def _gpu(table: dict[str, Any] | None) -> str:
     if table is None:
-        return "- GPUs have not been measured yet; `python -m benchmarks.gpu` measures fedsim on one in six minutes."
+        return (
+            "- This version has not been measured on a GPU; `python -m benchmarks.gpu` does it in six minutes. "
+            "[The architecture page](docs/architecture.md) has times of an earlier one."
+        )
     rows = "; ".join(
         f"{row['model']}, {row['clients']:,} clients: {row['ms a round']:.3g} ms"
         + (" (deterministic)" if row["deterministic"] else "")
@@ -88,5 +92,68 @@ def _gpu(table: dict[str, Any] | None) -> str:
     return f"- {table['device']} (jax {table['jax']}, {table['date'][:10]}), time per round: {rows}."
 
 
+def primitives() -> str:
+    """Returns the table of ``docs/primitives.md`` between the two ``measured`` markers, from ``cpu-primitives.json``."""
+    table = json.loads((RESULTS / "cpu-primitives.json").read_text())
+    derivative = next(row for row in table["rows"] if "derivative" in row)
+    rows = [
+        f"{_machine(table['stamp'])}. Milliseconds per round, the shortest of seven.",
+        "",
+        "| model, sizes of the clients, devices | program | DrJAX | `FedAvg` |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in sorted((row for row in table["rows"] if "devices" in row), key=lambda row: row["devices"]):
+        sizes = "equal" if row["clients"] == "equal" else "different"
+        times = " | ".join(f"{row[name]:.1f}" for name in ("primitives", "DrJAX", "FedAvg"))
+        rows.append(f"| {row['model']}, {sizes}, {row['devices']} | {times} |")
+    forward, backward = derivative["forward"], derivative["backward"]
+    rows += [
+        "",
+        f"Ten rounds of FedAvg (dense, 10 clients of 20 steps) take {forward:,.0f} ms, and with the derivative by the learning "
+        f"rate {backward:,.0f} ms ({backward / forward:.1f}×). Temporary memory is {derivative['forward MB']:.1f} and "
+        f"{derivative['backward MB']:.1f} MB.",
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def decentralized() -> str:
+    """Returns the measured times of ``benchmarks/README.md``, from ``cpu-decentralized.json``."""
+    table = json.loads((RESULTS / "cpu-decentralized.json").read_text())
+    ratios = {
+        name: statistics.median(ring["torch"]["seconds"]) / statistics.median(ring["fedsim"]["Pmap"])
+        for name, ring in table["ring"].items()
+    }
+    named = " and ".join(f"{ratio:.1f} times as fast with {name}" for name, ratio in ratios.items())
+    return (
+        f"{_machine(table)}: fedsim is {named} (medians of five). A round of 10,000 nodes of the logistic model on a random\n"
+        f"4-regular graph takes {table['many']['ratio']:.1f} times as long as a round of FedAvg of the same clients.\n"
+    )
+
+
+def _machine(stamp: dict[str, Any]) -> str:
+    commit, _, changed = stamp["commit"].partition(" ")
+    return f"{stamp['cpu']}, {stamp['cores']} cores, {stamp['date'][:10]}, commit {commit[:7]}{' ' * bool(changed)}{changed}"
+
+
+PAGES = {
+    ("README.md", "speeds"): block,
+    ("docs/primitives.md", "measured"): primitives,
+    ("benchmarks/README.md", "decentralized"): decentralized,
+}
+
+
+def section(page: str, name: str) -> re.Match[str]:
+    """Returns the text between the two markers of a page, without them."""
+    found = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert found, (page, name)
+    return found
+
+
+def main() -> None:
+    for (page, name), text in PAGES.items():
+        old = section(page, name)
+        (ROOT / page).write_text(old.string[: old.start()] + text() + old.string[old.end() :], encoding="utf-8")
+
+
 if __name__ == "__main__":
-    README.write_text(_BLOCK.sub(lambda _: block(), README.read_text()))
+    main()

@@ -140,7 +140,9 @@ def page(records: list[dict[str, Any]]) -> str:
         "",
         "`python -m benchmarks.runs --data DIR` writes this page. The configuration, the machine, the date, the commit and all",
         "evaluations of each run are in `benchmarks/results/run-NAME.json`. FEMNIST and Stack Exchange are subsets of the data",
-        "that papers use, so these accuracies cannot be compared with published ones. *Constant prediction* is the test",
+        "that papers use, and are not published: nobody else can repeat these runs exactly, and the accuracies cannot be",
+        "compared with published ones. The same commands train on the full datasets (`fedsim datasets describe NAME` says",
+        "where they come from). The times are those of the date and the commit of each run. *Constant prediction* is the test",
         "accuracy of predicting the same label for every example, with the best such label.",
         "",
         "| run | seed | rounds × clients | test accuracy | clients: mean, std, worst 10 % | constant prediction | seconds |",
@@ -167,7 +169,7 @@ def page(records: list[dict[str, Any]]) -> str:
             f"`fedsim run {given}`",
             "",
             f"{record['train'][0]:,} clients with {record['train'][1]:,} training examples; {record['test'][1]:,} test "
-            f"examples. {record['cpu']}, {record['cores']} cores, {record['date'][:10]}.",
+            f"examples. {record['cpu']}, {record['cores']} cores, {record['date'][:10]}, commit {record['commit'][:7]}.",
             "",
             f"![{record['title']}: loss and accuracy over rounds](runs/{record['run']}.png)",
         ]

@@ -8,15 +8,18 @@ from fedsim.experiment import reproductions
 
 HERE = Path(__file__).parent
 HEAD = """\
-# Reproductions of published experiments
+# Reproductions of published experiments, and comparisons without a published number
 
 This page is written by `fedsim reproduce NAME --data DIR --out docs/reproductions/NAME.json` and
 `python docs/write_reproductions.py`.
 `fedsim reproduce` lists the experiments, `--only CASE` runs some cases of one, and `--quick` is a short test. The settings, the
 values of every seed, the machine, the date, the commit and the versions of each row are in `docs/reproductions/NAME.json`.
-*paper* is the result in the paper, *ours* the mean and the standard deviation over seeds. *time* is the time of all runs of a
-row on the machine below the table, which did other work at the same time, so it does not measure speed. Experiments that are
-smaller than the paper's are marked REDUCED.
+*paper* is the number that the section's paper states, and a dash where it states none. The notes of a section say so if the
+column has another source: in `vertical` it is scikit-learn, in `fedprox` for some rows a replication, in `unus_dssgd` memory.
+`unus_faults`, `four_ways`, `data_parallel`, `few_labels` and `transfer` have no published numbers and compare methods with each
+other. *ours* is the mean and the standard deviation over seeds; a single seed has no deviation, and its number may be lucky.
+*time* is the time of all runs of a row on the machine below the table, which did other work at the same time, so it does not
+measure speed. Experiments that are smaller than the paper's are marked REDUCED.
 """
 
 

@@ -91,6 +91,16 @@ def test_commands_and_options_exist(capsys):
             assert option in shown, shlex.join(arguments)
 
 
+def test_the_run_with_traces_and_faults_reads_the_files_of_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for language, file in (("csv", "phones.csv"), ("json", "faults.json")):
+        (text,) = blocks(language)
+        Path(file).write_text(text)
+    (command,) = [line for block in blocks("") for line in block.splitlines() if "phones.csv" in line]
+    assert cli.main([*shlex.split(command)[1:], "--rounds", "3", "--folder", "run"]) == 0
+    assert "simulated" in capsys.readouterr().out
+
+
 def test_links_and_paths_exist():
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", README) if not target.startswith(("http", "#"))]
     targets += re.findall(r"`((?:fedsim|examples|colab|docs|benchmarks)/[\w./]*)`", README)
@@ -111,6 +121,7 @@ def test_make_targets_exist():
         assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE)
 
 
-def test_speeds_are_those_of_the_committed_results():
-    """The section of the README equals the output of ``python -m benchmarks.readme``."""
-    assert f"<!-- speeds -->\n{readme.block()}<!-- /speeds -->" in README
+@pytest.mark.parametrize(("page", "name"), readme.PAGES)
+def test_measured_times_are_those_of_the_committed_results(page, name):
+    """The section of the page equals the output of ``python -m benchmarks.readme``."""
+    assert readme.section(page, name).group() == readme.PAGES[page, name]()
