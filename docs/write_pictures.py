@@ -7,11 +7,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+import fedsim
+
 PAGES = ("systems", "decentralized")
 
 
 def main(*names: str) -> None:
     """Runs all Python blocks of each page in a temporary folder and copies the pictures from there."""
+    fedsim.use_all_cores(8)  # as many devices as in the tests, which run the pages, too
     for page in (Path(__file__).with_name(f"{name}.md") for name in names or PAGES):
         blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
         page.with_suffix("").mkdir(exist_ok=True)
