@@ -111,15 +111,15 @@ class ClientDevices:
         """Returns the time at which a client has been online for ``seconds`` since ``start``; infinity if it never has."""
         return start + seconds if self.intervals is None else self.intervals.advance(client, start, seconds)
 
-    def anyone_available(self, ready: np.ndarray, now: float) -> bool:
-        """Returns whether any client is ready and online.
+    def available(self, ready: np.ndarray, now: float) -> np.ndarray:
+        """Returns whether each client is ready and online, ``bool [population]``.
 
         Args:
           ready: ``float64 [population]``, when each client has ended its earlier work; infinity if never.
           now: the present time.
         """
         free = ready <= now
-        return bool((free if self.intervals is None else free & self.intervals.online_clients(now)).any())
+        return free if self.intervals is None else free & self.intervals.online_clients(now)
 
     def next_available(self, ready: np.ndarray, now: float) -> float:
         """Returns the earliest time after ``now`` at which a client becomes available; infinity if none ever does.

@@ -21,12 +21,13 @@ _FEW_SKIPPED = 50
 # After so many, the server asks again when something else happens. If nothing will, it looks at so many per client.
 _MOST_SKIPPED = 2_000
 _MOST_SKIPPED_PER_CLIENT = 20
-# So many losses, late updates, timers and so on without a server step in between mean that the run does not go on.
+# So many losses, late updates, timers and so on, while the buffer has no more updates than before, mean that the run does not
+# go on.
 _MOST_IDLE_EVENTS = 10_000
 # So does passing over so many clients, which takes most of the time if few are available.
 _MOST_PASSED_OVER = 250_000
 
-_NUMBERS = ("now", "version", "_dispatched", "_caused", "_idle_events", "_passed_over", "_wake")
+_NUMBERS = ("now", "version", "_dispatched", "_caused", "_idle_events", "_passed_over", "_most_buffered", "_wake")
 _DISPATCHES = ("in_flight", "_given_up")
 
 
@@ -108,7 +109,9 @@ class Server:
         # Clients whose update is on its way or in the buffer. They are not selected, so that no server step has two of their
         # updates.
         self._sending: set[int] = set()
-        self._dispatched, self._caused, self._idle_events, self._passed_over, self._wake = 0, 0, 0, 0, math.inf
+        self._dispatched, self._caused, self._wake = 0, 0, math.inf
+        # The most updates that the buffer has had since the last server step, and what has happened since it had so many.
+        self._most_buffered, self._idle_events, self._passed_over = 0, 0, 0
 
     @property
     def expected(self) -> int:
@@ -172,7 +175,7 @@ class Server:
             self._records.update(update, self.version, weight, scale)
         self._records.step(self.now, len(chosen), len(self.in_flight) + len(self._given_up))
         self.version += 1
-        self._idle_events = self._passed_over = 0
+        self._most_buffered = self._idle_events = self._passed_over = 0
 
     def staleness(self, updates: Sequence[Dispatch] | None = None) -> np.ndarray:
         """Returns the server steps since the dispatch of each update, ``int64 [n]``; None: of all updates in the buffer."""
@@ -214,6 +217,8 @@ class Server:
             update = self._answered(self.in_flight.pop(payload))
             self.buffer.append(update)
             self._idle_events -= 1
+            if len(self.buffer) > self._most_buffered:  # This has brought a server step nearer.
+                self._most_buffered, self._idle_events, self._passed_over = len(self.buffer), 0, 0
             model.received(self, update)
         elif kind == "arrival" and payload in self._given_up:
             update = self._answered(self._given_up.pop(payload))
@@ -346,17 +351,22 @@ class Server:
 
     def _next_available(self) -> tuple[int, int, int] | None:
         """Returns the next available client of the cohorts, its round and its steps; None if none is found."""
-        devices = self._clients.devices
+        devices, available = self._clients.devices, None
         for skipped in range(max(_MOST_SKIPPED, 0 if self._events else _MOST_SKIPPED_PER_CLIENT * len(self._steps))):
-            if skipped == _FEW_SKIPPED and not devices.anyone_available(self._ready(), self.now):
-                return None
+            if skipped == _FEW_SKIPPED:
+                available = devices.available(self._ready(), self.now)
+                if not available.any():
+                    return None
             found = self._selection.next()
-            client = found[0]
             self._passed_over += 1
-            is_free = self._busy_until.get(client, self.now) <= self.now
-            if is_free and client not in self._sending and client not in self.reserved and devices.online(client, self.now):
+            if self._is_available(found[0]) if available is None else available[found[0]]:
                 return found
         return None
+
+    def _is_available(self, client: int) -> bool:
+        is_free = self._busy_until.get(client, self.now) <= self.now
+        is_taken = client in self._sending or client in self.reserved
+        return is_free and not is_taken and self._clients.devices.online(client, self.now)
 
     def _wake_later(self) -> None:
         """Looks for clients again when the next one comes online or is free."""
@@ -381,7 +391,7 @@ class Server:
         gone = sum(math.isinf(until) for until in self._busy_until.values())
         if self._events:
             return what + (
-                f"Since the last server step, {self._idle_events} losses, late updates and other events have brought it no "
+                f"In a row, {self._idle_events} losses, late updates and other events have brought the next server step no "
                 f"nearer, and the server has looked at {self._passed_over} clients, of whom most were busy or offline: give a "
                 "later deadline or timeout, a smaller minimum, more clients that are free and online, or fewer faults."
             )

@@ -96,7 +96,9 @@ class Simulator:
         unreachable = [*faults.outages, *faults.server_crashes]
         clients = Clients(drawn, faults.draw(key), unreachable, policy, bytes_down, bytes_up)
         self._model = synchronization or Synchronous()
-        fastest = drawn.fastest(steps, bytes_down, bytes_up)
+        # How much less than all of their steps the clients of later cohorts take is not known.
+        least_steps = steps if cohort.work is None else np.zeros_like(steps)
+        fastest = drawn.fastest(least_steps, bytes_down, bytes_up)
         self._model.check(clients=population, cohort=cohort.slots, fastest=fastest)
         if policy.timeout is not None and policy.timeout < fastest:
             raise ValueError(

@@ -466,6 +466,25 @@ def test_runs_that_cannot_go_on_say_why():
     run_that_fails("Idle waits for nothing: it must dispatch clients, or set a timer", synchronization=Idle())
 
 
+def test_a_run_goes_on_as_long_as_updates_arrive_for_the_next_server_step():
+    """Almost all clients that the server looks at are offline, and every client has come online after a day."""
+    devices = systems.Devices(availability=systems.Diurnal(fraction=0.02))
+    with unittest.mock.patch.object(_server, "_MOST_PASSED_OVER", 0):
+        found = systems.schedule(
+            SAMPLER, 1, steps=np.ones(CLIENTS, int), synchronization=systems.Buffered(size=36, concurrency=4), devices=devices
+        )
+    assert len(np.unique(found.updates.client)) == 36 and found.seconds < 86400 + 1
+
+
+def test_clients_that_do_a_part_of_their_work_may_be_as_fast_as_the_deadline():
+    stragglers = Stragglers(SAMPLER, fraction=1.0, epochs=10)  # They take 1 to 9 of 10 steps.
+    arguments = {"steps": np.full(CLIENTS, 10), "synchronization": systems.Synchronous(deadline=5.0)}
+    found = systems.schedule(stragglers, 3, **arguments)
+    assert len(found.steps.time) == 3 and found.totals.aggregated >= 3 and found.totals.late > 0
+    with pytest.raises(ValueError, match="deadline >= 10 seconds"):
+        systems.schedule(SAMPLER, 3, **arguments)
+
+
 def test_wrong_calls_of_custom_models_are_errors():
     class Empty(systems.Synchronization):
         def begin(self, server):
