@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from fedsim import _interrupts as _interrupts
 from fedsim import aggregators as aggregators
 from fedsim import algorithms as algorithms
 from fedsim import attacks as attacks
@@ -64,6 +65,8 @@ from fedsim.planning import Plan as Plan
 from fedsim.planning import audit as audit
 from fedsim.planning import plan as plan
 from fedsim.samplers import UniformSampler as UniformSampler
+
+_interrupts.importing.__exit__()
 
 if TYPE_CHECKING:
     from fedsim import decentralized as decentralized

@@ -20,6 +20,7 @@ import jax
 
 import fedsim
 from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, experiment, models
+from fedsim._interrupts import LostInterruptsRepeated
 from fedsim.datasets._cache import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
@@ -28,7 +29,6 @@ from fedsim.experiment._folder import stored_run, warn_of_changed_code
 from fedsim.experiment._longer import change_rounds
 from fedsim.experiment._loop import run_experiment
 from fedsim.experiment._replay import RunRound
-from fedsim.experiment._signals import lost_interrupts_repeated
 from fedsim.experiment._sweep import is_sweep
 from fedsim.experiment._trust import check_trusted
 from fedsim.names import absolute, did_you_mean, parse_call
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"There is no command {command!r}.{did_you_mean(command, commands)} See fedsim --help.")
         if command in ("run", "plan", "resume", "replay", "reproduce"):
             _keep_compiled_programs()
-        with lost_interrupts_repeated():
+        with LostInterruptsRepeated():
             return commands[command](rest)
     except KeyboardInterrupt:
         print("fedsim: aborted", file=sys.stderr)

@@ -130,6 +130,24 @@ def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(monkeyp
     assert "aborted" in capsys.readouterr().err
 
 
+_INTERRUPTED_IMPORT = """
+import gc, signal, sys
+sent = []
+def interrupt(phase, info):
+    if "jax._src.api" in sys.modules and not sent:
+        sent.append(phase)
+        signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+gc.callbacks.append(interrupt)
+import fedsim
+"""
+
+
+def test_an_interrupt_is_not_lost_while_the_command_imports_its_modules():
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=600)
+    assert done.returncode and "KeyboardInterrupt" in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
     """The runs are processes that do not use the compilation cache that these tests share."""

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # Layers of modules and subpackages, the lowest first. A module imports only from lower layers and from its own subpackage.
 # "fedsim" is the __init__ of the package.
 LAYERS: list[set[str]] = [
-    {"_version", "checks"},
+    {"_interrupts", "_version", "checks"},
     {"descriptions", "names", "rng", "tree"},
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
-import contextlib
 import signal
-import sys
 import threading
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
-
-_SECONDS_UNTIL_REPEATED = 0.05
 
 
 class Interruption:
@@ -50,24 +44,3 @@ class Interruption:
             number, handler = self._previous.popitem()
             # Python cannot reinstall a handler that was not installed from Python; the default is the closest to it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextlib.contextmanager
-def lost_interrupts_repeated() -> Iterator[None]:
-    """A context in which a Ctrl-C that Python would ignore is repeated a moment later.
-
-    Python ignores exceptions in callbacks of its garbage collector, and JAX has one, which runs often while a program starts.
-    """
-    previous = sys.unraisablehook
-
-    def repeat(ignored: Any) -> None:
-        if ignored.exc_type is KeyboardInterrupt:
-            threading.Timer(_SECONDS_UNTIL_REPEATED, _thread.interrupt_main).start()
-        else:
-            previous(ignored)
-
-    sys.unraisablehook = repeat
-    try:
-        yield
-    finally:
-        sys.unraisablehook = previous
