@@ -152,7 +152,7 @@ def sweep(
         code = code_of(*(job.experiment[:2] for job in jobs), *imported_modules(config))
         how = _initialize(folder, config, settings, varied, chosen_seeds, how, code)
         finished, failed, stopped = _run_all(jobs, how, settings.progress)
-        result = SweepResult(members=finished, folder=folder, interrupted=stopped)
+        result = SweepResult(members=finished, folder=folder, interrupted=stopped, varied=varied)
         replace_text(folder / "members.csv", csv_of(result))
         replace_text(folder / "table.txt", result.table() + "\n")
     failures = f"{len(failed)} of {len(members)} runs failed. {folder / 'table.txt'} has the {len(finished)} that finished."

@@ -58,11 +58,13 @@ class SweepResult:
       members: the runs that are finished, in the order of the settings and then of the seeds.
       folder: the folder of the sweep.
       interrupted: the signal that ended the sweep early.
+      varied: the values of the varied fields, also those of runs that are not finished or failed; empty: those of the members.
     """
 
     members: Sequence[SweepMember]
     folder: Path
     interrupted: signal.Signals | None = None
+    varied: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
 
     def table(self) -> str:
         """Returns a table of the last evaluations, with mean and standard deviation over seeds, and the best setting.
@@ -124,7 +126,7 @@ class SweepResult:
 
     def _edge(self, name: str, best: Any) -> str | None:
         """Returns a line that says that the best value of a number is the smallest or the largest one; None if it is not."""
-        values = {member.setting[name] for member in self.members}
+        values = {*self.varied.get(name, ()), *(member.setting[name] for member in self.members)}
         if len(values) < 2 or not all(isinstance(value, int | float) for value in values):
             return None
         which = "smaller" if best == min(values) else "larger" if best == max(values) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -583,6 +584,16 @@ def test_a_member_that_diverged_is_so_called_in_the_table():
     ]
     row = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()[1]
     assert row.split()[:5] == ["3", "1", "of", "3", "diverged"]
+
+
+def test_the_edge_of_the_grid_is_that_of_all_runs_and_not_of_the_finished_ones():
+    members = [
+        experiment.SweepMember(setting={"rate": rate}, seed=0, folder=Path("f"), line={"round": 1, "test_accuracy": rate})
+        for rate in (0.1, 0.3)
+    ]
+    result = experiment.SweepResult(members=members, folder=Path("f"))
+    assert "rate=0.3 is the largest of the grid" in result.table()
+    assert "grid" not in dataclasses.replace(result, varied={"rate": [0.1, 0.3, 1.0]}).table()  # The run with 1.0 failed.
 
 
 @pytest.mark.parametrize(
