@@ -26,6 +26,9 @@ same in a shell, with statistics of the data and a picture. Options are written 
 Numbers of clients and examples are the published ones, or those with default options if a dataset is generated or divided by a
 partitioner. If there is one number of clients, all splits have the same clients.
 
+`tfds:NAME`, and your own CSV and Parquet files, need the extra `formats`: `pip install "fedsim-jax[formats]"` where fedsim is
+installed.
+
 Datasets without clients of their own (`digits`, `mnist`, `fashion_mnist`, `cifar10`, `tfds:NAME`) are divided by one partition
 for all splits: the shares of labels of a client are as equal in train and test as whole examples allow, and every test example
 has exactly one client. Clients with few examples still differ: the mean distance is 0.65 for the 100 clients of `digits`, where

@@ -44,6 +44,13 @@ def test_a_page_equals_the_output_of_its_script(name):
     assert written.stdout == (DOCS / f"{name}.md").read_text(encoding="utf-8"), f"run: python docs/write_{name}.py"
 
 
+def test_pages_say_how_to_install_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"].keys()
+    installed = re.findall(r"pip install .*?fedsim-jax\[([\w,]+)\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {extra for names in installed for extra in names.split(",")} == extras - {"test"}
+    assert "fedsim-jax[formats]" in PAGE.read_text(encoding="utf-8")
+
+
 def test_page_of_algorithms_lists_all_registered_classes():
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
     known = [

@@ -1,6 +1,7 @@
 """File formats of federated data.
 
 Readers return a `fedsim.data.ClientStream`; writers take a `ClientStream` or a `FederatedData`.
+Tables (CSV, Parquet) and TensorFlow Datasets need the extra ``formats``: ``pip install "fedsim-jax[formats]"``.
 """
 
 from fedsim.formats._convert import convert as convert

@@ -21,10 +21,9 @@ class CharacterTokenizer:
     """Converts a client's snippets to id sequences ``x`` and the next characters ``y``, as FedJAX does for Shakespeare.
 
     The snippets, each between a bos and an eos, are concatenated and cut into sequences ``x``; ``y`` is the same text shifted
-    by
-    one character. Only the last sequence is padded. Ids: 0 is pad, 1 bos, 2 eos, the characters start at 3, and the last id is
-    shared by all unknown characters. A character is a byte, so a character of several bytes becomes several unknown ones. Text
-    that is not UTF-8 is an error.
+    by one character. Only the last sequence is padded. Ids: 0 is pad, 1 bos, 2 eos, the characters start at 3, and the last id
+    is shared by all unknown characters. A character is a byte, so a character of several bytes becomes several unknown ones.
+    Text that is not UTF-8 is an error.
 
     Attributes:
       characters: the known characters, one byte each.
