@@ -350,3 +350,31 @@ def test_axes_of_nodes_are_named_and_a_logarithmic_one_says_so():
     assert distance.get_yscale() == "log" and "logarithmic" in distance.get_ylabel()
     shown = [text.get_text() for text in distance.get_yticklabels(which="both") if text.get_text()]
     assert len(shown) >= 3 and all(re.fullmatch(r"[0-9.]+", text) for text in shown)
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 5, 7, 100])
+def test_ticks_are_at_whole_rounds_however_few_and_a_single_round_is_seen(rounds, tmp_path, monkeypatch):
+    figures = []
+    new_figure = _report.new_figure
+    monkeypatch.setattr(_report, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    lines = [{"round": round, "loss": 1.0} for round in range(1, rounds + 1)]
+    lines += [{"round": rounds, "test_accuracy": 0.5, "test_accuracy_clients_worst10": 0.2}]
+    fedsim.experiment.draw_learning_curve(lines, tmp_path / "curve.png", "a title")
+    plots_of_one = [*figures, plots.plot_progress({"run": lines}), plots.plot_tuning([{"mu": 1.0}] * rounds, [2.0] * rounds)]
+    for figure in plots_of_one:
+        ticks = figure.axes[-1].get_xticks()
+        assert np.array_equal(ticks, np.round(ticks))
+    for line in (line for axes in figures[0].axes for line in axes.lines):
+        assert len(line.get_xdata()) > 1 or line.get_marker() not in ("None", None)
+
+
+def test_the_numbers_of_a_tuning_are_distinct_and_their_legend_covers_none():
+    numbers = [{f"number_{i}": 0.1 * (i + 1) * 1.1**run for i in range(12)} for run in range(3)]
+    figure = plots.plot_tuning(numbers, [3.0, 2.0, 2.5])
+    figure.canvas.draw()
+    left, right = figure.axes
+    lines = [line for line in right.lines if not line.get_label().startswith("_")]
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 12
+    (legend,) = figure.legends
+    assert not any(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in (left, right))
+    assert right.get_yscale() == "log" and right.get_ylabel() == "number (logarithmic)" and right.get_legend() is None

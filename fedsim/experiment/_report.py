@@ -146,14 +146,14 @@ def draw_learning_curve(history: Sequence[Line], path: Path, title: str) -> None
             axes.plot(*own, color=ORANGE, marker="s", markersize=3, label="personal models")
         worst = _series(history, f"{metric}_clients_worst10")
         if worst[0]:
-            axes.plot(*worst, color=BLUE, linestyle=":", label="worst 10 % of clients")
+            axes.plot(*worst, color=BLUE, linestyle=":", marker="v", markersize=3, label="worst 10 % of clients")
         if name == "accuracy":
             axes.set_ylim(0, 1)
         if len(axes.lines) > 1:
             add_legend(figure, axes)
     if loss[0]:
         every[-1].set_ylabel("training loss\n(mean over the cohort)")
-        every[-1].plot(*loss, color=GREY, linewidth=1)
+        every[-1].plot(*loss, color=GREY, linewidth=1, marker="o" if len(loss[0]) == 1 else None, markersize=3)
         every[-1].set_ylim(bottom=min(0, *loss[1]))
     every[0].set_title(shorten(title, 100), fontsize=11)
     every[-1].set_xlabel("round")

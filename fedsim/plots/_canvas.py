@@ -68,7 +68,7 @@ def whole_ticks(axis: Any) -> None:
     """Places the ticks of an axis of counts, such as rounds, at whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    axis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
 
 
 def logarithmic(axis: Any) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedsim.plots._canvas import BLUE, GREY, ORANGE, new_figure
+from fedsim.plots._canvas import BLUE, GREY, ORANGE, add_legend, logarithmic, new_figure, style, whole_ticks
 
 
 def plot_tuning(numbers: Sequence[Mapping[str, float]], objectives: Sequence[float]) -> Any:
@@ -45,7 +45,7 @@ def plot_tuning(numbers: Sequence[Mapping[str, float]], objectives: Sequence[flo
     left.plot([best + 1], [objectives[best]], color=ORANGE, marker="o", linestyle="none", label=f"best: {objectives[best]:.4g}")
     left.set_xlabel("run")
     left.set_ylabel("objective")
-    left.xaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(left.xaxis)
     left.legend(frameon=False, fontsize=9)
     if len(names) == 2:
         x, y = ([float(of_run[name]) for of_run in numbers] for name in names)
@@ -59,14 +59,17 @@ def plot_tuning(numbers: Sequence[Mapping[str, float]], objectives: Sequence[flo
         right.set_ylabel(_words(names[1]))
         right.set_xscale("log" if min(x) > 0 else "linear")
         right.set_yscale("log" if min(y) > 0 else "linear")
+        right.legend(frameon=False, fontsize=9)
     else:
-        for name in names:
-            right.plot(runs, [of_run[name] for of_run in numbers], marker="o", markersize=4, label=_words(name))
+        for number, name in enumerate(names):
+            right.plot(runs, [of_run[name] for of_run in numbers], **style(number), label=_words(name))
         right.axvline(best + 1, color=ORANGE, linewidth=1)
         right.set_xlabel("run")
-        right.xaxis.get_major_locator().set_params(integer=True)
-        right.set_yscale("log" if all(of_run[name] > 0 for of_run in numbers for name in names) else "linear")
-    right.legend(frameon=False, fontsize=9)
+        right.set_ylabel("number")
+        whole_ticks(right.xaxis)
+        if all(of_run[name] > 0 for of_run in numbers for name in names):
+            logarithmic(right.yaxis)
+        add_legend(figure, right)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
