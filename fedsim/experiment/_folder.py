@@ -95,7 +95,7 @@ class RunFolder:
                 known = read_config(self.path)
                 self._compare(run, known, code)
                 earlier = {name: known[name] for name in environment if name in known}
-                if self._has_rounds() and earlier and (differences := _differences(earlier, environment)):
+                if earlier and (differences := _differences(earlier, environment)) and self._has_rounds():
                     warnings.warn(
                         f"The rounds before in {self.path} ran with {differences}. The other rounds may differ from theirs in "
                         "the last digits of their numbers.",
