@@ -109,7 +109,7 @@ def evaluate_personalized(
             f"None of the {len(clients)} clients of test, the first of which is {test.client_ids[clients[0]]!r}, is in train, "
             f"whose first is {train.client_ids[0]!r}, so each gets the parameters of a client without memory and training "
             "examples. If they are the same clients, give them the same ids.",
-            stacklevel=2,
+            stacklevel=3,  # past the decorator
         )
     slots = max(1, min(_clients_at_once(algorithm, shared), len(clients), train.num_clients))
     run = functools.partial(map_clients, batches=work.batches, execution=execution or algorithm.execution)

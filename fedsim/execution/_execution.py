@@ -120,7 +120,8 @@ class Jit(Execution):
         rounds = len(cohorts) if self.differentiable else max(max_rounds or 0, len(cohorts))
         done, infos = 0, []
         while done < len(cohorts):
-            state, info, count = self._dispatch(algorithm, state, cohorts[done:], rounds)
+            with without_mesh_of_context():
+                state, info, count = self._dispatch(algorithm, state, cohorts[done:], rounds)
             infos.append((info, count))
             done += count
         if len(infos) == 1:
@@ -131,7 +132,8 @@ class Jit(Execution):
 
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(algorithm, [cohort])
-        return self._dispatch(algorithm, state, [cohort], None)[:2]
+        with without_mesh_of_context():
+            return self._dispatch(algorithm, state, [cohort], None)[:2]
 
     @without_mesh_of_context()
     def lower(self, algorithm: FederatedAlgorithm, cohort: Cohort, state: State | None = None) -> jax.stages.Lowered:
@@ -192,7 +194,6 @@ class Jit(Execution):
         is_divided = mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
         return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
-    @without_mesh_of_context()
     def _dispatch(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
     ) -> tuple[State, Any, int]:

@@ -30,7 +30,6 @@ from fedsim.experiment._run import Dispatch, Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
-from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers import Sampler
 
 
@@ -55,7 +54,6 @@ class Result:
     interrupted: signal.Signals | None = None
 
 
-@without_mesh_of_context()
 def run(
     algorithm: Algorithm,
     sampler: Sampler,

@@ -27,7 +27,6 @@ from fedsim.experiment._default_evaluation import default_evaluation, is_persona
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._lines import evaluation_line, round_lines
 from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
-from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 
@@ -123,7 +122,6 @@ class _Group(NamedTuple):
     make: Callable[..., Algorithm]
 
 
-@without_mesh_of_context()
 def population(
     make_algorithm: Callable[..., Algorithm],
     settings: Mapping[str, Sequence[Any]] | Sequence[Setting],
