@@ -206,7 +206,12 @@ def test_weights_and_scales_of_stale_updates():
 def test_staleness_weights_by_name():
     named = systems.Buffered(size=2, concurrency=9, staleness_weight="hinge(a=2, b=1)")
     assert named.staleness_weight == systems.HingeWeight(2, 1)
-    model = make("synchronization", "asynchronous(concurrency=3, staleness_weight='polynomial(a=1)')", systems.SYNCHRONIZATIONS)
+    model = make(
+        "synchronization",
+        "asynchronous(concurrency=3, staleness_weight='polynomial(a=1)')",
+        systems.SYNCHRONIZATIONS,
+        systems.Synchronization,
+    )
     assert model.staleness_weight == systems.PolynomialWeight(1)
     with pytest.raises(ValueError, match="no staleness weight 'hing'. Did you mean 'hinge'"):
         systems.Buffered(size=2, concurrency=9, staleness_weight="hing")
