@@ -53,8 +53,8 @@ def largest_file(size: int) -> Iterator[None]:
     ("file", "size", "tensorboard"),
     [
         ("config.json", 100, True),
-        ("tensorboard/events.", 1000, True),
-        ("metrics.jsonl", 1400, False),
+        ("tensorboard/events.", 2000, True),
+        ("metrics.jsonl", 2000, False),
         ("checkpoints/00000001", 1000, False),
         ("learning_curve.png", 20_000, True),
     ],
@@ -68,8 +68,13 @@ def test_the_error_names_the_file_and_the_run_can_be_continued(
             patch.setitem(sys.modules, "tensorboardX", None)
             patch.setitem(sys.modules, "tensorboardX.proto.event_pb2", None)
         every = 1 if file.startswith("checkpoints") else 4
-        with largest_file(size), pytest.raises(OSError, match="Cannot write") as caught:
-            run(**arguments, folder=folder, checkpoint_every=every, rounds_per_dispatch=1)
+        with contextlib.ExitStack() as stack:
+            # The configuration, which is larger than a checkpoint, is written before.
+            callbacks = [lambda *_: stack.enter_context(largest_file(size))] if every == 1 else []
+            if not callbacks:
+                stack.enter_context(largest_file(size))
+            with pytest.raises(OSError, match="Cannot write") as caught:
+                run(**arguments, folder=folder, checkpoint_every=every, rounds_per_dispatch=1, callbacks=callbacks)
     message = str(caught.value)
     assert message.startswith(f"Cannot write {folder}/{file}") and "File too large. Free disk space" in message
     assert message.endswith(f"with: the same call with folder='{folder}'")
@@ -83,7 +88,7 @@ def test_the_command_line_prints_one_line_and_resume_continues(tmp_path, capsys)
     folders = [tmp_path / "unbroken", tmp_path / "broken"]
     assert main(["run", *SMALL, "--folder", str(folders[0])]) == 0
     capsys.readouterr()
-    with largest_file(2000):
+    with largest_file(4000):
         assert main(["run", *SMALL, "--folder", str(folders[1])]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"fedsim: error: Cannot write {folders[1]}/") and error.count("\n") == 1
