@@ -172,10 +172,9 @@ def _configured(
     chosen, _ = first.parse_known_args(arguments)
     stored = experiment.read_config(chosen.origin) if chosen.origin else {"config": {}, "settings": {}}
     if chosen.origin:
-        stored_run(chosen.origin, stored)
-    if chosen.origin and not chosen.trust:
-        check_trusted(chosen.origin, stored, [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)])
-    if chosen.origin:
+        stored_run(chosen.origin, stored)  # raises an error for values that this version does not know
+        if not chosen.trust:
+            check_trusted(chosen.origin, stored, [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)])
         warn_of_changed_code(chosen.origin, stored)
     base, previous = stored["config"], {**stored["settings"], "folder": None}
     dataset = absolute(chosen.dataset or base.get("dataset", "digits"))

@@ -88,10 +88,16 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if commit := _git("rev-parse", "HEAD"):
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", str(_PACKAGE))
-        found["commit"] = commit + (" with changes" if changed else "")
+    if found_commit := commit():
+        found["commit"] = found_commit
     return found
+
+
+def commit() -> str:
+    """Returns the commit of the checkout that contains fedsim, and whether its files have changed; "" if there is none."""
+    if head := _git("rev-parse", "HEAD"):
+        return head + (" with changes" if _git("status", "--porcelain", "--untracked-files=no", "--", str(_PACKAGE)) else "")
+    return ""
 
 
 def jax_settings() -> dict[str, Any]:
@@ -103,7 +109,8 @@ def _git(*arguments: str) -> str:
     """Returns what git says about the checkout that contains fedsim; "" if there is none."""
     if not (_PACKAGE.parent / ".git").exists():
         return ""
-    command = ["git", "-C", str(_PACKAGE.parent), *arguments]
+    # Without locks, git writes nothing, so no other command of git has to wait, and none is broken by a limit of this process.
+    command = ["git", "--no-optional-locks", "-C", str(_PACKAGE.parent), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -178,7 +178,9 @@ def divide(total: Any, weight: Any, otherwise: float = 0.0) -> Any:
 
 
 class MeanLoss(NamedTuple):
-    """The mean of losses that are added batch by batch, in ``float32`` whatever the number of batches; 0 without examples.
+    """The mean of losses that are added batch by batch, ``float32``; 0 without examples.
+
+    Its rounding error does not grow with the number of batches.
 
     Attributes:
       total: the sum of count times loss, ``float32 [...]``.

@@ -8,6 +8,7 @@ import linecache
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 
 import jax
@@ -18,7 +19,7 @@ import pytest
 
 import fedsim
 from fedsim.aggregators import CentredClipping, Compressed, Mean, TrimmedMean
-from fedsim.experiment import read_config, run
+from fedsim.experiment import _environment, read_config, run
 from fedsim.experiment._environment import changed_code, code_of
 from fedsim.experiment._folder import _differences
 from fedsim.experiment._identity import describe
@@ -171,6 +172,24 @@ def test_other_test_examples_are_refused(arguments, tmp_path):
     other = dataclasses.replace(arguments["test_data"], columns=columns)
     with pytest.raises(ValueError, match=r"test population, examples \(hash\): "):
         run(**arguments | {"test_data": other}, folder=tmp_path / "r")
+
+
+def test_the_commit_is_read_without_writing_to_the_repository(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "a.py").write_text("A = 1\n")
+    who = ["-c", "user.name=a", "-c", "user.email=a@a.example"]
+    for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(_environment, "_PACKAGE", package)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+    os.utime(package / "a.py", (1e9, 1e9))  # Another time, for which git would refresh its index.
+    index = (tmp_path / ".git/index").read_bytes()
+    assert _environment.commit() == head and (tmp_path / ".git/index").read_bytes() == index
+    (package / "a.py").write_text("A = 2\n")
+    assert _environment.commit() == f"{head} with changes"
+    monkeypatch.setattr(_environment, "_PACKAGE", tmp_path / "elsewhere/package")
+    assert _environment.commit() == ""
 
 
 def _notebook(source):

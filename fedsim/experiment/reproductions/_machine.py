@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax
 import optax
 
 from fedsim._version import __version__
+from fedsim.experiment._environment import commit
 
 
 def machine() -> dict[str, Any]:
@@ -23,7 +23,7 @@ def machine() -> dict[str, Any]:
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit() or "none",
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "device": jax.devices()[0].device_kind,
@@ -43,14 +43,3 @@ def _cpu() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _commit() -> str:
-    def output(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
-
-    try:
-        changed = output("git", "status", "--porcelain", "--untracked-files=no", "--", ".")
-        return output("git", "rev-parse", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "none"
