@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -260,7 +261,7 @@ def map_clients(
 ) -> Any:
     """Returns each client's ``work(shared, client)``, outside of any algorithm: leaves ``[slots, ...]`` in cohort order.
 
-    A program is compiled once per function ``work``. To share it between calls, pass the same function object.
+    ``work`` is traced once per function object. To trace it only once in several calls, pass the same object.
 
     Args:
       work: one client's work, in plain JAX; see `Client.for_each_batch`.
@@ -277,8 +278,14 @@ def map_clients(
     >>> map_clients(largest, jnp.float32(1.5), Cohort.of(data, ["0", "1"])).tolist()
     [2.0, 6.0]
     """
-    algorithm = _Map(work=work, batches=batches or Batches(size=1, shuffle=False), execution=execution or Auto())
+    make = _map_of if isinstance(work, Hashable) else _map_of.__wrapped__
+    algorithm = make(work, batches or Batches(size=1, shuffle=False), execution or Auto())
     return cut_rows(algorithm.apply(shared, cohort)[1], cohort.slots)
+
+
+@functools.lru_cache(maxsize=32)
+def _map_of(work: Callable[[Shared, Client], Any], batches: Batches, execution: Execution) -> Algorithm:
+    return _Map(work=work, batches=batches, execution=execution)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

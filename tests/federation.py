@@ -94,9 +94,14 @@ def assert_trees_equal(a, b):
 
 
 def round_programs(algorithm):
-    """Returns the compiled programs that an algorithm runs, including those that it shares with others."""
-    shared, _ = algorithm._execution["programs"]
-    return [compiled for programs in shared._by_shapes.values() for compiled in programs._by_setting.values()]
+    """Returns the programs of an algorithm that has run, one for each setting and for each form of state and data."""
+    own, _ = algorithm._execution["programs"]
+    return [of_setting for programs in own._by_shapes.values() for of_setting in programs._by_setting.values()]
+
+
+def executables(algorithm):
+    """Returns the executables of an algorithm's rounds, which it may share with others."""
+    return [each for programs in round_programs(algorithm) for each in programs.rounds._executables.values()]
 
 
 def out_of_memory_in_the_third_dispatch(patch):

@@ -24,9 +24,10 @@ from fedsim.evaluation._statistics import (
     statistics,
     sum_forms,
 )
-from fedsim.execution import Auto, Execution, Jit, _devices, _placement
+from fedsim.execution import Auto, Execution, Jit, _placement
+from fedsim.execution._compile import compiled
+from fedsim.execution._numbers import kept_with
 from fedsim.execution._placement import AXIS
-from fedsim.execution._structure import kept_with
 from fedsim.metrics import better_of
 from fedsim.model import Model, Params
 from fedsim.primitives._placement import without_mesh_of_context
@@ -128,7 +129,7 @@ def evaluate(
         execution = Auto() if execution is None else Jit()
     mesh = execution.mesh()
     resident = _placement.is_resident(data, mesh, execution.memory)
-    compiled = _compiled(model, mesh, resident, batch_size, data.num_clients, execution.deterministic)
+    program = _compiled(model, mesh, resident, batch_size, data.num_clients, execution.deterministic)
     params = _placement.replicate(params, mesh)
     if resident:
         everything = _placement.resident_columns(data, mesh), _resident_owner(data, mesh), data.num_examples
@@ -139,7 +140,7 @@ def evaluate(
     # The host adds the devices' sums: without an all-reduce, an evaluation can run at the same time as any other program. The
     # sums of a chunk are fetched after the next chunk has been dispatched.
     clients: Statistics = {}
-    results = (compiled(columns, rank, params, np.int32(rows)) for columns, rank, rows in chunks)
+    results = (program(columns, rank, params, np.int32(rows)) for columns, rank, rows in chunks)
     for of_devices in _one_ahead(results):
         sums = jax.tree.map(lambda x: x.sum(0), on_host(of_devices))
         clients = jax.tree.map(np.add, clients, sums) if clients else sums
@@ -202,7 +203,7 @@ def _compile(
 
     placed = P() if resident else P(AXIS)
     specs = (placed, placed, P(), P())
-    return _devices.compiled(sums, mesh, (specs, P(AXIS)), deterministic=deterministic)
+    return compiled(sums, mesh, (specs, P(AXIS)), deterministic=deterministic)
 
 
 def _ranks(data: FederatedData) -> np.ndarray:

@@ -18,8 +18,8 @@ from fedsim.evaluation._evaluate import Evaluation, evaluation_of
 from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
 from fedsim.execution import Client, Execution, FederatedState
 from fedsim.execution._memory import check_alike, num_remembered, row_shapes
+from fedsim.execution._numbers import kept_with
 from fedsim.execution._state import Shared, parts_of, with_params
-from fedsim.execution._structure import kept_with
 from fedsim.model import Model, Params
 from fedsim.primitives._placement import without_mesh_of_context
 

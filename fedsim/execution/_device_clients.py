@@ -109,7 +109,7 @@ class DeviceClients(Clients):
             return clients._run_own_groups(own, work, (accumulator, entries, table), window)[1]
 
         specs = P(AXIS), P(AXIS), P() if self.setting.resident else P(AXIS)
-        # As in `fedsim.execution._devices.compiled`, the bounds of loops differ between devices.
+        # As in `fedsim.execution._compile.compiled`, the bounds of loops differ between devices.
         run = jax.shard_map(on_device, mesh=self.setting.mesh, in_specs=specs, out_specs=P(AXIS), check_vma=False)
         entries = run(call.rows.values, entries, self.columns)
         return accumulator, entries, table

@@ -20,6 +20,7 @@ from fedsim.data import Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._device_clients import Setting
 from fedsim.execution._memory import remembered
+from fedsim.execution._numbers import kept_with
 from fedsim.execution._outline import Outline
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import (
@@ -36,7 +37,6 @@ from fedsim.execution._plan import (
 from fedsim.execution._programs import Programs, RoundPrograms, programs_for
 from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
-from fedsim.execution._structure import kept_with
 from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers._checked import check_is_cohort, same_key
 

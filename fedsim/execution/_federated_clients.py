@@ -16,10 +16,10 @@ from fedsim.execution._call import Call
 from fedsim.execution._clients import ClientGroup, Clients, Work
 from fedsim.execution._device_clients import put_rows
 from fedsim.execution._memory import remembered
+from fedsim.execution._numbers import with_numbers
 from fedsim.execution._plan import Layout, plan_round
 from fedsim.execution._programs import finished, programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, State, parts_of, server_state
-from fedsim.execution._structure import with_numbers
 from fedsim.primitives import Placed, Placement
 
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import _devices, _memory, _placement
+from fedsim.execution import _memory, _placement
+from fedsim.execution._compile import Program, compiled
 from fedsim.execution._device_clients import Setting
 from fedsim.execution._execution import Jit, Pmap
 from fedsim.execution._memory import remembered
@@ -40,7 +41,7 @@ class Member(NamedTuple):
     """One federation of a population.
 
     Attributes:
-      algorithm: its algorithm. Those of all members share programs.
+      algorithm: its algorithm. Those of all members share programs, see `fedsim.execution._programs.share_programs`.
       state: the state before the first round.
       cohort: ``round -> Cohort``. Members with equal ``plans`` have the same cohorts.
       plans: identifies the cohorts, for example by their seed.
@@ -304,7 +305,7 @@ def _programs_and_numbers(members: Sequence[Member], states: Sequence[State], da
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: int) -> Callable[..., Any]:
+def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: int) -> Program:
     """Compiles the rounds of ``side_by_side`` members per device."""
     rounds = programs.by_setting(setting)._rounds
 
@@ -319,7 +320,7 @@ def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: in
 
     own = P(AXIS)
     specs = (own, P(), own, own, own, own, P())
-    return _devices.compiled(together, mesh, (specs, own), deterministic=setting.deterministic)
+    return compiled(together, mesh, (specs, own), deterministic=setting.deterministic)
 
 
 def joined(parts: Sequence[Any], join: Callable[..., np.ndarray]) -> Any:

@@ -16,9 +16,9 @@ from fedsim.data import Batches, FederatedData
 from fedsim.execution._call import Call, CallShape, check_update, compressed_floats
 from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop
 from fedsim.execution._clients import Clients, Row
+from fedsim.execution._numbers import Numbers, with_numbers
 from fedsim.execution._plan import Layout
 from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, State
-from fedsim.execution._structure import Numbers, with_numbers
 
 _LAYOUT = Layout(slots=1, devices=1)
 
@@ -61,7 +61,7 @@ def outline(algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data:
 
     Args:
       algorithm: whose rounds run.
-      numbers: replace the algorithm's numbers by traced ones, see `fedsim.execution._structure.numbers_of`.
+      numbers: replace the algorithm's numbers by traced ones, see `fedsim.execution._numbers.numbers_of`.
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
       data: the population.
     """

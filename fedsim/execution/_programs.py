@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.data import Cohort, FederatedData
-from fedsim.execution import _devices
 from fedsim.execution._clients import Clients
+from fedsim.execution._compile import Program, compiled
 from fedsim.execution._device_clients import DeviceClients, EndOfProgram, PartialClients, Setting
+from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of, with_numbers
 from fedsim.execution._outline import Outline, outline
 from fedsim.execution._placement import AXIS, must_fit, shardings_of
 from fedsim.execution._state import (
@@ -26,15 +27,14 @@ from fedsim.execution._state import (
     new_average,
     parts_of,
 )
-from fedsim.execution._structure import Numbers, Structure, form_of, kept_with, numbers_of, with_numbers
 from fedsim.primitives import bounded_loop
 
 
 class Programs:
-    """The programs of all algorithms of one structure, for states and data of given shapes.
+    """The programs of an algorithm for states and data of given shapes.
 
     Args:
-      algorithm: one of these algorithms.
+      algorithm: the algorithm; its numbers are arguments of the programs.
       outline: the outline of its round.
     """
 
@@ -70,8 +70,15 @@ class Programs:
         self._fits.add(kind)
 
 
-class _ProgramCache:
-    """Stores the programs of one structure, by the shapes of states and data."""
+class AlgorithmPrograms:
+    """The programs of an algorithm, by the shapes of states and data.
+
+    Args:
+      algorithm: the algorithm; its numbers may be replaced.
+
+    Attributes:
+      needs_values: whether the algorithm's code needs the value of a number, so that numbers cannot be arguments.
+    """
 
     def __init__(self, algorithm: FederatedAlgorithm) -> None:
         self.algorithm = algorithm
@@ -79,6 +86,7 @@ class _ProgramCache:
         self._by_shapes: dict[Any, Programs] = {}
 
     def programs(self, numbers: Numbers, state: State, data: FederatedData) -> Programs:
+        """Returns the programs for such numbers, states and data."""
         columns = tuple((name, column.shape[1:], column.dtype) for name, column in data.columns.items())
         shapes = form_of((numbers, state)), columns
         if shapes not in self._by_shapes:
@@ -86,16 +94,12 @@ class _ProgramCache:
         return self._by_shapes[shapes]
 
 
-@functools.lru_cache(maxsize=32)
-def _cache_of(structure: Structure) -> _ProgramCache:
-    return _ProgramCache(structure.algorithm)
-
-
 def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> tuple[Programs, Numbers]:
     """Returns the programs of an algorithm, and the numbers to call them with.
 
-    Algorithms that differ only in their numbers (see `fedsim.execution._structure.numbers_of`) share programs. If the
-    algorithm's code needs the value of a number, the algorithm gets its own programs with all of its numbers as constants.
+    Every algorithm object is traced. Algorithms that differ only in their numbers (see `fedsim.execution._numbers.numbers_of`)
+    give the same text, and share executables, see `fedsim.execution._compile.Program`. If the algorithm's code needs the value
+    of a number, all of its numbers are constants of the text.
 
     Args:
       algorithm: the algorithm to run.
@@ -104,19 +108,37 @@ def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedDat
     """
     kept = kept_with(algorithm)
     if "programs" not in kept:
-        kept["programs"] = _cache_of(Structure(algorithm)), numbers_of(algorithm)
-    shared, numbers = kept["programs"]
-    if not shared.needs_values:
+        kept["programs"] = AlgorithmPrograms(algorithm), numbers_of(algorithm)
+    own, numbers = kept["programs"]
+    if not own.needs_values:
         try:
-            return shared.programs(numbers, state, data), numbers
+            return own.programs(numbers, state, data), numbers
         except Exception:  # JAX has no common class for errors of code that needs the value of a number.
             if not numbers:
                 raise
     # An error of the algorithm itself is raised again here, with values instead of tracers.
-    constant = _cache_of(Structure(algorithm, numbers))
+    constant = AlgorithmPrograms(algorithm)
     programs = constant.programs({}, state, data)
-    shared.needs_values, kept["programs"] = True, (constant, {})
+    own.needs_values, kept["programs"] = True, (constant, {})
     return programs, {}
+
+
+def share_programs(
+    algorithms: Sequence[FederatedAlgorithm], make: Callable[..., Any], numbers: Sequence[Mapping[str, Any]]
+) -> None:
+    """Lets algorithms that one function makes from different numbers use the same programs, whose arguments are the numbers.
+
+    The numbers may be inside other objects, such as the learning rate of `optax.sgd`. If the code of ``make`` or of an
+    algorithm needs the value of a number, every algorithm gets its own programs, see `programs_for`.
+
+    Args:
+      algorithms: the algorithms ``make(**numbers[i])``.
+      make: a function of traced numbers, too.
+      numbers: floats and JAX arrays by name, for each algorithm.
+    """
+    shared = AlgorithmPrograms(Made(make))
+    for algorithm, own in zip(algorithms, numbers, strict=True):
+        kept_with(algorithm)["programs"] = shared, {"numbers": dict(own)}
 
 
 class RoundPrograms:
@@ -143,9 +165,9 @@ class RoundPrograms:
         self.fold = self._jit(self._part, *common, everywhere, own, everywhere, out=own, donated=7)
         self.finish = self._jit(self._part, *common, everywhere, own, out=everywhere)
 
-    def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Any:
+    def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Program:
         divided = None if self.setting.is_divided else (specs, out)
-        return _devices.compiled(function, self.setting.mesh, divided, donated, self.setting.deterministic)
+        return compiled(function, self.setting.mesh, divided, donated, self.setting.deterministic)
 
     def _round(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, row: jax.Array,

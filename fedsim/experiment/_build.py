@@ -17,8 +17,8 @@ from fedsim import aggregators, algorithms, attacks, compressors, datasets, mode
 from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, FederatedData
-from fedsim.execution._sharing import share_programs
-from fedsim.execution._structure import numbers_of, with_numbers
+from fedsim.execution._numbers import are_alike, numbers_of, with_numbers
+from fedsim.execution._programs import share_programs
 from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._identity import population
 from fedsim.experiment._pinned import pinned_path
@@ -121,9 +121,8 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
         key = id(splits.train), *(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
         if key not in samplers:
             samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
-        experiment = _with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config)
-        _share_programs(experiment.algorithm, config)
-        experiments.append(experiment)
+        experiments.append(_with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config))
+    _share_programs([experiment.algorithm for experiment in experiments], configs)
     return experiments
 
 
@@ -244,18 +243,28 @@ def _algorithm(
     return cls(**given, **own)
 
 
-def _share_programs(algorithm: Algorithm, config: RunConfig) -> None:
-    """Lets runs that differ in numbers, such as learning rates, share compiled programs."""
-    fields = {field.name for field in dataclasses.fields(algorithm) if field.init}
-    rates: dict[str, Any] = {}  # of the optimizers, by the optimizer's field
-    if "client_optimizer" in fields:
-        rates["client_optimizer"] = config.client_learning_rate
-    if "server_optimizer" in fields and "server_learning_rate" not in fields:
-        rate: Any = config.hyperparameters.get("server_learning_rate", 1.0)
-        rates["server_optimizer"] = float(rate)
-    if rates and type(algorithm).apply is Algorithm.apply:
+def _share_programs(algorithms: Sequence[Algorithm], configs: Sequence[RunConfig]) -> None:
+    """Lets runs that differ in numbers, such as learning rates, share programs."""
+    groups: list[tuple[_WithRates, list[Algorithm], list[dict[str, Any]]]] = []
+    for algorithm, config in zip(algorithms, configs, strict=True):
+        fields = {field.name for field in dataclasses.fields(algorithm) if field.init}
+        rates: dict[str, Any] = {}  # of the optimizers, by the optimizer's field
+        if "client_optimizer" in fields:
+            rates["client_optimizer"] = config.client_learning_rate
+        if "server_optimizer" in fields and "server_learning_rate" not in fields:
+            rate: Any = config.hyperparameters.get("server_learning_rate", 1.0)
+            rates["server_optimizer"] = float(rate)
+        if not rates or type(algorithm).apply is not Algorithm.apply:
+            continue
         numbers = numbers_of(algorithm)
-        share_programs(algorithm, _WithRates.of(algorithm, config, numbers), numbers | rates)
+        make = _WithRates.of(algorithm, config, numbers)
+        group = next((known for known in groups if are_alike(known[0], make)), None)
+        if group is None:
+            groups.append(group := (make, [], []))
+        group[1].append(algorithm)
+        group[2].append(numbers | rates)
+    for make, members, values in groups:
+        share_programs(members, make, values)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

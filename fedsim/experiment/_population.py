@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import numbers
 import warnings
@@ -17,13 +18,12 @@ from tqdm import tqdm
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.evaluation import evaluate
 from fedsim.execution import Jit, RoundInfo, report_problems
 from fedsim.execution._members import Member, joined, most_side_by_side, obstacle, run_members
 from fedsim.execution._memory import placed, remembered
-from fedsim.execution._sharing import share_programs
+from fedsim.execution._programs import share_programs
 from fedsim.execution._state import parts_of
-from fedsim.experiment._default_evaluation import default_evaluation, is_personal
+from fedsim.experiment._default_evaluation import default_evaluation
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._lines import evaluation_line, round_lines
 from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
@@ -195,12 +195,9 @@ def population(
     ]
     groups = _groups(make_algorithm, listed)
     for group in groups:
-        for i, values in zip(group.settings, group.numbers, strict=True):
-            share_programs(algorithms[i], group.make, values)
+        share_programs([algorithms[i] for i in group.settings], group.make, group.numbers)
     how = _way(how, groups, algorithms, shapes, firsts[0])
     starts = {at: state for group in groups for at, state in _starts(group, algorithms, keys)}
-    for i, evaluation in _shared_evaluations(groups, algorithms, test_data).items():
-        evaluations[i] = evaluation
 
     parts, order = [], []
     with tqdm(total=len(listed) * count * rounds, unit="round", disable=not progress, dynamic_ncols=True) as bar:
@@ -307,24 +304,13 @@ def _groups(make: Callable[..., Algorithm], settings: Sequence[Setting]) -> list
         constant = {name: value for name, value in setting.items() if name not in floats}
         group = next((group for known, group in groups if known == constant), None)
         if group is None:
-            group = _Group([], [], _Partial(make, constant) if constant else make)
+            group = _Group([], [], functools.partial(make, **constant))
             groups.append((constant, group))
         group.settings.append(i)
         # JAX arrays stay arrays, which may have another dtype or be vectors.
         own = {name: setting[name] for name in floats}
         group.numbers.append({name: x if isinstance(x, jax.Array) else float(x) for name, x in own.items()})
     return [group for _, group in groups]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Partial:
-    """``make`` with some constant arguments; two with equal contents share programs, unlike with `functools.partial`."""
-
-    make: Callable[..., Algorithm]
-    constant: dict[str, Any]
-
-    def __call__(self, **numbers: Any) -> Algorithm:
-        return self.make(**numbers, **self.constant)
 
 
 def _way(
@@ -461,29 +447,3 @@ def _warn_about_dropped(result: Population) -> None:
             "counts them. Try a lower client learning rate.",
             stacklevel=3,
         )
-
-
-def _shared_evaluations(
-    groups: Sequence[_Group], algorithms: Sequence[Algorithm], test_data: FederatedData | None
-) -> dict[int, Callable[[State], Any]]:
-    """Returns evaluations that share one program although ``make_algorithm`` creates a model for every setting."""
-    shared: dict[int, Callable[[State], Any]] = {}
-    for group in groups:
-        first, make = algorithms[group.settings[0]], group.make
-        model = getattr(first, "model", None)
-        own = hasattr(first, "evaluate") or is_personal(first)
-        if test_data is None or model is None or own or not _makes_models(group, algorithms):
-            continue
-
-        def apply(both: tuple[Any, Any], examples: Any, make: Callable[..., Any] = make) -> Any:
-            return make(**both[0]).model.apply_for_eval(both[1], examples)
-
-        whole = dataclasses.replace(model, apply_for_eval=apply)
-        execution = first.execution if isinstance(first.execution, Jit) else Jit()
-        for i, values in zip(group.settings, group.numbers, strict=True):
-
-            def evaluation(state: State, whole: Any = whole, values: Any = values, execution: Any = execution) -> Any:
-                return evaluate(whole, (values, state.params), test_data, execution=execution)
-
-            shared[i] = evaluation
-    return shared

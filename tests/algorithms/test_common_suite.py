@@ -20,8 +20,8 @@ import pytest
 import fedsim
 from fedsim import aggregators, compressors
 from fedsim.execution._federated_clients import federated_round
+from fedsim.execution._numbers import numbers_of
 from fedsim.execution._state import parts_of
-from fedsim.execution._structure import numbers_of
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.tree import is_float
 
@@ -344,7 +344,7 @@ def test_trace_count_independent_of_client_sizes(name):
         cohort = fedsim.Cohort(population, draw.permutation(8)[:count], round, fedsim.rng.root(0), slots=8)
         state, _ = algorithm.apply(state, cohort)
     (programs,) = federation.round_programs(algorithm)
-    assert programs.rounds._cache_size() == 1
+    assert programs.rounds.num_executables == 1
 
 
 def test_a_checkpoint_in_the_middle_changes_nothing(name, tmp_path):

@@ -277,7 +277,7 @@ def test_attackers_are_data_and_the_attack_is_compiled():
         # An equal attack object, and other attackers.
         state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.0), np.roll(ATTACKERS, round), round))
     (compiled,) = federation.round_programs(algorithm)
-    assert compiled.rounds._cache_size() == 1
+    assert compiled.rounds.num_executables == 1
     state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.5)))
     state, info = algorithm.apply(state, federation.cohort(POPULATION))
     assert len(federation.round_programs(algorithm)) == 3

@@ -76,7 +76,7 @@ def test_streaming_compiles_few_programs_for_any_sizes():
     for cohort in fedsim.UniformSampler(population, clients=3, seed=0).rounds(12):
         state, _ = algorithm.apply(state, cohort)
     (compiled,) = federation.round_programs(algorithm)
-    assert compiled.rounds._cache_size() == 1
+    assert compiled.rounds.num_executables == 1
 
 
 def test_memory_mapped_columns_give_the_same_result(tmp_path):
@@ -397,7 +397,7 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     (compiled,) = federation.round_programs(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    assert 1 <= compiled.fold._cache_size() <= 2  # the first carry may have another sharding than the later ones
+    assert 1 <= compiled.fold.num_executables <= 2  # the first carry may have another sharding than the later ones
     federation.assert_trees_close(parts, whole)
     federation.assert_trees_close(infos, info)
     stacked, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort()], max_rounds=3)

@@ -1,7 +1,12 @@
-"""Which algorithms and cohorts share compiled programs."""
+"""Which algorithms and cohorts share executables: those whose programs have the same text, and no others."""
 
 import copy
 import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
 import types
 
 import federation
@@ -23,7 +28,14 @@ def make(cls=algorithms.FedAvg, **options):
 
 
 def num_programs(algorithm):
-    return sum(compiled.rounds._cache_size() for compiled in federation.round_programs(algorithm))
+    return len(federation.executables(algorithm))
+
+
+def executable_of(algorithm):
+    """Runs a round of a new algorithm and returns the executable that it used."""
+    algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    (executable,) = federation.executables(algorithm)
+    return executable
 
 
 @pytest.mark.first(1)
@@ -51,36 +63,30 @@ def test_cohorts_of_1_to_30_clients_share_six_programs(execution):
     ],
 )
 def test_algorithms_that_differ_in_numbers_share_a_program(cls, settings):
-    """Each runs with its own numbers: the result is that of a program which is not shared."""
-    cohort, states, programs = federation.cohort(), [], []
+    """Each runs with its own numbers: the result is that of `fedsim.Debug`, which compiles nothing."""
+    cohort, executables = federation.cohort(), set()
     for own in settings:
         algorithm = make(cls, **own)
-        states.append(algorithm.apply(algorithm.init(jax.random.key(0)), cohort)[0])
-        programs += federation.round_programs(algorithm)
-    assert len(set(map(id, programs))) == 1 and programs[0].rounds._cache_size() == 1
-    for own, state in zip(settings, states, strict=True):
-        alone = make(cls, model=federation.model(), **own)  # another model object, so that it does not share a program
-        federation.assert_trees_close(
-            federation.plain(state), federation.plain(alone.apply(alone.init(jax.random.key(0)), cohort)[0])
-        )
-        assert federation.round_programs(alone)[0] is not programs[0]
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        executables |= set(map(id, federation.executables(algorithm)))
+        plain = make(cls, execution=fedsim.Debug(), **own)
+        expected, _ = plain.apply(plain.init(jax.random.key(0)), cohort)
+        federation.assert_trees_close(federation.plain(state), federation.plain(expected))
+    assert len(executables) == 1
 
 
-def test_optimizers_with_equal_settings_are_equal():
-    """This does not apply to schedules that are a user's function, which may depend on anything."""
-    cohort = federation.cohort()
-
-    def programs(optimizer):
-        algorithm = make(client_optimizer=optimizer)
-        algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
-        return federation.round_programs(algorithm)[0]
-
-    assert programs(optax.sgd(0.1, momentum=0.9)) is programs(optax.sgd(0.1, momentum=0.9))
-    clipped = (optax.chain(optax.clip(1.0), optax.rmsprop(0.1)) for _ in range(2))
-    assert programs(next(clipped)) is programs(next(clipped))
-    assert programs(optax.sgd(0.1)) is not programs(optax.sgd(0.2))
-    assert programs(optax.sgd(0.1)) is not programs(optax.sgd(0.1, momentum=0.9))
-    assert programs(lambda round: optax.sgd(0.1)) is not programs(lambda round: optax.sgd(0.1))
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optax.sgd(0.1, momentum=0.9),
+        lambda: optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
+        lambda: lambda round: optax.sgd(0.1 * 0.5 ** round.astype(jnp.float32)),
+    ],
+)
+def test_algorithms_from_equal_calls_share_a_program(optimizer):
+    """Everything is made twice, also the model and a schedule that is a user's function."""
+    twice = [executable_of(make(model=federation.model(), client_optimizer=optimizer())) for _ in range(2)]
+    assert twice[0] is twice[1]
 
 
 def test_seeds_share_a_program():
@@ -92,24 +98,16 @@ def test_seeds_share_a_program():
 
 
 @pytest.mark.slow
-def test_other_models_aggregators_and_integers_have_their_own_programs():
-    cohort = federation.cohort()
-    shared = make()
-    shared.apply(shared.init(jax.random.key(0)), cohort)
-    changes = [
-        {"model": federation.model()},
+def test_other_optimizers_batches_and_aggregators_have_their_own_programs():
+    shared = executable_of(make())
+    for change in (
         {"client_optimizer": optax.sgd(0.2)},
         {"batches": fedsim.Batches(size=3)},
         {"aggregator": fedsim.aggregators.Clipped(1.0)},
         {"weighting": "uniform"},
-    ]
-    for change in changes:
-        other = make(**change)
-        other.apply(other.init(jax.random.key(0)), cohort)
-        assert other._execution["programs"][0] is not shared._execution["programs"][0]
-    again = make(nonfinite="raise", execution=fedsim.Jit(lanes=1))
-    again.apply(again.init(jax.random.key(0)), cohort)
-    assert again._execution["programs"][0] is shared._execution["programs"][0]
+    ):
+        assert executable_of(make(**change)) is not shared
+    assert executable_of(make(nonfinite="raise", execution=fedsim.Jit(lanes=1))) is shared
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -175,68 +173,171 @@ def test_one_algorithm_runs_on_data_of_several_shapes():
 
 
 def test_evaluation_does_not_end_the_sharing_of_programs():
-    model, cohort, programs = federation.model(), federation.cohort(), []
+    executables = []
     for rate in (1.0, 0.5):
-        algorithm = make(algorithms.FedAdam, model=model, server_learning_rate=rate)
-        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
-        fedsim.evaluate(model, state.params, cohort.data)
-        programs += federation.round_programs(algorithm)
-    assert programs[0] is programs[1]
+        algorithm = make(algorithms.FedAdam, server_learning_rate=rate)
+        executables.append(executable_of(algorithm))
+        fedsim.evaluate(MODEL, algorithm.init(jax.random.key(0)).params, federation.data())
+    assert executables[0] is executables[1]
 
 
 SCALE = 1.0
+HELD = types.SimpleNamespace(factor=1.0)
+MODULE = types.ModuleType("configuration")
+MODULE.factor = 1.0
 
 
-def scaled(update):
-    return jax.tree.map(lambda x: SCALE * x, update)
+def scaled():
+    return SCALE
+
+
+READ_SCALE = functools.partial(scaled)
+
+
+class Elsewhere:
+    factor = 1.0
+
+
+def counter():
+    count = 1.0
+
+    def read():
+        return count
+
+    def double():
+        nonlocal count
+        count *= 2
+
+    return read, double
+
+
+READ, DOUBLE = counter()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class UsesGlobals(algorithms.FedAvg):
-    held: object = None
+class Sends(fedsim.Algorithm):
+    """The mean of the numbers that clients send. Each source is something that Python code can read."""
 
-    @property
-    def scaled(self):
-        return scaled
+    source: str
+    own = 1.0
+
+    def init(self, key):
+        return jnp.zeros(())
+
+    def method(self):
+        return 1.0
+
+    def client_update(self, shared, client):
+        sources = {
+            "method": self.method,
+            "class attribute": lambda: self.own,
+            "module": lambda: MODULE.factor,
+            "other class": lambda: Elsewhere.factor,
+            "object in a global": lambda: HELD.factor,
+            "global": lambda: SCALE,
+            "partial": READ_SCALE,
+            "nonlocal": READ,
+            "environment": lambda: float(os.environ.get("FEDSIM_TEST_FACTOR", 1.0)),
+        }
+        return fedsim.ClientUpdate(jnp.float32(sources[self.source]()), jnp.float32(1))
 
     def server_update(self, state, update, info):
-        factor = self.held.factor if isinstance(self.held, types.SimpleNamespace) else 1.0
-        return super().server_update(state, jax.tree.map(lambda x: factor * x, self.scaled(update)), info)
+        return update
 
 
-def distance_of(algorithm):
-    start = algorithm.init(jax.random.key(0))
-    end, _ = algorithm.apply(start, federation.cohort())
-    return float(jnp.sqrt(fedsim.tree.squared_norm(fedsim.tree.subtract(end.params, start.params))))
+CHANGES = {
+    "method": lambda patch: patch.setattr(Sends, "method", lambda self: 2.0),
+    "class attribute": lambda patch: patch.setattr(Sends, "own", 2.0),
+    "module": lambda patch: patch.setattr(MODULE, "factor", 2.0),
+    "other class": lambda patch: patch.setattr(Elsewhere, "factor", 2.0),
+    "object in a global": lambda patch: patch.setattr(HELD, "factor", 2.0),
+    "global": lambda patch: patch.setitem(globals(), "SCALE", 2.0),
+    "partial": lambda patch: patch.setitem(globals(), "SCALE", 2.0),
+    "nonlocal": lambda patch: DOUBLE(),
+    "environment": lambda patch: patch.setenv("FEDSIM_TEST_FACTOR", "2"),
+}
 
 
-def test_a_new_algorithm_reads_the_globals_and_objects_that_its_methods_use(monkeypatch):
-    once = distance_of(make(UsesGlobals))
-    monkeypatch.setitem(globals(), "SCALE", 2.0)
-    assert distance_of(make(UsesGlobals)) == pytest.approx(2 * once)
-    settings = types.SimpleNamespace(factor=1.0)
-    assert distance_of(make(UsesGlobals, held=settings)) == pytest.approx(2 * once)
-    settings.factor = 3.0
-    assert distance_of(make(UsesGlobals, held=settings)) == pytest.approx(6 * once)
+@pytest.mark.parametrize("source", CHANGES)
+def test_a_new_algorithm_reads_what_has_changed(source, monkeypatch):
+    results = []
+    for change in (lambda patch: None, CHANGES[source]):
+        change(monkeypatch)
+        algorithm = Sends(source=source, batches=BATCHES, execution=fedsim.Jit())
+        results.append(float(algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0]))
+    assert results == [1.0, 2.0]
 
 
-def test_a_global_with_the_name_of_a_field_does_not_affect_sharing(monkeypatch):
-    programs = []
-    for mu in (0.1, 0.2):
-        monkeypatch.setitem(globals(), "mu", mu)
-        algorithm = make(OwnProx, mu=mu)
-        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-        programs += federation.round_programs(algorithm)
-    assert programs[0] is programs[1]
+NOTEBOOK = """
+import pathlib, sys
+from IPython.core.interactiveshell import InteractiveShell
 
+folder = pathlib.Path(sys.argv[1])
+shell = InteractiveShell.instance()
+sys.path.insert(0, str(folder))
+
+
+def write(number):
+    (folder / "own_method.py").write_text(f'''
+import dataclasses, fedsim, jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class OwnProx(algorithms.FedAvg):
-    mu: float = 0.1
+class Mine(fedsim.Algorithm):
+    def init(self, key): return jnp.zeros(())
+    def client_update(self, shared, client): return fedsim.ClientUpdate(jnp.float32({number}), jnp.float32(1))
+    def server_update(self, state, update, info): return update
+''')
 
-    def client_loss(self, shared, params, batch):
-        away = fedsim.tree.squared_norm(fedsim.tree.subtract(params, shared.params))
-        return super().client_loss(shared, params, batch) + self.mu / 2 * away
+
+def cell(code):
+    shell.run_cell(code).raise_error()
+
+
+write(1.0)
+cell("%load_ext autoreload")
+cell("%autoreload 2")
+cell("import fedsim, jax, numpy as np\\nfrom own_method import Mine")
+cell("data = fedsim.FederatedData.from_arrays({'x': np.zeros(2, np.float32)}, sizes=[1, 1])")
+run = '''
+algorithm = Mine(batches=fedsim.Batches(size=1), execution=fedsim.Jit())
+state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, data.client_ids))
+print("result", float(state))
+'''
+cell(run)
+write(52.0)  # The file has another length, so Python does not take the bytecode of the old one.
+cell(run)
+"""
+
+
+def test_an_edited_class_is_used_in_a_notebook_with_autoreload(tmp_path):
+    pytest.importorskip("IPython")
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    command = [sys.executable, str(tmp_path / "notebook.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert re.findall(r"result (\S+)", done.stdout) == ["1.0", "52.0"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, lambda f: lambda rates: jnp.stack([jax.jvp(f, (r,), (r,))[0] for r in rates])])
+def test_an_algorithm_that_holds_a_traced_value_is_a_part_of_the_surrounding_program(transform):
+    """Only the optimizer holds the rate. The arguments of the round are arrays."""
+    start, cohort = make().init(jax.random.key(0)), federation.cohort()
+
+    def trained(rate):
+        algorithm = make(client_optimizer=optax.sgd(rate))
+        return algorithm.apply(start, cohort)[0].params["linear"]["b"]
+
+    rates = jnp.array([0.1, 0.3])
+    expected = np.stack([trained(rate) for rate in (0.1, 0.3)])
+    np.testing.assert_allclose(transform(trained)(rates), expected, rtol=1e-5)
+
+
+def test_settings_of_jax_are_part_of_what_is_shared():
+    algorithm = make()
+    start, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
+    algorithm.apply(start, cohort)
+    with jax.default_matmul_precision("highest"):
+        algorithm.apply(start, cohort)
+    assert num_programs(algorithm) == 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +385,13 @@ def test_a_number_that_is_looked_up_by_value_is_a_constant():
             factor = {0.5: 1.0, 0.25: 2.0}[self.level]
             return super().server_update(state, jax.tree.map(lambda x: factor * x, update), info)
 
-    assert distance_of(make(LookedUp, level=0.25)) == pytest.approx(2 * distance_of(make(LookedUp)))
+    def moved(level):
+        algorithm = make(LookedUp, level=level)
+        start = algorithm.init(jax.random.key(0))
+        return jax.tree.map(jnp.subtract, algorithm.apply(start, federation.cohort())[0].params, start.params)
+
+    once, twice = moved(0.5), moved(0.25)
+    federation.assert_trees_close(twice, jax.tree.map(lambda x: 2 * x, once))
 
 
 def test_copies_do_not_carry_programs():

@@ -91,7 +91,7 @@ def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how,
     if how != "debug":
         assert len(traces) == after_first
         (compiled,) = federation.round_programs(algorithm)
-        assert compiled.rounds._cache_size() == 1
+        assert compiled.rounds.num_executables == 1
 
 
 @pytest.mark.first(2)
@@ -112,7 +112,7 @@ def test_a_padded_round_in_several_programs_is_the_same_round(unpadded, monkeypa
     algorithm = fedavg(execution=fedsim.Pmap(devices=2))
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort(ROUNDS[0]))
     (compiled,) = federation.round_programs(algorithm)
-    assert compiled.fold._cache_size() >= 1 and compiled.rounds._cache_size() == 0
+    assert compiled.fold.num_executables >= 1 and compiled.rounds.num_executables == 0
     federation.assert_trees_close(jax.device_get(state), states[1])
     assert_same_info(jax.device_get(info), infos[0], ROUNDS[0])
 
@@ -140,7 +140,7 @@ def test_experiment_run_accepts_cohorts_of_any_size():
     assert examples == [int(POPULATION.sizes[: round % 5].sum()) for round in range(12)]
     assert result.history[0]["loss"] is None
     (compiled,) = federation.round_programs(algorithm)
-    assert compiled.rounds._cache_size() == 1
+    assert compiled.rounds.num_executables == 1
 
 
 def test_a_python_loop_iterates_over_clients_only():

@@ -172,7 +172,7 @@ def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_a
     assert len({len(cohort) for cohort in sampler.rounds(6)}) > 1
     run(algorithm, sampler, rounds=6, progress=False)
     (compiled,) = federation.round_programs(algorithm)
-    assert compiled.rounds._cache_size() == 1
+    assert compiled.rounds.num_executables == 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

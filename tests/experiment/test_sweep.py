@@ -422,7 +422,7 @@ def test_members_share_programs_whatever_their_learning_rates(algorithm):
     for built in build_members(configs, Settings(execution="jit")):
         state = built.algorithm.init(jax.random.key(0))
         built.algorithm.apply(state, built.sampler.cohort(0))
-        programs |= {id(of_setting) for of_setting in federation.round_programs(built.algorithm)}
+        programs |= set(map(id, federation.executables(built.algorithm)))
     assert len(programs) == 1
     momenta = [RunConfig(model="digits_logistic", client_momentum=momentum) for momentum in (0.0, 0.9)]
     shared = [built.algorithm._execution["programs"][0] for built in build_members(momenta, Settings(execution="jit"))]

@@ -33,7 +33,7 @@ from fedsim.decentralized import (
     one_peer_exponential,
     ring,
 )
-from fedsim.execution._sharing import share_programs
+from fedsim.execution._programs import share_programs
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 
 _NODES, _ROUNDS, _MOST_TOGETHER = 16, 400, 100
@@ -102,7 +102,7 @@ def _run(request: Request, name: str) -> Iterator[Row]:
         splits = datasets.load("digits", clients=_NODES, partition="dirichlet_balanced", alpha=alpha, seed=seed)
         columns = {name: jnp.asarray(column) for name, column in splits.test.columns.items()}
         algorithm = makers[loss](rate)
-        share_programs(algorithm, makers[loss], {"rate": rate})
+        share_programs([algorithm], makers[loss], [{"rate": rate}])
         return worst_node(algorithm, splits.train, columns, plan.rounds, seed)
 
     settings = [(alpha, 0.0, paper) for alpha, paper in zip((1.0, 0.1, 0.01), skewed, strict=True)]

@@ -29,7 +29,7 @@ from fedsim.algorithms import FedAvg, FedProx, FedSGD
 from fedsim.data import Batches, FederatedData
 from fedsim.decentralized import DFedAvg
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
-from fedsim.execution._sharing import share_programs
+from fedsim.execution._programs import share_programs
 from fedsim.experiment.reproductions import _femnist as femnist
 from fedsim.experiment.reproductions._clock import needs_data
 from fedsim.experiment.reproductions._curve import train
@@ -155,7 +155,7 @@ def run(
     data = population(way, splits[0], seed)
     make = Maker(way, scenario, model, splits[0].num_clients)
     algorithm: Algorithm = make(rate)
-    share_programs(algorithm, make, {"rate": rate})
+    share_programs([algorithm], make, [{"rate": rate}])
     found: list[Evaluation] = []
 
     def score(state: Any) -> float:

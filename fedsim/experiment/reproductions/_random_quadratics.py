@@ -38,7 +38,7 @@ from fedsim.decentralized import (
     ring,
 )
 from fedsim.execution import Jit
-from fedsim.execution._sharing import share_programs
+from fedsim.execution._programs import share_programs
 from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.model import Model
 
@@ -127,7 +127,7 @@ def rounds_to_optimum(
     hessians, slopes, start = problem(nodes, seed, zeta2, r0)
     data = FederatedData.from_arrays({"hessian": hessians, "slope": slopes}, sizes=[1] * nodes)
     algorithm: Any = make(rate)
-    share_programs(algorithm, make, {"rate": rate})
+    share_programs([algorithm], make, [{"rate": rate}])
     models = {"x": jnp.broadcast_to(start, (nodes, _DIMENSIONS))}
     state = algorithm.init(rng.root(0))._replace(models=models, memory=algorithm.node_memory(models))
     everyone = np.arange(nodes)
