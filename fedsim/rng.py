@@ -235,3 +235,13 @@ def _bit_length(x: Any, xp: Any) -> Any:
     if xp is np:
         return np.uint32(int(x).bit_length())
     return jnp.uint32(32) - jax.lax.clz(x)
+
+
+def typed(key: Any) -> jax.Array:
+    """Returns a key as an array of a key dtype; one that is ``uint32`` words is a key of JAX's default generator.
+
+    >>> typed(np.array([0, 7], np.uint32)) == jax.random.key(7)
+    Array(True, dtype=bool)
+    """
+    is_typed = jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
+    return key if is_typed else jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))

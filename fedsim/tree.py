@@ -266,6 +266,15 @@ def is_float(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def shapes(a: Tree) -> Tree:
+    """Returns the shape and the dtype of every leaf, as `jax.ShapeDtypeStruct`.
+
+    >>> shapes({"w": np.zeros(2, np.float32)})
+    {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), a)
+
+
 def num_bits(a: Tree) -> int:
     """Returns the size of all leaves in bits, from their shapes and dtypes; a PRNG key has the size of its words.
 

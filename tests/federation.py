@@ -96,7 +96,7 @@ def assert_trees_equal(a, b):
 def round_programs(algorithm):
     """Returns the programs of an algorithm that has run, one for each setting and for each form of state and data."""
     own, _ = algorithm._execution["programs"]
-    return [of_setting for programs in own._by_shapes.values() for of_setting in programs._by_setting.values()]
+    return [of_setting for programs in own._by_shapes.values() for of_setting in programs._by_options.values()]
 
 
 def executables(algorithm):

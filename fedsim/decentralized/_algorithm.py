@@ -309,7 +309,7 @@ class DecentralizedAlgorithm(FedAvg):
         attack = clients.attack
         if attack is None:
             return None
-        at = jnp.where(jnp.asarray(clients.plan.attacker) > 0, jnp.asarray(clients.plan.client), self.topology.nodes)
+        at = jnp.where(jnp.asarray(clients.plan.attacker), jnp.asarray(clients.plan.client), self.topology.nodes)
         attackers = jnp.zeros(self.topology.nodes, bool).at[at].set(True, mode="drop")
         return lambda values, key: attack.corrupt_all(values, attackers, key)
 

@@ -12,7 +12,6 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_aux_of
 from fedsim.attacks import Attack
-from fedsim.data import Batches
 from fedsim.execution._client import Client, ClientPlan, ClientUpdate
 from fedsim.execution._state import Shared, with_params
 
@@ -20,27 +19,6 @@ from fedsim.execution._state import Shared, with_params
 # report bits itself.
 _NAMES_OF_BITS = {"bits_up", "entropy_bits_up"}
 _NAMES = {"num_examples", "num_steps", "weight", "dropped", "attacker", "staleness", "bits_down"} | _NAMES_OF_BITS
-
-
-class Rows(NamedTuple):
-    """A value of every client of a population, or of a block of it.
-
-    Attributes:
-      values: leaves ``[clients, ...]``.
-      first: the position in the population of the first client, ``int32 []``.
-    """
-
-    values: Any
-    first: jax.Array | int = 0
-
-    def of(self, position: jax.Array) -> Any:
-        """Returns the row of the client at a position of the population."""
-        return jax.tree.map(lambda x: x[position - self.first], self.values)
-
-    @property
-    def num_clients(self) -> int:
-        """The number of rows."""
-        return len(jax.tree.leaves(self.values)[0])
 
 
 class Call(NamedTuple):
@@ -53,10 +31,10 @@ class Call(NamedTuple):
       shared: what the clients receive.
       bits_down: the size of that message.
       aggregator: of the updates; None for `Clients.map`.
+      downlink: compresses what the clients receive; None sends it as it is.
       fold: accumulates the updates: ``aggregator``, or the wrapper that a colluding attack adds to it; None for `Clients.map`.
-      aggregator_state: what the server keeps for the aggregator.
       clients: what is known of each client before its work, `ClientPlan` with leaves ``[slots, ...]``.
-      rows: the clients' own values, for `Clients.map_rows`; None for the others.
+      rows: the clients' own values for `Clients.map_rows`, leaves ``[clients of the population, ...]``; None for the others.
       is_divisible: whether the rows may be divided over devices.
     """
 
@@ -66,46 +44,16 @@ class Call(NamedTuple):
     shared: Shared
     bits_down: jax.Array
     aggregator: Aggregator | None
+    downlink: Any
     fold: Aggregator | None
-    aggregator_state: Any
     clients: ClientPlan
-    rows: Rows | None = None
+    rows: Any = None
     is_divisible: bool = False
 
     @property
     def num_entries(self) -> int:
         """The number of clients that have a place among the entries: those of ``rows``, or all slots."""
-        return len(self.clients.slot) if self.rows is None else self.rows.num_clients
-
-    def places(self, clients: ClientPlan) -> jax.Array:
-        """Returns where the entries of some clients are."""
-        return clients.slot if self.rows is None else clients.position - self.rows.first
-
-
-class CallShape(NamedTuple):
-    """The shapes of a call, which are known before it runs.
-
-    Attributes:
-      name: of the call.
-      update: what a client sends; () for `Clients.map`.
-      arrived: what the server receives of it.
-      entries: what a client adds to the round's info; for `Clients.map` the client's result.
-      aggregator: of the call.
-      batches: one for each loop that a client runs.
-      state_bytes: size of the largest state of a loop.
-      rows: the number of rows of `Clients.map_rows`; None for the other calls.
-      is_divisible: whether the rows may be divided over devices.
-    """
-
-    name: str
-    update: Any
-    arrived: Any
-    entries: Any
-    aggregator: Aggregator | None
-    batches: tuple[Batches, ...]
-    state_bytes: int
-    rows: int | None = None
-    is_divisible: bool = False
+        return len(self.clients.slot) if self.rows is None else len(jax.tree.leaves(self.rows)[0])
 
 
 class Received(NamedTuple):
@@ -153,7 +101,13 @@ def compressed_floats(shared: Shared) -> list[Any]:
 
 
 def send_up(
-    call: Call, client: Client, result: ClientUpdate, aggregator_memory: Any, attack: Attack | None, attacks: jax.Array
+    call: Call,
+    client: Client,
+    result: ClientUpdate,
+    server_memory: Any,
+    aggregator_memory: Any,
+    attack: Attack | None,
+    attacks: jax.Array,
 ) -> Received:
     """Sends a client's update to the server, once, after the client's last step.
 
@@ -164,16 +118,16 @@ def send_up(
     Args:
       call: the call that the update belongs to.
       client: the client.
-      result: what the client's work returned.
+      result: what the client's work returned, see `check_update`.
+      server_memory: what the server keeps for the aggregator of this call.
       aggregator_memory: what the client kept for the aggregator of this call.
       attack: the cohort's attack or None.
       attacks: whether this client is an attacker, ``bool []``.
 
     Raises:
-      ValueError: ``result`` is not a `ClientUpdate`, takes a name of the round's own info, or holds a memory of another
-        structure than ``client_memory`` returns.
+      ValueError: ``result`` takes a name of the round's own info, or holds a memory of another structure than
+        ``client_memory`` returns.
     """
-    check_update(call.work_name, result)
     aggregator = call.aggregator
     assert aggregator is not None
     entries = {name: jnp.asarray(value) for name, value in result.info.items()}
@@ -189,7 +143,7 @@ def send_up(
     finite = _is_finite((arrived, () if callable(memory) else memory)) & jnp.isfinite(weight)
     arrived = tree.select(finite, arrived, zeros)
     if not aggregator.sends_unchanged:
-        message = aggregator.send(arrived, call.aggregator_state, aggregator_memory, rng.stream(client.key, "send"))
+        message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
         # A message in half precision may overflow where the update does not.
         finite &= _is_finite((message.update, message.memory))
         arrived = tree.select(took_part & finite, message.update, jax.tree.map(jnp.zeros_like, message.update))

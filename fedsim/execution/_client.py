@@ -17,8 +17,8 @@ from fedsim.primitives import bounded_loop
 T = TypeVar("T")
 
 Step = Callable[[T, Batch], T]
-# (batches, number of steps, the batch of a step, the step, initial state) -> the state after the last step.
-Loop = Callable[[Batches, jax.Array, Callable[[jax.Array], Batch], Step, Any], Any]
+# (batches, purpose, number of steps, the batch of a step, the step, initial state) -> the state after the last step.
+RunLoop = Callable[[Batches, str | None, jax.Array, Callable[[jax.Array], Batch], Step, Any], Any]
 
 
 class ClientUpdate(NamedTuple):
@@ -46,13 +46,13 @@ class ClientPlan(NamedTuple):
     """What is known of a client before its work in a call.
 
     Attributes:
-      slot: the client's index in the cohort, ``int32 []``, as are the next seven.
+      slot: the client's index in the cohort, ``int32 []``, as are the next five, and ``staleness``.
       position: the client's index in the population.
       start: the client's first row in the columns.
       size: its number of examples.
       most_steps: the most steps of a training loop; a straggler has fewer than it would need.
       memory: its row in the table of memories.
-      attacker: 1 for an attacker.
+      attacker: whether it is an attacker, ``bool []``.
       staleness: how many rounds ago the client's model was sent.
       weight, scale: the factors of its weight and of its update, ``float32 []``.
       key: the client's PRNG key of this call.
@@ -89,7 +89,7 @@ class BatchReader(NamedTuple):
     start: jax.Array
     streams: tuple[jax.Array, jax.Array]
     most_steps: jax.Array
-    loop: Loop
+    loop: RunLoop
     poison: Callable[[Batch], dict[str, jax.Array]] | None = None
 
 
@@ -158,7 +158,7 @@ class Client:
             batch = Batch(columns, mask, jax.random.fold_in(step_key, t), t)
             return batch._replace(examples=reader.poison(batch)) if reader.poison else batch
 
-        return reader.loop(batches, num_steps, batch_at, step, state)
+        return reader.loop(batches, purpose, num_steps, batch_at, step, state)
 
 
 def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
@@ -172,15 +172,15 @@ def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
         memory=jnp.asarray(plan.memory),
         attacker=jnp.asarray(plan.attacker),
         staleness=jnp.asarray(plan.staleness),
-        weight=jax.lax.bitcast_convert_type(jnp.asarray(plan.weight), jnp.float32),
-        scale=jax.lax.bitcast_convert_type(jnp.asarray(plan.scale), jnp.float32),
+        weight=jnp.asarray(plan.weight),
+        scale=jnp.asarray(plan.scale),
         key=keys,
         streams=jax.vmap(streams)(keys),
     )
 
 
 def client_of(
-    own: ClientPlan, batches: Batches, columns: Mapping[str, jax.Array], loop: Loop, memory: Any = (), poison: Any = None
+    own: ClientPlan, batches: Batches, columns: Mapping[str, jax.Array], loop: RunLoop, memory: Any = (), poison: Any = None
 ) -> Client:
     """Returns the client that its work gets.
 
@@ -212,14 +212,21 @@ def streams(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rng.words(rng.stream(key, "shuffle")), rng.stream(key, "step")
 
 
-def batch_loop(most_examples: int | None = None) -> Loop:
+def batch_loop(most_examples: int | None = None) -> RunLoop:
     """Returns the compiled loop over batches, see `fedsim.primitives.bounded_loop`.
 
     Args:
       most_examples: the most examples of a client, which bound its number of steps in reverse mode; None without reverse mode.
     """
 
-    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
+    def loop(
+        batches: Batches,
+        purpose: str | None,
+        num_steps: jax.Array,
+        batch_at: Callable[[jax.Array], Batch],
+        step: Step,
+        state: T,
+    ) -> T:
         most_steps = None if most_examples is None else int(batches.num_steps(most_examples))
         return bounded_loop(num_steps, lambda t, state: step(state, batch_at(t)), state, most_steps=most_steps)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,42 +13,23 @@ from fedsim import primitives, rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
-from fedsim.execution._call import Call, CallShape, Rows, send_down, send_up
+from fedsim.execution._call import Call, check_update, send_down, send_up
 from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.execution._plan import RoundPlan
-from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, Shared
+from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, Shared
 from fedsim.primitives import Placed, Placement
 
-Row = tuple[Any, dict[str, Any]]  # a client's memory, see `FederatedState.clients`
-
-# (the call, the client, the columns with its examples, its row) -> (received update, entries of the info, new row).
-Work = Callable[[Call, ClientPlan, Any, Row], tuple[Any, Any, Any]]
-
-# If an aggregator's accumulator is at most this many times as large as an update, each of the clients that run side by side has
-# an accumulator, and these are merged. Otherwise the updates are accumulated one after another.
-_SMALL_ACCUMULATOR = 4
-
-
-class ClientGroup(NamedTuple):
-    """Clients that run together. As a value at a placement, every leaf has an axis of clients.
-
-    Attributes:
-      plan: what is known of each client.
-      stored: their rows of the table of memories, a `ClientTable`, or ().
-      columns: each client's own columns; None if all read ``Clients.columns``.
-    """
-
-    plan: ClientPlan
-    stored: Any
-    columns: Any = None
+# (name, value before the first round) -> what was kept under this name: "memory" by the client, "aggregator memory" by the
+# client for the aggregator, "server memory" by the server for the aggregator.
+Kept = Callable[[str, Any], Any]
 
 
 class Clients:
     """The clients of a round.
 
-    `fedsim.Algorithm.round` receives it and calls `aggregate`, `map` and `map_rows` any number of times. Compiled rounds run
-    clients by `run_together`, a program of `fedsim.primitives`. Subclasses differ in which clients they run together (`_run`).
-    Only `fedsim.Debug` calls one client after another in Python.
+    `fedsim.Algorithm.round` receives it and calls `aggregate`, `map` and `map_rows` any number of times. There are two
+    subclasses: one traces the work of a client (`fedsim.execution._trace`), the other one runs one client after another in
+    Python, for `fedsim.Debug`.
 
     This example computes the mean and the variance of all clients' numbers with two calls:
 
@@ -78,32 +58,28 @@ class Clients:
       algorithm: whose rounds run.
       plan: the plan of the round.
       key: the run's root key.
-      state: the state before the round; the clients' memories are in ``table``.
-      columns: the examples.
-      table: the clients' memories, or ().
-      shapes: the shapes of this round's calls, by the call's name.
       attack: the cohort's attack.
       axis: the name of the axis of devices that run the round together; None for a single device.
     """
 
     # The devices that the rows of `map_rows` are divided over, in blocks of equal size; None if they are on every device.
     rows_mesh: Mesh | None = None
+    # What the server kept before the round.
+    before: FederatedState
 
     def __init__(
         self,
         algorithm: FederatedAlgorithm,
         plan: RoundPlan,
         key: jax.Array,
-        state: FederatedState,
-        columns: Any,
-        table: ClientTable | tuple[()],
-        shapes: dict[str, CallShape],
         attack: Attack | None = None,
         axis: str | None = None,
     ) -> None:
-        self.algorithm, self.plan, self.key, self.columns, self.table = algorithm, plan, key, columns, table
-        self.aggregator_states, self.downlink_states, self.past = dict(state.aggregator), dict(state.downlink), state.past
-        self.shapes, self.attack, self.axis = shapes, attack, axis
+        self.algorithm, self.plan, self.key, self.attack, self.axis = algorithm, plan, key, attack, axis
+        # After the round: what the server keeps for aggregators and downlinks, by the call's name, and what it has sent.
+        self.aggregator_states: dict[str, Any] = {}
+        self.downlink_states: dict[str, Any] = {}
+        self.past: Any = ()
         self.loop = batch_loop()
         self.names: list[str] = []
         self.info: RoundInfo | None = None
@@ -113,7 +89,7 @@ class Clients:
     @property
     def num_clients(self) -> jax.Array:
         """The number of clients in the cohort, ``int32 []``."""
-        return jnp.sum(jnp.asarray(self.plan.length), dtype=jnp.int32)
+        return jnp.asarray(self.plan.count, jnp.int32)
 
     def aggregate(
         self,
@@ -139,10 +115,7 @@ class Clients:
         """
         aggregator, downlink = aggregator or self.algorithm.aggregator, downlink or self.algorithm.downlink
         call = self._begin(self._name("update", name), work, shared, aggregator, downlink)
-        update, self.info, memory = self._aggregate(call, work)
-        if call.name in self.aggregator_states:
-            self.aggregator_states[call.name] = memory
-        return update, self.info
+        return self._aggregate(call, work), self.info  # type: ignore[return-value]
 
     def map(self, work: Callable[[Shared, Client], Any], shared: Shared, *, name: str | None = None) -> Any:
         """Returns each client's ``work(shared, client)``, leaves ``[slots, ...]`` in cohort order.
@@ -201,8 +174,15 @@ class Clients:
         >>> algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["2", "0"]))[0].tolist()
         [1, 0, 3]
         """
+        shapes = [list(jnp.shape(x)) for x in jax.tree.leaves(rows)]
+        lengths = {shape[0] if shape else None for shape in shapes}
+        if len(lengths) != 1 or None in lengths:
+            raise ValueError(
+                "Expected the rows of clients.map_rows to have leaves [clients, ...], an entry for each client of the "
+                f"population, got {shapes}."
+            )
         call = self._begin(self._name("map", name), work, shared, None, None)
-        return self._map(call._replace(rows=Rows(rows), is_divisible=divisible), work)
+        return self._map(call._replace(rows=rows, is_divisible=divisible), work)
 
     def _name(self, kind: str, name: str | None) -> str:
         if name is None:
@@ -215,14 +195,13 @@ class Clients:
 
     def _begin(self, name: str, work: Callable[..., Any], shared: Shared, aggregator: Aggregator | None, downlink: Any) -> Call:
         key = self.key if name == "update" else rng.stream(self.key, name)
-        received, memory, bits_down = send_down(
-            downlink, shared, self.downlink_states.get(name, ()), rng.round_key(key, self.plan.round, "downlink")
-        )
-        if name in self.downlink_states:
+        memory = () if downlink is None else self._downlink_memory(name, downlink, shared)
+        received, memory, bits_down = send_down(downlink, shared, memory, rng.round_key(key, self.plan.round, "downlink"))
+        if jax.tree.leaves(memory):
             self.downlink_states[name] = memory
         fold = aggregator
         if aggregator is not None and self.attack is not None:
-            fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker) > 0)
+            fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker))
         key_rounds = self.plan.round
         if self.algorithm.staleness is not None:
             self._check_staleness(aggregator)
@@ -238,8 +217,8 @@ class Clients:
             shared=received,
             bits_down=bits_down,
             aggregator=aggregator,
+            downlink=downlink,
             fold=fold,
-            aggregator_state=self.aggregator_states.get(name, ()),
             clients=clients,
         )
 
@@ -251,148 +230,107 @@ class Clients:
                 "them. Run it without, or use another algorithm."
             )
 
-    def _keep_sent(self, received: Shared) -> None:
-        assert self.algorithm.staleness is not None
-        self.past = self.algorithm.staleness.kept(self.past, received, self.plan.round)
-
-    def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> tuple[Any, RoundInfo, Any]:
-        """Returns the aggregate, the info and the aggregator's new state."""
-        folded, entries = self._run(call, functools.partial(self._update, work))
-        return self._conclude(call, folded, entries)
-
-    def _map(self, call: Call, work: Callable[..., Any]) -> Any:
-        return self._run(call, functools.partial(self._result, work))[1]
-
-    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        """Runs every client; returns the accumulated updates, one per device, and the entries ``[call.num_entries, ...]``."""
+    def _downlink_memory(self, name: str, downlink: Any, shared: Shared) -> Any:
+        """Returns what the server keeps for the downlink of a call."""
         raise NotImplementedError
 
-    def _conclude(self, call: Call, folded: Any, entries: dict[str, Any]) -> tuple[Any, RoundInfo, Any]:
-        key, fold = rng.round_key(call.key, self.plan.round, "aggregator"), call.fold
-        assert fold is not None
-        if self.axis is None:
-            update, memory = fold.finish_round(folded, call.aggregator_state, key)
-        else:
-            update, memory = fold.finish_round_devices(folded, call.aggregator_state, key, self.axis)
-        return update, self._round_info(call, entries), memory
+    def _keep_sent(self, received: Shared) -> None:
+        """Stores what the server sends in this round, for clients that start from it in a later one."""
+        raise NotImplementedError
 
-    def run_together(
-        self, call: Call, work: Work, clients: Placed, accumulator: Any, *, side_by_side: bool | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Sends to some clients, runs their work, and accumulates their updates.
+    def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> Any:
+        """Runs every client and returns the aggregate; sets `info` and the aggregator's state."""
+        raise NotImplementedError
+
+    def _map(self, call: Call, work: Callable[..., Any]) -> Any:
+        raise NotImplementedError
+
+    def _conclude(self, call: Call, update: Any, folded: Any, memory: Any, entries: dict[str, Any]) -> Any:
+        """Ends a call of `aggregate`.
 
         Args:
           call: the call.
-          work: of one client.
-          clients: `ClientGroup`.
-          accumulator: holds the updates of the clients before them.
-          side_by_side: see `fedsim.primitives.map`.
+          update: the shapes of what a client sends.
+          folded: the accumulator with all updates; with several devices, those of each device.
+          memory: what the server keeps for the aggregator.
+          entries: what the clients add to the info, leaves ``[slots, ...]``.
 
         Returns:
-          The accumulator with their updates, their entries ``[n, ...]``, and their new rows ``[n, ...]``.
+          The aggregate.
         """
-
-        def of_client(shared: Shared, client: ClientGroup) -> tuple[Any, Any, Any]:
-            received, stored = call._replace(shared=shared), client.stored
-            columns = self.columns if client.columns is None else client.columns
-            arrived, entries, row = work(received, client.plan, columns, self._row(received, stored))
-            if call.fold is not None and isinstance(stored, ClientTable):
-                counts = entries["weight"] != 0
-                stored = ClientTable(tree.select(counts, row, stored.rows), stored.seen | counts)
-            return arrived, entries, stored
-
-        sent = self._sent(call, clients)
-        arrived, entries, rows = primitives.map(of_client, sent, clients, side_by_side=side_by_side).stacked
-        if call.fold is None:
-            return accumulator, entries, rows
-        updates = Placed((arrived, entries["weight"], clients.stacked.plan.slot), clients.placement)
-        accumulate = functools.partial(self._accumulate, call, accumulator)
-        return primitives.reduce(accumulate, updates, name=type(call.fold.innermost).__name__), entries, rows
-
-    def _sent(self, call: Call, clients: Placed) -> Placed:
-        """Returns what each client received, in this round or when it started."""
-        if self.algorithm.staleness is None:
-            return primitives.broadcast(call.shared, clients.placement)
-        return Placed(self._started(clients.stacked.plan.staleness), clients.placement)
-
-    def _started(self, staleness: jax.Array) -> Shared:
-        """Returns what clients of these stalenesses ``[n]`` received when they started, leaves ``[n, ...]``."""
-        assert self.algorithm.staleness is not None
-        return self.algorithm.staleness.started(self.past, self.plan.round, staleness)
-
-    def _accumulate(self, call: Call, accumulator: Any, updates: tuple[Any, jax.Array, jax.Array]) -> Any:
-        """Adds updates ``[n, ...]`` with their weights and slots to an accumulator."""
-        fold, zero = call.fold, self._zero(call)
+        key, fold = rng.round_key(call.key, self.plan.round, "aggregator"), call.fold
         assert fold is not None
-        if len(updates[1]) == 1:
-            return fold.accumulate(accumulator, *jax.tree.map(lambda x: x[0], updates))
-        if tree.num_bits(zero) <= _SMALL_ACCUMULATOR * tree.num_bits(self.shapes[call.name].arrived):
-            each = jax.vmap(functools.partial(fold.accumulate, zero))(*updates)
-            return fold.merge(accumulator, fold.merge_stacked(each))
-        return jax.lax.scan(lambda total, one: (fold.accumulate(total, *one), None), accumulator, updates)[0]
+        if self.axis is None:
+            aggregate, memory = fold.finish_round(folded, memory, key)
+        else:
+            aggregate, memory = fold.finish_round_devices(folded, memory, key, self.axis)
+        if jax.tree.leaves(memory):
+            self.aggregator_states[call.name] = memory
+        self.info = self._round_info(call, tree.num_bits(update), entries)
+        return aggregate
 
-    def _zero(self, call: Call) -> Any:
-        """Returns an empty accumulator for a call, on this device; () for `map`."""
-        if call.fold is None:
-            return ()
-        arrived, slots = self.shapes[call.name].arrived, len(self.plan.client)
-        return call.fold.zero_devices(arrived, slots, self.axis) if self.axis else call.fold.zero(arrived, slots)
+    def result_of(
+        self, call: Call, work: Callable[..., Any], own: ClientPlan, columns: Any, kept: Kept, row: Any = None
+    ) -> Any:
+        """Returns the result of a client's work in a call of `map`, or of `map_rows` with a ``row``."""
+        received = self._received(call, own)
+        given = (received,) if row is None else (received, row)
+        return jax.tree.map(jnp.asarray, work(*given, self._client(received, own, columns, kept)))
 
-    def client(self, call: Call, own: ClientPlan, columns: Any, row: Row) -> Client:
-        """Returns the client that the work of a call gets."""
+    def update_of(
+        self, call: Call, work: Callable[..., ClientUpdate], own: ClientPlan, columns: Any, kept: Kept
+    ) -> tuple[Any, dict[str, Any], Any, Any, Any]:
+        """Runs a client's work in a call of `aggregate`, and sends its update.
 
+        Args:
+          call: the call.
+          work: the client's work.
+          own: what is known of the client.
+          columns: the columns that have the client's examples.
+          kept: what was kept for the client and for the aggregator.
+
+        Returns:
+          What the server receives, the entries of the info, what the client keeps for the algorithm and for the aggregator, and
+          what the client sent.
+        """
+        assert call.aggregator is not None
+        received = self._received(call, own)
+        client = self._client(received, own, columns, kept)
+        result = work(received, client)
+        check_update(call.work_name, result)
+        of_server = kept("server memory", call.aggregator.init(jax.tree.map(jnp.zeros_like, result.update)))
+        of_client = kept("aggregator memory", call.aggregator.client_memory(tree.shapes(result.update)))
+        message = send_up(call, client, result, of_server, of_client, self.attack, own.attacker)
+        arrived, entries = message.update, message.entries
+        if (staleness := self.algorithm.staleness) is not None:
+            entries = {**entries, "weight": entries["weight"] * own.weight}
+            scale = jnp.where(entries["weight"] != 0, own.scale, 0)
+            arrived = staleness.arrived(arrived, scale, self._current, received)
+        return arrived, entries, message.memory, message.aggregator_memory, result.update
+
+    def _received(self, call: Call, own: ClientPlan) -> Shared:
+        """Returns what a client received, in this round or when it started."""
+        if self.algorithm.staleness is None:
+            return call.shared
+        return self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
+
+    def _client(self, received: Shared, own: ClientPlan, columns: Any, kept: Kept) -> Client:
         def poison(batch: Batch) -> dict[str, jax.Array]:
             assert self.attack is not None
-            return tree.select(own.attacker > 0, self.attack.poison(batch), batch.examples)
+            return tree.select(own.attacker, self.attack.poison(batch), batch.examples)
 
-        return client_of(own, self.algorithm.batches, columns, self.loop, row[0], poison if self.attack else None)
+        memory = kept("memory", self.algorithm.client_memory(received))
+        return client_of(own, self.algorithm.batches, columns, self.loop, memory, poison if self.attack else None)
 
-    def _row(self, call: Call, stored: Any) -> Row:
-        """Returns what a client keeps; before its first round, this is ``client_memory``."""
-        start = self.algorithm.client_memory(call.shared)
-        if not isinstance(stored, ClientTable):
-            return start, {}
-        seen, (memory, by_call) = stored.seen, stored.rows
-        starts = {
-            name: of.aggregator.client_memory(of.update)
-            for name, of in self.shapes.items()
-            if of.aggregator and name in by_call
-        }
-        return tree.select(seen, memory, start) if jax.tree.leaves(memory) else start, tree.select(seen, by_call, starts)
-
-    def _result(self, work: Callable[..., Any], call: Call, own: ClientPlan, columns: Any, row: Row) -> tuple[Any, Any, Any]:
-        given = (call.shared,) if call.rows is None else (call.shared, call.rows.of(own.position))
-        return (), jax.tree.map(jnp.asarray, work(*given, self.client(call, own, columns, row))), ()
-
-    def _update(
-        self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, columns: Any, row: Row
-    ) -> tuple[Any, dict[str, Any], Row]:
-        client, by_call = self.client(call, own, columns, row), row[1]
-        result = work(call.shared, client)
-        received = send_up(call, client, result, by_call.get(call.name, ()), self.attack, own.attacker > 0)
-        if call.name in by_call:
-            by_call = {**by_call, call.name: received.aggregator_memory}
-        if (staleness := self.algorithm.staleness) is not None:
-            entries = {**received.entries, "weight": received.entries["weight"] * own.weight}
-            scale = jnp.where(entries["weight"] != 0, own.scale, 0)
-            received = received._replace(
-                update=staleness.arrived(received.update, scale, self._current, call.shared), entries=entries
-            )
-        return received.update, received.entries, (received.memory, by_call)
-
-    def _count_bits(self, call: Call) -> None:
-        """Adds up the largest number of bits that a client may send and receive, which determines the dtype of these counts."""
-        self._most_up += tree.num_bits(self.shapes[call.name].update)
-        self._most_down += tree.num_bits(call.shared)
-
-    def _round_info(self, call: Call, entries: dict[str, Any]) -> RoundInfo:
-        """Builds the info from all clients' entries ``[slots, ...]`` and from the plan, which every device has."""
+    def _round_info(self, call: Call, plain: int, entries: dict[str, Any]) -> RoundInfo:
+        """Builds the info from the plan, the size of an update in bits, and all clients' entries ``[slots, ...]``."""
         plan, before = self.plan, self.info
-        self._count_bits(call)
+        # The largest number of bits that a client may send and receive determines the dtype of these counts.
+        self._most_up += plain
+        self._most_down += tree.num_bits(call.shared)
         num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:
-            plain = tree.num_bits(self.shapes[call.name].update)
             sent = tree.add_bits(plain, most=plain)
             entries["bits_up"] = jnp.where(took_part, sent, jnp.zeros_like(sent))
             entries["entropy_bits_up"] = jnp.where(took_part, jnp.float32(plain), 0.0)
@@ -400,7 +338,7 @@ class Clients:
         if self.algorithm.staleness is not None:
             entries["staleness"] = jnp.where(took_part, self.plan.staleness, 0)
         if self.attack is not None:
-            entries["attacker"] = jnp.asarray(plan.attacker) > 0
+            entries["attacker"] = jnp.asarray(plan.attacker)
         for name, most in (("bits_up", self._most_up), ("bits_down", self._most_down), ("entropy_bits_up", 0)):
             earlier = [before.clients[name]] if before else []
             entries[name] = tree.add_bits(*earlier, entries[name], most=most)

@@ -128,7 +128,7 @@ def _shared(key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 def _form(leaf: Any) -> Hashable:
     """Returns what an executable depends on in an argument: shape, dtype and place, and not the value."""
     if isinstance(leaf, jax.Array):
-        return leaf.aval, leaf.sharding
+        return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
 
 

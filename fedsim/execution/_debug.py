@@ -5,23 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import rng
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
-from fedsim.execution._call import Call, CallShape
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate, Loop, Step, batch_loop
-from fedsim.execution._clients import Clients, Work
-from fedsim.execution._device_clients import put_rows, rows_of
+from fedsim.execution._call import Call
+from fedsim.execution._client import Client, ClientPlan, ClientUpdate, RunLoop, Step, batch_loop
+from fedsim.execution._clients import Clients
+from fedsim.execution._device_round import put_rows, rows_of
 from fedsim.execution._execution import Execution, Jit, check_cohorts
 from fedsim.execution._plan import Layout, RoundPlan, plan_round
-from fedsim.execution._programs import finished, programs_for
-from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
+from fedsim.execution._programs import programs_for
+from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, State, parts_of, server_state
+from fedsim.execution._trace import finished
 from fedsim.primitives._placement import without_mesh_of_context
 
 T = TypeVar("T")
@@ -59,12 +61,13 @@ class Debug(Execution):
     @without_mesh_of_context()
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         state, kept, plan, clients = _begun(algorithm, state, cohort, _PythonClients)
-        server, info = _stage("round", "the server", algorithm.round, parts_of(state).server, clients)
-        table: Any = clients.table
-        state = finished(algorithm, state, clients, server, info)
-        if isinstance(kept, ClientRows):
-            table = _memory.written_back(kept, table, plan, len(cohort))
-        return (state._replace(clients=table) if kept != () else state), info
+        before = clients.before
+        server, info = _stage("round", "the server", algorithm.round, before.server, clients)
+        after = finished(algorithm, before.server, before.average, clients, server, info)
+        if not isinstance(state, FederatedState):
+            return after.server, info
+        table = _memory.written_back(kept, clients.table, plan, len(cohort)) if isinstance(kept, ClientRows) else clients.table
+        return after._replace(clients=table), info
 
 
 def _begun(
@@ -72,42 +75,98 @@ def _begun(
 ) -> tuple[State, Any, RoundPlan, C]:
     """Returns the state without clients' memories, these memories, the plan of the round, and its clients, of a ``kind``."""
     check_cohorts(algorithm, [cohort])
-    plan, mesh, shapes = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
+    plan, mesh, first_memories = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
     if algorithm.has_memory:
-        state = _memory.remembered(algorithm, state, cohort.data)
-        shapes = programs_for(algorithm, server_state(state), cohort.data)[0].outline.shapes
+        programs, _ = programs_for(algorithm, server_state(state), cohort.data)
+        state, first_memories = _memory.remembered(algorithm, state, cohort.data), programs.trace().first_memories
     table = kept = parts_of(state).clients
     if kept != ():
         state = state._replace(clients=())
     if isinstance(kept, ClientRows):
         table, plan = _memory.gathered(kept, plan, len(cohort), mesh)
     state, table = _placement.replicate((state, table), mesh)
-    clients = kind(
-        cohort,
-        algorithm,
-        jax.tree.map(jnp.asarray, plan),
-        cohort.key,
-        parts_of(state),
-        {},
-        table,
-        dict(shapes),
-        cohort.attack,
-    )
-    return state, kept, plan, clients
+    of_clients = jax.tree.map(jnp.asarray, plan.of_clients())
+    return state, kept, plan, kind(cohort, parts_of(state), table, first_memories, algorithm, of_clients, rng.typed(cohort.key))
 
 
 class _PythonClients(Clients):
     """Clients that run one after another in Python, each with the columns of its own examples."""
 
-    def __init__(self, cohort: Cohort, *args: Any) -> None:
-        super().__init__(*args)
-        self.cohort = cohort
+    def __init__(self, cohort: Cohort, before: FederatedState, table: Any, first_memories: Any, *args: Any) -> None:
+        super().__init__(*args, cohort.attack)
+        self.cohort, self.before, self.table, self.first_memories = cohort, before, table, first_memories
+        self.past = before.past
+
+    def _downlink_memory(self, name: str, downlink: Any, shared: Any) -> Any:
+        return self.before.downlink.get(name, ())
+
+    def _keep_sent(self, received: Any) -> None:
+        assert self.algorithm.staleness is not None
+        self.past = self.algorithm.staleness.kept(self.past, received, self.plan.round)
 
     def _aggregate(self, call: Call, work: Callable[..., Any]) -> Any:
-        return super()._aggregate(call, self._staged(call, work))
+        slots, accumulator, entries, update = self.cohort.slots, None, None, None
+        assert call.fold is not None
+        for slot, own, name, columns, stored in self._clients(call):
+            of_client = functools.partial(self.update_of, call, self._staged(call, work))
+            kept = functools.partial(self._kept, call, stored)
+            done = _stage(call.work_name, name, of_client, own, columns, kept)
+            arrived, of_info, memory, aggregator_memory, update = done
+            if accumulator is None:
+                _stage("aggregator.check", "the server", call.fold.check, arrived, slots)
+                shapes = jax.eval_shape(functools.partial(call.fold.zero, slots=slots), arrived)
+                _placement.must_fit(call.fold, shapes, slots, Jit().mesh())
+                accumulator = _stage("aggregator.zero", name, call.fold.zero, arrived, slots)
+            added = accumulator, arrived, of_info["weight"], slot
+            accumulator = _stage("aggregator.accumulate", name, call.fold.accumulate, *added)
+            self._keep(call, slot, of_info["weight"] != 0, stored, memory, aggregator_memory)
+            entries = self._put(call, own, entries, of_info)
+        entries = entries if len(self.cohort) else jax.tree.map(jnp.zeros_like, entries)
+        memory = self.before.aggregator.get(call.name, ())
+        return self._conclude(call, update, accumulator, memory, entries)  # type: ignore[arg-type]
 
     def _map(self, call: Call, work: Callable[..., Any]) -> Any:
-        return super()._map(call, self._staged(call, work))
+        entries = None
+        for _, own, name, columns, stored in self._clients(call):
+            row = None if call.rows is None else jax.tree.map(lambda x, own=own: x[own.position], call.rows)
+            of_client = functools.partial(self.result_of, call, self._staged(call, work), row=row)
+            result = _stage(call.work_name, name, of_client, own, columns, functools.partial(self._kept, call, stored))
+            entries = self._put(call, own, entries, result)
+        return entries if len(self.cohort) else jax.tree.map(jnp.zeros_like, entries)
+
+    def _clients(self, call: Call) -> Iterator[tuple[jax.Array, ClientPlan, str, Any, Any]]:
+        """Yields each client's slot, what is known of it, its name in errors, its columns, and its row of the table.
+
+        In an empty cohort, a client without examples determines the shapes of updates and infos. It does not count.
+        """
+        clients: list[Any] = list(enumerate(self.cohort.client_ids))
+        for at, client_id in clients or [(0, None)]:
+            name = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}"
+            has_rows = client_id is not None and self.cohort.sizes[at] > 0
+            rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
+            columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
+            # The client's columns are only its own.
+            own = jax.tree.map(lambda x, at=at: x[at], call.clients)._replace(start=jnp.int32(0))
+            stored: Any = ()
+            if isinstance(self.table, ClientTable):
+                stored = jax.tree.map(lambda x: x[0], rows_of(self.table, own.memory[None]))
+            self.loop = _loop_of(call.work_name, name)
+            yield jnp.int32(at), own, name, columns, stored
+
+    def _put(self, call: Call, own: ClientPlan, entries: Any, new: Any) -> Any:
+        """Writes the entries of a client among those of all clients, which are None before the first one."""
+        place = own.slot if call.rows is None else own.position
+        if entries is None:
+            entries = jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), new)
+        return jax.tree.map(lambda rows, x: rows.at[place].set(x), entries, new)
+
+    def _kept(self, call: Call, stored: Any, name: str, start: Any) -> Any:
+        if name == "server memory":
+            return self.before.aggregator.get(call.name, start)
+        if not isinstance(stored, ClientTable) or not stored.seen:
+            return start
+        memory, by_call = stored.rows
+        return memory if name == "memory" else by_call.get(call.name, start)
 
     def _staged(self, call: Call, work: Callable[..., T]) -> Callable[..., T]:
         def staged(*given: Any) -> T:
@@ -118,51 +177,14 @@ class _PythonClients(Clients):
     def _name_of(self, client: Client) -> str:
         return f"client {self.cohort.data.client_ids[int(client.position)]!r}" if len(self.cohort) else _EMPTY_CLIENT
 
-    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        slots, accumulator, entries = self.cohort.slots, None, None
-        clients: list[Any] = list(enumerate(self.cohort.client_ids))
-        # In an empty cohort, a client without examples determines the shapes of updates and infos. It does not count.
-        for at, client_id in clients or [(0, None)]:
-            name, slot = _EMPTY_CLIENT if client_id is None else f"client {client_id!r}", jnp.int32(at)
-            arrived, own, row = self._run_client(call, work, at, name, client_id is not None and self.cohort.sizes[at] > 0)
-            if entries is None:
-                entries = jax.tree.map(lambda x: jnp.zeros((call.num_entries, *x.shape), x.dtype), own)
-                self.shapes.setdefault(call.name, CallShape(call.name, arrived, arrived, own, call.aggregator, (), 0))
-            if call.fold is not None:
-                if accumulator is None:
-                    _stage("aggregator.check", "the server", call.fold.check, arrived, slots)
-                    shapes = jax.eval_shape(functools.partial(call.fold.zero, slots=slots), arrived)
-                    _placement.must_fit(call.fold, shapes, slots, Jit().mesh())
-                    accumulator = _stage("aggregator.zero", name, call.fold.zero, arrived, slots)
-                accumulator = _stage(
-                    "aggregator.accumulate", name, call.fold.accumulate, accumulator, arrived, own["weight"], slot
-                )
-                self._keep(slot, own["weight"] != 0, row)
-            place = call.places(jax.tree.map(lambda x, at=at: x[at], call.clients))
-            entries = jax.tree.map(lambda rows, new, place=place: rows.at[place].set(new), entries, own)
-        return accumulator, entries if clients else jax.tree.map(jnp.zeros_like, entries)
-
-    def _run_client(self, call: Call, work: Work, at: int, name: str, has_rows: bool) -> tuple[Any, dict[str, Any], Any]:
-        """Runs the client in a slot, which the messages of errors call ``name``."""
-        rows = self.cohort.data.client(int(self.cohort.clients[at])).examples if has_rows else self._no_rows()
-        columns = {feature: jnp.asarray(np.asarray(column)) for feature, column in rows.items()}
-        # The client's columns are only its own.
-        client = jax.tree.map(lambda x: x[at], call.clients)._replace(start=jnp.int32(0))
-        self.loop = _loop_of(call.work_name, name)
-        stored = rows_of(self.table, client.memory[None]) if isinstance(self.table, ClientTable) else ()
-        row = self._row(call, jax.tree.map(lambda x: x[0], stored))
-        received = call
-        if self.algorithm.staleness is not None:
-            started = self._started(client.staleness[None])
-            received = call._replace(shared=jax.tree.map(lambda x: x[0], started))
-        return _stage(call.work_name, name, functools.partial(work, received), client, columns, row)
-
     def _no_rows(self) -> dict[str, np.ndarray]:
         return {name: np.zeros((1, *column.shape[1:]), column.dtype) for name, column in self.cohort.data.columns.items()}
 
-    def _keep(self, slot: jax.Array, counts: jax.Array, row: Any) -> None:
+    def _keep(self, call: Call, slot: jax.Array, counts: jax.Array, stored: Any, memory: Any, aggregator_memory: Any) -> None:
         if isinstance(self.table, ClientTable) and counts:
-            rows = jax.tree.map(lambda x: x[None], ClientTable(row, jnp.bool_(True)))
+            others = stored.rows[1] if stored.seen else {name: self.first_memories[name] for name in stored.rows[1]}
+            by_call = {name: aggregator_memory if name == call.name else kept for name, kept in others.items()}
+            rows = jax.tree.map(lambda x: jnp.asarray(x)[None], ClientTable((memory, by_call), jnp.bool_(True)))
             self.table = put_rows(self.table, self.plan.memory[slot][None], rows)
 
 
@@ -190,8 +212,8 @@ def call_of_updates(algorithm: FederatedAlgorithm, state: State, data: Federated
     Raises:
       ValueError: a round has no such call.
     """
-    outline = programs_for(algorithm, server_state(state), data)[0].outline
-    names = [call.name for call in outline.calls if call.aggregator is not None]
+    program = programs_for(algorithm, server_state(state), data)[0].trace()
+    names = [call.name for call in program.calls if call.aggregator is not None]
     if not names:
         raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")
     return names[-1]
@@ -213,9 +235,9 @@ def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot
     Raises:
       StageError: the algorithm raises an error.
     """
-    state, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, call))
+    _, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, call))
     with contextlib.suppress(_ClientFinishedError):
-        algorithm.round(parts_of(state).server, clients)
+        algorithm.round(clients.before.server, clients)
     return clients.done
 
 
@@ -232,29 +254,38 @@ class _OneClient(_PythonClients):
         super().__init__(*args)
         self._slot, self._last = slot, last
 
-    def _update(self, work: Callable[..., ClientUpdate], call: Call, own: ClientPlan, columns: Any, row: Any) -> Any:
-        def recorded(shared: Any, client: Client) -> ClientUpdate:
-            self._recorded = shared, (result := work(shared, client)), int(client.num_steps)
+    def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> Any:
+        if call.name != self._last:
+            return super()._aggregate(call, work)
+        recorded: Any = None
+
+        def recording(shared: Any, client: Client) -> ClientUpdate:
+            nonlocal recorded
+            recorded = shared, (result := work(shared, client)), int(client.num_steps)
             return result
 
-        return super()._update(recorded, call, own, columns, row)
-
-    def _run(self, call: Call, work: Work) -> tuple[Any, Any]:
-        if call.name != self._last:
-            return super()._run(call, work)
-        name = f"client {self.cohort.client_ids[self._slot]!r}"
-        received, entries, _ = self._run_client(call, work, self._slot, name, bool(self.cohort.sizes[self._slot] > 0))
-        shared, result, num_steps = self._recorded
+        _, own, name, columns, stored = next(client for client in self._clients(call) if int(client[0]) == self._slot)
+        of_client = functools.partial(self.update_of, call, self._staged(call, recording))
+        kept = functools.partial(self._kept, call, stored)
+        received, entries, *_ = _stage(call.work_name, name, of_client, own, columns, kept)
+        shared, result, num_steps = recorded
         self.done = ClientRound(shared, result, received, entries, num_steps)
         raise _ClientFinishedError
 
 
-def _loop_of(work_name: str, client: str) -> Loop:
+def _loop_of(work_name: str, client: str) -> RunLoop:
     """Returns a Python loop whose errors name the step and the client."""
 
-    def loop(batches: Batches, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step, state: T) -> T:
+    def loop(
+        batches: Batches,
+        purpose: str | None,
+        num_steps: jax.Array,
+        batch_at: Callable[[jax.Array], Batch],
+        step: Step,
+        state: T,
+    ) -> T:
         if isinstance(num_steps, jax.core.Tracer):  # for example inside jax.lax.cond
-            return batch_loop()(batches, num_steps, batch_at, step, state)
+            return batch_loop()(batches, purpose, num_steps, batch_at, step, state)
         for t in range(int(num_steps)):
             state = _stage(f"step {t} of {work_name}", client, step, state, batch_at(jnp.int32(t)))
         return state

@@ -15,13 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedsim import checks
+from fedsim import checks, rng
 from fedsim.data import Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._device_clients import Setting
+from fedsim.execution._device_round import ProgramOptions
 from fedsim.execution._memory import remembered
 from fedsim.execution._numbers import kept_with
-from fedsim.execution._outline import Outline
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._plan import (
     Layout,
@@ -31,12 +30,14 @@ from fedsim.execution._plan import (
     overhead_of,
     plan_round,
     rounded_slots,
+    stacked,
     widths_for,
     windows,
 )
-from fedsim.execution._programs import Programs, RoundPrograms, programs_for
+from fedsim.execution._programs import Programs, programs_for
 from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
+from fedsim.execution._trace import RoundProgram, TraceOptions
 from fedsim.primitives._placement import without_mesh_of_context
 from fedsim.samplers._checked import check_is_cohort, same_key
 
@@ -158,10 +159,10 @@ class Jit(Execution):
         check_cohorts(algorithm, [cohort])
         mesh, data = self.mesh(), cohort.data
         state = jax.eval_shape(algorithm.init, jax.random.key(0)) if state is None else state
+        programs, numbers = programs_for(algorithm, server_state(state), data, self._trace_options(cohort, mesh))
         state = remembered(algorithm, state, data)
-        programs, numbers = programs_for(algorithm, server_state(state), data)
         layout = self._layout(programs, cohort, mesh)
-        plan = plan_round(cohort, layout, algorithm.batches, programs.outline.loops)
+        plan = plan_round(cohort, layout, algorithm.batches, programs.trace().loops)
         clients, table = parts_of(state).clients, None
         if clients != ():
             rows = jax.tree.map(
@@ -171,7 +172,8 @@ class Jit(Execution):
         columns = {
             name: jax.ShapeDtypeStruct(c.shape, jax.dtypes.canonicalize_dtype(c.dtype)) for name, c in data.columns.items()
         }
-        arguments = numbers, columns, table or (), state, cohort.key, layout.pack([plan], 1), np.int32(1)
+        key = rng.typed(cohort.key)
+        arguments = numbers, columns, table or (), state, key, stacked([plan], 1), np.int32(1)
         everywhere = NamedSharding(mesh, P())
         shardings = [jax.tree.map(lambda _: everywhere, argument) for argument in arguments]
         shardings[3] = _placement.shardings_of(state, mesh, layout)
@@ -180,17 +182,31 @@ class Jit(Execution):
             jax.eval_shape(lambda *arguments: arguments, *arguments),
             tuple(shardings),
         )
-        setting = Setting(mesh, layout, True, False, cohort.attack, self.deterministic)
-        return programs.by_setting(setting).rounds.lower(*shapes)
+        rows = next(iter(columns.values())).shape[0]
+        options = ProgramOptions(mesh, layout, True, False, cohort.attack, self.deterministic, rows, key.dtype)
+        return programs.by_options(options).rounds.lower(*shapes)
+
+    def _trace_options(self, cohort: Cohort, mesh: Mesh) -> TraceOptions:
+        """Returns what the trace of a round depends on if all examples are on the devices, and no device has its own block."""
+        return TraceOptions(
+            slots=rounded_slots(cohort.slots),
+            rows=max(1, cohort.data.num_examples),
+            attack=cohort.attack,
+            most_examples=self._most_examples(cohort),
+            axis=(AXIS, mesh.size) if mesh.size > 1 else None,
+            key=rng.typed(cohort.key).dtype,
+        )
+
+    def _most_examples(self, cohort: Cohort) -> int | None:
+        return int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
 
     def _layout(self, programs: Programs, cohort: Cohort, mesh: Mesh) -> Layout:
-        slots, state_bytes = rounded_slots(cohort.slots), programs.outline.state_bytes
+        slots, calls, state_bytes = rounded_slots(cohort.slots), programs.trace().calls, programs.trace().state_bytes
         lanes = self.lanes or (1 if mesh.devices.flat[0].platform == "cpu" else lanes_for(state_bytes))
         lanes = min(lanes, -(-slots // mesh.size), programs.fewer_lanes.get(mesh, lanes))
         overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
-        most_examples = int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
+        most_examples = self._most_examples(cohort)
         block, rest = divmod(cohort.data.num_clients, mesh.size)
-        calls = programs.outline.calls
         is_divided = mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
         return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
@@ -209,8 +225,8 @@ class Jit(Execution):
           The state, the infos, and how many rounds ran.
         """
         mesh, data = self.mesh(), cohorts[0].data
+        programs, numbers = programs_for(algorithm, server_state(state), data, self._trace_options(cohorts[0], mesh))
         state = _memory.placed(remembered(algorithm, state, data), mesh, "resident" if self.differentiable else self.memory)
-        programs, numbers = programs_for(algorithm, server_state(state), data)
         while True:
             layout = self._layout(programs, cohorts[0], mesh)
             try:
@@ -235,7 +251,7 @@ class Jit(Execution):
         # Gathered memories are written back after each round.
         may_split = mesh.devices.flat[0].platform == "cpu" and not self.differentiable
         together = cohorts[:1] if is_gathered else cohorts
-        plans, parts = _plans(layout, algorithm.batches, programs.outline, together, may_split)
+        plans, parts = _plans(layout, algorithm.batches, programs.trace(), together, may_split)
         count, table = len(plans), clients
         if is_gathered:
             table, plans[0] = _memory.gathered(clients, plans[0], len(first), mesh)
@@ -243,19 +259,20 @@ class Jit(Execution):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds or 1)
-        setting = Setting(mesh, layout, resident, rounds is not None, first.attack, self.deterministic)
-        programs.check(first, setting)
+        rows = next(iter(columns.values())).shape[0] // (1 if resident else mesh.size)
+        key = rng.typed(first.key)
+        options = ProgramOptions(mesh, layout, resident, rounds is not None, first.attack, self.deterministic, rows, key.dtype)
+        programs.check(first, options)
         state = state._replace(clients=()) if clients != () else state
         state = _placement.moved(state, _placement.shardings_of(state, mesh, layout))
-        key = _placement.replicate(first.key, mesh)
-        arguments = numbers, columns, table, state, key, layout.pack(plans, rounds or 1)
+        arguments = numbers, columns, table, state, _placement.replicate(key, mesh), stacked(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
             # For streamed data, so that the examples of at most two dispatches are on the device.
             jax.block_until_ready((state, table))
         if parts:
-            state, table, infos = _run_in_parts(programs.by_setting(setting), arguments, parts)
+            state, table, infos = programs.by_options(options).run_in_parts(arguments, parts)
         else:
-            state, table, infos = programs.by_setting(setting).rounds(*arguments, np.int32(count))
+            state, table, infos = programs.by_options(options).rounds(*arguments, np.int32(count))
         if clients != ():
             kept = _memory.written_back(clients, table, plans[0], len(first)) if is_gathered else table
             state = state._replace(clients=kept)
@@ -265,7 +282,7 @@ class Jit(Execution):
 
 
 def _plans(
-    layout: Layout, batches: Batches, outline: Outline, cohorts: Sequence[Cohort], may_split: bool
+    layout: Layout, batches: Batches, program: RoundProgram, cohorts: Sequence[Cohort], may_split: bool
 ) -> tuple[list[RoundPlan], list[list[np.ndarray]]]:
     """Plans as many of these rounds as run in one program, or a single long round and the windows of each of its calls.
 
@@ -273,26 +290,14 @@ def _plans(
     """
     plans: list[RoundPlan] = []
     for cohort in cohorts:
-        plan = plan_round(cohort, layout, batches, outline.loops)
+        plan = plan_round(cohort, layout, batches, program.loops)
         if may_split:
-            steps = [num_steps(plan.size, plan.most_steps, batches, call.batches) for call in outline.calls]
+            steps = [num_steps(plan.size, plan.most_steps, batches, call.batches) for call in program.calls]
             parts = [windows(plan, layout, of_call) for of_call in steps]
             if any(len(of_call) > 1 for of_call in parts):
                 return (plans, []) if plans else ([plan], parts)
         plans.append(plan)
     return plans, []
-
-
-def _run_in_parts(programs: RoundPrograms, arguments: tuple[Any, ...], windows_of_calls: list[list[np.ndarray]]) -> Any:
-    """Runs a long round as several programs, see `fedsim.execution._device_clients.PartialClients`."""
-    results, carry = programs.advance(*arguments, (), None)
-    for number, of_call in enumerate(windows_of_calls, start=1):
-        for window in of_call:
-            carry = programs.fold(*arguments, results, carry, window)
-        if number < len(windows_of_calls):
-            results, carry = programs.advance(*arguments, results, carry)
-    # It waits, because CPU programs that are dispatched later may occupy the threads that its all-reduce needs.
-    return jax.block_until_ready(programs.finish(*arguments, results, carry))
 
 
 def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:

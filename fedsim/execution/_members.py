@@ -14,15 +14,15 @@ import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedsim import tree
+from fedsim import rng, tree
 from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
 from fedsim.execution._compile import Program, compiled
-from fedsim.execution._device_clients import Setting
+from fedsim.execution._device_round import ProgramOptions
 from fedsim.execution._execution import Jit, Pmap
 from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS
-from fedsim.execution._plan import Layout, lanes_for, num_steps, plan_round, windows
+from fedsim.execution._plan import Layout, RoundPlan, lanes_for, num_steps, plan_round, stacked, windows
 from fedsim.execution._programs import Programs, programs_for
 from fedsim.execution._state import FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 
@@ -76,11 +76,11 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
         )
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"
-    outline = programs_for(algorithm, server_state(state), data)[0].outline
+    program = programs_for(algorithm, server_state(state), data)[0].trace()
     if mesh.devices.flat[0].platform == "cpu":
         alone = Layout(cohort.slots, 1)
-        plan = plan_round(cohort, alone, algorithm.batches, outline.loops)
-        for call in outline.calls:
+        plan = plan_round(cohort, alone, algorithm.batches, program.loops)
+        for call in program.calls:
             if len(windows(plan, alone, num_steps(plan.size, plan.most_steps, algorithm.batches, call.batches))) > 1:
                 return "their rounds are so long that a CPU runs each as several programs"
     return None
@@ -191,25 +191,25 @@ def in_turns(
 
 
 class KnownPlans:
-    """The packed plans of rounds, which members with the same cohorts share. They are forgotten before they take 256 MB."""
+    """The plans of rounds, which members with the same cohorts share. They are forgotten before they take 256 MB."""
 
     def __init__(self) -> None:
-        self._packed: dict[Any, np.ndarray] = {}
+        self._known: dict[Any, RoundPlan] = {}
         self._bytes = 0
 
-    def packed(self, programs: Programs, layout: Layout, member: Member, rounds: range, length: int) -> np.ndarray:
-        """Returns the plans of some rounds of a member, with space for ``length`` rounds; see `Layout.pack`."""
+    def stacked(self, programs: Programs, layout: Layout, member: Member, rounds: range, length: int) -> RoundPlan:
+        """Returns the plans of some rounds of a member, leaves ``[length, ...]``; see `fedsim.execution._plan.stacked`."""
         name = layout, member.plans, rounds, length
-        if name not in self._packed:
-            batches, loops = member.algorithm.batches, programs.outline.loops
-            plans = [plan_round(member.cohort(r), layout, batches, loops) for r in rounds]
-            packed = layout.pack(plans, length)
-            self._bytes += packed.nbytes
+        if name not in self._known:
+            batches, loops = member.algorithm.batches, programs.trace().loops
+            found = stacked([plan_round(member.cohort(r), layout, batches, loops) for r in rounds or range(1)], length)
+            found = found if rounds else jax.tree.map(np.zeros_like, found)  # rounds without clients
+            self._bytes += (size := sum(x.nbytes for x in found))
             if self._bytes > _KEPT_PLANS_BYTES:
-                self._packed.clear()
-                self._bytes = packed.nbytes
-            self._packed[name] = packed
-        return self._packed[name]
+                self._known.clear()
+                self._bytes = size
+            self._known[name] = found
+        return self._known[name]
 
 
 class Wave:
@@ -241,22 +241,24 @@ class Wave:
         self._programs, numbers = _programs_and_numbers(self._members, full, data)
         lanes = execution.lanes
         if lanes is None and device.platform != "cpu":
-            lanes = max(1, lanes_for(self._programs.outline.state_bytes) // side_by_side)
+            lanes = max(1, lanes_for(self._programs.trace().state_bytes) // side_by_side)
         alone = Pmap(devices=(device,), lanes=lanes)
         self._layout = alone._layout(self._programs, widest, alone.mesh())
-        setting = Setting(alone.mesh(), self._layout, True, True, widest.attack, execution.deterministic)
-        self._programs.check(widest, setting)
-        self._run = _compiled(self._programs, setting, mesh, side_by_side)
+        self._columns = _placement.resident_columns(data, mesh)
+        rows, keys = max(1, data.num_examples), [rng.typed(member.cohort(0).key) for member in self._members]
+        options = ProgramOptions(
+            alone.mesh(), self._layout, True, True, widest.attack, execution.deterministic, rows, keys[0].dtype
+        )
+        self._programs.check(widest, options)
+        self._run = _compiled(self._programs, options, mesh, side_by_side)
         placed = [_memory.placed(state, alone.mesh(), "resident") for state in full]
         tables = [parts_of(state).clients for state in placed]
         states = [state._replace(clients=()) if clients != () else state for state, clients in zip(placed, tables, strict=True)]
-        keys = [member.cohort(0).key for member in self._members]
         table, state, key = (joined(jax.device_get(of_members), np.stack) for of_members in (tables, states, keys))
         # Unlike NumPy, JAX keeps Python floats weakly typed here, as they are as arguments of a program.
         numbers = jax.tree.map(lambda *values: jnp.stack([jnp.asarray(value) for value in values]), *numbers)
         own = NamedSharding(mesh, P(AXIS))
         self._numbers, self._key, self.states = jax.device_put((numbers, key, (state, table)), own)
-        self._columns = _placement.resident_columns(data, mesh)
         self._members = [member._replace(state=None) for member in self._members]  # frees the memory of the first states
 
     def run(self, rounds: Sequence[range]) -> Any:
@@ -270,15 +272,14 @@ class Wave:
           The infos of the rounds on the devices, for `read_infos`.
         """
         numbered = [*rounds, *[range(0)] * (len(self._members) - len(rounds))]
-        packed = np.stack(
-            [
-                self._plans.packed(self._programs, self._layout, member, own, self._length)
-                for member, own in zip(self._members, numbered, strict=True)
-            ]
-        )
+        plans = [
+            self._plans.stacked(self._programs, self._layout, member, own, self._length)
+            for member, own in zip(self._members, numbered, strict=True)
+        ]
+        of_members = jax.tree.map(lambda *fields: np.stack(fields), *plans)
         state, table = self.states
         state, table, info = self._run(
-            self._numbers, self._columns, table, state, self._key, packed, np.int32(max(map(len, rounds)))
+            self._numbers, self._columns, table, state, self._key, of_members, np.int32(max(map(len, rounds)))
         )
         self.states = state, table
         return info
@@ -305,22 +306,22 @@ def _programs_and_numbers(members: Sequence[Member], states: Sequence[State], da
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(programs: Programs, setting: Setting, mesh: Mesh, side_by_side: int) -> Program:
+def _compiled(programs: Programs, options: ProgramOptions, mesh: Mesh, side_by_side: int) -> Program:
     """Compiles the rounds of ``side_by_side`` members per device."""
-    rounds = programs.by_setting(setting)._rounds
+    rounds = programs.by_options(options).run_rounds
 
     def together(
-        numbers: Any, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array, num_rounds: jax.Array
+        numbers: Any, columns: Any, table: Any, state: State, key: jax.Array, plans: RoundPlan, num_rounds: jax.Array
     ) -> tuple[State, Any, RoundInfo]:
         if side_by_side == 1:
-            own = jax.tree.map(lambda x: x[0], (numbers, table, state, key, packed))
-            numbers, table, state, key, packed = own
-            return jax.tree.map(lambda x: x[None], rounds(numbers, columns, table, state, key, packed, num_rounds))
-        return jax.vmap(rounds, in_axes=(0, None, 0, 0, 0, 0, None))(numbers, columns, table, state, key, packed, num_rounds)
+            own = jax.tree.map(lambda x: x[0], (numbers, table, state, key, plans))
+            numbers, table, state, key, plans = own
+            return jax.tree.map(lambda x: x[None], rounds(numbers, columns, table, state, key, plans, num_rounds))
+        return jax.vmap(rounds, in_axes=(0, None, 0, 0, 0, 0, None))(numbers, columns, table, state, key, plans, num_rounds)
 
     own = P(AXIS)
     specs = (own, P(), own, own, own, own, P())
-    return compiled(together, mesh, (specs, own), deterministic=setting.deterministic)
+    return compiled(together, mesh, (specs, own), deterministic=options.deterministic)
 
 
 def joined(parts: Sequence[Any], join: Callable[..., np.ndarray]) -> Any:

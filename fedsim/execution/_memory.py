@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._numbers import form_of, kept_with
-from fedsim.execution._outline import Outline
 from fedsim.execution._placement import Memory, memory_limit, replicate
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._programs import programs_for
 from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, FederatedState, State, parts_of
+from fedsim.execution._trace import RoundProgram
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 # While rounds run there are up to four tables: two of the current round, that of the state before the dispatch, and that of the
@@ -49,7 +49,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
         if (form := form_of(given)) not in known_forms:
             server = jax.eval_shape(algorithm.init, jax.random.key(0))
-            check_alike(algorithm, given, _first(algorithm, server, programs_for(algorithm, server, data)[0].outline))
+            check_alike(algorithm, given, _first(algorithm, server, programs_for(algorithm, server, data)[0].trace()))
             known_forms.add(form)
         return state
     if kept.get("remembers nothing"):
@@ -59,7 +59,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"averaging={algorithm.averaging} averages state.params, but the state of {type(algorithm).__name__} has no "
             "params: set averaging=None."
         )
-    first = _first(algorithm, state, programs_for(algorithm, state, data)[0].outline)
+    first = _first(algorithm, state, programs_for(algorithm, state, data)[0].trace())
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
         return state
@@ -67,11 +67,10 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
     return first._replace(clients=ClientRows.empty(first.clients, data.num_clients) if first.clients != () else ())
 
 
-def _first(algorithm: FederatedAlgorithm, server: State, outline: Outline) -> FederatedState:
+def _first(algorithm: FederatedAlgorithm, server: State, program: RoundProgram) -> FederatedState:
     """Returns the state before the first round, with the shapes of one client's row instead of all rows."""
     average = Average(server.params, jnp.float32(0)) if algorithm.averaging is not None and hasattr(server, "params") else ()
-    past = algorithm.staleness.first(outline.sent) if algorithm.staleness is not None else ()
-    return FederatedState(server, outline.row, outline.aggregator, outline.downlink, average, past)
+    return program.first._replace(server=server, average=average)
 
 
 def check_alike(algorithm: Any, given: Any, expected: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedsim.data import Arrivals, Batches, Cohort
@@ -23,19 +23,22 @@ _MOST_LANES = 256
 
 
 class RoundPlan(NamedTuple):
-    """One round's plan. All fields are ``int32``; arrays ``[slots]`` are in cohort order, with zeros beyond the cohort.
+    """One round's plan, ``int32`` if not stated otherwise. Arrays ``[slots]`` are in cohort order, with zeros beyond it.
+
+    The round itself reads all but the last four fields, see `of_clients`. These say how execution runs its clients.
 
     Attributes:
       round: ``[]``, the round's number.
+      count: ``[]``, the number of clients.
       population: ``[2]``, the number of clients that have examples, and the number of all examples.
       client: ``[slots]``, index in the population.
       start: ``[slots]``, first row in the columns on the device.
       size: ``[slots]``, number of examples.
       most_steps: ``[slots]``, the most steps of a training loop.
       memory: ``[slots]``, row in the table of memories; beyond its end for slots without a client.
-      attacker: ``[slots]``, 1 for attackers.
+      attacker: ``bool [slots]``.
       staleness, key_round: ``[slots]``, see `fedsim.data.Arrivals`.
-      weight, scale: ``[slots]``, bits of ``float32``, see `fedsim.data.Arrivals`.
+      weight, scale: ``float32 [slots]``, see `fedsim.data.Arrivals`.
       queue: ``[devices, slots]``, the slots that a device runs, in order.
       length: ``[devices]``, the number of clients in each queue.
       starts: ``[devices, widths, slots]``, where in the queue the groups of each width begin.
@@ -43,6 +46,7 @@ class RoundPlan(NamedTuple):
     """
 
     round: Any
+    count: Any
     population: Any
     client: Any
     start: Any
@@ -54,10 +58,33 @@ class RoundPlan(NamedTuple):
     key_round: Any
     weight: Any
     scale: Any
-    queue: Any
-    length: Any
-    starts: Any
-    groups: Any
+    queue: Any = ()
+    length: Any = ()
+    starts: Any = ()
+    groups: Any = ()
+
+    def of_clients(self) -> RoundPlan:
+        """Returns the plan without the fields that only execution reads."""
+        return self._replace(queue=(), length=(), starts=(), groups=())
+
+    @staticmethod
+    def shapes(slots: int) -> RoundPlan:
+        """Returns the shapes of `of_clients`."""
+        kinds = {"attacker": np.bool_, "weight": np.float32, "scale": np.float32}
+        sizes: dict[str, tuple[int, ...]] = {"round": (), "count": (), "population": (2,)}
+        names = RoundPlan._fields[:-4]
+        return RoundPlan(*[jax.ShapeDtypeStruct(sizes.get(name, (slots,)), kinds.get(name, np.int32)) for name in names])
+
+
+def stacked(plans: Sequence[RoundPlan], rounds: int) -> RoundPlan:
+    """Stacks plans, leaves ``[rounds, ...]``; missing rounds are zeros."""
+
+    def stack(*fields: np.ndarray) -> np.ndarray:
+        rows = np.zeros((rounds, *fields[0].shape), fields[0].dtype)
+        rows[: len(fields)] = fields
+        return rows
+
+    return jax.tree.map(stack, *plans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +106,6 @@ class Layout:
     overhead: float = 0.0
     most_examples: int | None = None
     block: int | None = None
-
-    def pack(self, plans: Sequence[RoundPlan], rounds: int) -> np.ndarray:
-        """Packs plans into one array, ``int32 [rounds, words]``, to transfer them at once; missing rounds are zeros."""
-        packed = np.zeros((rounds, sum(math.prod(shape) for shape in self._shapes())), np.int32)
-        for row, plan in zip(packed, plans, strict=False):
-            np.concatenate([np.ravel(field) for field in plan], out=row, casting="same_kind")
-        return packed
-
-    def unpack(self, row: Any) -> RoundPlan:
-        """Unpacks one row of `pack`, traced or not."""
-        fields, at = [], 0
-        for shape in self._shapes():
-            words = math.prod(shape)
-            fields.append(row[at : at + words].reshape(shape))
-            at += words
-        return RoundPlan(*fields)
-
-    def _shapes(self) -> list[tuple[int, ...]]:
-        devices, widths = self.devices, len(self.widths)
-        return [
-            (),
-            (2,),
-            *[(self.slots,)] * 10,
-            (devices, self.slots),
-            (devices,),
-            (devices, widths, self.slots),
-            (devices, widths),
-        ]
 
 
 def rounded_slots(clients: int) -> int:
@@ -185,17 +184,18 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
             groups[device, number] = len(first)
     return RoundPlan(
         round=np.int32(cohort.round),
+        count=np.int32(len(sizes)),
         population=np.array([cohort.data.num_nonempty, cohort.data.num_examples], np.int32),
         client=_filled(cohort.clients, slots),
         start=_filled(cohort.data.offsets[cohort.clients], slots),
         size=_filled(sizes, slots),
         most_steps=_filled(most_steps, slots),
         memory=_filled(cohort.clients, slots, cohort.data.num_clients),
-        attacker=_filled(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots),
+        attacker=_filled(np.zeros(0) if cohort.attackers is None else cohort.attackers, slots, dtype=np.bool_),
         staleness=_filled(arrivals.staleness, slots),
         key_round=_filled(arrivals.key_rounds, slots),
-        weight=_filled(_bits(arrivals.weights), slots),
-        scale=_filled(_bits(arrivals.scales), slots),
+        weight=_filled(arrivals.weights, slots, dtype=np.float32),
+        scale=_filled(arrivals.scales, slots, dtype=np.float32),
         queue=queue,
         length=length,
         starts=starts,
@@ -235,13 +235,8 @@ def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:
     return starts
 
 
-def _bits(numbers: np.ndarray) -> np.ndarray:
-    """Returns the bits of numbers in single precision, because a plan has only integers."""
-    return np.asarray(numbers, np.float32).view(np.int32)
-
-
-def _filled(values: np.ndarray, slots: int, empty: int = 0) -> np.ndarray:
-    filled = np.full(slots, empty, np.int32)
+def _filled(values: np.ndarray, slots: int, empty: int = 0, dtype: Any = np.int32) -> np.ndarray:
+    filled = np.full(slots, empty, dtype)
     filled[: len(values)] = values
     return filled
 

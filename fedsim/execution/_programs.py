@@ -8,25 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import jit
 from jax.sharding import PartitionSpec as P
 
-from fedsim import tree
-from fedsim.data import Cohort, FederatedData
-from fedsim.execution._clients import Clients
+from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution._compile import Program, compiled
-from fedsim.execution._device_clients import DeviceClients, EndOfProgram, PartialClients, Setting
-from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of, with_numbers
-from fedsim.execution._outline import Outline, outline
+from fedsim.execution._device_round import DeviceRound, ProgramOptions
+from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of
 from fedsim.execution._placement import AXIS, must_fit, shardings_of
-from fedsim.execution._state import (
-    FederatedAlgorithm,
-    FederatedState,
-    RoundInfo,
-    State,
-    new_average,
-    parts_of,
-)
+from fedsim.execution._plan import RoundPlan
+from fedsim.execution._state import FederatedAlgorithm, FederatedState, State, parts_of
+from fedsim.execution._trace import RoundProgram, TraceOptions, Values, trace_round
 from fedsim.primitives import bounded_loop
 
 
@@ -35,28 +26,41 @@ class Programs:
 
     Args:
       algorithm: the algorithm; its numbers are arguments of the programs.
-      outline: the outline of its round.
+      numbers: these numbers, or others of the same shapes.
+      state: a server's state of these shapes.
+      data: a population of these shapes.
     """
 
-    def __init__(self, algorithm: FederatedAlgorithm, outline: Outline) -> None:
-        self.algorithm, self.outline = algorithm, outline
+    def __init__(self, algorithm: FederatedAlgorithm, numbers: Numbers, state: State, data: FederatedData) -> None:
+        self.algorithm = algorithm
         self.fewer_lanes: dict[Any, int] = {}  # by mesh; set after a mesh ran out of memory with more
-        self._by_setting: dict[Setting, RoundPrograms] = {}
+        self._shapes = jax.tree.map(_shape, (numbers, state, dict(data.columns)))
+        self._traces: dict[TraceOptions, RoundProgram] = {}
+        self._by_options: dict[ProgramOptions, RoundPrograms] = {}
         self._fits: set[Any] = set()
 
-    def by_setting(self, setting: Setting) -> RoundPrograms:
-        """Returns the programs for a setting. They are compiled when they are first called."""
-        if setting not in self._by_setting:
-            self._by_setting[setting] = RoundPrograms(self.algorithm, self.outline, setting)
-        return self._by_setting[setting]
+    def trace(self, options: TraceOptions | None = None) -> RoundProgram:
+        """Returns the traced round; with None, of any options."""
+        if options is None:
+            options = next(iter(self._traces), TraceOptions(slots=1, rows=1))
+        if options not in self._traces:
+            numbers, state, columns = self._shapes
+            self._traces[options] = trace_round(self.algorithm, numbers, state, columns, options)
+        return self._traces[options]
 
-    def check(self, cohort: Cohort, setting: Setting) -> None:
+    def by_options(self, options: ProgramOptions) -> RoundPrograms:
+        """Returns the programs for some options. They are compiled when they are first called."""
+        if options not in self._by_options:
+            self._by_options[options] = RoundPrograms(self.trace(options.of_trace), self.algorithm.batches, options)
+        return self._by_options[options]
+
+    def check(self, cohort: Cohort, options: ProgramOptions) -> None:
         """Raises ``ValueError`` if such a cohort cannot run on these devices, or not with a state of these shapes."""
-        kind = cohort.slots, cohort.data.num_clients, setting
+        kind = cohort.slots, cohort.data.num_clients, options
         if kind in self._fits:
             return
-        slots = setting.layout.slots
-        for call in self.outline.calls:
+        slots = options.layout.slots
+        for call in self.trace().calls:
             if call.rows not in (None, cohort.data.num_clients):
                 raise ValueError(
                     f"Expected the rows of clients.map_rows to have leaves [{cohort.data.num_clients}, ...], an entry for each "
@@ -66,7 +70,7 @@ class Programs:
                 if cohort.attack is not None:
                     fold = cohort.attack.wrap_aggregator(fold, jnp.zeros(slots, bool))
                 fold.check(call.arrived, cohort.slots)
-                must_fit(fold, jax.eval_shape(lambda fold=fold, call=call: fold.zero(call.arrived, slots)), slots, setting.mesh)
+                must_fit(fold, jax.eval_shape(lambda fold=fold, call=call: fold.zero(call.arrived, slots)), slots, options.mesh)
         self._fits.add(kind)
 
 
@@ -90,12 +94,14 @@ class AlgorithmPrograms:
         columns = tuple((name, column.shape[1:], column.dtype) for name, column in data.columns.items())
         shapes = form_of((numbers, state)), columns
         if shapes not in self._by_shapes:
-            self._by_shapes[shapes] = Programs(self.algorithm, outline(self.algorithm, numbers, state, data))
+            self._by_shapes[shapes] = Programs(self.algorithm, numbers, state, data)
         return self._by_shapes[shapes]
 
 
-def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> tuple[Programs, Numbers]:
-    """Returns the programs of an algorithm, and the numbers to call them with.
+def programs_for(
+    algorithm: FederatedAlgorithm, state: State, data: FederatedData, options: TraceOptions | None = None
+) -> tuple[Programs, Numbers]:
+    """Returns the programs of an algorithm, whose round has been traced, and the numbers to call them with.
 
     Every algorithm object is traced. Algorithms that differ only in their numbers (see `fedsim.execution._numbers.numbers_of`)
     give the same text, and share executables, see `fedsim.execution._compile.Program`. If the algorithm's code needs the value
@@ -105,20 +111,24 @@ def programs_for(algorithm: FederatedAlgorithm, state: State, data: FederatedDat
       algorithm: the algorithm to run.
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
       data: the population.
+      options: what the trace depends on, if the round is to run; None if any trace will do.
     """
     kept = kept_with(algorithm)
     if "programs" not in kept:
         kept["programs"] = AlgorithmPrograms(algorithm), numbers_of(algorithm)
     own, numbers = kept["programs"]
     if not own.needs_values:
+        programs = own.programs(numbers, state, data)
         try:
-            return own.programs(numbers, state, data), numbers
+            programs.trace(options)
+            return programs, numbers
         except Exception:  # JAX has no common class for errors of code that needs the value of a number.
             if not numbers:
                 raise
     # An error of the algorithm itself is raised again here, with values instead of tracers.
     constant = AlgorithmPrograms(algorithm)
     programs = constant.programs({}, state, data)
+    programs.trace(options)
     own.needs_values, kept["programs"] = True, (constant, {})
     return programs, {}
 
@@ -142,114 +152,139 @@ def share_programs(
 
 
 class RoundPrograms:
-    """Jitted functions that run rounds.
+    """Compiled functions that run rounds.
 
-    All take numbers, columns, the table of memories, the state without it, the root key and packed plans.
+    All take numbers, columns, the table of memories, the state without it, the root key, and plans ``[rounds, ...]``.
 
     - ``rounds`` also takes the number of rounds, and returns the state, the table and the infos.
-    - ``advance``, ``fold`` and ``finish`` run one long round, see `PartialClients`. They also take the results of the calls
-      that have ended and what devices carry; ``fold`` takes a window, too.
+    - `advance`, `fold` and `finish` run one long round, in pieces that are cut at its calls. They also take the values that the
+      pieces before them computed, and what devices carry.
 
     Args:
-      algorithm: the algorithm to run.
-      outline: the outline of its round.
-      setting: how to run it.
+      program: the traced round.
+      batches: the algorithm's.
+      options: how to run it.
     """
 
-    def __init__(self, algorithm: FederatedAlgorithm, outline: Outline, setting: Setting) -> None:
-        self.algorithm, self.outline, self.setting = algorithm, outline, setting
-        everywhere, own = P(), P(AXIS)
-        common = everywhere, everywhere if setting.resident else own, *[everywhere] * 4
-        self.rounds = self._jit(self._rounds, *common, everywhere, out=everywhere)
-        self.advance = self._jit(self._part, *common, everywhere, own, out=(everywhere, own))
-        self.fold = self._jit(self._part, *common, everywhere, own, everywhere, out=own, donated=7)
-        self.finish = self._jit(self._part, *common, everywhere, own, out=everywhere)
+    def __init__(self, program: RoundProgram, batches: Batches, options: ProgramOptions) -> None:
+        self.program, self.batches, self.options = program, batches, options
+        own = P(AXIS)
+        self.rounds = self._compiled(self.run_rounds, P(), out=P())
+        calls = range(len(program.calls))
+        self._advance = [self._compiled(functools.partial(self._to_call, i), P(), own, out=(P(), own)) for i in calls]
+        self._fold = [
+            self._compiled(functools.partial(self._window, i), P(), own, P(), out=own, donated=len(_ARGUMENTS) + 1)
+            for i in calls
+        ]
+        self._finish = self._compiled(self._to_end, P(), own, out=P())
 
-    def _jit(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Program:
-        divided = None if self.setting.is_divided else (specs, out)
-        return compiled(function, self.setting.mesh, divided, donated, self.setting.deterministic)
+    def _compiled(self, function: Callable[..., Any], *specs: Any, out: Any, donated: int | None = None) -> Program:
+        of_columns = P() if self.options.resident else P(AXIS)
+        given = [of_columns if name == "columns" else P() for name in _ARGUMENTS]
+        divided = None if self.options.is_divided else ((*given, *specs), out)
+        return compiled(function, self.options.mesh, divided, donated, self.options.deterministic)
 
-    def _round(
-        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, row: jax.Array,
-        clients_of: Callable[..., DeviceClients] = DeviceClients,
-    ) -> tuple[State, Any, Any]:  # fmt: skip
-        algorithm, parts, plan = with_numbers(self.algorithm, numbers), parts_of(state), self.setting.layout.unpack(row)
-        setting, shapes = self.setting, self.outline.shapes
-        clients = clients_of(setting, algorithm, plan, key, parts, columns, table, shapes, setting.attack, setting.axis)
-        server, info = algorithm.round(parts.server, clients)
-        after = finished(algorithm, state, clients, server, info)
-        if setting.is_divided:
-            after = jax.lax.with_sharding_constraint(after, shardings_of(after, setting.mesh, setting.layout))
-        return after, clients.table, info
+    def run_in_parts(self, arguments: tuple[Any, ...], windows_of_calls: Sequence[Sequence[Any]]) -> Any:
+        """Runs one long round as several programs, which run the windows of each of its calls."""
+        kept: Any = []
+        carry: Any = None
+        for number, of_call in enumerate(windows_of_calls):
+            kept, carry = self._advance[number](*arguments, kept, carry)
+            for window in of_call:
+                carry = self._fold[number](*arguments, kept, carry, window)
+        # It waits, because CPU programs that are dispatched later may occupy the threads that its all-reduce needs.
+        return jax.block_until_ready(self._finish(*arguments, kept, carry))
 
-    def _rounds(
-        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array, num_rounds: jax.Array
+    @property
+    def num_executables_of_parts(self) -> int:
+        """The number of executables that windows have used so far."""
+        return sum(fold.num_executables for fold in self._fold)
+
+    def run_rounds(
+        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, plans: RoundPlan, num_rounds: jax.Array
     ) -> tuple[State, Any, Any]:
-        # Jitted, so that it is traced only once, although it is used twice below.
-        @functools.partial(jit, inline=True)
-        def one(columns: Any, table: Any, state: State, row: jax.Array) -> tuple[State, Any, Any]:
-            return self._round(numbers, columns, table, state, key, row)
+        """Runs the first ``num_rounds`` rounds of the plans; see above."""
 
-        if not self.setting.stacked:
-            return one(columns, table, state, packed[0])
+        def one(state: State, table: Any, plan: RoundPlan) -> tuple[State, Any, Any]:
+            on_device = self._on_device(plan, columns, table)
+            after, info = self.program.run(numbers, parts_of(state), key, plan, on_device.run)
+            return self._state_after(state, after), on_device.table, info
+
+        def plan_of(r: Any) -> RoundPlan:
+            return jax.tree.map(lambda x: x[r], plans)
+
+        if not self.options.stacked:
+            return one(state, table, plan_of(0))
 
         def body(r: jax.Array, carry: tuple[State, Any, Any]) -> tuple[State, Any, Any]:
-            state, table, info = one(columns, carry[1], carry[0], packed[r])
+            state, table, info = one(carry[0], carry[1], plan_of(r))
             return state, table, jax.tree.map(lambda rows, row: rows.at[r].set(row), carry[2], info)
 
-        shapes = jax.eval_shape(one, columns, table, state, packed[0])[2]
-        infos = jax.tree.map(lambda x: jnp.zeros((packed.shape[0], *x.shape), x.dtype), shapes)
-        return bounded_loop(num_rounds, body, (state, table, infos), most_steps=packed.shape[0])
+        most = len(plans.round)
+        infos = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), self.program.info_shapes)
+        return bounded_loop(num_rounds, body, (state, table, infos), most_steps=most)
 
-    def _part(
-        self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, packed: jax.Array,
-        results: tuple[Any, ...], carry: Any = None, window: Any = None,
-    ) -> Any:  # fmt: skip
-        # Between programs, the values that devices carry have a leading axis over the devices, unless they are rows.
-        stacked = (lambda carry: carry) if self.setting.is_divided else _stacked
-        own = carry if self.setting.is_divided else jax.tree.map(lambda x: x[0], carry)
-        clients_of = functools.partial(PartialClients, results, own, window)
-        try:
-            state, table, info = self._round(numbers, columns, table, state, key, packed[0], clients_of)
-        except EndOfProgram as end:
-            if window is not None:
-                return stacked(end.value)
-            results, carry = end.value
-            return results, stacked(carry)
-        return state, table, _stacked(info) if self.setting.stacked else info
+    def _on_device(self, plan: RoundPlan, columns: Any, table: Any) -> DeviceRound:
+        return DeviceRound(self.options, self.batches, plan, columns, table, self.program.first_memories)
+
+    def _state_after(self, before: State, after: FederatedState) -> State:
+        """Returns the state in the form that it had before, on the devices where it was."""
+        state = after if isinstance(before, FederatedState) else after.server
+        if not self.options.is_divided:
+            return state
+        return jax.lax.with_sharding_constraint(state, shardings_of(state, self.options.mesh, self.options.layout))
+
+    def _begun(self, number: int, arguments: Sequence[Any], kept: Sequence[Any]) -> tuple[Values, DeviceRound]:
+        """Returns the values at a call, the arguments included, and the clients of the round on this device."""
+        numbers, columns, table, state, key, plans = arguments
+        plan = jax.tree.map(lambda x: x[0], plans)
+        values = self.program.start(numbers, parts_of(state), key, plan)
+        if number >= 0:
+            self.program.restored(number, values, kept)
+        return values, self._on_device(plan, columns, table)
+
+    def _to_call(self, number: int, *arguments: Any) -> Any:
+        """Ends the call before this one, runs the server up to this one, and returns what the windows of the call need."""
+        *arguments, kept, carry = arguments  # type: ignore[assignment]
+        values, on_device = self._begun(number - 1, arguments, kept)
+        if number:
+            self._end(number - 1, values, on_device, carry)
+        self.program.advance(number, values)
+        call = self.program.calls[number]
+        carry = on_device.start(call, self.program.operands(number, values))
+        return self.program.kept(number, values), self._stacked(carry)
+
+    def _window(self, number: int, *arguments: Any) -> Any:
+        *arguments, kept, carry, window = arguments  # type: ignore[assignment]
+        values, on_device = self._begun(number, arguments, kept)
+        operands = self.program.operands(number, values)
+        return self._stacked(on_device.run_groups(self.program.calls[number], operands, self._unstacked(carry), window))
+
+    def _to_end(self, *arguments: Any) -> Any:
+        *arguments, kept, carry = arguments  # type: ignore[assignment]
+        last, state = len(self.program.calls) - 1, arguments[3]
+        values, on_device = self._begun(last, arguments, kept)
+        self._end(last, values, on_device, carry)
+        self.program.advance(last + 1, values)
+        after, info = self.program.results(values)
+        info = jax.tree.map(lambda x: x[None], info) if self.options.stacked else info
+        return self._state_after(state, after), on_device.table, info
+
+    def _end(self, number: int, values: Values, on_device: DeviceRound, carry: Any) -> None:
+        self.program.put(number, values, on_device.end(self.program.calls[number], self._unstacked(carry)))
+
+    # Between programs, the values that devices carry have a leading axis over the devices, unless they are rows.
+    def _stacked(self, carry: Any) -> Any:
+        return carry if self.options.is_divided else jax.tree.map(lambda x: x[None], carry)
+
+    def _unstacked(self, carry: Any) -> Any:
+        return carry if self.options.is_divided else jax.tree.map(lambda x: x[0], carry)
 
 
-def _stacked(a: Any) -> Any:
-    return jax.tree.map(lambda x: x[None], a)
+# The arguments of all functions of `RoundPrograms`, in order.
+_ARGUMENTS = ("numbers", "columns", "table", "state", "key", "plans")
 
 
-def finished(algorithm: FederatedAlgorithm, state: State, clients: Clients, server: Any, info: Any) -> State:
-    """Returns the state after a round, without the clients' memories, which are in ``clients.table``.
-
-    If no update counts, this is the state before the round.
-    """
-    before = parts_of(state)
-    if clients.info is not None and not isinstance(info, RoundInfo):
-        raise ValueError(
-            f"Expected {type(algorithm).__name__}.round to return the info of clients.aggregate, got {type(info).__name__}. "
-            "Put other numbers into ClientUpdate.info or into the state."
-        )
-    old, new = jax.tree.structure(before.server), jax.tree.structure(server)
-    if old != new:  # type: ignore[operator]
-        raise ValueError(
-            f"Expected a round of {type(algorithm).__name__} to return a server state with the structure that init returns, "
-            f"{old}, got {new}: check what server_update returns."
-        )
-    # Sums are computed in a wider dtype than parameters in half precision.
-    server = jax.tree.map(_in_dtype_of, server, before.server)
-    average = new_average(algorithm.averaging, before.average, getattr(server, "params", ()))
-    after = FederatedState(server, (), clients.aggregator_states, clients.downlink_states, average)
-    if isinstance(info, RoundInfo):
-        after = tree.select(info.num_aggregated > 0, after, before._replace(clients=(), past=()))
-    after = after._replace(past=clients.past)
-    return after if isinstance(state, FederatedState) else after.server
-
-
-def _in_dtype_of(new: Any, old: Any) -> Any:
-    old = jnp.asarray(old)
-    return jnp.asarray(new, old.dtype) if tree.is_float(old) and tree.is_float(jnp.asarray(new)) else new
+def _shape(x: Any) -> Any:
+    """Returns the shape and dtype of a leaf; Python numbers, whose dtypes are weak, stay what they are."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else x

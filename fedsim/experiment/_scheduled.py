@@ -13,10 +13,10 @@ from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg
 from fedsim.data import Cohort
 from fedsim.execution import Staleness
-from fedsim.execution._outline import Outline
 from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
 from fedsim.execution._programs import programs_for
 from fedsim.execution._staleness import check_scalable, check_scales
+from fedsim.execution._trace import RoundProgram
 from fedsim.samplers import Sampler
 from fedsim.samplers._checked import checked_cohort
 from fedsim.systems import (
@@ -77,20 +77,20 @@ def scheduled(
         equal: Any = {"weighting": "uniform"}
         algorithm = dataclasses.replace(algorithm, **equal)
     # This also checks that clients of this algorithm can start from older models. The sizes do not depend on the bound.
-    outline = _outline(algorithm, first, Staleness(bound=0))
+    program = _traced(algorithm, first, Staleness(bound=0))
     if mixing:
         check_scalable(algorithm)
-        _outline(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
+        _traced(algorithm, first, Staleness(bound=0, mixing=True))  # checks that the updates are differences of parameters
     sizes = first.data.sizes
     plan = schedule(
         sampler,
         rounds,
         seconds=seconds,
-        steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, outline.loops),
+        steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, program.loops),
         synchronization=synchronization,
         **others,
-        bytes_down=tree.num_bits(outline.sent) // 8 if bytes_down is None else bytes_down,
-        bytes_up=tree.num_bits(outline.calls[0].update) // 8 if bytes_up is None else bytes_up,
+        bytes_down=tree.num_bits(program.calls[0].shared) // 8 if bytes_down is None else bytes_down,
+        bytes_up=tree.num_bits(program.calls[0].update) // 8 if bytes_up is None else bytes_up,
     )
     check_scales(algorithm, plan.updates.weight, plan.updates.scale)
     # Rounded up, so that seeds and lengths of a run share programs.
@@ -99,7 +99,7 @@ def scheduled(
     return Scheduled(stale, ScheduledSampler(sampler, plan), plan)
 
 
-def _outline(algorithm: Algorithm, cohort: Cohort, staleness: Staleness) -> Outline:
+def _traced(algorithm: Algorithm, cohort: Cohort, staleness: Staleness) -> RoundProgram:
     stale = dataclasses.replace(algorithm, staleness=staleness)
     state = jax.eval_shape(stale.init, rng.stream(cohort.key, "init"))
-    return programs_for(stale, state, cohort.data)[0].outline
+    return programs_for(stale, state, cohort.data)[0].trace()

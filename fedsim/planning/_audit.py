@@ -10,7 +10,7 @@ from fedsim.aggregators import StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution._execution import check_cohorts
-from fedsim.execution._federated_clients import federated_round
+from fedsim.execution._federated_round import federated_round
 from fedsim.primitives import Leak, Program, stages
 
 

@@ -22,10 +22,12 @@ from fedsim.execution._execution import check_cohorts
 from fedsim.execution._memory import placed
 from fedsim.execution._placement import is_resident, memory_limit
 from fedsim.execution._plan import rounded_slots
+from fedsim.execution._programs import programs_for
 from fedsim.execution._state import FederatedState, parts_of
+from fedsim.execution._trace import TracedCall
 from fedsim.planning._collectives import collectives_of
+from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan
-from fedsim.planning._recorded import RecordedCall, record
 from fedsim.planning._timing import seconds_of_round
 from fedsim.samplers._checked import check_is_cohort
 
@@ -82,7 +84,8 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     if type(algorithm).apply is not Algorithm.apply:
         return known
     check_cohorts(algorithm, [cohort])
-    calls, memory = record(algorithm, state, cohort)
+    program = programs_for(algorithm, state, cohort.data)[0].trace()
+    calls, memory = program.calls, program.first.clients[0] if program.first.clients != () else ()
     fields = _messages(calls, cohort.num_steps(algorithm.batches) > 0) | _computation(algorithm, calls, cohort)
     if isinstance(execution, Jit):
         fields |= _compiled(algorithm, execution, cohort, mesh)
@@ -91,10 +94,10 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     return dataclasses.replace(known, **fields)
 
 
-def _messages(calls: Sequence[RecordedCall], takes_part: np.ndarray) -> dict[str, Any]:
+def _messages(calls: Sequence[TracedCall], takes_part: np.ndarray) -> dict[str, Any]:
     """Returns the sizes of messages, in total over the calls of a round whose updates are aggregated."""
-    sizes = [(_bits_up(call), _bits_down(call)) for call in calls if call.shape.aggregator is not None]
-    fields: dict[str, Any] = {"passes": sum(not call.shape.is_divisible for call in calls)}
+    sizes = [(_bits_up(call), _bits_down(call)) for call in calls if call.aggregator is not None]
+    fields: dict[str, Any] = {"passes": sum(not call.is_divisible for call in calls)}
     for number, name in enumerate(("up", "down")):
         each = sum(size[number][0] for size in sizes) / 8
         fields |= {f"bytes_{name}": each, f"bytes_{name}_per_round": each * int(takes_part.sum())}
@@ -102,12 +105,12 @@ def _messages(calls: Sequence[RecordedCall], takes_part: np.ndarray) -> dict[str
     return fields
 
 
-def _bits_up(call: RecordedCall) -> tuple[float, bool]:
-    aggregator, update = call.shape.aggregator, call.shape.update
+def _bits_up(call: TracedCall) -> tuple[float, bool]:
+    aggregator, update = call.aggregator, call.update
     assert aggregator is not None
     if aggregator.sends_unchanged:
         # An algorithm may report the size itself, see `fedsim.execution.RoundInfo`.
-        return float(tree.num_bits(update)), "bits_up" not in call.shape.entries
+        return float(tree.num_bits(update)), "bits_up" not in call.entries
 
     def bits(update: Any, state: Any, memory: Any, key: jax.Array) -> jax.Array:
         return jnp.asarray(aggregator.send(update, state, memory, key).bits)
@@ -116,7 +119,7 @@ def _bits_up(call: RecordedCall) -> tuple[float, bool]:
     return _size(bits, update, *kept, jax.eval_shape(lambda: rng.root(0)))
 
 
-def _bits_down(call: RecordedCall) -> tuple[float, bool]:
+def _bits_down(call: TracedCall) -> tuple[float, bool]:
     if call.downlink is None:
         return float(tree.num_bits(call.shared)), True
     floats = [x for x in jax.tree.leaves(getattr(call.shared, "params", call.shared)) if tree.is_float(x)]
@@ -146,11 +149,11 @@ def _normal(shapes: Any) -> Any:
     return jax.tree.map(drawn, shapes)
 
 
-def _computation(algorithm: Algorithm, calls: Sequence[RecordedCall], cohort: Cohort) -> dict[str, Any]:
+def _computation(algorithm: Algorithm, calls: Sequence[TracedCall], cohort: Cohort) -> dict[str, Any]:
     steps, flops = 0, 0.0
     for loop in (loop for call in calls for loop in call.loops):
         own = int(loop.num_steps(cohort, algorithm.batches).sum())
-        steps, flops = steps + own, flops + own * loop.flops
+        steps, flops = steps + own, flops + own * flops_of(loop.jaxpr)
     clients = max(1, int(np.count_nonzero(cohort.num_steps(algorithm.batches))))
     return {
         "steps_per_round": steps,

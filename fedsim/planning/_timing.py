@@ -16,7 +16,8 @@ from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import Client, Clients, ClientUpdate
-from fedsim.planning._recorded import RecordedCall
+from fedsim.execution._trace import TracedCall
+from fedsim.planning._flops import flops_of
 
 _SECONDS = 0.8
 _SECONDS_OF_STEPS = 0.1
@@ -31,7 +32,7 @@ class _Steps(Algorithm):
     depends on all results, so that the compiler keeps them, and for each loop its constants and its first state.
     """
 
-    calls: Sequence[RecordedCall]
+    calls: Sequence[TracedCall]
     memory: Any
 
     def client_memory(self, shared: Any) -> Any:
@@ -40,29 +41,29 @@ class _Steps(Algorithm):
     def round(self, state: Any, clients: Clients) -> tuple[Any, Any]:
         total, loops = state
         for call, shared in zip(self.calls, loops, strict=True):
-            if call.shape.aggregator is None:
+            if call.aggregator is None:
                 results = clients.map(functools.partial(self._run, call), shared)
             else:
                 results, _ = clients.aggregate(
-                    functools.partial(self._update, call), shared, aggregator=call.shape.aggregator, downlink=call.downlink
+                    functools.partial(self._update, call), shared, aggregator=call.aggregator, downlink=call.downlink
                 )
             total += _sum(results)
         return (total, loops), clients.info or ()
 
-    def _run(self, call: RecordedCall, shared: Any, client: Client) -> jax.Array:
+    def _run(self, call: TracedCall, shared: Any, client: Client) -> jax.Array:
         ends = [
             client.for_each_batch(loop.batches, functools.partial(loop.step, constants), start)
             for loop, (constants, start) in zip(call.loops, shared, strict=True)
         ]
         return _sum(ends)
 
-    def _update(self, call: RecordedCall, shared: Any, client: Client) -> ClientUpdate:
+    def _update(self, call: TracedCall, shared: Any, client: Client) -> ClientUpdate:
         number = jnp.tanh(self._run(call, shared, client) + _sum(client.memory))
         filled = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(number, x.shape).astype(x.dtype))
-        return ClientUpdate(filled(call.shape.update), jnp.float32(1), memory=filled(self.memory))
+        return ClientUpdate(filled(call.update), jnp.float32(1), memory=filled(self.memory))
 
 
-def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], memory: Any, cohort: Cohort, devices: int) -> float:
+def seconds_of_round(algorithm: Algorithm, calls: Sequence[TracedCall], memory: Any, cohort: Cohort, devices: int) -> float:
     """Estimates the time of a round.
 
     A few of the cohort's clients take a few steps each, or none, with the algorithm's execution. The times of a step, of a
@@ -78,15 +79,15 @@ def seconds_of_round(algorithm: Algorithm, calls: Sequence[RecordedCall], memory
     """
     training = algorithm.batches
     limited = [
-        call._replace(loops=tuple(dataclasses.replace(loop, purpose=None) for loop in call.loops)) for call in calls
+        dataclasses.replace(call, loops=tuple(dataclasses.replace(loop, purpose=None) for loop in call.loops)) for call in calls
     ]  # Only loops for training can be stopped early.
     steps = _Steps(
         batches=training, aggregator=algorithm.aggregator, execution=algorithm.execution, calls=limited, memory=memory
     )
-    flops = np.array([max(1.0, loop.flops) for call in calls for loop in call.loops])
+    flops = np.array([max(1.0, flops_of(loop.jaxpr)) for call in calls for loop in call.loops])
     shares = flops / flops.sum()
 
-    def num_steps(of: Sequence[RecordedCall], clients: Cohort) -> np.ndarray:
+    def num_steps(of: Sequence[TracedCall], clients: Cohort) -> np.ndarray:
         """Returns the number of steps of each client, where a step of every loop together count as one."""
         loops = [loop for call in of for loop in call.loops]
         own = [share * loop.num_steps(clients, training) for share, loop in zip(shares, loops, strict=True)]

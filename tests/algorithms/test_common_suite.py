@@ -19,7 +19,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, compressors
-from fedsim.execution._federated_clients import federated_round
+from fedsim.execution._federated_round import federated_round
 from fedsim.execution._numbers import numbers_of
 from fedsim.execution._state import parts_of
 from fedsim.experiment._checkpoint import Checkpoints

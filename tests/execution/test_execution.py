@@ -18,7 +18,7 @@ import pytest
 import fedsim
 from fedsim import aggregators, rng
 from fedsim.execution import StageError, _placement
-from fedsim.execution._plan import Layout, num_steps, plan_round, widths_for, windows
+from fedsim.execution._plan import Layout, num_steps, plan_round, stacked, widths_for, windows
 
 
 def fedavg(**changes):
@@ -143,8 +143,8 @@ def test_plan_gives_every_client_to_one_group_and_balances(devices, lanes, overh
     # Graham's bound for longest-first list scheduling.
     best = max(steps.max() + 0.5, sum(loads) / len(loads))
     assert max(loads) <= 4 / 3 * best + 0.5
-    for field, unpacked in zip(plan, layout.unpack(layout.pack([plan], 2)[0]), strict=True):
-        np.testing.assert_array_equal(field, unpacked)
+    for field, rows in zip(plan, stacked([plan], 2), strict=True):
+        np.testing.assert_array_equal(rows, [field, np.zeros_like(field)])
 
 
 @pytest.mark.parametrize(("widths", "overhead"), [((4, 1), 1.0), ((8, 2, 1), 3.0), ((3, 1), 20.0)])
@@ -397,7 +397,7 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     (compiled,) = federation.round_programs(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    assert 1 <= compiled.fold.num_executables <= 2  # the first carry may have another sharding than the later ones
+    assert 1 <= compiled.num_executables_of_parts <= 2  # the first carry may have another sharding than the later ones
     federation.assert_trees_close(parts, whole)
     federation.assert_trees_close(infos, info)
     stacked, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort()], max_rounds=3)

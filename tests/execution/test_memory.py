@@ -27,7 +27,7 @@ from counting import (
 
 import fedsim
 from fedsim import execution
-from fedsim.execution._device_clients import put_rows
+from fedsim.execution._device_round import put_rows
 
 
 @pytest.mark.first(3)

@@ -13,7 +13,7 @@ import pytest
 
 import fedsim
 from fedsim import primitives as fed
-from fedsim.execution._federated_clients import federated_round
+from fedsim.execution._federated_round import federated_round
 
 
 def fedavg(cls=fedsim.algorithms.FedAvg, **options):
