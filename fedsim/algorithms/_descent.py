@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from jax.interpreters import partial_eval
 
+from fedsim import tree
 from fedsim.model import Model, Params
 
 # At least one of this many first steps must be nonzero. A warm-up may start with learning rate 0.
@@ -93,6 +95,34 @@ def check_descent(
                 f"Expected {name} to descend, got a mean change of {increases.max() + 0.0:+.3g} in its first {steps} for a "
                 "gradient of ones. Use a positive learning rate."
             )
+
+
+def needs_loss(optimizer: optax.GradientTransformation, params: Params) -> bool:
+    """Returns whether an optimizer reads the loss: its value, its gradient besides the updates, or the function itself.
+
+    Most optimizers of optax take these arguments and do not use them, and then the loss need not be computed again for them.
+
+    >>> params = {"w": jnp.zeros(3)}
+    >>> needs_loss(optax.sgd(0.1), params), needs_loss(optax.polyak_sgd(), params)
+    (False, True)
+    """
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        return False
+    called = False
+
+    def loss(params: Params) -> jax.Array:
+        nonlocal called
+        called = True
+        return jnp.float32(0)
+
+    def update(value: jax.Array, grad: Params, gradient: Params, state: Any, params: Params) -> Any:
+        return optimizer.update(gradient, state, params, value=value, grad=grad, value_fn=loss)
+
+    shapes, value = tree.shapes(params), jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(optimizer.init, shapes)
+    jaxpr = jax.make_jaxpr(update)(value, shapes, shapes, state, shapes).jaxpr
+    used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    return called or any(used[: 1 + len(jax.tree.leaves(shapes))])
 
 
 def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimizer: optax.GradientTransformation) -> None:

@@ -19,7 +19,7 @@ import optax
 
 from fedsim import checks, metrics, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._descent import check_descent, warn_of_lost_gradients
+from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate
@@ -143,8 +143,7 @@ class FedAvg(GradientServer):
           objective: the function that the step minimizes, for optimizers that need it; default `objective`.
         """
         (loss, gradient), optimizer, extra = slope, self.optimizer_of(shared.round), {}
-        if isinstance(optimizer, optax.GradientTransformationExtraArgs):
-            # The optimizer may need the loss, as Polyak steps and line searches do.
+        if needs_loss(optimizer, local.params):  # as Polyak steps and line searches do
             descended = _with_gradient(
                 objective or functools.partial(self.objective, shared, batch=batch), gradient, local.params
             )
