@@ -11,6 +11,7 @@ from fedsim.execution._execution import Execution as Execution
 from fedsim.execution._execution import Jit as Jit
 from fedsim.execution._execution import Pmap as Pmap
 from fedsim.execution._execution import runs_with as runs_with
+from fedsim.execution._federated_round import run_round as run_round
 from fedsim.execution._placed_clients import place_clients as place_clients
 from fedsim.execution._reports import report_problems as report_problems
 from fedsim.execution._reports import watch_problems as watch_problems

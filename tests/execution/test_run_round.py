@@ -1,0 +1,77 @@
+"""`run_round`: the interface between what a client does and how it is run, with a second implementation: a process pool."""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+
+import federation
+import jax
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim.execution import Execution, run_round
+
+
+def run_exported(program, leaves):
+    """Runs one client in another process, which has no code of the algorithm."""
+    return [np.asarray(x) for x in jax.export.deserialize(program).call(*leaves)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes(Execution):
+    """Every client in one of the processes of a pool."""
+
+    pool: concurrent.futures.Executor
+
+    def run_one(self, algorithm, state, cohort):
+        return run_round(algorithm, state, cohort, self._run_clients)
+
+    def run(self, algorithm, state, cohorts, *, max_rounds=None):
+        infos = []
+        for cohort in cohorts:
+            state, info = self.run_one(algorithm, state, cohort)
+            infos.append(info)
+        return state, jax.tree.map(lambda *rows: np.stack(rows), *infos)
+
+    def _run_clients(self, work, shared, clients):
+        structure = jax.tree.structure((shared, clients[0]))
+
+        def flat(*leaves):
+            return jax.tree.leaves(work(*jax.tree.unflatten(structure, leaves)))
+
+        leaves = [[np.asarray(x) for x in jax.tree.leaves((shared, client))] for client in clients]
+        program = jax.export.export(jax.jit(flat))(*leaves[0]).serialize()
+        results = self.pool.map(run_exported, [program] * len(clients), leaves)
+        after = jax.tree.structure(jax.eval_shape(work, shared, clients[0]))
+        return [jax.tree.unflatten(after, result) for result in results]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.SCAFFOLD, fedsim.algorithms.Mime])
+def test_a_process_pool_gives_the_result_of_compiled_rounds(cls, pool):
+    """SCAFFOLD keeps a memory on every client, and Mime has two calls in a round."""
+    compressed = fedsim.aggregators.Compressed(fedsim.compressors.QSGD())
+    algorithm = cls(
+        model=federation.model(),
+        client_optimizer=optax.sgd(0.1),
+        batches=fedsim.Batches(size=4),
+        execution=fedsim.Jit(),
+        **({"aggregator": compressed} if cls is fedsim.algorithms.FedAvg else {}),
+    )
+    elsewhere = dataclasses.replace(algorithm, execution=Processes(pool))
+    start, states = algorithm.init(jax.random.key(0)), []
+    for each in (algorithm, elsewhere):
+        state, infos = start, []
+        for round in range(2):
+            state, info = each.apply(state, federation.cohort(round=round))
+            infos.append(jax.device_get(info))
+        states.append((federation.plain(state), infos))
+    federation.assert_trees_close(*states)
