@@ -13,12 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.attacks import Attack
-from fedsim.data import Batches
 from fedsim.execution._client import ClientPlan, training_steps
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout, RoundPlan
 from fedsim.execution._state import ClientTable
-from fedsim.execution._trace import Operands, TracedCall, TraceOptions
+from fedsim.execution._trace import Operands, RoundProgram, TracedCall, TraceOptions
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
 
@@ -83,21 +82,18 @@ class DeviceRound:
 
     Args:
       options: how to run them.
-      batches: the algorithm's.
+      program: the traced round.
       plan: the plan of the round.
       columns: the examples.
       table: the clients' memories, or ().
-      first_memories: what a client keeps for aggregators before its first round, by the name of the call.
 
     Attributes:
       table: the memories after the calls that have ended.
     """
 
-    def __init__(
-        self, options: ProgramOptions, batches: Batches, plan: RoundPlan, columns: Any, table: Any, first_memories: Any
-    ) -> None:
-        self.options, self.layout, self.batches, self.plan = options, options.layout, batches, plan
-        self.columns, self.table, self.first_memories = columns, table, first_memories
+    def __init__(self, options: ProgramOptions, program: RoundProgram, plan: RoundPlan, columns: Any, table: Any) -> None:
+        self.options, self.layout, self.program, self.plan = options, options.layout, program, plan
+        self.columns, self.table = columns, table
         self.axis = options.axis
 
     def run(self, call: TracedCall, operands: Operands) -> tuple[Any, Any]:
@@ -197,14 +193,14 @@ class DeviceRound:
         """Runs one client; returns what arrives of its update, its entries, and its new row of the table, () without one."""
 
         def work() -> Any:
-            return call.run(operands.work, operands.server_memory, own, self.columns, row, stored, self.first_memories)
+            return call.run(operands.work, operands.server_memory, own, self.columns, row, stored, self.program.first_memories)
 
         if self.layout.most_examples is None or call.aggregator is None:
             return work()
         return constant_unless_counted(lambda: self._counted(own, work()))
 
     def _counted(self, own: ClientPlan, results: Any) -> tuple[Any, jax.Array]:
-        took_part = training_steps(self.batches, own.size, own.most_steps) > 0
+        took_part = training_steps(self.program.batches, own.size, own.most_steps) > 0
         return results, took_part & (results[1]["dropped"] == 0)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from fedsim.data import Batches, Cohort, FederatedData
+from fedsim.data import Cohort, FederatedData
 from fedsim.execution._compile import Program, compiled
 from fedsim.execution._device_round import DeviceRound, ProgramOptions
 from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of
@@ -51,7 +51,7 @@ class Programs:
     def by_options(self, options: ProgramOptions) -> RoundPrograms:
         """Returns the programs for some options. They are compiled when they are first called."""
         if options not in self._by_options:
-            self._by_options[options] = RoundPrograms(self.trace(options.of_trace), self.algorithm.batches, options)
+            self._by_options[options] = RoundPrograms(self.trace(options.of_trace), options)
         return self._by_options[options]
 
     def check(self, cohort: Cohort, options: ProgramOptions) -> None:
@@ -162,12 +162,11 @@ class RoundPrograms:
 
     Args:
       program: the traced round.
-      batches: the algorithm's.
       options: how to run it.
     """
 
-    def __init__(self, program: RoundProgram, batches: Batches, options: ProgramOptions) -> None:
-        self.program, self.batches, self.options = program, batches, options
+    def __init__(self, program: RoundProgram, options: ProgramOptions) -> None:
+        self.program, self.options = program, options
         own = P(AXIS)
         self.rounds = self._compiled(self.run_rounds, P(), out=P())
         calls = range(len(program.calls))
@@ -225,7 +224,7 @@ class RoundPrograms:
         return bounded_loop(num_rounds, body, (state, table, infos), most_steps=most)
 
     def _on_device(self, plan: RoundPlan, columns: Any, table: Any) -> DeviceRound:
-        return DeviceRound(self.options, self.batches, plan, columns, table, self.program.first_memories)
+        return DeviceRound(self.options, self.program, plan, columns, table)
 
     def _state_after(self, before: State, after: FederatedState) -> State:
         """Returns the state in the form that it had before, on the devices where it was."""

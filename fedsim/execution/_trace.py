@@ -271,6 +271,7 @@ class RoundProgram:
     Args:
       jaxpr: the round as a jaxpr of numbers, state, key and plan, with an equation for each call.
       shapes: of the results, the state and the info.
+      batches: the algorithm's.
       first: the state before the first round, without what ``init`` returns and without an average. Its ``clients`` are the
         shapes of one client's row, () if clients keep nothing.
 
@@ -278,8 +279,8 @@ class RoundProgram:
       calls: the calls in their order.
     """
 
-    def __init__(self, jaxpr: ClosedJaxpr, shapes: Any, first: FederatedState) -> None:
-        self.first, self._shapes = first, shapes
+    def __init__(self, jaxpr: ClosedJaxpr, shapes: Any, batches: Batches, first: FederatedState) -> None:
+        self.batches, self.first, self._shapes = batches, first, shapes
         self._inputs, self._jaxpr = _with_inputs(jaxpr.jaxpr)
         self._consts = jaxpr.consts
         self._equations = [equation for equation in self._jaxpr.eqns if equation.primitive is _call_p]
@@ -324,8 +325,8 @@ class RoundProgram:
 
     def start(self, numbers: Numbers, state: FederatedState, key: jax.Array, plan: RoundPlan) -> Values:
         """Returns the values of the arguments."""
-        args = jax.tree.leaves((numbers, _arguments(state), key, plan.of_clients()))
-        kept = {"past": state.past}
+        args = jax.tree.leaves((numbers, state.server, key, plan.of_clients()))
+        kept = {"past": state.past, "average": state.average}
         kept |= {f"aggregator {name}": memory for name, memory in state.aggregator.items()}
         kept |= {f"downlink {name}": memory for name, memory in state.downlink.items()}
         inputs = jax.tree.leaves([kept[name] for name in self._inputs])
@@ -583,22 +584,22 @@ def trace_round(
         name: jax.ShapeDtypeStruct((options.rows, *c.shape[1:]), jax.dtypes.canonicalize_dtype(c.dtype))
         for name, c in columns.items()
     }
-    average: Any = ()
-    if algorithm.averaging is not None:
-        average = Average(getattr(state, "params", ()), jax.ShapeDtypeStruct((), np.float32))
     seen: list[_TracedClients] = []
 
-    def round(numbers: Numbers, before: tuple[State, Any], key: jax.Array, plan: RoundPlan) -> tuple[FederatedState, Any]:
+    def round(numbers: Numbers, before: State, key: jax.Array, plan: RoundPlan) -> tuple[FederatedState, Any]:
         own = with_numbers(algorithm, numbers)
         clients = _TracedClients(own, plan, key, shapes, options)
         seen.append(clients)
-        server, info = own.round(before[0], clients)
-        return finished(own, before[0], before[1], clients, server, info), info
+        average: Any = ()
+        if own.averaging is not None:
+            average = _input("average", Average(tree.shapes(before.params), jax.ShapeDtypeStruct((), np.float32)))
+        server, info = own.round(before, clients)
+        return finished(own, before, average, clients, server, info), info
 
     plan = RoundPlan.shapes(options.slots)
     axes = [options.axis] if options.axis else []
     key = jax.eval_shape(lambda: rng.root(0)) if options.key is None else jax.ShapeDtypeStruct((), options.key)
-    jaxpr, results = jax.make_jaxpr(round, axis_env=axes, return_shape=True)(numbers, (state, average), key, plan)
+    jaxpr, results = jax.make_jaxpr(round, axis_env=axes, return_shape=True)(numbers, state, key, plan)
     (clients,) = seen
     names = [equation.params["call"].name for equation in jaxpr.eqns if equation.primitive is _call_p]
     if names != clients.names:
@@ -607,7 +608,7 @@ def trace_round(
             f"The round of {type(algorithm).__name__} has the call {inside!r} of its clients inside a function that JAX "
             "transforms, such as jax.jit or jax.lax.scan: call clients.aggregate and clients.map directly in round."
         )
-    return RoundProgram(jaxpr, results, clients.first())
+    return RoundProgram(jaxpr, results, clients.algorithm.batches, clients.first())
 
 
 def finished(
@@ -651,11 +652,6 @@ def finished(
 def _in_dtype_of(new: Any, old: Any) -> Any:
     old = jnp.asarray(old)
     return jnp.asarray(new, old.dtype) if tree.is_float(old) and tree.is_float(jnp.asarray(new)) else new
-
-
-def _arguments(state: FederatedState) -> tuple[State, Any]:
-    """Returns what a round always reads of a state; the rest are inputs."""
-    return state.server, state.average
 
 
 def _aval(x: Any) -> Any:

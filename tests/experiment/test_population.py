@@ -72,7 +72,8 @@ def programs_compiled(caplog, make, **options):
         caplog.clear()
         fedsim.population(make, sampler=sampler, rounds=3, progress=False, test_data=DATA, **options)
     messages = [record.getMessage() for record in caplog.records]
-    return [text.split()[1] for text in messages if text.startswith("Compiling ")]
+    started = "Finished XLA compilation of "
+    return [text.removeprefix(started).split()[0] for text in messages if text.startswith(started)]
 
 
 @pytest.mark.parametrize(
