@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.experiment import reproductions
-from fedsim.experiment.reproductions import _data_parallel as parallel
-from fedsim.experiment.reproductions import _four_ways as four
-from fedsim.experiment.reproductions._four_ways_costs import PLACES, Costs
+from fedsim import reproductions
 from fedsim.plots._canvas import new_figure
+from fedsim.reproductions import _data_parallel as parallel
+from fedsim.reproductions import _four_ways as four
+from fedsim.reproductions._four_ways_costs import PLACES, Costs
 
 HERE = Path(__file__).parent
 PAGE = HERE / "four_ways.md"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedsim.experiment import reproductions
+from fedsim import reproductions
 
 HERE = Path(__file__).parent
 HEAD = """\

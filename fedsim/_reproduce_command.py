@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import fedsim
-from fedsim.experiment import reproductions
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs ``fedsim reproduce`` with these arguments. Wrong options raise ``SystemExit``."""
+    from fedsim import reproductions  # only this command imports it
+
     options = _parser().parse_args(arguments)
     if options.name is None:
         width = max(map(len, reproductions.REPRODUCTIONS)) + 2

@@ -19,8 +19,8 @@ def test_a_package_affects_its_tests_first_and_then_those_of_the_packages_that_i
     chosen = names("fedsim/vertical/_cvfl.py")
     own = {path.relative_to(TESTS).as_posix() for path in TESTS.glob("vertical/test_*.py")}
     assert set(chosen[: len(own)]) == own and len(chosen) == len(set(chosen)) > len(own)
-    # fedsim.experiment has a reproduction of vertical learning; fedsim.compressors is what it imports.
-    assert {"experiment", "test_readme.py", "test_notebooks.py"} <= folders("fedsim/vertical/_cvfl.py")
+    # fedsim.reproductions has a reproduction of vertical learning; fedsim.compressors is what it imports.
+    assert {"reproductions", "test_readme.py", "test_notebooks.py"} <= folders("fedsim/vertical/_cvfl.py")
     assert not {"compressors", "systems", "test_tree.py"} & folders("fedsim/vertical/_cvfl.py")
     assert {"aggregators", "algorithms", "test_compressors.py"} - folders("fedsim/compressors/_eden.py") == {
         "test_compressors.py"
@@ -33,7 +33,7 @@ def test_a_package_affects_its_tests_first_and_then_those_of_the_packages_that_i
         ("fedsim/tree.py", {"test_tree.py", "aggregators", "primitives", "experiment"}),
         ("fedsim/cli.py", {"test_cli.py", "test_readme.py"}),
         ("fedsim/augmentations.py", {"algorithms", "models"}),  # tests/models has its tests
-        ("fedsim/decentralized/costs/_removed.py", {"decentralized", "experiment"}),
+        ("fedsim/decentralized/costs/_removed.py", {"decentralized", "reproductions"}),
         ("tests/vertical/test_data.py", {"vertical"}),
         ("tests/experiment/conftest.py", {"experiment"}),
         ("colab/quickstart.ipynb", {"test_notebooks.py"}),

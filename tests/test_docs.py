@@ -12,7 +12,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, attacks, compressors, datasets, decentralized, vertical
-from fedsim.experiment.reproductions import REPRODUCTIONS
+from fedsim.reproductions import REPRODUCTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
     {"models", "datasets"},
     {"experiment"},
     {"fedsim"},
+    {"reproductions"},  # above "fedsim", which therefore does not import it
     {"_datasets_command", "_reproduce_command"},
     {"cli"},
     {"__main__"},
@@ -61,7 +62,6 @@ PUBLIC_MODULES = [
     "fedsim.evaluation",
     "fedsim.execution",
     "fedsim.experiment",
-    "fedsim.experiment.reproductions",
     "fedsim.formats",
     "fedsim.heterogeneity",
     "fedsim.metrics",
@@ -70,6 +70,7 @@ PUBLIC_MODULES = [
     "fedsim.planning",
     "fedsim.plots",
     "fedsim.primitives",
+    "fedsim.reproductions",
     "fedsim.rng",
     "fedsim.text",
     "fedsim.samplers",
@@ -108,10 +109,10 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Experiment",
     "fedsim.experiment.Published",
     "fedsim.experiment.Result",
-    "fedsim.experiment.reproductions.Curve",
-    "fedsim.experiment.reproductions.Reproduction",
-    "fedsim.experiment.reproductions.Row",
-    "fedsim.experiment.reproductions.reproduce",
+    "fedsim.reproductions.Curve",
+    "fedsim.reproductions.Reproduction",
+    "fedsim.reproductions.Row",
+    "fedsim.reproductions.reproduce",
     "fedsim.samplers.Sampler",
     "fedsim.systems.Dispatch",
     "fedsim.systems.Law",
@@ -175,6 +176,18 @@ def test_downward_and_type_checking_imports_are_allowed():
     guarded = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fedsim.data import Batch\n"
     assert upward_imports("model", guarded, "fedsim") == []
     assert upward_imports("execution", "import jax\nfrom fedsim import tree\nfrom . import _plan", "fedsim.execution") == []
+
+
+def test_reproductions_are_imported_by_their_command_alone():
+    """`import fedsim` and all other commands start without them."""
+    found = {
+        component_of(path)
+        for path in modules()
+        if "reproductions" in imported_components(path.read_text(encoding="utf-8"), ".".join(path.relative_to(ROOT).parts[:-1]))
+    }
+    assert found == {"reproductions", "_reproduce_command"}
+    loaded = "import sys, fedsim.cli; sys.exit('fedsim.reproductions' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], cwd=ROOT).returncode == 0
 
 
 def test_no_import_cycles():

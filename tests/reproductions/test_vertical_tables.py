@@ -11,8 +11,8 @@ from sklearn.linear_model import LogisticRegression
 
 import fedsim
 from fedsim import vertical
-from fedsim.experiment.reproductions import Request
-from fedsim.experiment.reproductions import _vertical as tables
+from fedsim.reproductions import Request
+from fedsim.reproductions import _vertical as tables
 
 DATA = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
 needs_real = pytest.mark.skipif(

@@ -21,9 +21,9 @@ import numpy as np
 import optax
 
 from fedsim.algorithms import FedAvg
-from fedsim.experiment.reproductions._clock import SPEEDS, Task, TimedCurve, digits, femnist_writers, needs_data, train_on_clock
-from fedsim.experiment.reproductions._femnist import NEEDS
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._clock import SPEEDS, Task, TimedCurve, digits, femnist_writers, needs_data, train_on_clock
+from fedsim.reproductions._femnist import NEEDS
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 from fedsim.systems import Faults, Policy
 

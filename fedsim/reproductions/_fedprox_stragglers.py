@@ -27,9 +27,9 @@ from fedsim import datasets, models
 from fedsim.algorithms import FedAvg, FedProx
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.model import Model
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.samplers import Sampler, Stragglers, UniformSampler
 
 _COHORT, _BATCH = 10, 10

@@ -30,12 +30,12 @@ from fedsim.data import Batches, FederatedData
 from fedsim.decentralized import DFedAvg
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
 from fedsim.execution._programs import share_programs
-from fedsim.experiment.reproductions import _femnist as femnist
-from fedsim.experiment.reproductions._clock import needs_data
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._four_ways_costs import PLACES, Scenario, costs, sampler_of, topology
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.model import Model
+from fedsim.reproductions import _femnist as femnist
+from fedsim.reproductions._clock import needs_data
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._four_ways_costs import PLACES, Scenario, costs, sampler_of, topology
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 
 _MU, _POINTS, _LAST = 0.1, 10, 4
 
@@ -82,7 +82,7 @@ WAYS = {
 class Maker:
     """Makes the algorithm of a way from its learning rate.
 
-    >>> from fedsim.experiment.reproductions import _four_ways as four
+    >>> from fedsim.reproductions import _four_ways as four
     >>> make = Maker("federated", four.SCENARIOS["iid"], models.digits_logistic(), devices=20)
     >>> make(0.1).batches.steps, dataclasses.replace(make, way="offloading")(0.1).batches.steps
     (5, 100)

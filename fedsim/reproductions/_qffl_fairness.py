@@ -37,8 +37,9 @@ from fedsim.algorithms import FedAvg, QFedAvg
 from fedsim.data import Batches, FederatedData
 from fedsim.datasets._archive import read_arrays
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import (
+from fedsim.model import Examples, Model
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._reproduction import (
     Case,
     Reproduction,
     Request,
@@ -47,7 +48,6 @@ from fedsim.experiment.reproductions._reproduction import (
     join_nonempty,
     mean_and_std,
 )
-from fedsim.model import Examples, Model
 from fedsim.samplers import WeightedSampler
 
 _COHORT = 10

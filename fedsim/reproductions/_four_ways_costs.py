@@ -13,8 +13,8 @@ from fedsim import rng
 from fedsim.data import FederatedData
 from fedsim.decentralized import one_peer_exponential
 from fedsim.decentralized.costs import Gossip, RingAllReduce
-from fedsim.experiment.reproductions._reproduction import Request
 from fedsim.model import Model
+from fedsim.reproductions._reproduction import Request
 from fedsim.samplers import Sampler, Stragglers, UniformSampler
 from fedsim.systems import Devices, EnergyModel, LogNormal
 

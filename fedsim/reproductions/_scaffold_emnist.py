@@ -27,8 +27,8 @@ from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
 from fedsim.datasets._archive import read_arrays
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import Curve, search_rate, train
-from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
+from fedsim.reproductions._curve import Curve, search_rate, train
+from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, _COHORT, _TARGET, _STEPS = 100, 20, 0.5, 5

@@ -39,8 +39,8 @@ from fedsim.decentralized import (
 )
 from fedsim.execution import Jit
 from fedsim.execution._programs import share_programs
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.model import Model
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 
 _DIMENSIONS, _MU, _L, _TARGET = 10, 0.5, 1.0, 1e-6
 _SIZES = (6, 12, 24)

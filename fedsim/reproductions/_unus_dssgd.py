@@ -28,8 +28,8 @@ from fedsim import datasets, models
 from fedsim.algorithms import DSSGD
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._clock import SPEEDS, TimedCurve, train_on_clock
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.reproductions._clock import SPEEDS, TimedCurve, train_on_clock
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.samplers import Sampler, ScheduleSampler, ShuffledSampler
 from fedsim.systems import Buffered, ConstantWeight, Synchronization, Synchronous
 

@@ -27,9 +27,9 @@ from fedsim.data import Batches, FederatedData
 from fedsim.decentralized import ADPSGD, complete
 from fedsim.decentralized.costs import epoch_seconds
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._clock import train_on_clock
-from fedsim.experiment.reproductions._curve import Curve, rounds_to_target, train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.reproductions._clock import train_on_clock
+from fedsim.reproductions._curve import Curve, rounds_to_target, train
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.samplers import UniformSampler
 from fedsim.systems import Buffered, ConstantWeight, Devices, LogNormal, StaleSynchronous, Synchronization, Synchronous, Traces
 

@@ -20,9 +20,9 @@ from fedsim import datasets, models, rng
 from fedsim.algorithms import FedAvg, FedPer
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate, evaluate_personalized
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.model import Model, Params
 from fedsim.partitioners import hide_labels, noise, only_labelled, rotation
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 from fedsim.transfer import Head, probe_then_tune, transfer_body
 

@@ -11,9 +11,9 @@ import pytest
 import fedsim
 from fedsim import rng, systems
 from fedsim.decentralized.costs import epoch_seconds
-from fedsim.experiment.reproductions import Request
-from fedsim.experiment.reproductions import _data_parallel as parallel
-from fedsim.experiment.reproductions import _four_ways as four
+from fedsim.reproductions import Request
+from fedsim.reproductions import _data_parallel as parallel
+from fedsim.reproductions import _four_ways as four
 
 VALUES = 64 * 32 + 32 + 32 * 10 + 10  # of the perceptron
 ROUNDS = 40

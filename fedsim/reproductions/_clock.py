@@ -18,10 +18,10 @@ from fedsim.algorithm import Algorithm
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.experiment._scheduled import scheduled
-from fedsim.experiment.reproductions import _femnist as femnist
-from fedsim.experiment.reproductions._curve import Curve, rounds_to_target, train
-from fedsim.experiment.reproductions._reproduction import Case, Request, Row
 from fedsim.model import Model
+from fedsim.reproductions import _femnist as femnist
+from fedsim.reproductions._curve import Curve, rounds_to_target, train
+from fedsim.reproductions._reproduction import Case, Request, Row
 from fedsim.samplers import Sampler
 from fedsim.systems import Devices, LogNormal, Schedule
 

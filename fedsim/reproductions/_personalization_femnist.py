@@ -28,9 +28,9 @@ from fedsim.algorithm import Algorithm
 from fedsim.algorithms import APFL, Ditto, FedAvg, FedRep, PerFedAvg
 from fedsim.data import Batches
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
-from fedsim.experiment.reproductions import _femnist as femnist
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions import _femnist as femnist
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _COHORT = 10

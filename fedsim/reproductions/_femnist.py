@@ -10,8 +10,8 @@ from __future__ import annotations
 from fedsim import datasets
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._reproduction import Request
 from fedsim.model import Model, Params
+from fedsim.reproductions._reproduction import Request
 
 NEEDS = "FEMNIST: DIR/femnist in any form that `fedsim datasets describe emnist62` names, or a download"
 BATCHES = Batches(size=20)

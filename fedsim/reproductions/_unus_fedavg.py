@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from fedsim import models
-from fedsim.experiment.reproductions._clock import SPEEDS, train_on_clock
-from fedsim.experiment.reproductions._fedavg_mnist import CASES, COHORT, FEDAVG, MnistCase
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.reproductions._clock import SPEEDS, train_on_clock
+from fedsim.reproductions._fedavg_mnist import CASES, COHORT, FEDAVG, MnistCase
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.systems import Synchronous
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from fedsim.data._atomic_write import atomic_write
 from fedsim.data._text_files import read_json
-from fedsim.experiment.reproductions._machine import machine
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request
 from fedsim.names import did_you_mean
+from fedsim.reproductions._machine import machine
+from fedsim.reproductions._reproduction import Case, Reproduction, Request
 
 Record = dict[str, Any]
 
@@ -64,7 +64,7 @@ def select_cases(reproduction: Reproduction, request: Request, only: Sequence[st
     Raises:
       ValueError: a pattern matches no case.
 
-    >>> from fedsim.experiment import reproductions
+    >>> from fedsim import reproductions
     >>> list(select_cases(reproductions.get("fedprox"), Request(), ["iid-*"]))
     ['iid-0', 'iid-50', 'iid-90']
     """

@@ -22,9 +22,9 @@ from fedsim import compressors, models
 from fedsim.aggregators import Aggregator, Compressed, Mean
 from fedsim.algorithms import FedAvg
 from fedsim.compressors import Compressor
-from fedsim.experiment.reproductions import _femnist as femnist
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions import _femnist as femnist
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _COHORT, _EVERY, _LAST = 10, 25, 4

@@ -34,7 +34,7 @@ from fedsim.decentralized import (
     ring,
 )
 from fedsim.execution._programs import share_programs
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 
 _NODES, _ROUNDS, _MOST_TOGETHER = 16, 400, 100
 _RATES = (0.03, 0.1, 0.3)

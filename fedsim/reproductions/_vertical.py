@@ -25,8 +25,8 @@ from fedsim.compressors import UniformQuantizer
 from fedsim.data import FormatError
 from fedsim.data._text_files import read_csv, read_text
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.model import Model, Params
+from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.vertical import (
     CVFL,
     BatchSampler,

@@ -21,11 +21,11 @@ from fedsim import augmentations
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg, FedMatch, FixMatch
 from fedsim.data import Batches, FederatedData
-from fedsim.experiment.reproductions._clock import Task, digits, femnist_writers, needs_data
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._femnist import NEEDS
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.partitioners import hide_labels, only_labelled
+from fedsim.reproductions._clock import Task, digits, femnist_writers, needs_data
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._femnist import NEEDS
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _COHORT, _EVERY, _LAST = 10, 10, 3

@@ -30,9 +30,9 @@ from fedsim.aggregators import (
 )
 from fedsim.algorithms import FedAvg
 from fedsim.attacks import ALittleIsEnough, Attack, SignFlip
-from fedsim.experiment.reproductions import _femnist as femnist
-from fedsim.experiment.reproductions._curve import train
-from fedsim.experiment.reproductions._reproduction import (
+from fedsim.reproductions import _femnist as femnist
+from fedsim.reproductions._curve import train
+from fedsim.reproductions._reproduction import (
     Case,
     Reproduction,
     Request,

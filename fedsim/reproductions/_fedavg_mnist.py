@@ -24,9 +24,9 @@ from fedsim import datasets, models
 from fedsim.algorithms import FedAvg
 from fedsim.data import Batches
 from fedsim.evaluation import evaluate
-from fedsim.experiment.reproductions._curve import Curve, search_rate, train
-from fedsim.experiment.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.model import Model
+from fedsim.reproductions._curve import Curve, search_rate, train
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, COHORT = 100, 10

@@ -14,19 +14,19 @@ import optax
 import pytest
 
 import fedsim
+from fedsim import reproductions
 from fedsim.cli import main
-from fedsim.experiment import reproductions
-from fedsim.experiment.reproductions import Plan, Request, Row, _random_quadratics, rounds_to_target
-from fedsim.experiment.reproductions import _fedprox_stragglers as stragglers
-from fedsim.experiment.reproductions import _qffl_fairness as fairness
-from fedsim.experiment.reproductions import _scaffold_emnist as drift
-from fedsim.experiment.reproductions import _unus_dssgd as selective
-from fedsim.experiment.reproductions import _unus_faults as faulty
-from fedsim.experiment.reproductions import _unus_staleness as stale
-from fedsim.experiment.reproductions._clock import SPEEDS, Task, TimedCurve, train_on_clock
-from fedsim.experiment.reproductions._curve import Curve
-from fedsim.experiment.reproductions._fedavg_mnist import CASES
-from fedsim.experiment.reproductions._tables import markdown_table
+from fedsim.reproductions import Plan, Request, Row, _random_quadratics, rounds_to_target
+from fedsim.reproductions import _fedprox_stragglers as stragglers
+from fedsim.reproductions import _qffl_fairness as fairness
+from fedsim.reproductions import _scaffold_emnist as drift
+from fedsim.reproductions import _unus_dssgd as selective
+from fedsim.reproductions import _unus_faults as faulty
+from fedsim.reproductions import _unus_staleness as stale
+from fedsim.reproductions._clock import SPEEDS, Task, TimedCurve, train_on_clock
+from fedsim.reproductions._curve import Curve
+from fedsim.reproductions._fedavg_mnist import CASES
+from fedsim.reproductions._tables import markdown_table
 from fedsim.samplers import UniformSampler
 from fedsim.systems import Policy, StaleSynchronous, schedule
 
