@@ -23,9 +23,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # "fedsim" is the __init__ of the package.
 LAYERS: list[set[str]] = [
     {"_interrupts", "_version", "checks"},
-    {"descriptions", "names", "rng", "tree"},
+    {"descriptions", "durable_files", "names", "rng", "tree"},
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
+    {"text_files"},
     {"aggregators", "formats", "text", "transfer"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
     {"systems"},

@@ -31,10 +31,10 @@ import numpy as np
 from h5py import h5d, h5p, h5s, h5t
 from zlib_ng import zlib_ng
 
-from fedsim.data._atomic_write import atomic_write
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._errors import FormatError
 from fedsim.data._text_column import TextColumn
+from fedsim.durable_files import atomic_write
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 from zlib_ng import zlib_ng
 
-from fedsim.data._atomic_write import atomic_write
 from fedsim.data._errors import FormatError
+from fedsim.durable_files import atomic_write
 
 Rows = Any
 

@@ -14,10 +14,10 @@ from typing import IO, Any
 import numpy as np
 from zlib_ng import zlib_ng
 
-from fedsim.data._atomic_write import atomic_write
 from fedsim.data._client_ids import ClientIds
 from fedsim.data._federated_data import ClientDataset
 from fedsim.data._packed import BLOCK_BYTES, StoredArray, encode_client_ids, fill_packed, first_column, text_arrays
+from fedsim.durable_files import atomic_write
 
 _SYNC_BYTES = 1 << 27
 

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fedsim.data import FormatError
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 
 _BLOCK = 1 << 20
 _OPENERS: dict[str, Callable[..., Any]] = {".lzma": lzma.open, ".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}

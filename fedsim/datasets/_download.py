@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedsim.data._atomic_write import replace_durably
 from fedsim.datasets._archive import bar, unpack
 from fedsim.datasets._cache import exclusive
+from fedsim.durable_files import replace_durably
 
 _BLOCK = 1 << 16
 _WORTH_RETRYING = {408, 425, 429, 500, 502, 503, 504}

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.data._atomic_write import atomic_write
 from fedsim.datasets._cache import exclusive, fingerprint
 from fedsim.datasets._download import Download, DownloadError
 from fedsim.datasets._source import Source, locate
+from fedsim.durable_files import atomic_write
 
 # Features and options of the datasets for next-word prediction.
 NEXT_WORD = {

@@ -20,9 +20,9 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.data import FormatError
-from fedsim.data._text_files import read_text
 from fedsim.decentralized._base_graph import base_graph
 from fedsim.decentralized._topology import Topology
+from fedsim.text_files import read_text
 
 _MOST_DRAWS = 100
 

@@ -15,12 +15,11 @@ import jax
 import numpy as np
 
 from fedsim.data import ClientRows, FormatError
-from fedsim.data._atomic_write import sync_folder
 from fedsim.data._client_rows import is_rows
 from fedsim.data._row_store import RowFile
-from fedsim.data._text_files import read_json
+from fedsim.durable_files import replace_text, sync_files, sync_folder, writing
 from fedsim.execution import ClientTable, FederatedState
-from fedsim.experiment._disk import replace_text, sync_files, writing
+from fedsim.text_files import read_json
 
 State = Any
 Leaves = dict[str, np.ndarray]

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedsim.data import FormatError
-from fedsim.data._text_files import read_json
 from fedsim.datasets._registry import with_seed
+from fedsim.durable_files import is_full, replace_text, writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings, from_json
-from fedsim.experiment._disk import is_full, replace_text, writing
 from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._trust import signed
 from fedsim.experiment._writers import read_metrics
+from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population")
 

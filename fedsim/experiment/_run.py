@@ -17,12 +17,13 @@ from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort, FederatedData
 from fedsim.data._client_rows import is_rows
+from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
-from fedsim.experiment._disk import WriteError, explained, is_full, replace_text
+from fedsim.experiment._disk import explained
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim.durable_files import writing
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._disk import writing
 from fedsim.experiment._folder import RunFolder, lock
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
 from fedsim.experiment._report import draw_learning_curve

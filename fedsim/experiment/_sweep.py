@@ -22,13 +22,13 @@ from tqdm import tqdm
 from fedsim import rng
 from fedsim.data import Cohort, FederatedData, FormatError
 from fedsim.datasets._registry import with_seed
+from fedsim.durable_files import replace_text, writing
 from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._placement import release
 from fedsim.execution._programs import programs_for
 from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings, Value
-from fedsim.experiment._disk import replace_text, writing
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import changed_code, code_of
 from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedsim.data._atomic_write import sync_file
-from fedsim.data._text_files import parse_json
-from fedsim.experiment._disk import replace_text, writing
+from fedsim.durable_files import replace_text, sync_file, writing
 from fedsim.experiment._lines import Line
+from fedsim.text_files import parse_json
 
 
 class MetricsFile:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 from fedsim.data import FormatError
-from fedsim.data._text_files import with_different_keys
 from fedsim.formats._source import MAX_CLIENT_BYTES
+from fedsim.text_files import with_different_keys
 
 _PIECE = 1 << 20
 # The tokens that determine the end of a value: complete strings, brackets, and the quote of an incomplete string.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.data._text_files import with_different_keys
 from fedsim.formats._source import (
     DAMAGE_ERRORS,
     MAX_CLIENT_BYTES,
@@ -26,6 +25,7 @@ from fedsim.formats._source import (
     selected,
     stream,
 )
+from fedsim.text_files import with_different_keys
 
 
 def read_json_lines(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 from fedsim.formats._json import JsonReader
 from fedsim.formats._source import (
     DAMAGE_ERRORS,

@@ -15,7 +15,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from fedsim.data import FormatError
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 from fedsim.formats._source import DAMAGE_ERRORS, MAX_CLIENT_BYTES, StrPath, check_exists, locating_errors
 
 HEADER = b"SQLite format 3\0"

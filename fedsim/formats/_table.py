@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from fedsim.data import ClientStream, FormatError
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 from fedsim.formats._client_index import ClientIndex
 from fedsim.formats._source import (
     Clients,

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from fedsim.data import ClientDataset, ClientStream, FormatError, TextColumn
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 from fedsim.formats._source import Clients, StrPath, writable_columns
 
 # Child processes that are ready for another file.

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.data._atomic_write import atomic_write
-from fedsim.data._text_files import read_json
+from fedsim.durable_files import atomic_write
 from fedsim.names import did_you_mean
 from fedsim.reproductions._machine import machine
 from fedsim.reproductions._reproduction import Case, Reproduction, Request
+from fedsim.text_files import read_json
 
 Record = dict[str, Any]
 

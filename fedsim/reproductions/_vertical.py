@@ -23,10 +23,10 @@ import optax
 from fedsim import metrics, rng
 from fedsim.compressors import UniformQuantizer
 from fedsim.data import FormatError
-from fedsim.data._text_files import read_csv, read_text
 from fedsim.evaluation import evaluate
 from fedsim.model import Model, Params
 from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.text_files import read_csv, read_text
 from fedsim.vertical import (
     CVFL,
     BatchSampler,

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from fedsim.data import FederatedData, FormatError
-from fedsim.data._text_files import parse_json_lines, read_csv, read_text
 from fedsim.samplers._sampler import SeededSampler
+from fedsim.text_files import parse_json_lines, read_csv, read_text
 
 
 class ScheduleSampler(SeededSampler):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedsim import checks
-from fedsim.data._text_files import parse_json_lines, read_table, read_text
+from fedsim.text_files import parse_json_lines, read_table, read_text
 
 _COLUMNS = ("client", "online", "seconds_per_step", "download_rate", "upload_rate")
 RATES = _COLUMNS[2:]

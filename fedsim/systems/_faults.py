@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from fedsim import checks
-from fedsim.data._text_files import read_json
 from fedsim.systems._draws import BLOCK, Blocks, purpose_generator
 from fedsim.systems._laws import Law, as_law
+from fedsim.text_files import read_json
 
 TimeSpan = tuple[float, float]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.data import FormatError
-from fedsim.data._text_files import decoded, parse_json
+from fedsim.text_files import decoded, parse_json
 
 Texts = Sequence[bytes | str] | np.ndarray
 _REMEDY = "Give a file with lines 'word count', most frequent first, or TFF's archive of such a file."

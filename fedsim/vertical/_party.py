@@ -13,7 +13,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.data import FormatError
-from fedsim.data._text_files import first_repeated, read_table, read_text, separator_hint
+from fedsim.text_files import first_repeated, read_table, read_text, separator_hint
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

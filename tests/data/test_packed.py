@@ -305,7 +305,7 @@ class TestAFullDisk:
         def fail(*args):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("fedsim.data._atomic_write.os.fsync", fail)
+        monkeypatch.setattr("fedsim.durable_files.os.fsync", fail)
         with pytest.raises(OSError, match="No space left"):
             FederatedData.from_clients(some_clients((9,))).save(saved)
         assert saved.read_bytes() == before

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedsim.data import FormatError
-from fedsim.data._text_files import parse_json, read_csv, read_json, read_table, read_text, separator_hint
+from fedsim.text_files import parse_json, read_csv, read_json, read_table, read_text, separator_hint
 
 
 def test_text_may_have_a_byte_order_mark_and_be_compressed(tmp_path):

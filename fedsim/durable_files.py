@@ -1,8 +1,9 @@
-"""Writes a file completely before it appears under its name."""
+"""Files that are complete or absent after a killed process or a power failure, and errors that name the file."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -14,6 +15,35 @@ except ImportError:  # Windows has no such locks: the file of a killed process s
     fcntl = None  # type: ignore[assignment]
 
 _SUFFIX = ".fedsim-part"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class WriteError(OSError):
+    """A file could not be written; ``filename`` is its path and ``strerror`` the reason."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises `WriteError` with ``path`` in place of an ``OSError``, or of another library's error about a full disk.
+
+    >>> with writing(Path("/nowhere/metrics.jsonl")):
+    ...     open("/nowhere/metrics.jsonl", "a")
+    Traceback (most recent call last):
+    ...
+    fedsim.durable_files.WriteError: [Errno 2] No such file or directory: '/nowhere/metrics.jsonl'
+    """
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(error.errno, error.strerror or str(error), str(path)) from error
+    except Exception as error:
+        # tensorstore, by which orbax writes, raises ValueError with the system's text.
+        reason = next((code for code in _FULL if os.strerror(code).lower() in str(error).lower()), None)
+        if reason is None:
+            raise
+        raise WriteError(reason, os.strerror(reason), str(path)) from error
 
 
 @contextlib.contextmanager
@@ -47,6 +77,21 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         replace_durably(part, target)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Writes a text file. After an error, a killed process or a power failure, it has the old content or the new one.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "config.json"
+    >>> replace_text(path, "{}")
+    >>> path.read_text()
+    '{}'
+    """
+    temporary = path.with_suffix(".tmp")
+    with writing(path):
+        temporary.write_text(text, encoding="utf-8")
+        replace_durably(temporary, path)
+
+
 def replace_durably(part: Path, target: Path) -> None:
     """Renames a file to ``target`` when its content is on the disk, and synchronizes the folder."""
     sync_file(part)
@@ -68,6 +113,21 @@ def sync_folder(folder: Path) -> None:
             os.fsync(entries)
         finally:
             os.close(entries)
+
+
+def sync_files(folder: Path) -> None:
+    """Synchronizes all files in a folder, and the names in it and its folders, to the disk."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            sync_file(path)
+    sync_folder(folder)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether there was no space on the disk, or none left of a quota or limit."""
+    return error.errno in _FULL
 
 
 @contextlib.contextmanager

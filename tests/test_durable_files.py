@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from fedsim.data import FederatedData
-from fedsim.data._atomic_write import atomic_write
+from fedsim.durable_files import atomic_write
 
 WRITER = """
 import os, sys, numpy as np
@@ -18,7 +18,7 @@ def clients():
         yield str(i), {"x": np.ones((1000, 10)), "t": np.array([b"text"] * 1000, object)}
         if i == KILLED_AT:
             print("ready", flush=True); sys.stdin.read()
-import fedsim.data._atomic_write as module
+import fedsim.durable_files as module
 fsync = os.fsync
 def stopping(file):
     print("ready", flush=True); sys.stdin.read()
