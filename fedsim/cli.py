@@ -21,7 +21,7 @@ import jax
 import fedsim
 from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, experiment, models
 from fedsim._interrupts import LostInterruptsRepeated
-from fedsim.datasets._cache import cache_folder
+from fedsim.datasets import cache_folder
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
 from fedsim.experiment._config import fields_that_name

@@ -1,11 +1,15 @@
 """Aggregators: how clients transform their updates before they send them, and how the server combines what it receives."""
 
+from fedsim.aggregators._aggregator import Accumulator as Accumulator
 from fedsim.aggregators._aggregator import Aggregator as Aggregator
 from fedsim.aggregators._aggregator import Mean as Mean
+from fedsim.aggregators._aggregator import Memory as Memory
 from fedsim.aggregators._aggregator import Sent as Sent
 from fedsim.aggregators._aggregator import Sum as Sum
 from fedsim.aggregators._aggregator import SumAggregator as SumAggregator
+from fedsim.aggregators._aggregator import Update as Update
 from fedsim.aggregators._aggregator import Wrapper as Wrapper
+from fedsim.aggregators._aggregator import accumulation_dtype as accumulation_dtype
 from fedsim.aggregators._aux_mean import AuxMean as AuxMean
 from fedsim.aggregators._aux_mean import WithAux as WithAux
 from fedsim.aggregators._aux_mean import with_aux_of as with_aux_of

@@ -176,6 +176,9 @@ def accumulation_dtype(dtype: Any) -> Any:
     """Returns the dtype for sums of this dtype: itself if it is a float of at least 32 bits, otherwise ``float32``.
 
     Sums of integers or of half-precision floats could overflow, and the mean of integers is not an integer.
+
+    >>> jnp.dtype(accumulation_dtype(jnp.dtype("bfloat16"))), jnp.dtype(accumulation_dtype(jnp.dtype("float32")))
+    (dtype('float32'), dtype('float32'))
     """
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.float32
 

@@ -37,7 +37,7 @@ from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
-from fedsim.metrics._statistics import divide
+from fedsim.metrics import divide
 from fedsim.model import Params
 
 

@@ -29,7 +29,7 @@ from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
 from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.execution._client import streams
-from fedsim.metrics._statistics import divide
+from fedsim.metrics import divide
 from fedsim.model import Params
 from fedsim.primitives import bounded_loop
 

@@ -15,8 +15,7 @@ from fedsim.algorithms._statistics import Statistics
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate
 from fedsim.execution import Jit, server_state
-from fedsim.metrics import Metric, per_example
-from fedsim.metrics._statistics import Better
+from fedsim.metrics import Better, Metric, per_example
 from fedsim.model import Model
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from fedsim import checks, tree
 from fedsim.algorithms._clusters import Clusters
 from fedsim.algorithms._covariances import Diagonal, Full
-from fedsim.metrics._statistics import Better
+from fedsim.metrics import Better
 
 _FORMS = {"diagonal": Diagonal(), "full": Full()}
 

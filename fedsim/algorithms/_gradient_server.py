@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks, metrics, tree
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._descent import check_descent
 from fedsim.data import Batch, Batches, FederatedData

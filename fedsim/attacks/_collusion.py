@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import rng, tree
-from fedsim.aggregators import Aggregator, WithAux, Wrapper, with_aux_of
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import Aggregator, WithAux, Wrapper, accumulation_dtype, with_aux_of
 from fedsim.attacks._attack import Attack, Update
 
 

@@ -28,8 +28,10 @@ Use biased compressors inside `ErrorFeedback`.
 
 from fedsim.compressors._cast import Cast as Cast
 from fedsim.compressors._compressor import Compressor as Compressor
+from fedsim.compressors._compressor import Message as Message
 from fedsim.compressors._compressor import Size as Size
 from fedsim.compressors._compressor import Transmission as Transmission
+from fedsim.compressors._compressor import Value as Value
 from fedsim.compressors._compressor import VectorCompressor as VectorCompressor
 from fedsim.compressors._drive import Drive as Drive
 from fedsim.compressors._eden import Eden as Eden

@@ -3,6 +3,7 @@
 from fedsim.data._batching import Batch as Batch
 from fedsim.data._batching import Batches as Batches
 from fedsim.data._client_rows import ClientRows as ClientRows
+from fedsim.data._client_rows import is_rows as is_rows
 from fedsim.data._cohort import Arrivals as Arrivals
 from fedsim.data._cohort import Cohort as Cohort
 from fedsim.data._errors import FormatError as FormatError

@@ -134,7 +134,11 @@ class ClientRows:
 
 
 def is_rows(value: Any) -> bool:
-    """Returns whether a value is `ClientRows`; for use as ``is_leaf`` of functions of `jax.tree`."""
+    """Returns whether a value is `ClientRows`; for use as ``is_leaf`` of functions of `jax.tree`.
+
+    >>> is_rows({"w": 1.0})
+    False
+    """
     return isinstance(value, ClientRows)
 
 

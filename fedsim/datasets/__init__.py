@@ -1,5 +1,6 @@
 """Federated datasets by name, each with the features it loads, its source and a default model."""
 
+from fedsim.datasets._cache import cache_folder as cache_folder
 from fedsim.datasets._cache import is_cached as is_cached
 from fedsim.datasets._download import DownloadError as DownloadError
 from fedsim.datasets._partitioned import partition_and_split as partition_and_split
@@ -10,6 +11,7 @@ from fedsim.datasets._registry import describe as describe
 from fedsim.datasets._registry import load as load
 from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register
+from fedsim.datasets._registry import with_seed as with_seed
 
 # Importing the file of a dataset registers it.
 from fedsim.datasets import (  # isort: skip

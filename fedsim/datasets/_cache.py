@@ -30,7 +30,11 @@ _CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 def cache_folder(cache: str | os.PathLike[str] | None = None) -> Path:
-    """Returns ``cache``, or ``$FEDSIM_CACHE``, or the user's cache folder."""
+    """Returns ``cache``, or ``$FEDSIM_CACHE``, or the user's cache folder.
+
+    >>> cache_folder("my/cache").as_posix()
+    'my/cache'
+    """
     if cache is None:
         cache = os.environ.get("FEDSIM_CACHE")
     if cache:

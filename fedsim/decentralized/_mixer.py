@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedsim import rng, tree
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype
 from fedsim.decentralized._block_exchange import BlockExchange
 from fedsim.decentralized._mixing import TOLERANCE, Matrix
 from fedsim.decentralized._robust_mixing import RobustMixing

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import tree
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights

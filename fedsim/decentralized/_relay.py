@@ -15,7 +15,7 @@ import networkx as nx
 import numpy as np
 
 from fedsim import checks, tree
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours, numbered_links
 from fedsim.model import Params

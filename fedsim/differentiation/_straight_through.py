@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from fedsim import tree
-from fedsim.aggregators import Aggregator, Mean, Wrapper
-from fedsim.aggregators._aggregator import Accumulator, Memory, Update
-from fedsim.compressors import Compressor
-from fedsim.compressors._compressor import Message, Size, Transmission, Value
+from fedsim.aggregators import Accumulator, Aggregator, Mean, Memory, Update, Wrapper
+from fedsim.compressors import Compressor, Message, Size, Transmission, Value
 
 _MEAN = Mean()
 T = TypeVar("T")

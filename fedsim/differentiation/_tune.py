@@ -23,7 +23,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.differentiation._differentiable import differentiable
 from fedsim.execution import RoundInfo
 from fedsim.plots import plot_tuning
-from fedsim.samplers._protocol import Sampler
+from fedsim.samplers import Sampler
 
 
 class TunedRun(NamedTuple):

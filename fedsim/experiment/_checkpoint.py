@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedsim.data import ClientRows, FormatError
-from fedsim.data._client_rows import is_rows
+from fedsim.data import ClientRows, FormatError, is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.durable_files import replace_text, sync_files, sync_folder, writing
 from fedsim.execution import ClientTable, FederatedState

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
 from fedsim.data import Batches
-from fedsim.datasets._registry import with_seed
+from fedsim.datasets import with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
 from fedsim.experiment._pinned import pinned
 from fedsim.names import look_up

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from fedsim.data import Cohort
 from fedsim.execution import runs_with
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 
 # Two dispatches are on the device at a time, so the run reacts to Ctrl-C within about twice this time.
 _SECONDS_PER_DISPATCH = 0.4

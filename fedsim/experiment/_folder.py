@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedsim.data import FormatError
-from fedsim.datasets._registry import with_seed
+from fedsim.datasets import with_seed
 from fedsim.durable_files import is_full, replace_text, writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._config import RunConfig, Settings, from_json

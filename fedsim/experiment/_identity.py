@@ -16,8 +16,7 @@ from fedsim.data._client_ids import ClientIds
 from fedsim.descriptions import SIMPLE, call_text, fields_of, hash_of, text_of
 from fedsim.execution import Execution
 from fedsim.model import Model
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems import Schedule
 
 # The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.

@@ -14,8 +14,7 @@ import numpy as np
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo
-from fedsim.metrics import better_of
-from fedsim.metrics._statistics import Better
+from fedsim.metrics import Better, better_of
 
 Line = dict[str, Any]
 

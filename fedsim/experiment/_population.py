@@ -27,8 +27,7 @@ from fedsim.experiment._default_evaluation import default_evaluation
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._lines import evaluation_line, round_lines
 from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 
 if TYPE_CHECKING:
     import pandas

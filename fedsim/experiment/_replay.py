@@ -25,8 +25,7 @@ from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._run import State, newest_state
 from fedsim.experiment._sweep import is_sweep
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 
 # So many rounds are sent to the devices at once on the way from a checkpoint to the round.
 _ROUNDS_TOGETHER = 16

@@ -15,8 +15,7 @@ import jax
 
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort, FederatedData
-from fedsim.data._client_rows import is_rows
+from fedsim.data import Cohort, FederatedData, is_rows
 from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo, report_problems
@@ -33,8 +32,7 @@ from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._trust import imported_modules
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 
 
 class Dispatch(NamedTuple):

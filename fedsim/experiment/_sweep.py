@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.data import Cohort, FederatedData, FormatError
-from fedsim.datasets._registry import with_seed
+from fedsim.datasets import with_seed
 from fedsim.durable_files import replace_text, writing
 from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._placement import release
@@ -43,7 +43,7 @@ from fedsim.experiment._signals import Interruption
 from fedsim.experiment._sweep_result import SweepMember, SweepResult, csv_of, with_result
 from fedsim.experiment._trust import imported_modules, signed
 from fedsim.experiment._writers import read_metrics
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import checked_cohort
 
 _FILE = "sweep.json"
 _Failed = dict[str, str]  # the messages of errors, by the names of members

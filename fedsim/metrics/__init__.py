@@ -42,6 +42,7 @@ from fedsim.metrics._examples import TopKAccuracy as TopKAccuracy
 from fedsim.metrics._examples import accuracy as accuracy
 from fedsim.metrics._examples import cross_entropy as cross_entropy
 from fedsim.metrics._examples import squared_error as squared_error
+from fedsim.metrics._statistics import Better as Better
 from fedsim.metrics._statistics import Examples as Examples
 from fedsim.metrics._statistics import Mean as Mean
 from fedsim.metrics._statistics import MeanLoss as MeanLoss
@@ -51,6 +52,7 @@ from fedsim.metrics._statistics import Sparse as Sparse
 from fedsim.metrics._statistics import Statistic as Statistic
 from fedsim.metrics._statistics import Sum as Sum
 from fedsim.metrics._statistics import better_of as better_of
+from fedsim.metrics._statistics import divide as divide
 from fedsim.metrics._statistics import masked_mean as masked_mean
 from fedsim.metrics._statistics import per_example as per_example
 from fedsim.metrics._tokens import OOVRate as OOVRate

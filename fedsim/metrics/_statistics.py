@@ -171,7 +171,11 @@ def array_module(statistic: Any) -> ModuleType:
 
 
 def divide(total: Any, weight: Any, otherwise: float = 0.0) -> Any:
-    """Returns ``total / weight``, and ``otherwise`` where the weight is 0; in ``float32`` for JAX arrays."""
+    """Returns ``total / weight``, and ``otherwise`` where the weight is 0; in ``float32`` for JAX arrays.
+
+    >>> divide(np.array([3.0, 5.0]), np.array([2.0, 0.0])).tolist()
+    [1.5, 0.0]
+    """
     xp = array_module((total, weight))
     total, weight = (jnp.asarray(x, jnp.float32) if xp is jnp else np.asarray(x) for x in (total, weight))
     return xp.where(weight == 0, otherwise, total / xp.where(weight == 0, 1, weight))

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedsim.data import Arrivals, Cohort
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems._records import Schedule, Updates
 
 # The names in the metrics of a round, by the name in `ServerSteps`.

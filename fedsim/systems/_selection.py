@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 
 _MOST_EMPTY_COHORTS = 10_000
 

@@ -18,8 +18,7 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.descriptions import hash_of, text_of
-from fedsim.samplers import Sampler
-from fedsim.samplers._checked import checked_cohort
+from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems._devices import Devices
 from fedsim.systems._dispatch import Clients, Policy
 from fedsim.systems._faults import Faults, FaultSchedule
