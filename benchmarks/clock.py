@@ -24,7 +24,7 @@ import fedsim
 from benchmarks.hardware import stamp
 from benchmarks.primitives import population
 from fedsim import systems
-from fedsim.experiment._scheduled import scheduled
+from fedsim.configuration import scheduled
 
 RESULT = Path(__file__).parent / "results" / "cpu-clock.json"
 MODELS = {

@@ -10,6 +10,7 @@ from fedsim import algorithms as algorithms
 from fedsim import attacks as attacks
 from fedsim import augmentations as augmentations
 from fedsim import compressors as compressors
+from fedsim import configuration as configuration
 from fedsim import data as data
 from fedsim import datasets as datasets
 from fedsim import differentiation as differentiation

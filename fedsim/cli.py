@@ -21,10 +21,9 @@ import jax
 import fedsim
 from fedsim import _datasets_command, _reproduce_command, algorithms, checks, datasets, experiment, models
 from fedsim._interrupts import LostInterruptsRepeated
+from fedsim.configuration import algorithm_hyperparameters, fields_that_name, models_without_arguments
 from fedsim.datasets import cache_folder
 from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._build import algorithm_hyperparameters, models_without_arguments
-from fedsim.experiment._config import fields_that_name
 from fedsim.experiment._folder import stored_run, warn_of_changed_code
 from fedsim.experiment._longer import change_rounds
 from fedsim.experiment._loop import run_experiment

@@ -30,7 +30,7 @@ def test_a_package_affects_its_tests_first_and_then_those_of_the_packages_that_i
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("fedsim/tree.py", {"test_tree.py", "aggregators", "primitives", "experiment"}),
+        ("fedsim/tree.py", {"test_tree.py", "aggregators", "primitives", "configuration"}),
         ("fedsim/cli.py", {"test_cli.py", "test_readme.py"}),
         ("fedsim/augmentations.py", {"algorithms", "models"}),  # tests/models has its tests
         ("fedsim/decentralized/costs/_removed.py", {"decentralized", "reproductions"}),

@@ -15,7 +15,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, attacks, checks, decentralized
-from fedsim.experiment._build import _evaluated_type
+from fedsim.configuration._build import _evaluated_type
 from fedsim.experiment._folder import lock
 
 X = np.zeros([3, 3], np.float32)

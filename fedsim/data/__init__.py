@@ -9,5 +9,7 @@ from fedsim.data._cohort import Cohort as Cohort
 from fedsim.data._errors import FormatError as FormatError
 from fedsim.data._federated_data import ClientDataset as ClientDataset
 from fedsim.data._federated_data import FederatedData as FederatedData
+from fedsim.data._identity import client_ids_hash as client_ids_hash
+from fedsim.data._identity import population_identity as population_identity
 from fedsim.data._stream import ClientStream as ClientStream
 from fedsim.data._text_column import TextColumn as TextColumn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -11,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from fedsim.configuration import RunConfig, Settings
 from fedsim.data import FormatError
 from fedsim.datasets import with_seed
 from fedsim.durable_files import is_full, replace_text, writing
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RunConfig, Settings, from_json
 from fedsim.experiment._environment import changed_code, jax_settings, versions
 from fedsim.experiment._trust import signed
 from fedsim.experiment._writers import read_metrics
@@ -167,6 +168,15 @@ def lock(path: Path) -> IO[str]:
     return file
 
 
+def resume_command(folder: str | Path) -> str:
+    """Returns the command that continues the run or the sweep in a folder.
+
+    >>> resume_command("my runs/a")
+    "fedsim resume 'my runs/a'"
+    """
+    return f"fedsim resume {shlex.quote(str(folder))}"
+
+
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Reads the ``config.json`` of a run folder.
 
@@ -200,7 +210,7 @@ def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig
       FormatError: this version of fedsim does not have one of the fields, or a value is out of its range.
     """
     try:
-        return from_json(RunConfig, stored["config"]), from_json(Settings, stored["settings"])
+        return RunConfig.from_json(stored["config"]), Settings.from_json(stored["settings"])
     except ValueError as error:
         raise FormatError(f"The run in {folder} cannot be continued or repeated: {error}") from error
 

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from fedsim.algorithm import Algorithm
-from fedsim.data import FederatedData
-from fedsim.data._client_ids import ClientIds
+from fedsim.data import FederatedData, client_ids_hash
 from fedsim.descriptions import SIMPLE, call_text, fields_of, hash_of, text_of
 from fedsim.execution import Execution
 from fedsim.model import Model
@@ -21,8 +20,6 @@ from fedsim.systems import Schedule
 
 # The attributes of a sampler do not always say which clients it samples, so this many cohorts, spread over the rounds, do.
 _COHORTS = 8
-# A population with more bytes is represented by this many examples, spread over it.
-_MAX_BYTES, _EXAMPLES = 16 * 2**20, 4096
 # The arguments of a simulation that are part of the identity. The sampler and the key are so anyway.
 _CLOCK = ("synchronization", "devices", "faults", "policy", "bytes_down", "bytes_up")
 # They consist of functions, or do not belong to the identity.
@@ -56,20 +53,9 @@ def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int
     return described | common
 
 
-def population(data: FederatedData) -> dict[str, Any]:
-    """Returns what identifies a population. If it has many examples, some are compared, because reading all takes too long."""
-    return {
-        "clients": data.num_clients,
-        "examples": data.num_examples,
-        "features": sorted(data.columns),
-        "client ids and sizes (hash)": hash_of(_id_bytes(data), data.sizes.astype("<i8").tobytes()),
-        "examples (hash)": _example_hash(data),
-    }
-
-
 def rows_identity(algorithm: Algorithm, data: FederatedData) -> dict[str, Any]:
     """Returns what identifies the rows of clients: another algorithm, or other clients, cannot use them."""
-    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": hash_of(_id_bytes(data))}
+    return {"algorithm": type(algorithm).__name__, "clients": data.num_clients, "client ids (hash)": client_ids_hash(data)}
 
 
 def title(described: Mapping[str, Any]) -> str:
@@ -80,25 +66,6 @@ def title(described: Mapping[str, Any]) -> str:
     """
     named = [str(described[name]).rsplit(":", 1)[-1] for name in ("dataset", "model", "algorithm") if described.get(name)]
     return ", ".join(named) or "learning curve"
-
-
-def _id_bytes(data: FederatedData) -> bytes:
-    ids = data.client_ids
-    if isinstance(ids, ClientIds):
-        return b"\0".join(ids.names.tolist())
-    return "\0".join(ids).encode("utf-8", "surrogatepass")
-
-
-def _example_hash(data: FederatedData) -> str:
-    """Returns a hash of all examples, or of some that are spread over a large population."""
-    size = data.num_examples
-    rows = np.arange(size) if data.nbytes <= _MAX_BYTES else np.unique(np.linspace(0, size - 1, _EXAMPLES).astype(np.int64))
-    parts = []
-    for _, column in sorted(data.columns.items()):
-        values = np.asarray(column[rows])
-        texts = values.dtype == object  # Text is an array of bytes.
-        parts += [str(values.dtype).encode(), b"\0".join(values.tolist()) if texts else np.ascontiguousarray(values).tobytes()]
-    return hash_of(*parts)
 
 
 def _cohort_hash(sampler: Sampler, rounds: int) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from fedsim import checks
+from fedsim.configuration import RunConfig, Settings, algorithm_class, build
 from fedsim.durable_files import replace_text
-from fedsim.experiment._build import algorithm_class, build
 from fedsim.experiment._checkpoint import Checkpoints, Leaves
-from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._folder import RunFolder, lock, read_config, stored_run
 from fedsim.experiment._lockstep import named
 from fedsim.experiment._sweep import members_of, read_sweep, sweep_file

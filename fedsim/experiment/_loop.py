@@ -18,10 +18,9 @@ from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
+from fedsim.configuration import Experiment, RunConfig, Settings
 from fedsim.data import FederatedData
-from fedsim.experiment._build import Experiment
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RunConfig, Settings
 from fedsim.experiment._default_evaluation import Scores, State
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round

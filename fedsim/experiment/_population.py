@@ -8,7 +8,7 @@ import itertools
 import numbers
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
+from fedsim.configuration import How
 from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import Jit, RoundInfo, report_problems
 from fedsim.execution._members import Member, joined, most_side_by_side, obstacle, run_members
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import pandas
 
 State = Any
-How = Literal["vmap", "devices", "sequential"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,10 @@ import numpy as np
 
 from fedsim import checks
 from fedsim.algorithm import Algorithm
+from fedsim.configuration import Settings, build
 from fedsim.data import Cohort
 from fedsim.execution._debug import call_of_updates, run_client
-from fedsim.experiment._build import build
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import Settings
 from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._run import State, newest_state

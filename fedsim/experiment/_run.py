@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,19 +14,19 @@ import jax
 
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
-from fedsim.data import Cohort, FederatedData, is_rows
+from fedsim.configuration import RunConfig
+from fedsim.data import Cohort, FederatedData, is_rows, population_identity
 from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
 from fedsim.execution import RoundInfo, report_problems
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RESUME_COMMAND, RunConfig
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
 from fedsim.experiment._disk import explained
 from fedsim.experiment._dispatch import DispatchLength, cohorts
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
-from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._identity import describe, population, rows_identity, title
+from fedsim.experiment._folder import RunFolder, resume_command
+from fedsim.experiment._identity import describe, rows_identity, title
 from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
@@ -111,8 +110,8 @@ class Run:
         if self.paths:
             with self.write_errors():
                 recorded = dataclasses.asdict(settings) if settings is not None else {}
-                compared = {"population": _drawn(config) | population(first.data)}
-                compared |= {"test population": population(test_data)} if test_data is not None else {}
+                compared = {"population": _drawn(config) | population_identity(first.data)}
+                compared |= {"test population": population_identity(test_data)} if test_data is not None else {}
                 code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
                 self.paths.initialize(self._described, compared, recorded, self.devices, code)
 
@@ -242,11 +241,7 @@ class Run:
     def _resume_command(self) -> str:
         assert self.paths is not None
         if isinstance(self._config, RunConfig):
-            return (
-                f"{RESUME_COMMAND} {shlex.quote(str(self.paths.path))}"
-                if self.paths.config.exists()
-                else "the same command again"
-            )
+            return resume_command(self.paths.path) if self.paths.config.exists() else "the same command again"
         return f"the same call with folder='{self.paths.path}'"
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from fedsim.algorithm import Algorithm
+from fedsim.configuration import scheduled
 from fedsim.experiment._loop import Result, run
-from fedsim.experiment._scheduled import scheduled
 from fedsim.samplers import Sampler
 from fedsim.systems import Devices, Faults, FaultSchedule, Policy, Schedule, Synchronization
 

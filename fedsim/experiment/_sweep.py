@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import shlex
 import signal
 import sys
 import time
@@ -20,22 +19,21 @@ import jax
 from tqdm import tqdm
 
 from fedsim import rng
+from fedsim.configuration import Experiment, How, RunConfig, Settings, Value, build_members
 from fedsim.data import Cohort, FederatedData, FormatError
 from fedsim.datasets import with_seed
 from fedsim.durable_files import replace_text, writing
 from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._placement import release
 from fedsim.execution._programs import programs_for
-from fedsim.experiment._build import Experiment, build_members
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._config import RESUME_COMMAND, RunConfig, Settings, Value
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import changed_code, code_of
-from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects
+from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects, resume_command
 from fedsim.experiment._lines import Line
 from fedsim.experiment._lockstep import named, run_in_lockstep
 from fedsim.experiment._loop import arguments_of, run_experiment, warnings_above
-from fedsim.experiment._population import How, chosen_way, side_by_side, why_alone
+from fedsim.experiment._population import chosen_way, side_by_side, why_alone
 from fedsim.experiment._run import Run
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._settings import listed_seeds, listed_settings
@@ -161,7 +159,7 @@ def sweep(
         if failed:
             print(failures, file=sys.stderr)
         print(f"The sweep ended after {len(finished)} of {len(members)} runs.", file=sys.stderr)
-        print(f"To continue the sweep: {RESUME_COMMAND} {shlex.quote(str(folder))}", file=sys.stderr)
+        print(f"To continue the sweep: {resume_command(folder)}", file=sys.stderr)
     elif failed:
         raise FloatingPointError(failures)
     elif settings.progress if table is None else table:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedsim.configuration import RunConfig, fields_that_name
 from fedsim.datasets import cache_folder
 from fedsim.datasets._registry import is_family
-from fedsim.experiment._config import RunConfig, fields_that_name
 from fedsim.names import imported_module, references, texts_in
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from fedsim import datasets, models
 from fedsim.algorithm import Algorithm
+from fedsim.configuration import scheduled
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
-from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
 from fedsim.reproductions import _femnist as femnist
 from fedsim.reproductions._curve import Curve, rounds_to_target, train

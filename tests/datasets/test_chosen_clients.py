@@ -14,10 +14,10 @@ import pytest
 import fedsim
 from fedsim import datasets
 from fedsim.cli import main
+from fedsim.configuration import build_members
 from fedsim.data import FederatedData
 from fedsim.datasets import _chosen_clients
 from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._build import build_members
 
 
 def write_hdf5(path, clients):

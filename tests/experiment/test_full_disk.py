@@ -12,9 +12,9 @@ import jax
 import pytest
 
 from fedsim.cli import main
+from fedsim.configuration import RunConfig
 from fedsim.durable_files import WriteError, writing
 from fedsim.experiment import Settings, build, read_config, read_metrics, restore, run
-from fedsim.experiment._config import RunConfig
 from fedsim.experiment._disk import explained
 from fedsim.experiment._writers import _record
 

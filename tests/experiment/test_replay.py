@@ -14,8 +14,8 @@ from federation import assert_trees_close
 import fedsim
 from fedsim import systems
 from fedsim.cli import main
+from fedsim.configuration import scheduled
 from fedsim.experiment import replay, run
-from fedsim.experiment._scheduled import scheduled
 
 
 def trained(algorithm, sampler, folder, rounds):

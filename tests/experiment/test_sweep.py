@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 from fedsim import datasets, experiment
 from fedsim.cli import main
+from fedsim.configuration import build_members
+from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
-from fedsim.experiment._build import build_members
-from fedsim.experiment._identity import population
 from fedsim.experiment._run_log import RunLog
 
 SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
@@ -188,8 +188,8 @@ def test_members_with_other_datasets_models_and_algorithms_are_those_of_separate
     for config, member in zip(configs, members, strict=True):
         options = {"clients": 20, "seed": 1} if "clients" in config.dataset else {"seed": config.seed}
         expected = datasets.load("digits", **options)
-        assert population(member.sampler.data) == population(expected.train)
-        assert population(member.test_data) == population(expected.test)
+        assert population_identity(member.sampler.data) == population_identity(expected.train)
+        assert population_identity(member.test_data) == population_identity(expected.test)
         sizes = [x.size for x in jax.tree.leaves(jax.eval_shape(member.algorithm.model.init, jax.random.key(0)))]
         assert (sum(sizes) == 650) == (config.model == "digits_logistic")
         assert type(member.algorithm).__name__.lower() == config.algorithm

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from fedsim import algorithms, datasets
+from fedsim.configuration import algorithm_hyperparameters
 from fedsim.experiment import RunConfig, published
-from fedsim.experiment._build import algorithm_hyperparameters
 
 # Copied from optimization/docs/hyperparameters.md of google-research/federated.
 RATES = """

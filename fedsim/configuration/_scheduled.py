@@ -48,7 +48,29 @@ def scheduled(
     bytes_up: int | None = None,
     **others: Any,
 ) -> Scheduled:
-    """Simulates the events of a run; the arguments are those of `simulate`, and ``others`` go to `Simulator`."""
+    """Simulates the events of a run before it trains, and returns an algorithm and a sampler that train by them.
+
+    `fedsim.experiment.simulate` runs what this returns. Here the run is yours: ``algorithm.apply`` on the sampler's cohorts.
+
+    Args:
+      algorithm, sampler, rounds, seconds, synchronization, bytes_down, bytes_up: those of `fedsim.experiment.simulate`.
+      **others: the devices, the faults and the policy, see `fedsim.systems.schedule`.
+
+    Returns:
+      The ``algorithm``, which keeps as many versions of the model as its clients need; the ``sampler``, whose round r has the
+      clients whose updates server step r aggregates; and the ``schedule`` of the events.
+
+    Raises:
+      ValueError: see `fedsim.experiment.simulate`.
+
+    >>> import fedsim, optax
+    >>> data = fedsim.datasets.load("digits").train
+    >>> algorithm = fedsim.algorithms.FedAvg(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    >>> made = scheduled(algorithm, fedsim.UniformSampler(data, clients=4, seed=0), rounds=3)
+    >>> made.algorithm.staleness, made.sampler.cohort(2).slots, len(made.schedule.steps.time)
+    (Staleness(bound=0, mixing=False), 4, 3)
+    """
     checks.whole(1, rounds=rounds)
     if type(algorithm).apply is not Algorithm.apply:
         raise ValueError(

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
+from fedsim.configuration._pinned import pinned
 from fedsim.data import Batches
 from fedsim.datasets import with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
-from fedsim.experiment._pinned import pinned
 from fedsim.names import look_up
 
 Value = float | int | str | bool | None
-
-RESUME_COMMAND = "fedsim resume"
+# How the members of a sweep or a population run, see `fedsim.population`.
+How = Literal["vmap", "devices", "sequential"]
 
 
 def _option(default: Any, group: str, text: str, names: Literal["code", "file"] | None = None) -> Any:
@@ -217,7 +217,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        _check_choices(self)
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
@@ -278,7 +278,7 @@ class RunConfig:
         Raises:
           ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
         """
-        return from_json(cls, values)
+        return _from_json(cls, values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,7 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        _check_choices(self)
         if self.folder == "":
             raise ValueError("Expected the name of a folder, got folder='': give a name, or leave it out.")
         counts = ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch")
@@ -354,6 +354,20 @@ class Settings:
         kind = Auto if self.execution == "auto" else Pmap
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Settings:
+        """Returns the settings in ``config.json``.
+
+        Raises:
+          ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
+
+        >>> Settings.from_json({"lanes": 2, "speed": 3})
+        Traceback (most recent call last):
+        ...
+        ValueError: The stored settings have fields that this version of fedsim does not know: speed.
+        """
+        return _from_json(cls, values)
+
 
 def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     """Returns the fields of `RunConfig` and `Settings` whose texts may name Python code, or a file or folder.
@@ -365,17 +379,8 @@ def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     return [field.name for field in fields if field.metadata.get("names") == what]
 
 
-def from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
-    """Returns the `RunConfig` or the `Settings` with these values.
-
-    Raises:
-      ValueError: this version of fedsim does not have one of the fields, or a value is out of its range.
-
-    >>> from_json(Settings, {"lanes": 2, "speed": 3})
-    Traceback (most recent call last):
-    ...
-    ValueError: The stored settings have fields that this version of fedsim does not know: speed.
-    """
+def _from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
+    """Returns the `RunConfig` or the `Settings` with these values; see `RunConfig.from_json`."""
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(cls)})
     if unknown:
         what = "configuration has" if cls is RunConfig else "stored settings have"
@@ -383,7 +388,7 @@ def from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
-def check_choices(config: RunConfig | Settings) -> None:
+def _check_choices(config: RunConfig | Settings) -> None:
     """Raises ``ValueError`` for a field whose type is a ``Literal``, text, ``bool`` or mapping, but whose value is not.
 
     Numbers are checked with their ranges.

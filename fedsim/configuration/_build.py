@@ -16,14 +16,13 @@ import optax
 from fedsim import aggregators, algorithms, attacks, compressors, datasets, models, systems
 from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
-from fedsim.data import Batches, FederatedData
+from fedsim.configuration._client_optimizer import client_optimizer as make_client_optimizer
+from fedsim.configuration._config import RunConfig, Settings
+from fedsim.configuration._pinned import pinned_path
+from fedsim.configuration._scheduled import scheduled
+from fedsim.data import Batches, FederatedData, population_identity
 from fedsim.execution._numbers import are_alike, numbers_of, with_numbers
 from fedsim.execution._programs import share_programs
-from fedsim.experiment._config import RunConfig, Settings
-from fedsim.experiment._identity import population
-from fedsim.experiment._pinned import pinned_path
-from fedsim.experiment._schedule import client_optimizer as make_client_optimizer
-from fedsim.experiment._scheduled import scheduled
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.partitioners import hide_labels, only_labelled
@@ -100,6 +99,10 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
 
     Raises:
       ValueError: see `build`. If there are several configurations, all are checked before the first run.
+
+    >>> one, other = build_members([RunConfig(), RunConfig(client_learning_rate=0.5)], Settings())
+    >>> one.sampler is other.sampler, one.algorithm is other.algorithm
+    (True, False)
     """
     class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
 
@@ -155,7 +158,7 @@ def _mapped(data: FederatedData) -> Any:
         while isinstance(whole.base, np.memmap):
             whole = whole.base
         places.append((str(column.filename), whole.offset + column.ctypes.data - whole.ctypes.data, column.strides))
-    return population(data), places
+    return population_identity(data), places
 
 
 def _with_few_labels(data: FederatedData, cls: type[Algorithm], config: RunConfig) -> FederatedData:

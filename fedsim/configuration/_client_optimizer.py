@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.experiment._config import RunConfig
+from fedsim.configuration._config import RunConfig
 
 ClientOptimizer: TypeAlias = optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
 
