@@ -27,6 +27,7 @@ from fedsim import plots as plots
 from fedsim import primitives as primitives
 from fedsim import rng as rng
 from fedsim import samplers as samplers
+from fedsim import sweeps as sweeps
 from fedsim import systems as systems
 from fedsim import text as text
 from fedsim import transfer as transfer
@@ -58,7 +59,6 @@ from fedsim.execution import RoundInfo as RoundInfo
 from fedsim.execution import Staleness as Staleness
 from fedsim.execution import place_clients as place_clients
 from fedsim.execution import use_all_cores as use_all_cores
-from fedsim.experiment import population as population
 from fedsim.model import Model as Model
 from fedsim.model import SplitModel as SplitModel
 from fedsim.planning import Audit as Audit
@@ -66,6 +66,7 @@ from fedsim.planning import Plan as Plan
 from fedsim.planning import audit as audit
 from fedsim.planning import plan as plan
 from fedsim.samplers import UniformSampler as UniformSampler
+from fedsim.sweeps import population as population
 
 _interrupts.importing.__exit__()
 

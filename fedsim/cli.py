@@ -23,15 +23,11 @@ from fedsim import _datasets_command, _reproduce_command, algorithms, checks, da
 from fedsim._interrupts import LostInterruptsRepeated
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, models_without_arguments
 from fedsim.datasets import cache_folder
-from fedsim.experiment import RunConfig, Settings
-from fedsim.experiment._folder import stored_run, warn_of_changed_code
-from fedsim.experiment._longer import change_rounds
-from fedsim.experiment._loop import run_experiment
-from fedsim.experiment._replay import RunRound
-from fedsim.experiment._sweep import is_sweep
-from fedsim.experiment._trust import check_trusted
+from fedsim.experiment import RunConfig, Settings, run_experiment
+from fedsim.experiment.driving import RunRound, check_trusted, is_sweep, stored_run, warn_of_changed_code
 from fedsim.names import absolute, did_you_mean, parse_call
 from fedsim.planning._plan import duration
+from fedsim.sweeps import change_rounds, sweep
 
 _COMMANDS = """\
 usage: fedsim COMMAND ...
@@ -260,7 +256,7 @@ def _train(
     _use_devices(settings)
     result: Any
     if varied or seeds:
-        result = experiment.sweep(config, settings, varied, seeds or 1, how, table=True)
+        result = sweep(config, settings, varied, seeds or 1, how, table=True)
     else:
         built = experiment.build(config, settings)
         result = run_experiment(built, config, settings, progress=settings.progress, table=True)

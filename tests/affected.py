@@ -24,7 +24,7 @@ BESIDE = {
     "benchmarks": ["test_benchmarks.py", "test_readme.py", "experiment/test_client_memory.py"],
     "colab": ["test_notebooks.py"],
     "docs": ["test_docs.py", "test_pages.py"],
-    "examples": ["test_examples.py", "experiment/test_sweep.py"],
+    "examples": ["test_examples.py", "sweeps/test_sweep.py"],
     "README.md": ["test_docs.py", "test_readme.py"],
     "tests/affected.py": ["test_affected.py", "test_house.py"],
     ".ci/base": [],

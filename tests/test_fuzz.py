@@ -9,7 +9,7 @@ from fuzz import assert_only_format_errors, mutations
 
 import fedsim
 from fedsim.experiment import RunConfig, Settings, read_config, read_sweep
-from fedsim.experiment._folder import stored_run
+from fedsim.experiment.driving import stored_run
 from fedsim.reproductions._record import read as read_record
 
 ONE_CLIENT = "fedsim.FederatedData.from_arrays({'x': numpy.zeros(1)}, sizes=[1])"

@@ -16,7 +16,7 @@ import pytest
 import fedsim
 from fedsim import aggregators, attacks, checks, decentralized
 from fedsim.configuration._build import _evaluated_type
-from fedsim.experiment._folder import lock
+from fedsim.experiment.driving import RunFolder
 
 X = np.zeros([3, 3], np.float32)
 
@@ -353,7 +353,7 @@ def test_a_run_folder_is_used_by_one_run_at_a_time(tmp_path):
     algorithm, data = fedavg(), federation.data()
     sampler = fedsim.UniformSampler(data, clients=3, seed=0)
     fedsim.experiment.run(algorithm, sampler, rounds=1, folder=tmp_path / "r", progress=False)
-    with lock(tmp_path / "r"), pytest.raises(ValueError, match="is in use by another run"):
+    with RunFolder(tmp_path / "r").lock(), pytest.raises(ValueError, match="is in use by another run"):
         fedsim.experiment.run(algorithm, sampler, rounds=1, folder=tmp_path / "r", progress=False)
     fedsim.experiment.run(algorithm, sampler, rounds=1, folder=tmp_path / "r", progress=False)
 

@@ -36,6 +36,14 @@ def default_evaluation(
 
     Raises:
       ValueError: the algorithm cannot be evaluated, or the data has no examples or does not fit the model.
+
+    >>> import fedsim, optax
+    >>> data, model = fedsim.datasets.load("digits").train, fedsim.models.digits_logistic()
+    >>> algorithm = fedsim.algorithms.FedSGD(model=model, server_optimizer=optax.sgd(0.1))
+    >>> state = algorithm.init(jax.random.key(0))
+    >>> evaluation = default_evaluation(algorithm, data, data, state)
+    >>> sorted(evaluation(state).overall)
+    ['accuracy', 'loss']
     """
     if data is None:
         return None

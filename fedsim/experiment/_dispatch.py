@@ -55,6 +55,11 @@ def cohorts(sampler: Sampler, start: int, length: int, first: Cohort) -> list[Co
     """Returns the next cohorts that can run together: at most ``length``, with the same number of slots and the same attack.
 
     ``first`` is the first cohort of the run; see `checked_cohort`.
+
+    >>> from fedsim import FederatedData, UniformSampler
+    >>> sampler = UniformSampler(FederatedData.from_arrays({"x": [1.0, 2.0, 3.0]}, sizes=[1] * 3), clients=2, seed=0)
+    >>> [cohort.round for cohort in cohorts(sampler, start=5, length=3, first=sampler.cohort(0))]
+    [5, 6, 7]
     """
     return list(_compatible(checked_cohort(sampler, round, first) for round in range(start, start + length)))
 

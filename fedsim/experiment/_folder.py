@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import shlex
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
-from fedsim.configuration import RunConfig, Settings
+from fedsim.configuration import How, RunConfig, Settings, Value
 from fedsim.data import FormatError
 from fedsim.datasets import with_seed
-from fedsim.durable_files import is_full, replace_text, writing
+from fedsim.durable_files import is_full, writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._environment import changed_code, jax_settings, versions
-from fedsim.experiment._trust import signed
+from fedsim.experiment._trust import write_signed
 from fedsim.experiment._writers import read_metrics
 from fedsim.text_files import read_json
 
 _POPULATIONS = ("population", "test population")
+_SWEEP_FILE = "sweep.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +39,22 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The file of the configuration, the settings and the environment."""
         return self.path / "config.json"
 
     @property
     def metrics(self) -> Path:
+        """The file with a line for each round and each evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def clients(self) -> Path:
+        """The table of the clients' results in the last evaluation."""
         return self.path / "clients.csv"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def initialize(
@@ -91,7 +97,7 @@ class RunFolder:
             ) from error
         environment = {"devices": devices, "versions": versions(), "jax_settings": jax_settings()}
         stored = {**run, "settings": dict(settings), **environment, "code": dict(code)}
-        with lock(self.path):  # A run in its first round has finished no round, but its folder is in use.
+        with self.lock():  # A run in its first round has finished no round, but its folder is in use.
             if self.config.exists():
                 known = read_config(self.path)
                 self._compare(run, known, code)
@@ -105,7 +111,44 @@ class RunFolder:
                     stored["earlier"] = [*known.get("earlier", []), earlier]
                 elif "earlier" in known:
                     stored["earlier"] = known["earlier"]
-            replace_text(self.config, json.dumps(signed(stored), indent=2, default=str) + "\n")
+            write_signed(self.config, stored)
+
+    def lock(self) -> IO[str]:
+        """Locks the folder until the returned file is closed or the process ends.
+
+        Raises:
+          ValueError: another process, or another run in this process, has locked it.
+        """
+        file = open(self.path / ".lock", "w")  # noqa: SIM115 (the lock lasts while it is open)
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ModuleNotFoundError:  # Windows has no flock, so nothing is locked there.
+            pass
+        except OSError:
+            file.close()
+            raise ValueError(
+                f"The run folder {self.path} is in use by another run. Wait until it ends, or choose another folder."
+            ) from None
+        return file
+
+    def is_finished(self, config: RunConfig) -> bool:
+        """Returns whether the folder has all that a finished run of a configuration has.
+
+        >>> RunFolder(Path("no such folder")).is_finished(RunConfig())
+        False
+        """
+        history = read_metrics(self.metrics)
+        if not self.config.exists() or not history or history[-1]["round"] < config.rounds:
+            return False
+        stored = read_config(self.path)
+        # Earlier versions did not record the seed of the dataset, which was 0.
+        drawn = stored.get("population", {}).get("dataset") or with_seed(config.dataset, 0)
+        if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(config))), config.drawn_dataset):
+            return False  # The run then raises an error that names the differences.
+        saved = not Checkpoints.available() or config.rounds in Checkpoints(self.checkpoints).rounds()
+        return saved and ((self.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
 
     def _compare(self, run: Mapping[str, Any], stored: Mapping[str, Any], code: Mapping[str, str]) -> None:
         """Raises ``ValueError`` if the folder holds another run; deletes the checkpoints of a run without a finished round."""
@@ -123,12 +166,12 @@ class RunFolder:
         ]
         if len(differences) > 1:  # Other features or clients have other examples anyway.
             differences = [line for line in differences if "examples (hash)" not in line]
-        changed = changed_code(stored.get("code", {}), code)
+        changed = code_change(self.path, stored, code)
         if not differences and not changed:
             return
         if self._has_rounds():
             if not differences:
-                raise ValueError(f"{code_change(self.path, changed)} Restore it, or start a new run in another folder.")
+                raise ValueError(f"{changed} Restore it, or start a new run in another folder.")
             version = (
                 "" if "population" in stored else "\nAn earlier version of fedsim wrote it and did not record all of this."
             )
@@ -145,27 +188,6 @@ class RunFolder:
 
     def _has_rounds(self) -> bool:
         return bool(read_metrics(self.metrics) or Checkpoints(self.checkpoints).rounds())
-
-
-def lock(path: Path) -> IO[str]:
-    """Locks a run folder until the returned file is closed or the process ends.
-
-    Raises:
-      ValueError: another process, or another run in this process, has locked it.
-    """
-    file = open(path / ".lock", "w")  # noqa: SIM115 (the lock lasts while it is open)
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:  # Windows has no flock, so nothing is locked there.
-        pass
-    except OSError:
-        file.close()
-        raise ValueError(
-            f"The run folder {path} is in use by another run. Wait until it ends, or choose another folder."
-        ) from None
-    return file
 
 
 def resume_command(folder: str | Path) -> str:
@@ -203,11 +225,58 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"There is no run in {folder}: cannot read {path} ({type(error).__name__}).") from error
 
 
+def sweep_file(folder: str | Path) -> Path:
+    """Returns the path of ``sweep.json``, which the folder of a sweep has.
+
+    >>> sweep_file("sweeps/a").name
+    'sweep.json'
+    """
+    return Path(folder) / _SWEEP_FILE
+
+
+def is_sweep(folder: str | Path) -> bool:
+    """Returns whether a folder is that of a sweep.
+
+    >>> is_sweep("no such folder")
+    False
+    """
+    return sweep_file(folder).exists()
+
+
+def read_sweep(folder: str | Path) -> dict[str, Any] | None:
+    """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
+
+    Raises:
+      ValueError: the file cannot be read.
+
+    >>> read_sweep("no such folder") is None
+    True
+    """
+    path = sweep_file(folder)
+    if not is_sweep(folder):
+        return None
+    try:
+        stored = read_objects(path, "config", "varied", "settings")
+    except OSError as error:
+        raise ValueError(f"There is no sweep in {folder}: cannot read {path} ({type(error).__name__}).") from error
+    for name, values in {**stored["varied"], "seeds": stored.get("seeds")}.items():
+        kind = int if name == "seeds" else Value
+        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
+            raise FormatError(f"{path} has {name}={values!r}: expected a list of values. Restore it, or start a new sweep.")
+    if stored.get("how") not in (None, *get_args(How)):
+        raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
+    return stored
+
+
 def stored_run(folder: str | Path, stored: Mapping[str, Any]) -> tuple[RunConfig, Settings]:
     """Returns the configuration and the settings that the file of a run or a sweep holds.
 
     Raises:
       FormatError: this version of fedsim does not have one of the fields, or a value is out of its range.
+
+    >>> config, settings = stored_run("runs/a", {"config": {"rounds": 7}, "settings": {"lanes": 2}})
+    >>> config.rounds, settings.lanes
+    (7, 2)
     """
     try:
         return RunConfig.from_json(stored["config"]), Settings.from_json(stored["settings"])
@@ -231,15 +300,28 @@ def read_objects(path: Path, *names: str) -> dict[str, Any]:
     return stored
 
 
-def code_change(folder: str | Path, changed: Sequence[str]) -> str:
-    """Returns a sentence about files that have changed since a run used them."""
-    return f"The code of the run in {folder} has changed since the run began: {', '.join(changed)}."
+def code_change(folder: str | Path, stored: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Returns a sentence about the user's files that have changed since the run or sweep in a folder used them; "" if none has.
+
+    Args:
+      folder: named in the sentence.
+      stored: what `read_config` or `read_sweep` returns.
+      code: what `code_of` returns now. Files that it does not contain are read.
+
+    >>> code_change("runs/a", {"code": {"mine.py": "0" * 16}}, {"mine.py": "1" * 16})
+    'The code of the run in runs/a has changed since the run began: mine.py.'
+    """
+    changed = changed_code(stored.get("code", {}), code)
+    return f"The code of the run in {folder} has changed since the run began: {', '.join(changed)}." if changed else ""
 
 
 def warn_of_changed_code(folder: str | Path, stored: Mapping[str, Any]) -> None:
-    """Warns if the present code is another one than that of the run in a folder."""
-    if changed := changed_code(stored.get("code", {}), {}):
-        warnings.warn(f"{code_change(folder, changed)} The present code is used.", stacklevel=3)
+    """Warns if the present code is another one than that of the run in a folder.
+
+    >>> warn_of_changed_code("runs/a", {"code": {}})
+    """
+    if changed := code_change(folder, stored, {}):
+        warnings.warn(f"{changed} The present code is used.", stacklevel=3)
 
 
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:

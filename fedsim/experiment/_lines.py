@@ -84,6 +84,9 @@ def evaluation_line(evaluation: Evaluation | Mapping[str, Any], round: int) -> L
     with an array, such as a confusion matrix, is a nested list ``test_<metric>``, of the overall value alone. A metric that
     does not say which values are better has no worst10. ``better`` has what the metrics say, "higher" or "lower", unless it
     follows from their names (`better_of`).
+
+    >>> evaluation_line({"accuracy": 0.5}, round=3)
+    {'round': 3, 'test_accuracy': 0.5}
     """
     overall, clients = evaluation if isinstance(evaluation, Evaluation) else (evaluation, {})
     line: Line = {"round": round} | {f"test_{name}": plain(value) for name, value in overall.items()}
@@ -145,6 +148,9 @@ def score(line: Line) -> float | None:
     """Returns a number by which evaluations are ranked, larger is better, see `score_name`; None if there is none.
 
     A metric for which lower values are better is negated.
+
+    >>> score({"round": 1, "test_loss": 0.5})
+    -0.5
     """
     name = score_name(line)
     value = None if name is None else line[name]

@@ -1,66 +1,29 @@
-"""`change_rounds`: another number of rounds for a run or a sweep in a folder, with the result of one that began with them."""
+"""`check_rounds`: whether a run may go on with another number of rounds, with the result of one that began with them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-from pathlib import Path
 
 import numpy as np
 
-from fedsim import checks
 from fedsim.configuration import RunConfig, Settings, algorithm_class, build
-from fedsim.durable_files import replace_text
 from fedsim.experiment._checkpoint import Checkpoints, Leaves
-from fedsim.experiment._folder import RunFolder, lock, read_config, stored_run
-from fedsim.experiment._lockstep import named
-from fedsim.experiment._sweep import members_of, read_sweep, sweep_file
-from fedsim.experiment._trust import is_signed, signed
+from fedsim.experiment._folder import RunFolder
 from fedsim.systems import Schedule, ScheduledSampler
 
 
-def change_rounds(folder: str | Path, rounds: int, settings: Settings) -> None:
-    """Changes the number of rounds in ``config.json`` of a run, or in that of all runs of a sweep and in ``sweep.json``.
-
-    The run can then be continued, and ends with the bits of a run that had this number of rounds from the start.
+def check_rounds(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Settings) -> None:
+    """Raises ``ValueError`` if the finished rounds of a run would have been others with the new number of rounds.
 
     Args:
-      folder: the folder of the run or the sweep.
-      rounds: the new number of rounds.
+      paths: the folder of the run.
+      old: its configuration.
+      new: the same with another number of rounds.
       settings: how the run is executed.
 
-    Raises:
-      ValueError: more rounds are finished; or what the run did in its finished rounds depends on the number of rounds: its
-        learning rate, its algorithm or the events of its virtual clock. Then nothing is changed.
+    >>> from pathlib import Path
+    >>> check_rounds(RunFolder(Path("no such folder")), RunConfig(rounds=10), RunConfig(rounds=20), Settings())
     """
-    checks.whole(1, rounds=rounds)
-    sweep = read_sweep(folder)
-    stored = sweep or read_config(folder)
-    config, _ = stored_run(folder, stored)
-    members = members_of(folder, config, sweep["varied"], sweep["seeds"]) if sweep else [(None, config)]
-    if sweep and "rounds" in sweep["varied"]:
-        raise ValueError(f"The runs of {folder} differ in their rounds: continue one of them with --rounds {rounds}.")
-    with contextlib.ExitStack() as locks:
-        changed = []
-        for member, own in members:
-            paths = RunFolder(member.folder if member else Path(folder))
-            with named(member.name) if member else contextlib.nullcontext():
-                if paths.config.exists():
-                    locks.enter_context(lock(paths.path))
-                    changed.append((paths.config, read_config(paths.path)))
-                    _check(paths, own, dataclasses.replace(own, rounds=rounds), settings)
-        if sweep:  # It comes last: until then, the same command changes what it has not changed yet.
-            locks.enter_context(lock(Path(folder)))
-            changed.append((sweep_file(folder), sweep))
-        for path, content in changed:
-            new = {**content, "config": {**content["config"], "rounds": rounds}}
-            # What somebody else wrote gets no signature here: only its sweep may have been checked.
-            replace_text(path, json.dumps(signed(new) if is_signed(content) else new, indent=2) + "\n")
-
-
-def _check(paths: RunFolder, old: RunConfig, new: RunConfig, settings: Settings) -> None:
-    """Raises ``ValueError`` if the finished rounds of a run would have been others with the new number of rounds."""
     finished = max(Checkpoints(paths.checkpoints).rounds(), default=0)
     if new.rounds < finished:
         raise ValueError(

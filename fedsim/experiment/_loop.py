@@ -25,7 +25,7 @@ from fedsim.experiment._default_evaluation import Scores, State
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round
 from fedsim.experiment._report import attackers_of, closing_table
-from fedsim.experiment._run import Dispatch, Run, Stopwatch
+from fedsim.experiment._run import DispatchedRounds, Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
@@ -132,10 +132,10 @@ def run(
         rounds_per_dispatch=rounds_per_dispatch,
     )
     log, watch, start = current.log, Stopwatch(), current.position
-    last: Dispatch | None = None
+    last: DispatchedRounds | None = None
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
 
-    def finish(dispatch: Dispatch) -> None:
+    def finish(dispatch: DispatchedRounds) -> None:
         dispatch = dispatch._replace(infos=jax.device_get(dispatch.infos))
         current.finish(dispatch, watch.lap(dispatch.stop))
         bar.set_postfix(log.latest(), refresh=False)
@@ -190,12 +190,25 @@ def run(
 
 
 def run_experiment(experiment: Experiment, config: RunConfig, settings: Settings, **options: Any) -> Result:
-    """Runs what `build` has built from the configuration, in the folder of the settings; see `run` for the options."""
+    """Runs what `build` has built from the configuration, in the folder of the settings; see `run` for the options.
+
+    >>> from fedsim.configuration import build
+    >>> config, settings = RunConfig(model="digits_logistic", rounds=2, clients=2), Settings()
+    >>> run_experiment(build(config, settings), config, settings, progress=False).round
+    2
+    """
     return run(experiment.algorithm, experiment.sampler, **arguments_of(experiment, config, settings), **options)
 
 
 def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) -> dict[str, Any]:
-    """Returns the arguments of `run` that a configuration determines, except the algorithm and the sampler."""
+    """Returns the arguments of `run` that a configuration determines, except the algorithm and the sampler.
+
+    >>> from fedsim.configuration import build
+    >>> config, settings = RunConfig(rounds=7), Settings()
+    >>> arguments = arguments_of(build(config, settings), config, settings)
+    >>> arguments["rounds"], arguments["rounds_per_dispatch"]
+    (7, 'auto')
+    """
     can_evaluate = hasattr(experiment.algorithm, "model") or hasattr(experiment.algorithm, "evaluate")
     return {
         "rounds": config.rounds,
@@ -211,7 +224,12 @@ def arguments_of(experiment: Experiment, config: RunConfig, settings: Settings) 
 
 @contextlib.contextmanager
 def warnings_above(bar: tqdm[Any]) -> Iterator[None]:
-    """Shows warnings above the progress bar instead of in the middle of it."""
+    """Shows warnings above the progress bar instead of in the middle of it.
+
+    >>> with tqdm(total=2, disable=True) as bar, warnings_above(bar):
+    ...     warnings.showwarning.__name__
+    'show_above'
+    """
     show = warnings.showwarning
 
     def show_above(*arguments: Any, **keywords: Any) -> None:

@@ -21,9 +21,8 @@ from fedsim.data import Cohort
 from fedsim.execution._debug import call_of_updates, run_client
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._dispatch import cohorts
-from fedsim.experiment._folder import RunFolder, read_config, stored_run, warn_of_changed_code
+from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code
 from fedsim.experiment._run import State, newest_state
-from fedsim.experiment._sweep import is_sweep
 from fedsim.samplers import Sampler, checked_cohort
 
 # So many rounds are sent to the devices at once on the way from a checkpoint to the round.
@@ -139,6 +138,11 @@ class RunRound:
       round: the round, from 1.
       algorithm, sampler: of the run.
       first, cohort: the cohorts of the first round and of this one.
+
+    >>> RunRound.read("no such folder", 1)
+    Traceback (most recent call last):
+    ...
+    ValueError: There is no run in no such folder: cannot read no such folder/config.json (FileNotFoundError).
     """
 
     paths: RunFolder

@@ -34,13 +34,17 @@ from fedsim.experiment._trust import imported_modules
 from fedsim.samplers import Sampler, checked_cohort
 
 
-class Dispatch(NamedTuple):
+class DispatchedRounds(NamedTuple):
     """Rounds that were sent to the devices, whose results may not be computed yet.
 
     Attributes:
       cohorts: one per round.
       state: the state after the last of them.
       infos: the infos of the rounds, stacked, leaves ``[rounds, ...]``, on the devices or on the host.
+
+    >>> data = FederatedData.from_arrays({"x": [1.0, 2.0]}, sizes=[1, 1])
+    >>> DispatchedRounds([Cohort.of(data, ["0"], round=4, seed=0)], state=(), infos=()).stop
+    5
     """
 
     cohorts: Sequence[Cohort]
@@ -70,6 +74,17 @@ class Run:
       monitor: watches the losses.
       paths: the run folder, if there is one.
       devices: a text that names the devices.
+
+    >>> import fedsim, optax
+    >>> data = fedsim.datasets.load("digits").train
+    >>> algorithm = fedsim.algorithms.FedSGD(model=fedsim.models.digits_logistic(), server_optimizer=optax.sgd(0.1))
+    >>> run = Run(
+    ...     algorithm, fedsim.UniformSampler(data, clients=2, seed=0), rounds=3, folder=None, test_data=None, evaluate=None,
+    ...     evaluate_every=10, checkpoint_every=None, callbacks=[], config=None, settings=None, rounds_per_dispatch="auto")
+    >>> sent = run.dispatch()
+    >>> run.finish(sent._replace(infos=jax.device_get(sent.infos)), seconds=0.1)
+    >>> run.position, [line["round"] for line in run.log.history]
+    (1, [1])
     """
 
     def __init__(
@@ -149,15 +164,15 @@ class Run:
         """Returns the cohorts of the next rounds, at most ``length``, that can run in one dispatch."""
         return cohorts(self.sampler, self.position, length, self.first)
 
-    def dispatch(self) -> Dispatch:
+    def dispatch(self) -> DispatchedRounds:
         """Sends the next rounds to the devices of the algorithm's execution."""
         together = self.next_cohorts(self.lengths.next(self.position))
         self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)
-        dispatch = Dispatch(together, self.state, infos)
+        dispatch = DispatchedRounds(together, self.state, infos)
         self.position = dispatch.stop
         return dispatch
 
-    def finish(self, dispatch: Dispatch, seconds: float, *, members: int = 1) -> None:
+    def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
         """Evaluates and writes the results of a dispatch, while the next one runs.
 
         Args:
@@ -196,7 +211,7 @@ class Run:
         self.evaluation = self._compute_scores(state)
         self.log.write([evaluation_line(self.evaluation, round)], state)
 
-    def save(self, dispatch: Dispatch) -> None:
+    def save(self, dispatch: DispatchedRounds) -> None:
         """Writes a checkpoint of the state after a dispatch that is finished, unless there is one."""
         self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedsim.durable_files import writing
 from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._folder import RunFolder, lock
+from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
 from fedsim.experiment._report import draw_learning_curve
 from fedsim.experiment._writers import MetricsFile, TensorBoard
@@ -53,7 +53,7 @@ class RunLog:
         self._callbacks, self.checkpoints = callbacks, checkpoints
         self._file: MetricsFile | None = None
         self._tensorboard: TensorBoard | None = None
-        self._lock = lock(paths.path) if paths else None
+        self._lock = paths.lock() if paths else None
         if paths:
             try:
                 self._open(paths, start, evaluated)

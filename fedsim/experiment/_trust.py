@@ -17,6 +17,7 @@ from typing import Any
 from fedsim.configuration import RunConfig, fields_that_name
 from fedsim.datasets import cache_folder
 from fedsim.datasets._registry import is_family
+from fedsim.durable_files import replace_text
 from fedsim.names import imported_module, references, texts_in
 
 
@@ -36,7 +37,11 @@ def named_code(stored: Mapping[str, Any], leave_out: Collection[str] = ()) -> li
 
 
 def imported_modules(config: Any) -> list[types.ModuleType]:
-    """Returns the modules of the code that a `RunConfig` names; none for other values."""
+    """Returns the modules of the code that a `RunConfig` names; none for other values.
+
+    >>> [module.__name__ for module in imported_modules(RunConfig(algorithm="fedsim.algorithms:FedAvg"))]
+    ['fedsim.algorithms']
+    """
     if not isinstance(config, RunConfig):
         return []
     names = named_code({"config": dataclasses.asdict(config)})
@@ -66,6 +71,39 @@ def signed(stored: Mapping[str, Any]) -> dict[str, Any]:
     return content | ({"signature": made} if made else {})
 
 
+def write_signed(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes the file of a run or a sweep, with its signature if it needs one.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "config.json"
+    >>> write_signed(path, {"config": {"dataset": "digits"}})
+    >>> json.loads(path.read_text())
+    {'config': {'dataset': 'digits'}}
+    """
+    _write(path, signed(content))
+
+
+def rewrite(path: Path, content: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Writes other content into the file of a run or a sweep. What somebody else wrote gets no signature.
+
+    Args:
+      path: the file.
+      content: the new content.
+      before: the content of the file.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "config.json"
+    >>> rewrite(path, {"config": {"rounds": 2}}, {"config": {"rounds": 1}})
+    >>> json.loads(path.read_text())
+    {'config': {'rounds': 2}}
+    """
+    _write(path, signed(content) if is_signed(before) else content)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    replace_text(path, json.dumps(content, indent=2, default=str) + "\n")
+
+
 def is_signed(stored: Mapping[str, Any]) -> bool:
     """Returns whether this user has written the content as it is.
 
@@ -86,6 +124,11 @@ def check_trusted(folder: str, stored: Mapping[str, Any], leave_out: Collection[
 
     Raises:
       ValueError: somebody else may have written it; the message names the code.
+
+    >>> check_trusted("runs/a", {"config": {"model": "my.py:net"}})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: The configuration of runs/a runs Python code, and fedsim cannot tell that you wrote it on this machine: ...
     """
     if (code := named_code(stored, leave_out)) and not is_signed(stored):
         raise ValueError(

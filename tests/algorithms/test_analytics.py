@@ -10,7 +10,7 @@ import pytest
 
 import fedsim
 from fedsim import algorithms
-from fedsim.experiment._lines import evaluation_line
+from fedsim.experiment.driving import evaluation_line
 
 SIZES = (700, 0, 1, 299, 1500)
 

@@ -22,7 +22,7 @@ from fedsim import aggregators, compressors
 from fedsim.execution._federated_round import federated_round
 from fedsim.execution._numbers import numbers_of
 from fedsim.execution._state import parts_of
-from fedsim.experiment._checkpoint import Checkpoints
+from fedsim.experiment import Checkpoints
 from fedsim.tree import is_float
 
 BATCHES = fedsim.Batches(size=4, epochs=2)

@@ -12,9 +12,8 @@ import pytest
 
 import fedsim
 from fedsim.cli import main
-from fedsim.experiment import run
-from fedsim.experiment._divergence import LossMonitor
-from fedsim.experiment._report import closing_table
+from fedsim.experiment import closing_table, run
+from fedsim.experiment.driving import LossMonitor
 
 
 def _watch(losses, num_classes=10, name="loss"):

@@ -23,7 +23,7 @@ import fedsim
 from fedsim import rng
 from fedsim.execution import RoundInfo
 from fedsim.experiment import read_metrics, run
-from fedsim.experiment._lines import round_lines, scalar_metrics
+from fedsim.experiment.driving import round_lines, scalar_metrics
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):

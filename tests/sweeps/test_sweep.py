@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from fedsim import datasets, experiment
+from fedsim import datasets, experiment, sweeps
 from fedsim.cli import main
 from fedsim.configuration import build_members
 from fedsim.data import population_identity
@@ -321,7 +321,7 @@ def test_how_is_recorded_and_used_when_a_sweep_continues(finished, tmp_path, cap
         "Expected several values of an option or --seeds with --how, got --how vmap for a single run" in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match="Expected how to be 'vmap', 'devices' or 'sequential'"):
-        experiment.sweep(RunConfig(), Settings(folder=str(tmp_path / "s")), {"mu": [1.0]}, how="fast")
+        sweeps.sweep(RunConfig(), Settings(folder=str(tmp_path / "s")), {"mu": [1.0]}, how="fast")
     assert not (tmp_path / "s").exists()
 
 
@@ -403,7 +403,7 @@ def test_rounds_that_run_again_are_counted_once(tmp_path, monkeypatch, capsys, n
             super().__init__(*arguments, **{**keywords, "disable": False})
             bars.append(self)
 
-    monkeypatch.setattr("fedsim.experiment._sweep.tqdm", Bar)
+    monkeypatch.setattr("fedsim.sweeps._sweep.tqdm", Bar)
     sizes = federation.out_of_memory_in_the_third_dispatch(monkeypatch)
     assert main(["run", *RATES, "--how", "vmap", "--rounds", "6", "--folder", str(tmp_path / "s")]) == 0
     assert "out of memory with 2 members side by side" in capsys.readouterr().err
@@ -522,12 +522,12 @@ def test_code_of_another_user_needs_trust(finished, tmp_path, capsys, monkeypatc
 def test_without_a_metric_that_can_be_judged_no_setting_is_the_best():
     def table(line):
         members = [
-            experiment.SweepMember(
+            sweeps.SweepMember(
                 setting={"rate": rate}, seed=0, folder=Path("r"), line={"round": 1, "test_entropy": value} | line
             )
             for rate, value in ((0.1, 0.6), (9.0, 0.7))
         ]
-        return experiment.SweepResult(members=members, folder=Path("s")).table().splitlines()[-1]
+        return sweeps.SweepResult(members=members, folder=Path("s")).table().splitlines()[-1]
 
     assert table({}) == "best  none: no metric says whether higher or lower values are better"
     assert table({"better": {"test_entropy": "lower"}}) == "best  rate=0.1: entropy 0.6000"
@@ -548,17 +548,17 @@ def test_a_sweep_does_not_continue_with_other_code(tmp_path, capsys):
 def test_a_setting_without_a_finite_evaluation_is_not_the_best():
     lines = {(0.1, 0): 0.5, (0.1, 1): 0.7, (9.0, 0): 0.9, (9.0, 1): None}
     members = [
-        experiment.SweepMember(setting={"rate": rate}, seed=seed, folder=Path("f"), line={"round": 1, "test_accuracy": value})
+        sweeps.SweepMember(setting={"rate": rate}, seed=seed, folder=Path("f"), line={"round": 1, "test_accuracy": value})
         for (rate, seed), value in lines.items()
     ]
-    table = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()
+    table = sweeps.SweepResult(members=members, folder=Path("f")).table().splitlines()
     assert table[2].split() == ["9.0", "2", "-"] and table[-1].startswith("best  rate=0.1: accuracy 0.6000")
 
 
 def _table(values, diverged=()):
     """The table of a sweep with a member for each value: ``name=value`` to its test loss and accuracy."""
     members = [
-        experiment.SweepMember(
+        sweeps.SweepMember(
             setting={"rate": rate, "size": size},
             seed=0,
             folder=Path("f"),
@@ -568,7 +568,7 @@ def _table(values, diverged=()):
         )
         for (rate, size), (loss, accuracy) in values.items()
     ]
-    return experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()
+    return sweeps.SweepResult(members=members, folder=Path("f")).table().splitlines()
 
 
 def test_a_member_that_diverged_is_so_called_in_the_table():
@@ -577,21 +577,19 @@ def test_a_member_that_diverged_is_so_called_in_the_table():
     assert rows[1].split()[3:] == ["2.0000", "0.1000", "2.0000"]
     assert [row.split()[3:] for row in rows[2:5]] == [["diverged", "0.1000", "diverged"]] * 3
     members = [
-        experiment.SweepMember(
-            setting={}, seed=seed, folder=Path("f"), line={"round": 1, "test_loss": loss}, diverged=loss > 1e6
-        )
+        sweeps.SweepMember(setting={}, seed=seed, folder=Path("f"), line={"round": 1, "test_loss": loss}, diverged=loss > 1e6)
         for seed, loss in enumerate([1.0, 1e12, 2.0])
     ]
-    row = experiment.SweepResult(members=members, folder=Path("f")).table().splitlines()[1]
+    row = sweeps.SweepResult(members=members, folder=Path("f")).table().splitlines()[1]
     assert row.split()[:5] == ["3", "1", "of", "3", "diverged"]
 
 
 def test_the_edge_of_the_grid_is_that_of_all_runs_and_not_of_the_finished_ones():
     members = [
-        experiment.SweepMember(setting={"rate": rate}, seed=0, folder=Path("f"), line={"round": 1, "test_accuracy": rate})
+        sweeps.SweepMember(setting={"rate": rate}, seed=0, folder=Path("f"), line={"round": 1, "test_accuracy": rate})
         for rate in (0.1, 0.3)
     ]
-    result = experiment.SweepResult(members=members, folder=Path("f"))
+    result = sweeps.SweepResult(members=members, folder=Path("f"))
     assert "rate=0.3 is the largest of the grid" in result.table()
     assert "grid" not in dataclasses.replace(result, varied={"rate": [0.1, 0.3, 1.0]}).table()  # The run with 1.0 failed.
 

@@ -24,11 +24,9 @@ from fedsim.execution._members import Member, joined, most_side_by_side, obstacl
 from fedsim.execution._memory import placed, remembered
 from fedsim.execution._programs import share_programs
 from fedsim.execution._state import parts_of
-from fedsim.experiment._default_evaluation import default_evaluation
-from fedsim.experiment._dispatch import DispatchLength, cohorts
-from fedsim.experiment._lines import evaluation_line, round_lines
-from fedsim.experiment._settings import Setting, listed_seeds, listed_settings, shown
+from fedsim.experiment.driving import DispatchLength, cohorts, default_evaluation, evaluation_line, round_lines
 from fedsim.samplers import Sampler, checked_cohort
+from fedsim.sweeps._grid import Setting, listed_seeds, listed_settings, shown
 
 if TYPE_CHECKING:
     import pandas

@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.experiment._divergence import LossMonitor, is_diverged
-from fedsim.experiment._folder import RunFolder
-from fedsim.experiment._lines import Line, scalar_metrics, score, score_name
-from fedsim.experiment._settings import Setting
-from fedsim.experiment._writers import read_metrics
+from fedsim.experiment import read_metrics
+from fedsim.experiment.driving import Line, LossMonitor, RunFolder, is_diverged, scalar_metrics, score, score_name
+from fedsim.sweeps._grid import Setting
 
 _LOSS = "training loss"
 

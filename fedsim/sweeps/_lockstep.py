@@ -11,8 +11,7 @@ import jax
 
 from fedsim.data import Cohort
 from fedsim.execution._members import KnownPlans, Member, Wave
-from fedsim.experiment._run import Dispatch, Run, Stopwatch
-from fedsim.experiment._signals import Interruption
+from fedsim.experiment.driving import DispatchedRounds, Interruption, Run, Stopwatch
 
 
 def run_in_lockstep(
@@ -72,7 +71,7 @@ class _Lockstep:
     def __init__(self, runs: Mapping[str, Run], side_by_side: int, plans: KnownPlans) -> None:
         self.failed: dict[str, str] = {}
         self._errors: dict[str, Exception] = {}
-        self._runs, self._finished = runs, dict[str, Dispatch]()
+        self._runs, self._finished = runs, dict[str, DispatchedRounds]()
         members = [Member(run.algorithm, run.state, run.sampler.cohort, id(run.sampler)) for run in runs.values()]
         execution: Any = members[0].algorithm.execution  # type: ignore[attr-defined]
         widest = max((run.first for run in runs.values()), key=lambda cohort: cohort.slots)
@@ -110,7 +109,7 @@ class _Lockstep:
             if sent.cohorts[i] and name not in self.failed and name not in self._errors:
                 state, info = jax.tree.map(lambda x, i=i: x[i, ...], (states, infos))
                 with self._recorded(name):
-                    dispatch = Dispatch(sent.cohorts[i], state, info)
+                    dispatch = DispatchedRounds(sent.cohorts[i], state, info)
                     run.state = state
                     run.finish(dispatch, seconds, members=members)
                     self._finished[name] = dispatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 import json
 import signal
@@ -13,37 +12,41 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
 from fedsim import rng
-from fedsim.configuration import Experiment, How, RunConfig, Settings, Value, build_members
-from fedsim.data import Cohort, FederatedData, FormatError
-from fedsim.datasets import with_seed
+from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members
+from fedsim.data import Cohort, FederatedData
 from fedsim.durable_files import replace_text, writing
 from fedsim.execution._members import KnownPlans, in_turns
 from fedsim.execution._placement import release
 from fedsim.execution._programs import programs_for
-from fedsim.experiment._checkpoint import Checkpoints
-from fedsim.experiment._divergence import LossMonitor
-from fedsim.experiment._environment import changed_code, code_of
-from fedsim.experiment._folder import RunFolder, code_change, lock, read_config, read_objects, resume_command
-from fedsim.experiment._lines import Line
-from fedsim.experiment._lockstep import named, run_in_lockstep
-from fedsim.experiment._loop import arguments_of, run_experiment, warnings_above
-from fedsim.experiment._population import chosen_way, side_by_side, why_alone
-from fedsim.experiment._run import Run
-from fedsim.experiment._run_log import Callback
-from fedsim.experiment._settings import listed_seeds, listed_settings
-from fedsim.experiment._signals import Interruption
-from fedsim.experiment._sweep_result import SweepMember, SweepResult, csv_of, with_result
-from fedsim.experiment._trust import imported_modules, signed
-from fedsim.experiment._writers import read_metrics
+from fedsim.experiment import read_sweep, run_experiment
+from fedsim.experiment.driving import (
+    Callback,
+    Interruption,
+    Line,
+    LossMonitor,
+    Run,
+    RunFolder,
+    arguments_of,
+    code_change,
+    code_of,
+    imported_modules,
+    resume_command,
+    sweep_file,
+    warnings_above,
+    write_signed,
+)
 from fedsim.samplers import checked_cohort
+from fedsim.sweeps._grid import listed_seeds, listed_settings
+from fedsim.sweeps._lockstep import named, run_in_lockstep
+from fedsim.sweeps._population import chosen_way, side_by_side, why_alone
+from fedsim.sweeps._result import SweepMember, SweepResult, csv_of, with_result
 
-_FILE = "sweep.json"
 _Failed = dict[str, str]  # the messages of errors, by the names of members
 
 
@@ -57,17 +60,7 @@ class _Job(NamedTuple):
 
     def is_finished(self) -> bool:
         """Returns whether the folder has all that a finished run has."""
-        paths = RunFolder(self.member.folder)
-        history = read_metrics(paths.metrics)
-        if not paths.config.exists() or not history or history[-1]["round"] < self.config.rounds:
-            return False
-        stored = read_config(paths.path)
-        # Earlier versions did not record the seed of the dataset, which was 0.
-        drawn = stored.get("population", {}).get("dataset") or with_seed(self.config.dataset, 0)
-        if (stored["config"], drawn) != (json.loads(json.dumps(dataclasses.asdict(self.config))), self.config.drawn_dataset):
-            return False  # The run then raises an error that names the differences.
-        saved = not Checkpoints.available() or self.config.rounds in Checkpoints(paths.checkpoints).rounds()
-        return saved and ((paths.path / "learning_curve.png").exists() or importlib.util.find_spec("matplotlib") is None)
+        return RunFolder(self.member.folder).is_finished(self.config)
 
     def first(self) -> Cohort:
         """Returns the first cohort."""
@@ -166,7 +159,8 @@ def sweep(
         print(
             f"{len(members)} runs of {config.rounds} rounds: the last evaluation, mean ± standard deviation over seeds\n\n"
             f"{result.table()}\n\nwall time  {time.perf_counter() - began:.1f} s\nwritten    {folder}/\n"
-            f"             {_FILE}, members.csv, table.txt\n             {len(members)} run folders: {members[0][0].name}/, ..."
+            f"             {sweep_file(folder).name}, members.csv, table.txt\n"
+            f"             {len(members)} run folders: {members[0][0].name}/, ..."
         )
     return result
 
@@ -188,45 +182,6 @@ def members_of(
     return [(member, _config_of(config, member)) for member in members]
 
 
-def sweep_file(folder: str | Path) -> Path:
-    """Returns the path of ``sweep.json``."""
-    return Path(folder) / _FILE
-
-
-def is_sweep(folder: str | Path) -> bool:
-    """Returns whether a folder is that of a sweep.
-
-    >>> is_sweep("no such folder")
-    False
-    """
-    return sweep_file(folder).exists()
-
-
-def read_sweep(folder: str | Path) -> dict[str, Any] | None:
-    """Returns the content of ``sweep.json``: config, varied, seeds, how, settings; None if the folder has none.
-
-    Raises:
-      ValueError: the file cannot be read.
-
-    >>> read_sweep("no such folder") is None
-    True
-    """
-    path = sweep_file(folder)
-    if not is_sweep(folder):
-        return None
-    try:
-        stored = read_objects(path, "config", "varied", "settings")
-    except OSError as error:
-        raise ValueError(f"There is no sweep in {folder}: cannot read {path} ({type(error).__name__}).") from error
-    for name, values in {**stored["varied"], "seeds": stored.get("seeds")}.items():
-        kind = int if name == "seeds" else Value
-        if not isinstance(values, list) or not values or not all(isinstance(value, kind) for value in values):
-            raise FormatError(f"{path} has {name}={values!r}: expected a list of values. Restore it, or start a new sweep.")
-    if stored.get("how") not in (None, *get_args(How)):
-        raise FormatError(f"{path} has how={stored['how']!r}: restore it, or start a new sweep.")
-    return stored
-
-
 def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:
     """Returns the configuration of a member, which is that of a separate run."""
     fields = {field.name for field in dataclasses.fields(RunConfig)} - {"hyperparameters"}
@@ -240,7 +195,7 @@ def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:
 def _locked(folder: Path) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with lock(folder):
+    with RunFolder(folder).lock():
         yield
 
 
@@ -262,12 +217,12 @@ def _initialize(
                 + "\n".join(lines)
                 + "\nChoose another folder, or repeat its options."
             )
-        if changed := changed_code(stored.get("code", {}), code):
-            raise ValueError(f"{code_change(folder, changed)} Restore it, or start a new sweep in another folder.")
+        if changed := code_change(folder, stored, code):
+            raise ValueError(f"{changed} Restore it, or start a new sweep in another folder.")
     # A sweep continues as it began, so that it ends with the same bits.
     how = chosen_way(how or (stored or {}).get("how"))
     content = {**new, "how": how, "settings": dataclasses.asdict(settings), "code": dict(code)}
-    replace_text(sweep_file(folder), json.dumps(signed(content), indent=2) + "\n")
+    write_signed(sweep_file(folder), content)
     return how
 
 

@@ -211,7 +211,7 @@ def test_algorithms_that_cannot_share_a_program_run_sequentially_with_a_warning(
 
 @slow
 def test_members_that_do_not_fit_the_memory_run_in_turns_with_a_warning(monkeypatch):
-    monkeypatch.setattr("fedsim.experiment._population.most_side_by_side", lambda *_: 1)
+    monkeypatch.setattr("fedsim.sweeps._population.most_side_by_side", lambda *_: 1)
     with pytest.warns(UserWarning, match="The memory suffices for 1 of 2 members side by side"):
         result = fedsim.population(
             fedprox, {"rate": RATES}, 1, sampler=sampler, rounds=2, how="vmap",
