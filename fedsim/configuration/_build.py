@@ -17,7 +17,7 @@ from fedsim import aggregators, algorithms, attacks, compressors, datasets, mode
 from fedsim.algorithm import Algorithm
 from fedsim.compressors import Compressor
 from fedsim.configuration._client_optimizer import client_optimizer as make_client_optimizer
-from fedsim.configuration._config import RunConfig, Settings
+from fedsim.configuration._config import RunConfig, Settings, options_of_samplers, options_that_build
 from fedsim.configuration._pinned import pinned_path
 from fedsim.configuration._scheduled import scheduled
 from fedsim.data import Batches, FederatedData, population_identity
@@ -29,16 +29,6 @@ from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)
-# Fields of algorithms that are built from a RunConfig, and not copied from its field of the same name.
-_BUILT_FIELDS = (
-    "model", "batches", "client_optimizer", "server_optimizer", "execution", "aggregator", "downlink", "compressor",
-    "topology", "weights", "robust_mixing", "local_noise", "personal",
-)  # fmt: skip
-# What a sampler depends on, besides the data.
-_FIELDS_OF_SAMPLERS = (
-    "algorithm", "clients", "seed", "stragglers", "drop_stragglers", "epochs", "steps", "max_steps", "batch_size",
-    "drop_remainder", "attack", "attackers", "client_devices", "labels",
-)  # fmt: skip
 
 
 class Experiment(NamedTuple):
@@ -121,7 +111,7 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     samplers: dict[Any, Sampler] = {}
     experiments = []
     for algorithm, config, splits in zip(made, configs, load(), strict=True):
-        key = id(splits.train), *(getattr(config, name) for name in _FIELDS_OF_SAMPLERS)
+        key = id(splits.train), *(getattr(config, name) for name in options_of_samplers())
         if key not in samplers:
             samplers[key] = _sampler(_with_few_labels(splits.train, type(algorithm), config), config, algorithm)
         experiments.append(_with_virtual_clock(Experiment(algorithm, samplers[key], splits.test), config))
@@ -231,7 +221,8 @@ def _algorithm(
     if "server_optimizer" in fields and "server_learning_rate" not in fields:
         given["server_optimizer"] = optax.sgd(float(own.pop("server_learning_rate", 1.0)))
     settable = {field.name for field in dataclasses.fields(RunConfig)}
-    given |= {name: getattr(config, name) for name in fields if name in settable and name not in (*given, *_BUILT_FIELDS)}
+    copied = [name for name in fields if name in settable and name not in given and not options_that_build(name)]
+    given |= {name: getattr(config, name) for name in copied}
     if "compressor" in fields:
         if config.error_feedback:
             raise ValueError(
@@ -285,7 +276,7 @@ class _WithRates:
     @classmethod
     def of(cls, algorithm: Algorithm, config: RunConfig, numbers: Mapping[str, Any]) -> _WithRates:
         left_out = [*numbers, "client_optimizer", "server_optimizer", "execution", "nonfinite"]
-        names = [field.name for field in dataclasses.fields(RunConfig) if field.name.startswith(("client_", "rounds"))]
+        names = options_that_build("client_optimizer")
         if config.client_schedule == "constant":
             names.remove("rounds")
         own = {name: getattr(config, name) for name in names if name != "client_learning_rate"}
@@ -411,7 +402,7 @@ def algorithm_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]
     fields = [field for field in dataclasses.fields(cls) if field.init]
     found: dict[str, Hyperparameter] = {}
     for field in fields:
-        if field.name in _BUILT_FIELDS or field.name in general:
+        if options_that_build(field.name) or field.name in general:
             continue
         kind = _evaluated_type(cls, field)
         if _is_simple(kind):

@@ -19,9 +19,29 @@ Value = float | int | str | bool | None
 How = Literal["vmap", "devices", "sequential"]
 
 
-def _option(default: Any, group: str, text: str, names: Literal["code", "file"] | None = None) -> Any:
-    """Returns a field. ``names`` says whether its text may name Python code, which is imported, or a file or folder."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": text, "names": names})
+def _option(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    names: Literal["code", "file"] | None = None,
+    builds: str | tuple[str, ...] = (),
+    of_sampler: bool = False,
+) -> Any:
+    """Returns a field with all that other modules need to know of an option, so that a new option is written once.
+
+    Args:
+      default: the default.
+      group: the heading in ``--help``.
+      text: the description in ``--help``.
+      names: whether the text of the option may name Python code, which is imported, or a file or folder.
+      builds: the fields of an algorithm that are built from this option and others. A field of an algorithm that is not built
+        has the value of the option of the same name, if there is one.
+      of_sampler: whether a sampler depends on it. Runs in which these options are equal share a sampler.
+    """
+    built = (builds,) if isinstance(builds, str) else builds
+    metadata = {"group": group, "help": text, "names": names, "builds": built, "of_sampler": of_sampler}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,18 +85,21 @@ class RunConfig:
         "data and model",
         "Name of a model, 'NAME(option=value)' or FILE.py:FUNCTION; default: that of the dataset.",
         names="code",
+        builds="model",
     )
     labels: float | None = _option(
         None,
         "data and model",
         "Fraction of each client's training examples that have a label. Algorithms that need labels (not fixmatch, fedmatch) "
         "then train on these alone; default: all.",
+        of_sampler=True,
     )
     algorithm: str = _option(
         "fedavg",
         "algorithm",
         "Name of an algorithm, FILE.py:CLASS or MODULE:CLASS.",
         names="code",
+        of_sampler=True,
     )
     weighting: Literal["examples", "uniform"] = _option(
         "examples", "algorithm", "Weight of a client: its number of examples, or 1."
@@ -89,33 +112,43 @@ class RunConfig:
         "communication",
         "How updates are aggregated: mean, 'trimmed_mean(trim=0.1)', 'krum(attackers=2)', ...; default: the algorithm's.",
         names="code",
+        builds="aggregator",
     )
     compressor: str | None = _option(
         None,
         "communication",
         "How clients compress their updates: 'eden(bits=2)', top_k, qsgd, ...; default: not at all.",
         names="code",
+        builds=("aggregator", "compressor"),
     )
-    error_feedback: bool = _option(False, "communication", "A client adds its compression error to its next update.")
-    clip: float | None = _option(None, "communication", "Largest Euclidean norm of an update; longer ones are scaled down.")
+    error_feedback: bool = _option(
+        False, "communication", "A client adds its compression error to its next update.", builds="aggregator"
+    )
+    clip: float | None = _option(
+        None, "communication", "Largest Euclidean norm of an update; longer ones are scaled down.", builds="aggregator"
+    )
     downlink: str | None = _option(
         None,
         "communication",
         "How the server compresses the parameters that it sends to clients.",
         names="code",
+        builds="downlink",
     )
     attack: str | None = _option(
         None,
         "attacks and stragglers",
         "What malicious clients do: sign_flip, 'label_flip(num_classes=10)', a_little_is_enough, ...; default: nothing.",
         names="code",
+        of_sampler=True,
     )
     attackers: float = _option(
-        0.2, "attacks and stragglers", "Fraction of the population that is malicious, if there is an attack."
+        0.2, "attacks and stragglers", "Fraction of the population that is malicious, if there is an attack.", of_sampler=True
     )
-    stragglers: float = _option(0.0, "attacks and stragglers", "Fraction of each cohort that trains fewer epochs.")
+    stragglers: float = _option(
+        0.0, "attacks and stragglers", "Fraction of each cohort that trains fewer epochs.", of_sampler=True
+    )
     drop_stragglers: bool = _option(
-        False, "attacks and stragglers", "Leave stragglers out instead of using their partial work."
+        False, "attacks and stragglers", "Leave stragglers out instead of using their partial work.", of_sampler=True
     )
     topology: str | None = _option(
         None,
@@ -123,18 +156,21 @@ class RunConfig:
         "The graph of the clients, for algorithms without a server: ring, 'random_regular(degree=4)', one_peer_exponential, "
         "...; default: ring, or a tree if the algorithm needs one.",
         names="code",
+        builds="topology",
     )
     mixing: str = _option(
         "auto",
         "decentralized learning",
         "The weights of neighbours: metropolis, uniform, lazy, column_stochastic, or auto: those that suit the graph and the "
         "algorithm.",
+        builds="weights",
     )
     robust_mixing: str | None = _option(
         None,
         "decentralized learning",
         "What replaces the weighted mean, against malicious neighbours: 'clipped_mixing(radius=1)', 'trimmed_mixing(trim=1)'.",
         names="code",
+        builds="robust_mixing",
     )
     synchronization: str | None = _option(
         None,
@@ -149,6 +185,7 @@ class RunConfig:
         "Seconds that a client needs for a step: 'log_normal(sigma=1)', 'exponential(mean=2)', 'half_normal(scale=1)', ...; or "
         "a number; default: 1.",
         names="code",
+        of_sampler=True,
     )
     client_traces: str | None = _option(
         None,
@@ -189,31 +226,56 @@ class RunConfig:
     late_updates: Literal["drop", "use"] = _option(
         "drop", "virtual clock", "Leave out an update that arrives after the server has stopped waiting, or use it next."
     )
-    hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict)
-    rounds: int = _option(100, "training", "Number of rounds.")
-    clients: int = _option(10, "training", "Clients per round. Without a server all take part, but for adpsgd.")
-    batch_size: int = _option(20, "training", "Examples per client step.")
-    epochs: int = _option(1, "training", "Passes of a client over its examples per round.")
-    steps: int | None = _option(None, "training", "Steps of a client per round, instead of epochs.")
-    max_steps: int | None = _option(None, "training", "Largest number of steps of a client per round.")
-    evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
-    shuffle: bool = _option(True, "training", "Clients shuffle their examples in every epoch.")
-    drop_remainder: bool = _option(False, "training", "Clients leave out a last batch that is not full.")
-    seed: int = _option(
-        0, "training", "Seed of all random draws, also of the dataset's partition unless that has a seed: 'digits(seed=3)'."
+    # The optimizer of a server without a learning rate of its own is SGD with the hyperparameter server_learning_rate.
+    hyperparameters: Mapping[str, Value] = dataclasses.field(default_factory=dict, metadata={"builds": ("server_optimizer",)})
+    rounds: int = _option(100, "training", "Number of rounds.", builds="client_optimizer")
+    clients: int = _option(
+        10, "training", "Clients per round. Without a server all take part, but for adpsgd.", of_sampler=True
     )
-    client_learning_rate: float = _option(0.1, "client optimizer (SGD)", "Learning rate of the clients.")
-    client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of the clients.")
+    batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)
+    epochs: int = _option(1, "training", "Passes of a client over its examples per round.", builds="batches", of_sampler=True)
+    steps: int | None = _option(
+        None, "training", "Steps of a client per round, instead of epochs.", builds="batches", of_sampler=True
+    )
+    max_steps: int | None = _option(
+        None, "training", "Largest number of steps of a client per round.", builds="batches", of_sampler=True
+    )
+    evaluate_every: int = _option(10, "training", "Rounds between evaluations on the test data.")
+    shuffle: bool = _option(True, "training", "Clients shuffle their examples in every epoch.", builds="batches")
+    drop_remainder: bool = _option(
+        False, "training", "Clients leave out a last batch that is not full.", builds="batches", of_sampler=True
+    )
+    seed: int = _option(
+        0,
+        "training",
+        "Seed of all random draws, also of the dataset's partition unless that has a seed: 'digits(seed=3)'.",
+        of_sampler=True,
+    )
+    client_learning_rate: float = _option(
+        0.1, "client optimizer (SGD)", "Learning rate of the clients.", builds="client_optimizer"
+    )
+    client_momentum: float = _option(0.0, "client optimizer (SGD)", "Momentum of the clients.", builds="client_optimizer")
     client_schedule: Literal["constant", "linear", "cosine", "exponential"] = _option(
-        "constant", "client optimizer (SGD)", "How the clients' learning rate changes over the rounds."
+        "constant",
+        "client optimizer (SGD)",
+        "How the clients' learning rate changes over the rounds.",
+        builds="client_optimizer",
     )
     client_schedule_end: float = _option(
-        0.0, "client optimizer (SGD)", "linear, cosine: the last learning rate as a fraction of the first one."
+        0.0,
+        "client optimizer (SGD)",
+        "linear, cosine: the last learning rate as a fraction of the first one.",
+        builds="client_optimizer",
     )
-    client_schedule_decay: float = _option(0.1, "client optimizer (SGD)", "exponential: the factor of the learning rate ...")
-    client_schedule_every: int = _option(500, "client optimizer (SGD)", "... over this many rounds.")
+    client_schedule_decay: float = _option(
+        0.1, "client optimizer (SGD)", "exponential: the factor of the learning rate ...", builds="client_optimizer"
+    )
+    client_schedule_every: int = _option(500, "client optimizer (SGD)", "... over this many rounds.", builds="client_optimizer")
     client_schedule_staircase: bool = _option(
-        False, "client optimizer (SGD)", "exponential: change the learning rate in steps, not in every round."
+        False,
+        "client optimizer (SGD)",
+        "exponential: change the learning rate in steps, not in every round.",
+        builds="client_optimizer",
     )
 
     def __post_init__(self) -> None:
@@ -306,22 +368,28 @@ class Settings:
         "auto",
         "execution (speed only)",
         "debug: plain Python; jit: compiled, on one device; pmap and auto: compiled, on all devices.",
+        builds="execution",
     )
     devices: int | None = _option(
-        None, "execution (speed only)", "Number of devices; default: all, which for a CPU are its cores."
+        None, "execution (speed only)", "Number of devices; default: all, which for a CPU are its cores.", builds="execution"
     )
     lanes: int | None = _option(
-        None, "execution (speed only)", "Clients that train at the same time on a device; default: chosen for the device."
+        None,
+        "execution (speed only)",
+        "Clients that train at the same time on a device; default: chosen for the device.",
+        builds="execution",
     )
     memory: Literal["auto", "resident", "stream"] = _option(
         "auto",
         "execution (speed only)",
         "Keep the data on the device, or copy the examples of each cohort; auto: by their size.",
+        builds="execution",
     )
     deterministic: bool = _option(
         False,
         "execution (speed only)",
         "On a GPU: equal seeds give equal bits. Rounds take up to 1.5 times as long.",
+        builds="execution",
     )
     rounds_per_dispatch: int | None = _option(
         None, "execution (speed only)", "Largest number of rounds that are sent to the device at once; default: by their time."
@@ -377,6 +445,25 @@ def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     """
     fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
     return [field.name for field in fields if field.metadata.get("names") == what]
+
+
+def options_that_build(field: str) -> list[str]:
+    """Returns the fields of `RunConfig` and `Settings` from which a field of an algorithm is built; none if it is not built.
+
+    >>> options_that_build("client_optimizer")[:3], options_that_build("mu")
+    (['rounds', 'client_learning_rate', 'client_momentum'], [])
+    """
+    fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
+    return [option.name for option in fields if field in option.metadata["builds"]]
+
+
+def options_of_samplers() -> list[str]:
+    """Returns the fields of `RunConfig` that a sampler depends on, besides the data.
+
+    >>> options_of_samplers()[:3]
+    ['labels', 'algorithm', 'attack']
+    """
+    return [option.name for option in dataclasses.fields(RunConfig) if option.metadata.get("of_sampler")]
 
 
 def _from_json(cls: type[Any], values: Mapping[str, Any]) -> Any:

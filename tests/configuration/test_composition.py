@@ -1,12 +1,13 @@
 """A configuration combines aggregators, compressors, attacks and stragglers by name with any algorithm."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedsim import aggregators, compressors, datasets, samplers
-from fedsim.experiment import RunConfig, Settings, build
+from fedsim import aggregators, algorithms, compressors, datasets, decentralized, samplers
+from fedsim.configuration import RunConfig, Settings, build
 from fedsim.names import parse_call
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -26,6 +27,14 @@ def test_names_and_their_options_are_combined_into_one_aggregator():
     assert isinstance(clipped.inner.compressor, compressors.ErrorFeedback)
     assert isinstance(clipped.inner.inner, aggregators.TrimmedMean) and clipped.inner.inner.trim == 0.2
     assert isinstance(algorithm.downlink, compressors.Cast)
+
+
+def test_every_field_that_options_build_is_one_of_an_algorithm():
+    classes = [*algorithms.ALGORITHMS.values(), *decentralized.ALGORITHMS.values()]
+    options = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
+    assert {built for option in options for built in option.metadata["builds"]} <= {
+        field.name for cls in classes for field in dataclasses.fields(cls)
+    }
 
 
 def test_without_names_the_algorithm_s_defaults_are_used():
