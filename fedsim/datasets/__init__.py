@@ -8,6 +8,7 @@ from fedsim.datasets._partitioned import partition_splits as partition_splits
 from fedsim.datasets._registry import Description as Description
 from fedsim.datasets._registry import FederatedSplits as FederatedSplits
 from fedsim.datasets._registry import describe as describe
+from fedsim.datasets._registry import is_family as is_family
 from fedsim.datasets._registry import load as load
 from fedsim.datasets._registry import names as names
 from fedsim.datasets._registry import register as register

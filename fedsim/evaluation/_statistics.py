@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedsim.metrics import Mean, Metric, Sparse, per_example
-from fedsim.metrics._statistics import is_sparse
+from fedsim.metrics import Mean, Metric, Sparse, is_sparse, per_example
 from fedsim.model import Model, Params
 from fedsim.tree import compensated_add
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim.configuration import RunConfig, fields_that_name
-from fedsim.datasets import cache_folder
-from fedsim.datasets._registry import is_family
+from fedsim.datasets import cache_folder, is_family
 from fedsim.durable_files import replace_text
 from fedsim.names import imported_module, references, texts_in
 

@@ -53,6 +53,7 @@ from fedsim.metrics._statistics import Statistic as Statistic
 from fedsim.metrics._statistics import Sum as Sum
 from fedsim.metrics._statistics import better_of as better_of
 from fedsim.metrics._statistics import divide as divide
+from fedsim.metrics._statistics import is_sparse as is_sparse
 from fedsim.metrics._statistics import masked_mean as masked_mean
 from fedsim.metrics._statistics import per_example as per_example
 from fedsim.metrics._tokens import OOVRate as OOVRate

@@ -161,7 +161,11 @@ class Sparse:
 
 
 def is_sparse(leaf: Any) -> bool:
-    """Returns whether a leaf of a statistic is `Sparse`."""
+    """Returns whether a leaf of a statistic is `Sparse`; for use as ``is_leaf`` of functions of `jax.tree`.
+
+    >>> is_sparse(Sparse.of(jnp.array([2, 0]), shape=(3,))), is_sparse(jnp.zeros(3))
+    (True, False)
+    """
     return isinstance(leaf, Sparse)
 
 
