@@ -22,7 +22,7 @@ from fedsim.reproductions._random_quadratics import RANDOM_QUADRATICS
 from fedsim.reproductions._record import read as read
 from fedsim.reproductions._record import reproduce as reproduce
 from fedsim.reproductions._record import select_cases as select_cases
-from fedsim.reproductions._reproduction import Plan as Plan
+from fedsim.reproductions._reproduction import Extent as Extent
 from fedsim.reproductions._reproduction import Reproduction as Reproduction
 from fedsim.reproductions._reproduction import Request as Request
 from fedsim.reproductions._reproduction import Row as Row

@@ -54,31 +54,31 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, title: str, compressor: Compressor | None, stated: str) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=1000)
+    extent = request.extent(seeds=3, rounds=1000)
     train_data, test_data = femnist.load(request)
     model = models.emnist_dense()
     aggregator: Aggregator = Mean() if compressor is None else Compressed(compressor)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     accuracies, sizes, seconds = [], [], 0.0
     cohort = min(_COHORT, train_data.num_clients)
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         algorithm = FedAvg(
             model=model, client_optimizer=optax.sgd(femnist.RATE), batches=femnist.BATCHES, aggregator=aggregator
         )
         curve = train(
             algorithm,
             UniformSampler(train_data, clients=cohort, seed=seed),
-            rounds=plan.rounds,
+            rounds=extent.rounds,
             score=lambda state: femnist.accuracy(model, state.params, test_data),
             every=_EVERY,
         )
         accuracies.append(100 * curve.mean_of_last(_LAST))
-        sizes.append(curve.bits_up / (plan.rounds * cohort * numbers))
+        sizes.append(curve.bits_up / (extent.rounds * cohort * numbers))
         seconds += curve.seconds
         result = f"{accuracies[-1]:.1f} %, {sizes[-1]:.3f} bits up per parameter, {curve.seconds:.0f} s"
         request.log(f"{title}: seed {seed}: {result}")
-    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
-    settings = {"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": plan.rounds}
+    reduced = join_nonempty(femnist.missing_writers(train_data), extent.reduced())
+    settings = {"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": extent.rounds}
     shared: dict[str, Any] = {"seeds": len(accuracies), "settings": settings, "reduced": reduced}
     yield Row(
         case=title,

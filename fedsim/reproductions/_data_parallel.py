@@ -103,17 +103,17 @@ def run(method: str, slow: int, train_data: FederatedData, test_data: FederatedD
 
 
 def _compare(request: Request, slow: int) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=EPOCHS)
+    extent = request.extent(seeds=3, rounds=EPOCHS)
     populations = [
-        datasets.load("digits", clients=WORKERS, partition="iid", seed=seed, test_fraction=0.3) for seed in plan.seeds
+        datasets.load("digits", clients=WORKERS, partition="iid", seed=seed, test_fraction=0.3) for seed in extent.seeds
     ]
-    expected = [epoch_seconds([WORKERS], plan.rounds * EPOCH, devices(slow), seed=seed)[0] for seed in plan.seeds]
+    expected = [epoch_seconds([WORKERS], extent.rounds * EPOCH, devices(slow), seed=seed)[0] for seed in extent.seeds]
     formulas = {
-        "synchronous": [each.synchronous / plan.rounds for each in expected],
-        "asynchronous": [each.asynchronous / plan.rounds for each in expected],
+        "synchronous": [each.synchronous / extent.rounds for each in expected],
+        "asynchronous": [each.asynchronous / extent.rounds for each in expected],
     }
     for method in METHODS:
-        runs = [run(method, slow, each.train, each.test, plan.rounds, seed) for seed, each in enumerate(populations)]
+        runs = [run(method, slow, each.train, each.test, extent.rounds, seed) for seed, each in enumerate(populations)]
         epoch = [each.seconds_per_epoch for each in runs]
         accuracies = [100 * each.curve.scores[-1] for each in runs]
         reached = [rounds_to_target(each.times.tolist(), each.curve.scores, _TARGET) for each in runs]
@@ -123,7 +123,7 @@ def _compare(request: Request, slow: int) -> Iterator[Row]:
             "case": f"{slow} of {WORKERS} workers slow: {method}",
             "paper": "",
             "seeds": len(runs),
-            "reduced": plan.reduced(),
+            "reduced": extent.reduced(),
         }
         formula = f"fedsim.decentralized.costs.epoch_seconds: {mean_and_std(formulas[method], 1)}" if method in formulas else ""
         yield Row(
@@ -131,7 +131,7 @@ def _compare(request: Request, slow: int) -> Iterator[Row]:
             ours=mean_and_std(epoch, 1),
             values=epoch,
             seconds=sum(each.curve.seconds for each in runs),
-            settings={"rate": _RATE, "batch": _BATCH, "epochs": plan.rounds, "devices": str(devices(slow))},
+            settings={"rate": _RATE, "batch": _BATCH, "epochs": extent.rounds, "devices": str(devices(slow))},
             details={
                 "seconds": [each.times.tolist() for each in runs],
                 "gradients": [each.updates.tolist() for each in runs],
@@ -143,7 +143,7 @@ def _compare(request: Request, slow: int) -> Iterator[Row]:
             **shared,
         )
         yield Row(
-            measure=f"test accuracy after {plan.rounds} epochs, %",
+            measure=f"test accuracy after {extent.rounds} epochs, %",
             ours=mean_and_std(accuracies, 1),
             values=accuracies,
             seconds=0.0,

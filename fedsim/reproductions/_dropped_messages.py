@@ -86,7 +86,7 @@ def worst_node(
 def _run(request: Request, name: str) -> Iterator[Row]:
     method, model = _METHODS[name], models.digits_dense(hidden=(32,))
     topology = method.topology(_NODES)
-    plan = request.plan(seeds=3, rounds=_ROUNDS, quick_rounds=20)
+    extent = request.extent(seeds=3, rounds=_ROUNDS, quick_rounds=20)
     skewed, dropped = list(method.skewed), method.dropped
     skewed[-1] += f"; {dropped[0]} with momentum" if dropped[0] else ""
 
@@ -103,7 +103,7 @@ def _run(request: Request, name: str) -> Iterator[Row]:
         columns = {name: jnp.asarray(column) for name, column in splits.test.columns.items()}
         algorithm = makers[loss](rate)
         share_programs([algorithm], makers[loss], [{"rate": rate}])
-        return worst_node(algorithm, splits.train, columns, plan.rounds, seed)
+        return worst_node(algorithm, splits.train, columns, extent.rounds, seed)
 
     settings = [(alpha, 0.0, paper) for alpha, paper in zip((1.0, 0.1, 0.01), skewed, strict=True)]
     settings += [(0.01, loss, paper) for loss, paper in zip((0.01, 0.1), dropped[1:], strict=False)]
@@ -113,7 +113,7 @@ def _run(request: Request, name: str) -> Iterator[Row]:
         if alpha not in rates:
             tried = {rate: accuracy(alpha, 0.0, rate, 0) or 0.0 for rate in _RATES}
             rates[alpha] = max(tried, key=tried.__getitem__)
-        values = [accuracy(alpha, loss, rates[alpha], seed) for seed in plan.seeds]
+        values = [accuracy(alpha, loss, rates[alpha], seed) for seed in extent.seeds]
         finite = [value for value in values if value is not None]
         diverged = f"{len(values) - len(finite)} of {len(values)} diverge" if len(finite) < len(values) else ""
         ours = join_nonempty(mean_and_std(finite, 1) if finite else "", diverged)
@@ -125,10 +125,10 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             paper=paper and f"{paper} (CIFAR-10)",
             ours=ours,
             values=values,
-            seeds=len(plan.seeds),
+            seeds=len(extent.seeds),
             seconds=time.perf_counter() - began,
-            settings={"rate": rates[alpha], "rates": _RATES, "rounds": plan.rounds, "nodes": _NODES},
-            reduced=join_nonempty(plan.reduced()),
+            settings={"rate": rates[alpha], "rates": _RATES, "rounds": extent.rounds, "nodes": _NODES},
+            reduced=join_nonempty(extent.reduced()),
         )
 
 

@@ -108,7 +108,7 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, case: MnistCase) -> Iterator[Row]:
-    plan = request.plan(seeds=case.seeds, rounds=case.rounds)
+    extent = request.extent(seeds=case.seeds, rounds=case.rounds)
     model = models.get(case.model)
 
     def curve(seed: int, rate: float, rounds: int) -> Curve:
@@ -120,14 +120,14 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
         return found
 
     of_first = functools.partial(curve, 0)
-    choice = search_rate(case.start, of_first, rounds=plan.rounds, target=case.target, search=case.search)
-    curves = [choice.curve, *(curve(seed, choice.rate, plan.rounds) for seed in plan.seeds[1:])]
+    choice = search_rate(case.start, of_first, rounds=extent.rounds, target=case.target, search=case.search)
+    curves = [choice.curve, *(curve(seed, choice.rate, extent.rounds) for seed in extent.seeds[1:])]
     values = [found.rounds_to_target(case.target) for found in curves]
     missed = [max(found.scores) for found, value in zip(curves, values, strict=True) if value is None]
-    best_of_missed = f"; best {max(missed):.2%} in {plan.rounds} rounds" if missed else ""
+    best_of_missed = f"; best {max(missed):.2%} in {extent.rounds} rounds" if missed else ""
     rates = ", ".join(f"{rate:.3g}" for rate in sorted(choice.tried))
     rate_note = f"learning rate {choice.rate:.3g}, {f'chosen from {rates}' if case.search else 'not tuned'}"
-    settings = dataclasses.asdict(case) | {"clients": _CLIENTS, "cohort": COHORT, "rounds": plan.rounds}
+    settings = dataclasses.asdict(case) | {"clients": _CLIENTS, "cohort": COHORT, "rounds": extent.rounds}
     measure = f"rounds to {case.target:.0%}"
     yield Row(
         case=str(case),
@@ -139,12 +139,12 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
         seconds=choice.seconds + sum(found.seconds for found in curves[1:]),
         settings=settings | {"client_learning_rate": choice.rate},
         details={"curve of seed 0": choice.curve.points()},
-        reduced=plan.reduced(rounds=not all(values)),
+        reduced=extent.reduced(rounds=not all(values)),
         note=". ".join(filter(None, [rate_note, case.note])),
     )
     if case.also is not None:
         rate = 10 ** (case.also / 3)
-        found = curve(0, rate, plan.rounds)
+        found = curve(0, rate, extent.rounds)
         reached = found.rounds_to_target(case.target)
         yield Row(
             case=str(case),
@@ -156,7 +156,7 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
             seconds=found.seconds,
             settings=settings | {"client_learning_rate": rate},
             details={"curve of seed 0": found.points()},
-            reduced="" if reached else plan.reduced(),
+            reduced="" if reached else extent.reduced(),
         )
 
 

@@ -29,7 +29,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.model import Model
 from fedsim.reproductions._curve import train
-from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
+from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.samplers import Sampler, Stragglers, UniformSampler
 
 _COHORT, _BATCH = 10, 10
@@ -112,14 +112,14 @@ def _mnist(request: Request) -> Iterator[Row]:
 def _rows(
     request: Request, title: str, fraction: float, task: _Task, model: Model, load: Any, paper: Mapping[str, str]
 ) -> Iterator[Row]:
-    plan = request.plan(seeds=task.seeds, rounds=task.rounds, quick_rounds=task.quick_rounds)
+    extent = request.extent(seeds=task.seeds, rounds=task.rounds, quick_rounds=task.quick_rounds)
     proximal = f"μ = {task.mu:g}"
     # Without stragglers, FedAvg and mu = 0 are the same.
     methods = ["FedAvg", "μ = 0", proximal] if fraction else ["FedAvg", proximal]
     accuracy: dict[str, list[float]] = {method: [] for method in methods}
     loss: dict[str, list[float]] = {method: [] for method in methods}
     seconds = dict.fromkeys(methods, 0.0)
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         train_data, test_data = load(seed)
         for method in methods:
             mu = task.mu if method == proximal else 0.0
@@ -136,20 +136,20 @@ def _rows(
                 losses.append(evaluate(model, state.params, data[0]).overall["loss"])  # noqa: B023 (called in this iteration only)
                 return evaluate(model, state.params, data[1]).overall["accuracy"]
 
-            curve = train(algorithm, sampler, rounds=plan.rounds, score=score, every=_EVERY)
+            curve = train(algorithm, sampler, rounds=extent.rounds, score=score, every=_EVERY)
             accuracy[method].append(curve.mean_of_last(_LAST))
             loss[method].append(float(np.mean(losses[-_LAST:])))
             seconds[method] += curve.seconds
             result = f"accuracy {accuracy[method][-1]:.3f}, loss {loss[method][-1]:.3f}, {curve.seconds:.0f} s"
             request.log(f"{title}, {fraction:.0%} stragglers: seed {seed}, {method}: {result}")
-    yield from _method_rows(title, fraction, task, plan, accuracy, loss, seconds, paper)
+    yield from _method_rows(title, fraction, task, extent, accuracy, loss, seconds, paper)
 
 
 def _method_rows(
     title: str,
     fraction: float,
     task: _Task,
-    plan: Plan,
+    extent: Extent,
     accuracy: Mapping[str, list[float]],
     loss: Mapping[str, list[float]],
     seconds: Mapping[str, float],
@@ -160,9 +160,9 @@ def _method_rows(
         "cohort": _COHORT,
         "batch_size": _BATCH,
         "stragglers": fraction,
-        "rounds": plan.rounds,
+        "rounds": extent.rounds,
     }
-    shared: dict[str, Any] = {"seeds": len(plan.seeds), "settings": settings, "reduced": plan.reduced()}
+    shared: dict[str, Any] = {"seeds": len(extent.seeds), "settings": settings, "reduced": extent.reduced()}
     for method in methods:
         for measure, values, stated in (
             ("test accuracy", accuracy[method], paper.get(method, "")),

@@ -71,15 +71,15 @@ def _build(task: Task, method: _Method, few: FederatedData, place: str) -> tuple
 
 
 def _run(request: Request, load: Callable[[Request, int], Task], place: str, percent: int) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=100)
+    extent = request.extent(seeds=3, rounds=100)
     for name, method in (_METHODS if percent < 100 else _ALL_LABELS).items():
         accuracies, seconds = [], 0.0
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             task = load(request, seed)
             few = hide_labels(task.train, fraction=percent / 100, seed=seed)
             algorithm, data = _build(task, method, few, place)
             sampler = UniformSampler(data, clients=min(_COHORT, data.num_clients), seed=seed)
-            curve = train(algorithm, sampler, rounds=plan.rounds, every=_EVERY, score=task.accuracy)
+            curve = train(algorithm, sampler, rounds=extent.rounds, every=_EVERY, score=task.accuracy)
             accuracies.append(100 * curve.mean_of_last(_LAST))
             seconds += curve.seconds
             request.log(f"{task.title}, {percent} % at the {place}, {name}: seed {seed}, {accuracies[-1]:.1f} %")
@@ -92,7 +92,7 @@ def _run(request: Request, load: Callable[[Request, int], Task], place: str, per
             seeds=len(accuracies),
             seconds=seconds,
             settings={"rate": method.rate, "clients per round": sampler.clients, "batches": str(algorithm.batches)},
-            reduced=join_nonempty(task.reduced, plan.reduced()),
+            reduced=join_nonempty(task.reduced, extent.reduced()),
         )
 
 

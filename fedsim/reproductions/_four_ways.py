@@ -174,27 +174,27 @@ def run(
 
 
 def _compare(request: Request, scenario: Scenario) -> Iterator[Row]:
-    plan, model = request.plan(seeds=3, rounds=scenario.rounds), scenario.model()
-    populations = [scenario.load(request, seed) for seed in plan.seeds]
+    extent, model = request.extent(seeds=3, rounds=scenario.rounds), scenario.model()
+    populations = [scenario.load(request, seed) for seed in extent.seeds]
     data = populations[0][0]
     values = tree.num_bits(jax.eval_shape(model.init, rng.root(0))) // 32
     rows: dict[str, list[Row]] = {}
     for way in WAYS:
-        of_rate = {rate: run(way, scenario, model, populations[0], rate, plan.rounds, 0) for rate in scenario.rates}
+        of_rate = {rate: run(way, scenario, model, populations[0], rate, extent.rounds, 0) for rate in scenario.rates}
         rate = max(of_rate, key=lambda each: float(np.nan_to_num(np.mean(of_rate[each].accuracies[-_LAST:]))))
         runs = [
             of_rate[rate],
-            *(run(way, scenario, model, populations[seed], rate, plan.rounds, seed) for seed in plan.seeds[1:]),
+            *(run(way, scenario, model, populations[seed], rate, extent.rounds, seed) for seed in extent.seeds[1:]),
         ]
         parts = {name: costs(way, scenario, data, values, place) for name, place in PLACES.items()}
-        ends = {name: once.until(plan.rounds, each) for name, (once, each) in parts.items()}
+        ends = {name: once.until(extent.rounds, each) for name, (once, each) in parts.items()}
         accuracies, worst = [each.accuracies[-1] for each in runs], [each.worst[-1] for each in runs]
         request.log(f"{scenario.title}, {way}: rate {rate}, accuracies {np.round(accuracies, 1).tolist()}")
         shared: dict[str, Any] = {
             "case": f"{scenario.title}: {way}",
             "paper": "",
             "seeds": len(runs),
-            "reduced": join_nonempty(plan.reduced()),
+            "reduced": join_nonempty(extent.reduced()),
         }
         curve = {name: [once.until(at, each)._asdict() for at in runs[0].rounds] for name, (once, each) in parts.items()}
         end = ends["phone"]
@@ -205,7 +205,7 @@ def _compare(request: Request, scenario: Scenario) -> Iterator[Row]:
                 values=accuracies,
                 seconds=sum(each.seconds for each in [*of_rate.values(), *runs[1:]]),
                 settings={"rate": rate, "rates": scenario.rates, "devices": data.num_clients, "batch": scenario.batch}
-                | {"local steps": scenario.local_steps, "rounds": plan.rounds, "parameters": values},
+                | {"local steps": scenario.local_steps, "rounds": extent.rounds, "parameters": values},
                 details={
                     "rounds": runs[0].rounds,
                     "accuracy": [each.accuracies for each in runs],

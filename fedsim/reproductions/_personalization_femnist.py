@@ -67,15 +67,15 @@ def writer_statistics(evaluation: Evaluation) -> tuple[dict[str, float], list[fl
 
 
 def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=1000)
+    extent = request.extent(seeds=3, rounds=1000)
     train_data, test_data = femnist.load(request)
     model = models.emnist_dense()
     results: dict[str, list[tuple[dict[str, float], list[float]]]] = {}
     seconds, cohort = 0.0, min(_COHORT, train_data.num_clients)
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         algorithm = make(model=model, client_optimizer=optax.sgd(femnist.RATE), batches=femnist.BATCHES)
         sampler = UniformSampler(train_data, clients=cohort, seed=seed)
-        curve = train(algorithm, sampler, rounds=plan.rounds, score=lambda state: 0.0, every=plan.rounds)
+        curve = train(algorithm, sampler, rounds=extent.rounds, score=lambda state: 0.0, every=extent.rounds)
         everyone = functools.partial(evaluate_personalized, algorithm, curve.state, train_data, test_data)
         if make is FedAvg:
             evaluations = {"FedAvg, one model for all": evaluate(model, curve.state.params, test_data)}
@@ -88,7 +88,7 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
             text = ", ".join(f"{measure} {value:.1f}" for measure, value in results[name][-1][0].items())
             request.log(f"{name}: seed {seed}: {text}, {curve.seconds:.0f} s")
         seconds += curve.seconds
-    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
+    reduced = join_nonempty(femnist.missing_writers(train_data), extent.reduced())
     for number, (name, of_seeds) in enumerate(results.items()):
         stated = {"FedAvg, one model for all": "84.6 (notebook)", "FedAvg, fine-tuned": "87.9 (notebook)"}.get(name, "")
         for measure in _MEASURES:
@@ -102,7 +102,7 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
                 values=values,
                 seeds=len(values),
                 seconds=seconds if first and not number else 0.0,
-                settings={"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": plan.rounds},
+                settings={"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": extent.rounds},
                 details={"deciles over writers, seed 0": of_seeds[0][1]} if first else {},
                 reduced=reduced,
             )

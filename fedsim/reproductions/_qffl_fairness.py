@@ -182,17 +182,17 @@ def _run(
     rounds: int,
     quick_rounds: int,
 ) -> Iterator[Row]:
-    plan = request.plan(seeds=5, rounds=rounds, quick_rounds=quick_rounds)
+    extent = request.extent(seeds=5, rounds=rounds, quick_rounds=quick_rounds)
     part = "4 % of the data" if title == "Vehicle" else ""
     splits = ("test", "training") if title == "Vehicle" else ("test",)
     found: dict[tuple[int, str], list[dict[str, float]]] = {(each, split): [] for each in (0, q) for split in splits}
     for each in (0, q):
         seconds = 0.0
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             train_data, test_data = load(seed)
             algorithm = algorithm_for(each, model, rate=rate, size=size)
             sampler = WeightedSampler(train_data, clients=_COHORT, seed=seed)
-            curve = train(algorithm, sampler, rounds=plan.rounds, score=lambda state: 0.0, every=plan.rounds)
+            curve = train(algorithm, sampler, rounds=extent.rounds, score=lambda state: 0.0, every=extent.rounds)
             for split, data in zip(splits, (test_data, train_data), strict=False):
                 means = evaluate(model, curve.state.params, data).clients["accuracy"]
                 found[each, split].append(accuracy_statistics(np.asarray(means.total) / np.asarray(means.weight)))
@@ -211,8 +211,8 @@ def _run(
                     values=values,
                     seeds=len(values),
                     seconds=seconds if (measure, split) == (_MEASURES[0], "test") else 0.0,
-                    settings={"rate": rate, "batch_size": size, "rounds": plan.rounds, "cohort": _COHORT, "q": each},
-                    reduced=join_nonempty(part, plan.reduced()),
+                    settings={"rate": rate, "batch_size": size, "rounds": extent.rounds, "cohort": _COHORT, "q": each},
+                    reduced=join_nonempty(part, extent.reduced()),
                 )
     for split in splits:
         for measure, fairer in (("worst 10 %", 1), ("variance", -1)):
@@ -225,7 +225,7 @@ def _run(
                 ours=count_of_seeds(better),
                 seeds=len(better),
                 seconds=0.0,
-                reduced=join_nonempty(part, plan.reduced()),
+                reduced=join_nonempty(part, extent.reduced()),
             )
 
 

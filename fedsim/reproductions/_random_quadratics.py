@@ -144,7 +144,7 @@ def rounds_to_optimum(
 
 def _run(request: Request, name: str) -> Iterator[Row]:
     method = _METHODS[name]
-    plan = request.plan(seeds=5, rounds=3 * method.published[-1], quick_rounds=60)
+    extent = request.extent(seeds=5, rounds=3 * method.published[-1], quick_rounds=60)
     for nodes, published in zip(_SIZES[:1] if request.quick else _SIZES, method.published, strict=False):
         topology, cls, model = method.topology(nodes), _measured(method.cls), _quadratic()
 
@@ -154,10 +154,10 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             )
 
         began, best, rates = time.perf_counter(), [], []
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             found: dict[float, int] = {}
             for rate in method.rates:
-                most = min([plan.rounds, *found.values()])  # More rounds than with the best rate so far do not help.
+                most = min([extent.rounds, *found.values()])  # More rounds than with the best rate so far do not help.
                 if rounds := rounds_to_optimum(make, float(rate), nodes, seed, most, method.zeta2, method.r0):
                     found[float(rate)] = rounds
             request.log(f"{name}, {nodes} nodes, seed {seed}: {min(found.values(), default=None)} rounds")
@@ -170,10 +170,10 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             paper=str(published),
             ours=f"{np.median(reached):g} ({min(reached)} to {max(reached)})" if reached else "not reached",
             values=best,
-            seeds=len(plan.seeds),
+            seeds=len(extent.seeds),
             seconds=time.perf_counter() - began,
             settings={"zeta2": method.zeta2, "r0": method.r0, "rates": rates, "tried": method.rates.round(5).tolist()},
-            reduced=join_nonempty(plan.reduced()),
+            reduced=join_nonempty(extent.reduced()),
         )
 
 

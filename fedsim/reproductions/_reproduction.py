@@ -47,7 +47,7 @@ Case = Callable[[], Iterable[Row]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Extent:
     """The size of the run of a case.
 
     Attributes:
@@ -65,9 +65,9 @@ class Plan:
     def reduced(self, *, rounds: bool = True) -> str:
         """Returns a text about how this is smaller than usual, without the rounds if ``rounds`` is False.
 
-        >>> Plan(range(1), 20, 3, 100).reduced()
+        >>> Extent(range(1), 20, 3, 100).reduced()
         '1 of 3 seeds, 20 of 100 rounds'
-        >>> Plan(range(3), 20, 3, 100).reduced(rounds=False)
+        >>> Extent(range(3), 20, 3, 100).reduced(rounds=False)
         ''
         """
         parts = [f"{len(self.seeds)} of {self.usual_seeds} seeds"] if len(self.seeds) < self.usual_seeds else []
@@ -94,8 +94,8 @@ class Request:
       ValueError: a number is not positive.
       FileNotFoundError: there is no folder ``data``.
 
-    >>> Request(rounds=50).plan(seeds=3, rounds=100)
-    Plan(seeds=range(0, 3), rounds=50, usual_seeds=3, usual_rounds=100)
+    >>> Request(rounds=50).extent(seeds=3, rounds=100)
+    Extent(seeds=range(0, 3), rounds=50, usual_seeds=3, usual_rounds=100)
     >>> Request(seeds=0)
     Traceback (most recent call last):
     ...
@@ -115,10 +115,10 @@ class Request:
                 f"There is no folder {self.data}. With --data, give the folder that has a folder for each dataset."
             )
 
-    def plan(self, *, seeds: int, rounds: int, quick_rounds: int = 3) -> Plan:
+    def extent(self, *, seeds: int, rounds: int, quick_rounds: int = 3) -> Extent:
         """Returns the seeds and rounds of a case with these usual numbers."""
         few = (1, min(quick_rounds, rounds)) if self.quick else (seeds, rounds)
-        return Plan(range(self.seeds or few[0]), self.rounds or few[1], seeds, rounds)
+        return Extent(range(self.seeds or few[0]), self.rounds or few[1], seeds, rounds)
 
     def folder(self, *names: str) -> Path | None:
         """Returns the first of these folders that exists in ``data``, otherwise ``data`` itself, which may have the files."""

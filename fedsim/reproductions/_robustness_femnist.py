@@ -72,16 +72,16 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, name: str) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=500)
+    extent = request.extent(seeds=3, rounds=500)
     train_data, test_data = femnist.load(request)
     model = models.emnist_dense()
     cohort = min(_COHORT, train_data.num_clients)
     title, aggregator = _aggregators(round(_FRACTION * cohort))[name]
     found: dict[str, list[float]] = {}
-    reduced = join_nonempty(femnist.missing_writers(train_data), plan.reduced())
+    reduced = join_nonempty(femnist.missing_writers(train_data), extent.reduced())
     for attack_title, attack in _ATTACKS.values():
         seconds, accuracies = 0.0, found.setdefault(attack_title, [])
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             sampler: Sampler = UniformSampler(train_data, clients=cohort, seed=seed)
             if attack is not None:
                 sampler = Attacked(sampler, attack, fraction=_FRACTION, every_round=True, seed=seed)
@@ -96,14 +96,14 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             curve = train(
                 algorithm,
                 sampler,
-                rounds=plan.rounds,
+                rounds=extent.rounds,
                 score=lambda state: femnist.accuracy(model, state.params, test_data),
                 every=_EVERY,
             )
             accuracies.append(100 * curve.mean_of_last(_LAST))
             seconds += curve.seconds
             request.log(f"{title}, {attack_title}: seed {seed}: {accuracies[-1]:.1f} %, {curve.seconds:.0f} s")
-        settings: dict[str, Any] = {"rate": femnist.RATE, "cohort": cohort, "attackers": _FRACTION, "rounds": plan.rounds}
+        settings: dict[str, Any] = {"rate": femnist.RATE, "cohort": cohort, "attackers": _FRACTION, "rounds": extent.rounds}
         yield Row(
             case=f"{title}; {attack_title}",
             measure="test accuracy, %",

@@ -28,7 +28,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.datasets._archive import read_arrays
 from fedsim.evaluation import evaluate
 from fedsim.reproductions._curve import Curve, search_rate, train
-from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, count_of_seeds, mean_and_std
+from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, count_of_seeds, mean_and_std
 from fedsim.samplers import UniformSampler
 
 _CLIENTS, _COHORT, _TARGET, _STEPS = 100, 20, 0.5, 5
@@ -78,7 +78,7 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, percent: int) -> Iterator[Row]:
-    plan = request.plan(seeds=1, rounds=1000)
+    extent = request.extent(seeds=1, rounds=1000)
     model = models.emnist_logistic()
     values: dict[tuple[str, int], list[float | None]] = {}
     place = f"{percent} % similarity"
@@ -102,8 +102,8 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
     for epochs in _EPOCHS:
         for name in _ALGORITHMS:
             of_seed = functools.partial(curve, name, epochs)
-            choice = search_rate(-2, functools.partial(of_seed, 0), rounds=plan.rounds, target=_TARGET)
-            curves = [choice.curve, *(of_seed(seed, choice.rate, plan.rounds) for seed in plan.seeds[1:])]
+            choice = search_rate(-2, functools.partial(of_seed, 0), rounds=extent.rounds, target=_TARGET)
+            curves = [choice.curve, *(of_seed(seed, choice.rate, extent.rounds) for seed in extent.seeds[1:])]
             values[name, epochs] = [found.rounds_to_target(_TARGET) for found in curves]
             reached = all(values[name, epochs])
             case = f"{place}, {epochs} epoch{'s' if epochs > 1 else ''}: {name}"
@@ -118,19 +118,19 @@ def _run(request: Request, percent: int) -> Iterator[Row]:
                 seeds=len(curves),
                 seconds=choice.seconds + sum(found.seconds for found in curves[1:]),
                 settings={"rate": choice.rate, "rates": choice.tried} | settings,
-                reduced=plan.reduced(rounds=not reached),
+                reduced=extent.reduced(rounds=not reached),
                 note=f"rate {choice.rate:.3g}",
             )
             if percent == 100:
-                yield _at_small_rate(case, measure, settings, plan, of_seed(0, _SMALL, plan.rounds))
-    yield from _comparisons(place, percent, values, plan)
+                yield _at_small_rate(case, measure, settings, extent, of_seed(0, _SMALL, extent.rounds))
+    yield from _comparisons(place, percent, values, extent)
 
 
 def _not_reached(curve: Curve) -> str:
     return f"> {curve.rounds[-1]} (best {max(curve.scores):.3f})"
 
 
-def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], plan: Plan, curve: Curve) -> Row:
+def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], extent: Extent, curve: Curve) -> Row:
     reached = curve.rounds_to_target(_TARGET)
     return Row(
         case=case,
@@ -141,11 +141,13 @@ def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], plan: P
         seeds=1,
         seconds=curve.seconds,
         settings={"rate": _SMALL, **settings},
-        reduced="" if reached else plan.reduced(),
+        reduced="" if reached else extent.reduced(),
     )
 
 
-def _comparisons(place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], plan: Plan) -> Iterator[Row]:
+def _comparisons(
+    place: str, percent: int, values: Mapping[tuple[str, int], list[float | None]], extent: Extent
+) -> Iterator[Row]:
     def sooner(one: tuple[str, int], other: tuple[str, int]) -> list[bool]:
         pairs = zip(values[one], values[other], strict=True)
         return [(a or float("inf")) < (b or float("inf")) for a, b in pairs]
@@ -169,7 +171,7 @@ def _comparisons(place: str, percent: int, values: Mapping[tuple[str, int], list
             ours=count_of_seeds(found) if any(both) else "neither reached it",
             seeds=len(found),
             seconds=0.0,
-            reduced=plan.reduced(rounds=not all(both)),
+            reduced=extent.reduced(rounds=not all(both)),
         )
 
 

@@ -100,18 +100,18 @@ def _methods(model: Model, rounds: int) -> dict[str, tuple[Callable[[float], Fed
 
 
 def _run(request: Request, title: str, domain: Callable[..., Domain], classes: int, head: Head | None) -> Iterator[Row]:
-    plan, model = request.plan(seeds=3, rounds=50), _model(classes)
+    extent, model = request.extent(seeds=3, rounds=50), _model(classes)
     first = FedAvg(model=model, batches=_BATCHES, client_optimizer=optax.sgd(_SOURCE_RATE))
-    seen = sorted({max(1, round(_EARLY * plan.rounds)), plan.rounds})
+    seen = sorted({max(1, round(_EARLY * extent.rounds)), extent.rounds})
     federations: dict[int, tuple[FederatedData, FederatedData, Params]] = {}
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         splits = datasets.load("digits", clients=20, seed=seed, test_fraction=0.5)
         source, target, test = domain(splits.train, splits.test)
         few = only_labelled(hide_labels(target, fraction=_FEW, seed=seed))
-        trained = _trained(first, source, [min(_SOURCE_ROUNDS, 10 * plan.rounds)], seed, None, None)
+        trained = _trained(first, source, [min(_SOURCE_ROUNDS, 10 * extent.rounds)], seed, None, None)
         federations[seed] = few, test, trained[-1].params
 
-    for name, (make, transferred) in _methods(model, plan.rounds).items():
+    for name, (make, transferred) in _methods(model, extent.rounds).items():
         began = time.perf_counter()
 
         def accuracies(algorithm: FedAvg, seed: int, transferred: bool = transferred) -> list[float]:
@@ -125,9 +125,9 @@ def _run(request: Request, title: str, domain: Callable[..., Domain], classes: i
             return [100 * each.overall["accuracy"] for each in found]
 
         algorithms = {rate: make(rate) for rate in _RATES}
-        tried = {rate: accuracies(algorithm, plan.seeds[0]) for rate, algorithm in algorithms.items()}
+        tried = {rate: accuracies(algorithm, extent.seeds[0]) for rate, algorithm in algorithms.items()}
         rate = max(tried, key=lambda each: tried[each][-1])
-        values = [tried[rate], *(accuracies(algorithms[rate], seed) for seed in plan.seeds[1:])]
+        values = [tried[rate], *(accuracies(algorithms[rate], seed) for seed in extent.seeds[1:])]
         request.log(f"{title}, {name}: rate {rate}, {np.round(values, 1).tolist()}")
         own = ", of each client's own model" * isinstance(algorithms[rate], FedPer)
         for number, rounds in enumerate(seen):
@@ -138,10 +138,10 @@ def _run(request: Request, title: str, domain: Callable[..., Domain], classes: i
                 paper="",
                 ours=mean_and_std(at, 1),
                 values=at,
-                seeds=len(plan.seeds),
+                seeds=len(extent.seeds),
                 seconds=0.0 if number else time.perf_counter() - began,
                 settings={"rate": rate, "rates": _RATES, "batches": str(_BATCHES), "clients per round": _COHORT},
-                reduced=join_nonempty(plan.reduced()),
+                reduced=join_nonempty(extent.reduced()),
             )
 
 

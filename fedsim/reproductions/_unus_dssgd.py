@@ -80,9 +80,9 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, case: _Case) -> Iterator[Row]:
-    plan, model = request.plan(seeds=3, rounds=20), models.emnist_dense(10, hidden=_HIDDEN)
+    extent, model = request.extent(seeds=3, rounds=20), models.emnist_dense(10, hidden=_HIDDEN)
     found: list[TimedCurve] = []
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         splits = datasets.load("mnist", data=request.folder("mnist"), partition="iid", clients=100, seed=seed)
         data = _participants(splits.train, case.data)
         sampler, synchronization = _order(data, case.order, seed)
@@ -90,7 +90,7 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
             train_on_clock(
                 DSSGD(model=model, client_optimizer=optax.sgd(case.rate), batches=Batches(size=32), theta_u=case.theta_u),
                 sampler,
-                updates=plan.rounds * data.num_clients,
+                updates=extent.rounds * data.num_clients,
                 every=data.num_clients,
                 score=lambda state: evaluate(model, state.params, splits.test).overall["accuracy"],  # noqa: B023 (called in this iteration only)
                 synchronization=synchronization,
@@ -104,15 +104,15 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
     staleness = float(np.mean([each.schedule.updates.staleness.mean() for each in found]))
     yield Row(
         case=case.title,
-        measure=f"test accuracy after {plan.rounds} epochs, %",
+        measure=f"test accuracy after {extent.rounds} epochs, %",
         paper=case.paper,
         ours=mean_and_std(accuracies, 2),
         values=accuracies,
         seeds=len(found),
         seconds=sum(each.curve.seconds for each in found),
-        settings=dataclasses.asdict(case) | {"participants": data.num_clients, "devices": str(SPEEDS), "rounds": plan.rounds},
+        settings=dataclasses.asdict(case) | {"participants": data.num_clients, "devices": str(SPEEDS), "rounds": extent.rounds},
         details={"simulated seconds": simulated, "curve of seed 0": found[0].curve.points()},
-        reduced=plan.reduced(),
+        reduced=extent.reduced(),
         note=f"{np.mean(simulated):,.0f} simulated seconds" + (f"; mean staleness {staleness:.1f}" if staleness else ""),
     )
 

@@ -54,16 +54,16 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, load: Callable[[Request, int], Task], faulty: _Settings) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=300)
+    extent = request.extent(seeds=3, rounds=300)
     found: dict[str, list[TimedCurve]] = {}
     for title, (faults, policy) in {"no faults": (Faults(), Policy()), **faulty}.items():
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             task = load(request, seed)
             cohort = min(_COHORT, task.train.num_clients)
             curve = train_on_clock(
                 FedAvg(model=task.model, client_optimizer=optax.sgd(task.rate), batches=task.batches),
                 UniformSampler(task.train, clients=cohort, seed=seed),
-                updates=plan.rounds * cohort,
+                updates=extent.rounds * cohort,
                 per_step=cohort,
                 every=_EVERY * cohort,
                 score=task.accuracy,
@@ -73,7 +73,7 @@ def _run(request: Request, load: Callable[[Request, int], Task], faulty: _Settin
             )
             found.setdefault(title, []).append(curve)
             request.log(f"{task.title}, {title}: seed {seed}, {curve.curve.seconds:.0f} s")
-        yield from _rows(task, title, found["no faults"], found[title], join_nonempty(task.reduced, plan.reduced()))
+        yield from _rows(task, title, found["no faults"], found[title], join_nonempty(task.reduced, extent.reduced()))
 
 
 def _rows(task: Task, title: str, clean: list[TimedCurve], faulty: list[TimedCurve], reduced: str) -> Iterator[Row]:

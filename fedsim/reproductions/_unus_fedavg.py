@@ -30,15 +30,15 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _run(request: Request, case: MnistCase) -> Iterator[Row]:
-    plan, rate = request.plan(seeds=case.seeds, rounds=case.rounds), 10 ** (case.start / 3)
+    extent, rate = request.extent(seeds=case.seeds, rounds=case.rounds), 10 ** (case.start / 3)
     model = models.get(case.model)
     rounds, times, shares, seconds = [], [], [], 0.0
-    for seed in plan.seeds:
+    for seed in extent.seeds:
         algorithm, sampler, score = case.build(request, model, seed, rate)
         found = train_on_clock(
             algorithm,
             sampler,
-            updates=plan.rounds * COHORT,
+            updates=extent.rounds * COHORT,
             per_step=COHORT,
             every=case.every * COHORT,
             score=score,
@@ -54,9 +54,10 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
         request.log(f"{case}: seed {seed}: {rounds[-1]} rounds, {times[-1]} simulated seconds, {found.curve.seconds:.0f} s")
     shared: dict[str, Any] = {
         "case": str(case),
-        "seeds": len(plan.seeds),
-        "settings": dataclasses.asdict(case) | {"cohort": COHORT, "rounds": plan.rounds, "rate": rate, "devices": str(SPEEDS)},
-        "reduced": plan.reduced(rounds=not all(rounds)),
+        "seeds": len(extent.seeds),
+        "settings": dataclasses.asdict(case)
+        | {"cohort": COHORT, "rounds": extent.rounds, "rate": rate, "devices": str(SPEEDS)},
+        "reduced": extent.reduced(rounds=not all(rounds)),
     }
     yield Row(
         measure=f"rounds to {case.target:.0%}",

@@ -69,13 +69,13 @@ def _cases(request: Request) -> Mapping[str, Case]:
 
 
 def _bounds(request: Request, load: _Load, most: int, target: float, law: str, devices: Devices) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=40)
+    extent = request.extent(seeds=3, rounds=40)
     for bound in _BOUNDS:
         found: list[TimedCurve] = []
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             task = load(request, seed)
             workers = min(most, task.train.num_clients)
-            updates = plan.rounds * workers
+            updates = extent.rounds * workers
             algorithm = FedAvg(
                 model=task.model,
                 client_optimizer=optax.sgd(task.rate),
@@ -106,7 +106,7 @@ def _bounds(request: Request, load: _Load, most: int, target: float, law: str, d
             "paper": "",
             "seeds": len(found),
             "settings": {"workers": workers, "updates": updates, "rate": task.rate, "devices": str(devices)},
-            "reduced": join_nonempty(task.reduced, plan.reduced()),
+            "reduced": join_nonempty(task.reduced, extent.reduced()),
         }
         yield Row(
             measure=f"test accuracy after {updates:,} updates, %",
@@ -144,7 +144,7 @@ def _synchronizations(concurrency: int) -> dict[str, tuple[Callable[[float], Syn
 
 
 def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
-    plan = request.plan(seeds=3, rounds=200)
+    extent = request.extent(seeds=3, rounds=200)
     base: dict[str, list[float | None]] = {}
     concurrency = min(_CONCURRENCY, load(request, 0).train.num_clients)
     for method, (model, per_step, mixings) in _synchronizations(concurrency).items():
@@ -160,7 +160,7 @@ def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
             return train_on_clock(
                 FedAvg(model=task.model, client_optimizer=optax.sgd(rate), batches=task.batches),
                 UniformSampler(task.train, clients=concurrency, seed=seed),
-                updates=plan.rounds * concurrency,
+                updates=extent.rounds * concurrency,
                 per_step=per_step,
                 every=concurrency,
                 score=task.accuracy,
@@ -172,7 +172,7 @@ def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
         grid = list(itertools.product(_RATES, mixings))
         tried = {each: run(0, *each) for each in (grid[:1] if request.quick else grid)}
         rate, mixing = min(tried, key=lambda each: tried[each].seconds_to_target(target) or np.inf)
-        found = [tried[rate, mixing], *(run(seed, rate, mixing) for seed in plan.seeds[1:])]
+        found = [tried[rate, mixing], *(run(seed, rate, mixing) for seed in extent.seeds[1:])]
         task = load(request, 0)
         updates = [each.updates_to_target(target) for each in found]
         times = [each.seconds_to_target(target) for each in found]
@@ -195,7 +195,7 @@ def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
                 seconds=seconds if measure == "client updates" else 0.0,
                 settings={"rate": rate, "mixing": mixing, "concurrency": concurrency, "devices": str(SPEEDS)},
                 details={"mean staleness": [_staleness(each) for each in found], "times fewer": fewer},
-                reduced=join_nonempty(task.reduced, plan.reduced(rounds=not all(values))),
+                reduced=join_nonempty(task.reduced, extent.reduced(rounds=not all(values))),
                 note=f"{ratio}{chosen}",
             )
 

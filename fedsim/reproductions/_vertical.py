@@ -25,7 +25,7 @@ from fedsim.compressors import UniformQuantizer
 from fedsim.data import FormatError
 from fedsim.evaluation import evaluate
 from fedsim.model import Model, Params
-from fedsim.reproductions._reproduction import Case, Plan, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, join_nonempty, mean_and_std
 from fedsim.text_files import read_csv, read_text
 from fedsim.vertical import (
     CVFL,
@@ -292,19 +292,21 @@ def _scores(model: Model, params: Params, data: VerticalData) -> dict[str, float
     return evaluate(model, params, data.pooled()).overall
 
 
-def _plan(request: Request, task: _Task) -> Plan:
-    return request.plan(seeds=3, rounds=task.steps, quick_rounds=20)
+def _extent(request: Request, task: _Task) -> Extent:
+    return request.extent(seeds=3, rounds=task.steps, quick_rounds=20)
 
 
-def _rows(task: _Task, plan: Plan, case: str, known: str, run: Callable[[int], tuple[dict[str, float], str]]) -> Iterator[Row]:
+def _rows(
+    task: _Task, extent: Extent, case: str, known: str, run: Callable[[int], tuple[dict[str, float], str]]
+) -> Iterator[Row]:
     """Yields a row for each measure. ``run`` returns the scores of a seed, and a note."""
     began, scores, note = time.perf_counter(), [], ""
     with jax.numpy_dtype_promotion("standard"):  # which optax.adam requires
-        for seed in plan.seeds:
+        for seed in extent.seeds:
             found, note = run(seed)
             scores.append(found)
     seconds = time.perf_counter() - began
-    settings = {"steps": plan.rounds, "batch_size": task.batch_size, "rate": task.rate, "local_steps": _LOCAL_STEPS}
+    settings = {"steps": extent.rounds, "batch_size": task.batch_size, "rate": task.rate, "local_steps": _LOCAL_STEPS}
     for number, measure in enumerate(task.measures):
         values = [float(each[measure]) for each in scores]
         yield Row(
@@ -313,37 +315,39 @@ def _rows(task: _Task, plan: Plan, case: str, known: str, run: Callable[[int], t
             paper=task.known.get(known, {}).get(measure, ""),
             ours=mean_and_std(values, 4),
             values=values,
-            seeds=len(plan.seeds),
+            seeds=len(extent.seeds),
             seconds=0.0 if number else seconds,
             settings=settings,
-            reduced=join_nonempty(plan.reduced()),
+            reduced=join_nonempty(extent.reduced()),
             note="" if number else note,
         )
 
 
 def _compare(request: Request, task: _Task) -> Iterator[Row]:
     """Compares each party alone, one organization with all columns, and the vertical algorithms."""
-    plan = _plan(request, task)
+    extent = _extent(request, task)
     train, test = task.load(request)
 
     for parties in (*train.features, "both"):
         own_train, own_test = (data if parties == "both" else data.only(parties) for data in (train, test))
         model = task.model(own_train)
-        central = _central(task, model, own_train, plan.rounds)
+        central = _central(task, model, own_train, extent.rounds)
 
         def alone(seed: int, model: Any = model, central: Any = central, data: Any = own_test) -> tuple[dict[str, float], str]:
             return _scores(model.joint, central(seed), data), ""
 
-        yield from _rows(task, plan, "one organization with both" if parties == "both" else f"{parties} alone", parties, alone)
+        yield from _rows(
+            task, extent, "one organization with both" if parties == "both" else f"{parties} alone", parties, alone
+        )
 
     model = task.model(train)
-    for name, algorithm in _methods(model, optimizer(task, plan.rounds, len(train))).items():
+    for name, algorithm in _methods(model, optimizer(task, extent.rounds, len(train))).items():
 
         def together(seed: int, algorithm: VerticalAlgorithm = algorithm) -> tuple[dict[str, float], str]:
-            params, sent = _train(algorithm, train, task.batch_size, plan.rounds, seed)
+            params, sent = _train(algorithm, train, task.batch_size, extent.rounds, seed)
             return _scores(model.joint, params, test), _note(sent)
 
-        yield from _rows(task, plan, name, "both", together)
+        yield from _rows(task, extent, name, "both", together)
 
 
 def _note(sent: Mapping[str, float]) -> str:
@@ -352,43 +356,43 @@ def _note(sent: Mapping[str, float]) -> str:
 
 def _compare_overlaps(request: Request) -> Iterator[Row]:
     """Trains on the people whom both parties know, and at A alone on all people whom it knows."""
-    task, plan = _DIGITS, _plan(request, _DIGITS)
+    task, extent = _DIGITS, _extent(request, _DIGITS)
     for share in _SHARES:
         for case, names in (("split learning", ("A", "B")), ("A alone", ("A",))):
             parties, test = _halves(share, seed=0)
             model = _network(align({name: parties[name] for name in names}, secret=_SECRET))
-            algorithm = SplitLearning(model=model, optimizer=optimizer(task, plan.rounds, len(test)))
+            algorithm = SplitLearning(model=model, optimizer=optimizer(task, extent.rounds, len(test)))
 
             def run(seed: int, share: float = share, names: Any = names, algorithm: Any = algorithm) -> Any:
                 parties, test = _halves(share, seed)
                 data = align({name: parties[name] for name in names}, secret=_SECRET)
-                params, sent = _train(algorithm, data, task.batch_size, plan.rounds, seed)
+                params, sent = _train(algorithm, data, task.batch_size, extent.rounds, seed)
                 scores = _scores(algorithm.model.joint, params, test.only(*names))
                 return scores, f"{len(data):,} people" + (f"; {_note(sent)}" if len(names) > 1 else "")
 
-            yield from _rows(task, plan, f"both know {100 * share:g} %, {case}", "", run)
+            yield from _rows(task, extent, f"both know {100 * share:g} %, {case}", "", run)
 
 
 def _compare_missing(request: Request) -> Iterator[Row]:
     """Trains with a party B that is missing in some rounds, and evaluates with it and without it."""
-    task, plan = _DIGITS, _plan(request, _DIGITS)
+    task, extent = _DIGITS, _extent(request, _DIGITS)
     train, test = _digits(request)
     model = _network(train)
     without = model.without("B")
     for missing in _MISSING:
-        algorithm = SplitLearning(model=model, optimizer=optimizer(task, plan.rounds, len(train)), missing=missing)
+        algorithm = SplitLearning(model=model, optimizer=optimizer(task, extent.rounds, len(train)), missing=missing)
         trained: dict[int, tuple[Params, dict[str, float]]] = {}
 
         def there(seed: int, algorithm: VerticalAlgorithm = algorithm, trained: Any = trained) -> tuple[dict[str, float], str]:
-            trained[seed] = _train(algorithm, train, task.batch_size, plan.rounds, seed)
+            trained[seed] = _train(algorithm, train, task.batch_size, extent.rounds, seed)
             params, sent = trained[seed]
             return _scores(model.joint, params, test), _note(sent)
 
         def gone(seed: int, trained: Any = trained) -> tuple[dict[str, float], str]:
             return _scores(without, trained[seed][0], test), ""
 
-        yield from _rows(task, plan, f"B missing in {100 * missing:g} % of rounds", "", there)
-        yield from _rows(task, plan, f"B missing in {100 * missing:g} % of rounds and gone in the test", "", gone)
+        yield from _rows(task, extent, f"B missing in {100 * missing:g} % of rounds", "", there)
+        yield from _rows(task, extent, f"B missing in {100 * missing:g} % of rounds and gone in the test", "", gone)
 
 
 def _cases(request: Request) -> Mapping[str, Case]:

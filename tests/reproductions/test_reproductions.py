@@ -16,7 +16,7 @@ import pytest
 import fedsim
 from fedsim import reproductions
 from fedsim.cli import main
-from fedsim.reproductions import Plan, Request, Row, _random_quadratics, rounds_to_target
+from fedsim.reproductions import Extent, Request, Row, _random_quadratics, rounds_to_target
 from fedsim.reproductions import _fedprox_stragglers as stragglers
 from fedsim.reproductions import _qffl_fairness as fairness
 from fedsim.reproductions import _scaffold_emnist as drift
@@ -240,11 +240,11 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path)
 
 
 def test_the_table_says_how_a_run_is_reduced():
-    plan = Request(rounds=5, seeds=2).plan(seeds=3, rounds=200)
-    assert plan == Plan(range(2), 5, 3, 200) and plan.reduced() == "2 of 3 seeds, 5 of 200 rounds"
-    assert Request(quick=True).plan(seeds=3, rounds=200, quick_rounds=4) == Plan(range(1), 4, 3, 200)
-    assert Request(seeds=5).plan(seeds=3, rounds=200).reduced() == ""
-    record = {**row("A", reduced=plan.reduced(), note="why").__dict__}
+    extent = Request(rounds=5, seeds=2).extent(seeds=3, rounds=200)
+    assert extent == Extent(range(2), 5, 3, 200) and extent.reduced() == "2 of 3 seeds, 5 of 200 rounds"
+    assert Request(quick=True).extent(seeds=3, rounds=200, quick_rounds=4) == Extent(range(1), 4, 3, 200)
+    assert Request(seeds=5).extent(seeds=3, rounds=200).reduced() == ""
+    record = {**row("A", reduced=extent.reduced(), note="why").__dict__}
     assert "REDUCED: 2 of 3 seeds, 5 of 200 rounds. why" in reproductions.text_table([record])
     assert "| REDUCED: 2 of 3 seeds, 5 of 200 rounds. why |" in markdown_table([record])
 
