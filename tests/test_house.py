@@ -122,7 +122,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.experiment.Result",
     "fedsim.reproductions.Curve",
     "fedsim.reproductions.Reproduction",
-    "fedsim.reproductions.Row",
     "fedsim.reproductions.reproduce",
     "fedsim.samplers.Sampler",
     "fedsim.systems.Dispatch",

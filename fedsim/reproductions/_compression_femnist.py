@@ -24,7 +24,7 @@ from fedsim.algorithms import FedAvg
 from fedsim.compressors import Compressor
 from fedsim.reproductions import _femnist as femnist
 from fedsim.reproductions._curve import train
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.samplers import UniformSampler
 
 _COHORT, _EVERY, _LAST = 10, 25, 4
@@ -80,17 +80,21 @@ def _run(request: Request, title: str, compressor: Compressor | None, stated: st
     reduced = join_nonempty(femnist.missing_writers(train_data), extent.reduced())
     settings = {"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": extent.rounds}
     shared: dict[str, Any] = {"seeds": len(accuracies), "settings": settings, "reduced": reduced}
-    yield Row(
+    yield Row.of_seeds(
+        accuracies,
+        digits=1,
         case=title,
         measure="test accuracy, %",
         paper=stated,
-        ours=mean_and_std(accuracies, 1),
-        values=accuracies,
         seconds=seconds,
         **shared,
     )
     yield Row(
-        case=title, measure="bits up per parameter", paper="", ours=f"{sizes[0]:.3f}", values=sizes, seconds=0.0, **shared
+        case=title,
+        measure="bits up per parameter",
+        ours=f"{sizes[0]:.3f}",
+        values=sizes,
+        **shared,
     )
 
 

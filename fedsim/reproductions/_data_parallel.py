@@ -121,15 +121,13 @@ def _compare(request: Request, slow: int) -> Iterator[Row]:
         staleness = [each.staleness for each in runs if each.staleness is not None]
         shared: dict[str, Any] = {
             "case": f"{slow} of {WORKERS} workers slow: {method}",
-            "paper": "",
-            "seeds": len(runs),
             "reduced": extent.reduced(),
         }
         formula = f"fedsim.decentralized.costs.epoch_seconds: {mean_and_std(formulas[method], 1)}" if method in formulas else ""
-        yield Row(
+        yield Row.of_seeds(
+            epoch,
+            digits=1,
             measure=f"simulated seconds per epoch of {EPOCH} gradients",
-            ours=mean_and_std(epoch, 1),
-            values=epoch,
             seconds=sum(each.curve.seconds for each in runs),
             settings={"rate": _RATE, "batch": _BATCH, "epochs": extent.rounds, "devices": str(devices(slow))},
             details={
@@ -142,15 +140,17 @@ def _compare(request: Request, slow: int) -> Iterator[Row]:
             ),
             **shared,
         )
-        yield Row(
+        yield Row.of_seeds(
+            accuracies,
+            digits=1,
             measure=f"test accuracy after {extent.rounds} epochs, %",
-            ours=mean_and_std(accuracies, 1),
-            values=accuracies,
-            seconds=0.0,
             **shared,
         )
-        yield Row(
-            measure=f"simulated seconds to {_TARGET:.0%}", ours=mean_and_std(reached, 0), values=reached, seconds=0.0, **shared
+        yield Row.of_seeds(
+            reached,
+            digits=0,
+            measure=f"simulated seconds to {_TARGET:.0%}",
+            **shared,
         )
 
 

@@ -146,13 +146,11 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
         rate = 10 ** (case.also / 3)
         found = curve(0, rate, extent.rounds)
         reached = found.rounds_to_target(case.target)
-        yield Row(
+        yield Row.of_seeds(
+            [reached],
+            digits=0,
             case=str(case),
             measure=f"{measure} at rate {rate:.3g}",
-            paper="",
-            ours=mean_and_std([reached], 0),
-            values=[reached],
-            seeds=1,
             seconds=found.seconds,
             settings=settings | {"client_learning_rate": rate},
             details={"curve of seed 0": found.points()},

@@ -29,7 +29,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.model import Model
 from fedsim.reproductions._curve import train
-from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, count_of_seeds, mean_and_std
+from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row
 from fedsim.samplers import Sampler, Stragglers, UniformSampler
 
 _COHORT, _BATCH = 10, 10
@@ -162,19 +162,18 @@ def _method_rows(
         "stragglers": fraction,
         "rounds": extent.rounds,
     }
-    shared: dict[str, Any] = {"seeds": len(extent.seeds), "settings": settings, "reduced": extent.reduced()}
+    shared: dict[str, Any] = {"settings": settings, "reduced": extent.reduced()}
     for method in methods:
         for measure, values, stated in (
             ("test accuracy", accuracy[method], paper.get(method, "")),
             ("training loss", loss[method], ""),
         ):
             took = seconds[method] if measure == "test accuracy" else 0.0
-            yield Row(
+            yield Row.of_seeds(
+                values,
                 case=f"{place}: {method}",
                 measure=measure,
                 paper=stated,
-                ours=mean_and_std(values),
-                values=values,
                 seconds=took,
                 **shared,
             )
@@ -184,23 +183,21 @@ def _method_rows(
             # Figure 2: on identical devices, the proximal term only slows training down.
             stated = "no" if "IID" in title and better == proximal else "yes"
             above = [a < b for a, b in zip(accuracy[worse], accuracy[better], strict=True)]
-            yield Row(
+            yield Row.counted(
+                above,
                 case=place,
                 measure=f"{better} above {worse} in accuracy",
                 paper=stated,
-                ours=count_of_seeds(above),
-                seconds=0.0,
                 **shared,
             )
     else:
         below = [b < a for a, b in zip(loss["FedAvg"], loss[proximal], strict=True)]
         stated = "no" if "IID" in title else "yes"
-        yield Row(
+        yield Row.counted(
+            below,
             case=place,
             measure=f"{proximal} below FedAvg in loss",
             paper=stated,
-            ours=count_of_seeds(below),
-            seconds=0.0,
             **shared,
         )
 

@@ -25,7 +25,7 @@ from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.reproductions._clock import Task, digits, femnist_writers, needs_data
 from fedsim.reproductions._curve import train
 from fedsim.reproductions._femnist import NEEDS
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.samplers import UniformSampler
 
 _COHORT, _EVERY, _LAST = 10, 10, 3
@@ -83,13 +83,11 @@ def _run(request: Request, load: Callable[[Request, int], Task], place: str, per
             accuracies.append(100 * curve.mean_of_last(_LAST))
             seconds += curve.seconds
             request.log(f"{task.title}, {percent} % at the {place}, {name}: seed {seed}, {accuracies[-1]:.1f} %")
-        yield Row(
+        yield Row.of_seeds(
+            accuracies,
+            digits=1,
             case=f"{task.title}, {percent} % of the labels at the {place}, {name}",
             measure=f"test accuracy, mean of the last {_LAST} evaluations, %",
-            paper="",
-            ours=mean_and_std(accuracies, 1),
-            values=accuracies,
-            seeds=len(accuracies),
             seconds=seconds,
             settings={"rate": method.rate, "clients per round": sampler.clients, "batches": str(algorithm.batches)},
             reduced=join_nonempty(task.reduced, extent.reduced()),

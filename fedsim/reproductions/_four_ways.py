@@ -192,17 +192,16 @@ def _compare(request: Request, scenario: Scenario) -> Iterator[Row]:
         request.log(f"{scenario.title}, {way}: rate {rate}, accuracies {np.round(accuracies, 1).tolist()}")
         shared: dict[str, Any] = {
             "case": f"{scenario.title}: {way}",
-            "paper": "",
             "seeds": len(runs),
             "reduced": join_nonempty(extent.reduced()),
         }
         curve = {name: [once.until(at, each)._asdict() for at in runs[0].rounds] for name, (once, each) in parts.items()}
         end = ends["phone"]
         for row in (
-            Row(
+            Row.of_seeds(
+                accuracies,
+                digits=1,
                 measure="test accuracy, %",
-                ours=mean_and_std(accuracies, 1),
-                values=accuracies,
                 seconds=sum(each.seconds for each in [*of_rate.values(), *runs[1:]]),
                 settings={"rate": rate, "rates": scenario.rates, "devices": data.num_clients, "batch": scenario.batch}
                 | {"local steps": scenario.local_steps, "rounds": extent.rounds, "parameters": values},
@@ -215,18 +214,21 @@ def _compare(request: Request, scenario: Scenario) -> Iterator[Row]:
                 note=_note(rate, runs, data.sizes),
                 **shared,
             ),
-            Row(measure="worst tenth of the devices, %", ours=mean_and_std(worst, 1), values=worst, seconds=0.0, **shared),
+            Row.of_seeds(
+                worst,
+                digits=1,
+                measure="worst tenth of the devices, %",
+                **shared,
+            ),
             Row(
                 measure="bytes up and down per device; through servers",
                 ours=f"{in_bytes(end.up)}, {in_bytes(end.down)}; {in_bytes(end.through_server)}",
-                seconds=0.0,
                 **shared,
             ),
             *(
                 Row(
                     measure=f"simulated time; energy ({name})",
                     ours=f"{figure(each.seconds)} s; {figure(each.joules)} J",
-                    seconds=0.0,
                     **shared,
                 )
                 for name, each in ends.items()

@@ -30,7 +30,7 @@ from fedsim.data import Batches
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
 from fedsim.reproductions import _femnist as femnist
 from fedsim.reproductions._curve import train
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.samplers import UniformSampler
 
 _COHORT = 10
@@ -94,13 +94,12 @@ def _run(request: Request, title: str, make: Callable[..., Algorithm]) -> Iterat
         for measure in _MEASURES:
             values = [numbers[measure] for numbers, _ in of_seeds]
             first = measure == _MEASURES[0]
-            yield Row(
+            yield Row.of_seeds(
+                values,
+                digits=1,
                 case=name,
                 measure=measure,
                 paper=stated if measure == "mean over writers" else "",
-                ours=mean_and_std(values, 1),
-                values=values,
-                seeds=len(values),
                 seconds=seconds if first and not number else 0.0,
                 settings={"rate": femnist.RATE, "cohort": cohort, "batch_size": femnist.BATCHES.size, "rounds": extent.rounds},
                 details={"deciles over writers, seed 0": of_seeds[0][1]} if first else {},

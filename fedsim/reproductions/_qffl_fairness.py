@@ -44,9 +44,7 @@ from fedsim.reproductions._reproduction import (
     Reproduction,
     Request,
     Row,
-    count_of_seeds,
     join_nonempty,
-    mean_and_std,
 )
 from fedsim.samplers import WeightedSampler
 
@@ -203,13 +201,12 @@ def _run(
             stated = _PAPER[title, each] if split == "test" else ("",) * 4
             for measure, paper in zip(_MEASURES, stated, strict=True):
                 values = [statistics[measure] for statistics in found[each, split]]
-                yield Row(
+                yield Row.of_seeds(
+                    values,
+                    digits=0 if measure == "variance" else 1,
                     case=f"{title}, q = {each}",
                     measure=f"{measure} of {split} accuracy, %",
                     paper=paper,
-                    ours=mean_and_std(values, 0 if measure == "variance" else 1),
-                    values=values,
-                    seeds=len(values),
                     seconds=seconds if (measure, split) == (_MEASURES[0], "test") else 0.0,
                     settings={"rate": rate, "batch_size": size, "rounds": extent.rounds, "cohort": _COHORT, "q": each},
                     reduced=join_nonempty(part, extent.reduced()),
@@ -218,13 +215,11 @@ def _run(
         for measure, fairer in (("worst 10 %", 1), ("variance", -1)):
             pairs = zip(found[0, split], found[q, split], strict=True)
             better = [fairer * (with_q[measure] - without[measure]) > 0 for without, with_q in pairs]
-            yield Row(
+            yield Row.counted(
+                better,
                 case=title,
                 measure=f"{measure} of {split} accuracy {'higher' if fairer > 0 else 'lower'} with q = {q}",
                 paper="yes",
-                ours=count_of_seeds(better),
-                seeds=len(better),
-                seconds=0.0,
                 reduced=join_nonempty(part, extent.reduced()),
             )
 

@@ -32,15 +32,34 @@ class Row:
 
     case: str
     measure: str
-    paper: str
+    paper: str = ""
     ours: str
     seeds: int
-    seconds: float
+    seconds: float = 0.0
     values: Sequence[float | None] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reduced: str = ""
     note: str = ""
+
+    @classmethod
+    def of_seeds(cls, values: Sequence[float | None], *, digits: int = 3, **fields: Any) -> Row:
+        """Returns a row of a number that every seed has: its mean and standard deviation, see `mean_and_std`.
+
+        >>> row = Row.of_seeds([80.0, 90.0], digits=1, case="2NN", measure="rounds")
+        >>> row.ours, row.seeds, row.paper, row.seconds
+        ('85.0 ± 7.1', 2, '', 0.0)
+        """
+        return cls(**{"ours": mean_and_std(values, digits), "values": values, "seeds": len(values), **fields})
+
+    @classmethod
+    def counted(cls, found: Sequence[bool], **fields: Any) -> Row:
+        """Returns a row of something that is true in some seeds, see `count_of_seeds`.
+
+        >>> Row.counted([True, False], case="2NN", measure="faster than FedSGD").ours
+        'in 1 of 2 seeds'
+        """
+        return cls(**{"ours": count_of_seeds(found), "seeds": len(found), **fields})
 
 
 Case = Callable[[], Iterable[Row]]

@@ -37,9 +37,7 @@ from fedsim.reproductions._reproduction import (
     Reproduction,
     Request,
     Row,
-    count_of_seeds,
     join_nonempty,
-    mean_and_std,
 )
 from fedsim.samplers import Attacked, Sampler, UniformSampler
 
@@ -104,26 +102,22 @@ def _run(request: Request, name: str) -> Iterator[Row]:
             seconds += curve.seconds
             request.log(f"{title}, {attack_title}: seed {seed}: {accuracies[-1]:.1f} %, {curve.seconds:.0f} s")
         settings: dict[str, Any] = {"rate": femnist.RATE, "cohort": cohort, "attackers": _FRACTION, "rounds": extent.rounds}
-        yield Row(
+        yield Row.of_seeds(
+            accuracies,
+            digits=1,
             case=f"{title}; {attack_title}",
             measure="test accuracy, %",
-            paper="",
-            ours=mean_and_std(accuracies, 1),
-            values=accuracies,
-            seeds=len(accuracies),
             seconds=seconds,
             settings=settings,
             reduced=reduced,
         )
     clean, flipped = (found[_ATTACKS[each][0]] for each in ("none", "sign-flip-4"))
     robust = [without - attacked < 5 for without, attacked in zip(clean, flipped, strict=True)]
-    yield Row(
+    yield Row.counted(
+        robust,
         case=title,
         measure="loses less than 5 points under sign flips times 4",
         paper="no" if name == "mean" else "yes",
-        ours=count_of_seeds(robust),
-        seeds=len(robust),
-        seconds=0.0,
         reduced=reduced,
     )
 

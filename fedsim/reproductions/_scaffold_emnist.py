@@ -135,7 +135,6 @@ def _at_small_rate(case: str, measure: str, settings: Mapping[str, Any], extent:
     return Row(
         case=case,
         measure=f"{measure} at rate {_SMALL:.3g}",
-        paper="",
         ours=mean_and_std([reached], 0) if reached else _not_reached(curve),
         values=[reached],
         seeds=1,
@@ -170,7 +169,6 @@ def _comparisons(
             paper="yes",
             ours=count_of_seeds(found) if any(both) else "neither reached it",
             seeds=len(found),
-            seconds=0.0,
             reduced=extent.reduced(rounds=not all(both)),
         )
 

@@ -22,7 +22,7 @@ from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate, evaluate_personalized
 from fedsim.model import Model, Params
 from fedsim.partitioners import hide_labels, noise, only_labelled, rotation
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.samplers import UniformSampler
 from fedsim.transfer import Head, probe_then_tune, transfer_body
 
@@ -132,13 +132,11 @@ def _run(request: Request, title: str, domain: Callable[..., Domain], classes: i
         own = ", of each client's own model" * isinstance(algorithms[rate], FedPer)
         for number, rounds in enumerate(seen):
             at = [each[number] for each in values]
-            yield Row(
+            yield Row.of_seeds(
+                at,
+                digits=1,
                 case=f"{title}: {name}",
                 measure=f"test accuracy after {rounds} rounds, %{own}",
-                paper="",
-                ours=mean_and_std(at, 1),
-                values=at,
-                seeds=len(extent.seeds),
                 seconds=0.0 if number else time.perf_counter() - began,
                 settings={"rate": rate, "rates": _RATES, "batches": str(_BATCHES), "clients per round": _COHORT},
                 reduced=join_nonempty(extent.reduced()),

@@ -29,7 +29,7 @@ from fedsim.algorithms import DSSGD
 from fedsim.data import Batches, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.reproductions._clock import SPEEDS, TimedCurve, train_on_clock
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row
 from fedsim.samplers import Sampler, ScheduleSampler, ShuffledSampler
 from fedsim.systems import Buffered, ConstantWeight, Synchronization, Synchronous
 
@@ -102,13 +102,12 @@ def _run(request: Request, case: _Case) -> Iterator[Row]:
     accuracies = [100 * each.curve.mean_of_last(_LAST) for each in found]
     simulated = [float(each.times[-1]) for each in found]
     staleness = float(np.mean([each.schedule.updates.staleness.mean() for each in found]))
-    yield Row(
+    yield Row.of_seeds(
+        accuracies,
+        digits=2,
         case=case.title,
         measure=f"test accuracy after {extent.rounds} epochs, %",
         paper=case.paper,
-        ours=mean_and_std(accuracies, 2),
-        values=accuracies,
-        seeds=len(found),
         seconds=sum(each.curve.seconds for each in found),
         settings=dataclasses.asdict(case) | {"participants": data.num_clients, "devices": str(SPEEDS), "rounds": extent.rounds},
         details={"simulated seconds": simulated, "curve of seed 0": found[0].curve.points()},

@@ -23,7 +23,7 @@ import optax
 from fedsim.algorithms import FedAvg
 from fedsim.reproductions._clock import SPEEDS, Task, TimedCurve, digits, femnist_writers, needs_data, train_on_clock
 from fedsim.reproductions._femnist import NEEDS
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 from fedsim.samplers import UniformSampler
 from fedsim.systems import Faults, Policy
 
@@ -87,18 +87,18 @@ def _rows(task: Task, title: str, clean: list[TimedCurve], faulty: list[TimedCur
     in_time = [100 * accuracy(b, 2 * a.schedule.seconds) / accuracy(a) for a, b in pairs]
     multiples = [b.schedule.seconds / a.schedule.seconds for a, b in pairs]
     lost = [each.schedule.totals.lost / each.schedule.totals.dispatched for each in faulty]
-    shared: dict[str, Any] = {"case": f"{task.title}, {title}", "paper": "", "seeds": len(faulty), "reduced": reduced}
-    rows = [("test accuracy, %", accuracies, mean_and_std(accuracies, 1), f"{np.mean(lost):.0%} of dispatches bring no update")]
+    shared: dict[str, Any] = {"case": f"{task.title}, {title}", "reduced": reduced}
+    rows = [("test accuracy, %", accuracies, 1, f"{np.mean(lost):.0%} of dispatches bring no update")]
     if faulty is not clean:
         rows += [
-            ("accuracy, % of that without faults", of_clean, mean_and_std(of_clean, 1), ""),
-            ("simulated time, multiple of that without faults", multiples, mean_and_std(multiples, 2), ""),
+            ("accuracy, % of that without faults", of_clean, 1, ""),
+            ("simulated time, multiple of that without faults", multiples, 2, ""),
         ]
     if max(multiples) > 2:
-        rows.append(("accuracy in twice the time, % of that without faults", in_time, mean_and_std(in_time, 1), ""))
-    for index, (measure, values, ours, note) in enumerate(rows):
+        rows.append(("accuracy in twice the time, % of that without faults", in_time, 1, ""))
+    for index, (measure, values, places, note) in enumerate(rows):
         seconds = sum(each.curve.seconds for each in faulty) if not index else 0.0
-        yield Row(measure=measure, values=values, ours=ours, note=note, seconds=seconds, **shared)
+        yield Row.of_seeds(values, digits=places, measure=measure, note=note, seconds=seconds, **shared)
 
 
 UNUS_FAULTS = Reproduction(

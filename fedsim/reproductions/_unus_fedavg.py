@@ -21,7 +21,7 @@ import numpy as np
 from fedsim import models
 from fedsim.reproductions._clock import SPEEDS, train_on_clock
 from fedsim.reproductions._fedavg_mnist import CASES, COHORT, FEDAVG, MnistCase
-from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, mean_and_std
+from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row
 from fedsim.systems import Synchronous
 
 
@@ -54,26 +54,23 @@ def _run(request: Request, case: MnistCase) -> Iterator[Row]:
         request.log(f"{case}: seed {seed}: {rounds[-1]} rounds, {times[-1]} simulated seconds, {found.curve.seconds:.0f} s")
     shared: dict[str, Any] = {
         "case": str(case),
-        "seeds": len(extent.seeds),
         "settings": dataclasses.asdict(case)
         | {"cohort": COHORT, "rounds": extent.rounds, "rate": rate, "devices": str(SPEEDS)},
         "reduced": extent.reduced(rounds=not all(rounds)),
     }
-    yield Row(
+    yield Row.of_seeds(
+        rounds,
+        digits=0,
         measure=f"rounds to {case.target:.0%}",
         paper=case.paper,
-        ours=mean_and_std(rounds, 0),
-        values=rounds,
         seconds=seconds,
         note=f"learning rate {rate:.3g}, not tuned",
         **shared,
     )
-    yield Row(
+    yield Row.of_seeds(
+        times,
+        digits=0,
         measure=f"simulated seconds to {case.target:.0%}",
-        paper="",
-        ours=mean_and_std(times, 0),
-        values=times,
-        seconds=0.0,
         note=f"clients of a cohort work {np.mean(shares):.0%} of the time, and wait for the slowest otherwise",
         **shared,
     )

@@ -103,22 +103,23 @@ def _bounds(request: Request, load: _Load, most: int, target: float, law: str, d
         staleness = [_staleness(each) for each in found]
         shared: dict[str, Any] = {
             "case": f"{task.title}, {law}, bound {'∞' if bound is None else bound}",
-            "paper": "",
-            "seeds": len(found),
             "settings": {"workers": workers, "updates": updates, "rate": task.rate, "devices": str(devices)},
             "reduced": join_nonempty(task.reduced, extent.reduced()),
         }
-        yield Row(
+        yield Row.of_seeds(
+            accuracies,
+            digits=1,
             measure=f"test accuracy after {updates:,} updates, %",
-            ours=mean_and_std(accuracies, 1),
-            values=accuracies,
             seconds=sum(each.curve.seconds for each in found),
             details={"simulated seconds": ends, "mean staleness": staleness},
             note=f"at {np.mean(ends):,.0f} simulated seconds; mean staleness {np.mean(staleness):.1f} server steps",
             **shared,
         )
-        yield Row(
-            measure=f"simulated seconds to {target:.0%}", ours=mean_and_std(times, 0), values=times, seconds=0.0, **shared
+        yield Row.of_seeds(
+            times,
+            digits=0,
+            measure=f"simulated seconds to {target:.0%}",
+            **shared,
         )
 
 
@@ -183,15 +184,14 @@ def _methods(request: Request, load: _Load, target: float) -> Iterator[Row]:
             fewer = [a / b for a, b in zip(base.setdefault(measure, values), values, strict=True) if a and b]
             less = "fewer" if measure == "client updates" else "less"
             ratio = f"{mean_and_std(fewer, 2)} times {less} than synchronous; " if fewer and method != "synchronous" else ""
-            yield Row(
+            yield Row.of_seeds(
+                values,
+                digits=0,
                 case=f"{task.title}: {method}",
                 measure=f"{measure} to {target:.0%}",
                 paper="3.3 times fewer than synchronous, up to 2.5 than FedAsync (other data)"
                 if method.startswith("FedBuff") and measure == "client updates"
                 else "",
-                ours=mean_and_std(values, 0),
-                values=values,
-                seeds=len(found),
                 seconds=seconds if measure == "client updates" else 0.0,
                 settings={"rate": rate, "mixing": mixing, "concurrency": concurrency, "devices": str(SPEEDS)},
                 details={"mean staleness": [_staleness(each) for each in found], "times fewer": fewer},

@@ -25,7 +25,7 @@ from fedsim.compressors import UniformQuantizer
 from fedsim.data import FormatError
 from fedsim.evaluation import evaluate
 from fedsim.model import Model, Params
-from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, join_nonempty, mean_and_std
+from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, join_nonempty
 from fedsim.text_files import read_csv, read_text
 from fedsim.vertical import (
     CVFL,
@@ -309,13 +309,12 @@ def _rows(
     settings = {"steps": extent.rounds, "batch_size": task.batch_size, "rate": task.rate, "local_steps": _LOCAL_STEPS}
     for number, measure in enumerate(task.measures):
         values = [float(each[measure]) for each in scores]
-        yield Row(
+        yield Row.of_seeds(
+            values,
+            digits=4,
             case=f"{task.title}, {case}",
             measure=measure,
             paper=task.known.get(known, {}).get(measure, ""),
-            ours=mean_and_std(values, 4),
-            values=values,
-            seeds=len(extent.seeds),
             seconds=0.0 if number else seconds,
             settings=settings,
             reduced=join_nonempty(extent.reduced()),
