@@ -50,7 +50,8 @@ class Row:
         >>> row.ours, row.seeds, row.paper, row.seconds
         ('85.0 ± 7.1', 2, '', 0.0)
         """
-        return cls(**{"ours": mean_and_std(values, digits), "values": values, "seeds": len(values), **fields})
+        own: dict[str, Any] = {"ours": mean_and_std(values, digits), "values": values, "seeds": len(values)}
+        return cls(**own | fields)
 
     @classmethod
     def counted(cls, found: Sequence[bool], **fields: Any) -> Row:
@@ -59,7 +60,8 @@ class Row:
         >>> Row.counted([True, False], case="2NN", measure="faster than FedSGD").ours
         'in 1 of 2 seeds'
         """
-        return cls(**{"ours": count_of_seeds(found), "seeds": len(found), **fields})
+        own: dict[str, Any] = {"ours": count_of_seeds(found), "seeds": len(found)}
+        return cls(**own | fields)
 
 
 Case = Callable[[], Iterable[Row]]
