@@ -94,7 +94,7 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        if jax.config.jax_disable_jit or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if getattr(jax.config, "jax_disable_jit", False) or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._jitted(*args)
         form = structure, tuple(map(_form, leaves)), tuple(getattr(jax.config, name, None) for name in _SETTINGS)
         if form not in self._executables:

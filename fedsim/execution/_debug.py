@@ -92,8 +92,11 @@ def _begun(
 class _PythonClients(Clients):
     """Clients that run one after another in Python, each with the columns of its own examples."""
 
-    def __init__(self, cohort: Cohort, before: FederatedState, table: Any, first_memories: Any, *args: Any) -> None:
-        super().__init__(*args, cohort.attack)
+    def __init__(
+        self, cohort: Cohort, before: FederatedState, table: Any, first_memories: Any, algorithm: FederatedAlgorithm,
+        plan: RoundPlan, key: jax.Array,
+    ) -> None:  # fmt: skip
+        super().__init__(algorithm, plan, key, cohort.attack)
         self.cohort, self.before, self.table, self.first_memories = cohort, before, table, first_memories
         self.past = before.past
 

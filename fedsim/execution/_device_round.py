@@ -193,7 +193,8 @@ class DeviceRound:
         """Runs one client; returns what arrives of its update, its entries, and its new row of the table, () without one."""
 
         def work() -> Any:
-            return call.run(operands.work, operands.server_memory, own, self.columns, row, stored, self.program.first_memories)
+            shared, client = (operands.work, operands.server_memory), (own, self.columns, row, stored)
+            return call.run(shared, client, self.program.first_memories)
 
         if self.layout.most_examples is None or call.aggregator is None:
             return work()

@@ -13,7 +13,7 @@ import numpy as np
 from fedsim import primitives, rng
 from fedsim.data import ClientRows, Cohort
 from fedsim.execution import _memory
-from fedsim.execution._device_round import put_rows
+from fedsim.execution._device_round import put_rows, rows_of
 from fedsim.execution._execution import Jit, check_cohorts
 from fedsim.execution._plan import Layout, RoundPlan, plan_round
 from fedsim.execution._programs import programs_for
@@ -68,12 +68,12 @@ def run_round(
     def run_call(call: TracedCall, operands: Operands) -> tuple[Any, Any]:
         nonlocal table
         exists = jnp.arange(cohort.slots) < len(cohort)
-        memories = plan.memory if isinstance(table, ClientTable) else ()
-        stored = jax.tree.map(lambda x: x[jnp.asarray(memories)], table)
+        memories = jnp.asarray(plan.memory)
+        stored = rows_of(table, memories) if isinstance(table, ClientTable) else ()
         shared, clients = round.inputs(call, operands, stored)
 
         def work(shared: Any, client: Any) -> Any:
-            return call.run(*shared, *_with_keys(client), round.program.first_memories)
+            return call.run(shared, _with_keys(client), round.program.first_memories)
 
         each = [jax.tree.map(lambda x, i=i: x[i], clients) for i in range(len(cohort))]
         results = list(run_clients(work, shared, each))
@@ -118,7 +118,7 @@ def federated_round(
             shared, clients = own.inputs(call, operands, table.stacked if isinstance(table, Placed) else ())
 
             def of_client(shared: Any, client: Any) -> Any:
-                return call.run(*shared, *_with_keys(client), round.program.first_memories)
+                return call.run(shared, _with_keys(client), round.program.first_memories)
 
             sent = primitives.broadcast(shared, placement)
             arrived, entries, rows = primitives.map(of_client, sent, Placed(clients, placement)).stacked
@@ -214,4 +214,4 @@ def _with_keys(client: Any) -> Any:
     own, *rest = client
     words, step_words = own.streams
     wrap = jax.random.wrap_key_data
-    return own._replace(key=wrap(own.key), streams=(words, wrap(step_words))), *rest
+    return (own._replace(key=wrap(own.key), streams=(words, wrap(step_words))), *rest)

@@ -198,23 +198,20 @@ class TracedCall:
         return [_aval(x) for x in jax.tree.leaves(self.results)]
 
     def run(
-        self, consts: Sequence[Any], server_memory: Any, own: ClientPlan, columns: Any, row: Any, stored: Any,
-        first_memories: Mapping[str, Any],
-    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        self, shared: tuple[Sequence[Any], Any], client: tuple[ClientPlan, Any, Any, Any], first_memories: Mapping[str, Any]
+    ) -> tuple[Any, Any, Any]:
         """Runs one client.
 
         Args:
-          consts: the values from outside of ``work``.
-          server_memory: what the server keeps for the aggregator.
-          own: what is known of the client.
-          columns: the columns that have its examples.
-          row: its row in a call of `Clients.map_rows`, else ().
-          stored: its row of the table of memories, a `ClientTable`; () without one.
+          shared: what all clients get: the values from outside of ``work``, and what the server keeps for the aggregator.
+          client: what is known of the client; the columns that have its examples; its row in a call of `Clients.map_rows`, else
+            (); and its row of the table of memories, a `ClientTable`, () without one.
           first_memories: ``first_memory`` of each call of the round.
 
         Returns:
           What arrives of its update, () for `Clients.map`; its entries; and its new row of the table, or ``stored``.
         """
+        (consts, server_memory), (own, columns, row, stored) = shared, client
         inputs: dict[str, Any] = {"row": row, "server memory": server_memory}
         if isinstance(stored, ClientTable):
             memory, by_call = stored.rows
@@ -336,7 +333,7 @@ class RoundProgram:
         """Runs the server up to a call, or after the last call to the end."""
         piece = self._pieces[number]
         results = jaxpr_as_fun(ClosedJaxpr(piece, []))(*[values[var] for var in piece.invars])
-        values |= dict(zip(piece.outvars, results, strict=True))
+        values |= dict(zip(_variables(piece.outvars), results, strict=True))
 
     def operands(self, number: int, values: Values) -> Operands:
         """Returns the operands of a call that `advance` has reached."""
@@ -399,7 +396,7 @@ class RoundProgram:
         known: set[Var] = set()
         live = []
         for number, equation in enumerate(self._equations):
-            known.update(self._pieces[number].outvars)
+            known.update(_variables(self._pieces[number].outvars))
             live.append([var for var in self._needed[number] if var in known])
             known.update(equation.outvars)
         return live
@@ -428,7 +425,8 @@ class _TracedClients(Clients):
         self._sent: Any = ()
         self._memory: Any = ()
         self._aggregator_memories: dict[str, Any] = {}
-        self.loop, self._loops = self._recorded_loop, []
+        self.loop = self._recorded_loop
+        self._loops: list[Loop] = []
 
     @property
     def row(self) -> Any:
@@ -453,7 +451,7 @@ class _TracedClients(Clients):
 
     def _kept_by_server(self, kind: str, name: str, like: Any) -> Any:
         memory = _input(f"{kind} {name}", like)
-        getattr(self.before, kind)[name] = memory  # type: ignore[index]
+        getattr(self.before, kind)[name] = memory
         return memory
 
     def _keep_sent(self, received: Shared) -> None:
@@ -468,13 +466,14 @@ class _TracedClients(Clients):
         fold, aggregator = call.fold, call.aggregator
         assert fold is not None and aggregator is not None
 
+        update: Any = ()
+
         def of_client(own: ClientPlan, columns: Any) -> Any:
             nonlocal update
             *results, sent = self.update_of(call, work, own, columns, _kept)
             update = tree.shapes(sent)
             return tuple(results)
 
-        update: Any = ()
         one = self._closed(of_client, call)
         arrived, entries, self._memory, aggregator_memory = one.shapes
         if jax.tree.leaves(aggregator_memory):
