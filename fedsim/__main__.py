@@ -1,5 +1,5 @@
 """``python -m fedsim``: the command line."""
 
-from fedsim.cli import main
+from fedsim.commands import main
 
 raise SystemExit(main())

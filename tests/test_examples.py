@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim import cli
+from fedsim import commands
 from fedsim.datasets import _registry
 
 pytestmark = pytest.mark.slow
@@ -122,7 +122,7 @@ def test_example_runs_from_the_command_line_by_import_path(name, tmp_path, capsy
     reference = f"{EXAMPLES / name}.py:{CLASSES[name]}"
     jax.devices()  # starts JAX, so that the command line does not change the devices of other tests
     options = ["--rounds", "2", "--clients", "4", "--client-learning-rate", "0.05", "--folder", str(tmp_path / "run")]
-    assert cli.main(["run", "--algorithm", reference, *options]) == 0
+    assert commands.main(["run", "--algorithm", reference, *options]) == 0
     assert "after round 2 of 2" in capsys.readouterr().out
     config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
     assert (config["algorithm"], config["client_learning_rate"]) == (reference, 0.05)
@@ -172,7 +172,7 @@ def test_own_dataset_trains_in_python_and_from_the_command_line(tmp_path, capsys
     options = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     reference = f"{EXAMPLES / 'own_dataset'}.py:tumours(hospitals=30)"
     jax.devices()
-    assert cli.main(["run", "--dataset", reference, *options]) == 0
+    assert commands.main(["run", "--dataset", reference, *options]) == 0
     last = fedsim.experiment.read_metrics(tmp_path / "metrics.jsonl")[-1]
     assert last["test_accuracy"] == pytest.approx(accuracy)
 

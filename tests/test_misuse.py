@@ -359,7 +359,7 @@ def test_a_run_folder_is_used_by_one_run_at_a_time(tmp_path):
 
 
 def test_an_error_in_a_user_s_file_has_file_and_line(tmp_path, capsys):
-    from fedsim.cli import main
+    from fedsim.commands import main
 
     file = tmp_path / "mine.py"
     file.write_text(

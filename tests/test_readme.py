@@ -12,7 +12,7 @@ import pytest
 
 import fedsim
 from benchmarks import readme
-from fedsim import cli
+from fedsim import commands
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_commands_and_options_exist(capsys):
         if command != "run":
             names = [word for word in arguments[:1] if command == "datasets"]
             with contextlib.suppress(SystemExit):
-                assert cli.main([command, *names, "--help"]) == 0
+                assert commands.main([command, *names, "--help"]) == 0
             shown = capsys.readouterr().out
             for option in (word for word in arguments if word.startswith("--")):
                 assert option in shown, shlex.join(arguments)
@@ -84,7 +84,7 @@ def test_commands_and_options_exist(capsys):
         given = dict(itertools.pairwise(arguments))
         choice = [word for name in ("--dataset", "--algorithm") if name in given for word in (name, given[name])]
         with pytest.raises(SystemExit) as exit_:
-            cli.main(["run", *choice, "--help"])
+            commands.main(["run", *choice, "--help"])
         assert exit_.value.code == 0
         shown = capsys.readouterr().out
         for option in (word for word in arguments if word.startswith("--") and word != "--help"):
@@ -97,7 +97,7 @@ def test_the_run_with_traces_and_faults_reads_the_files_of_the_page(tmp_path, mo
         (text,) = blocks(language)
         Path(file).write_text(text)
     (command,) = [line for block in blocks("") for line in block.splitlines() if "phones.csv" in line]
-    assert cli.main([*shlex.split(command)[1:], "--rounds", "3", "--folder", "run"]) == 0
+    assert commands.main([*shlex.split(command)[1:], "--rounds", "3", "--folder", "run"]) == 0
     assert "simulated" in capsys.readouterr().out
 
 

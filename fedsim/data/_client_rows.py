@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 
 from fedsim.data._row_store import MemoryRows, RowFile, RowStore
 
@@ -47,6 +46,8 @@ class ClientRows:
     @classmethod
     def empty(cls, like: Rows, num_clients: int) -> ClientRows:
         """Returns a value without rows. ``like`` is the row of one client: a pytree of arrays or ``jax.ShapeDtypeStruct``."""
+        import psutil
+
         store: RowStore = RowFile(like)
         if store.row_bytes * num_clients <= _MEMORY_SHARE * psutil.virtual_memory().available:
             with contextlib.suppress(OSError):  # Some systems reserve no more addresses than they have memory.

@@ -26,9 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import h5py
 import numpy as np
-from h5py import h5d, h5p, h5s, h5t
 from zlib_ng import zlib_ng
 
 from fedsim.data._client_ids import ClientIds
@@ -375,6 +373,9 @@ class _SparseFile(io.RawIOBase):
 
 def _structure(arrays: Mapping[str, StoredArray], user_block: int) -> tuple[_SparseFile, dict[str, int]]:
     """Returns the HDF5 file without the content of its arrays, and the byte offset of each array."""
+    import h5py  # here, because only writing a file needs HDF5
+    from h5py import h5d, h5p, h5s, h5t
+
     make_groups = h5p.create(h5p.LINK_CREATE)
     make_groups.set_create_intermediate_group(True)
     reserve = h5p.create(h5p.DATASET_CREATE)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
-from tqdm import tqdm
 
 from fedsim.data._errors import FormatError
 from fedsim.data._federated_data import ClientDataset, FederatedData, check_same_features, check_same_lengths
@@ -115,6 +114,8 @@ class ClientStream:
         ...     FederatedData.open(f"{folder}/a.h5")["ann"]["t"].tolist()
         [b'to be', b'']
         """
+        from tqdm import tqdm
+
         with Spool(path) as spool:
             bar = tqdm(self, progress, self.num_clients, unit=" clients", disable=None if progress else True, leave=False)
             for client in bar:

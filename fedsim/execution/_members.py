@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -88,6 +87,8 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
 
 def most_side_by_side(state: State, mesh: Mesh, data: FederatedData) -> int:
     """Returns how many members' states, with the memories of all clients, fit the memory of one device."""
+    import psutil
+
     clients = parts_of(state).clients
     rest = state._replace(clients=()) if clients != () else state
     size = tree.num_bits(rest) // 8

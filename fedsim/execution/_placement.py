@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import psutil
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -25,6 +24,8 @@ _ONE_SHAPE_BYTES = 256 * 2**20
 
 def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
     """Returns whether every device gets all examples: as ``memory`` says, or if they take less than a quarter of the memory."""
+    import psutil
+
     if memory != "auto":
         return memory == "resident"
 
@@ -134,6 +135,8 @@ def must_fit(aggregator: Aggregator, accumulator: Any, slots: int, mesh: Mesh) -
       slots: the largest number of clients of a cohort.
       mesh: the devices.
     """
+    import psutil
+
     device = mesh.devices.flat[0]
     if device.platform == "cpu":
         copies, free = mesh.size, psutil.virtual_memory().available

@@ -114,7 +114,7 @@ def test_the_progress_bar_is_labeled_and_only_shown_on_request(tmp_path, monkeyp
         seen.append((label, total, disable))
         return clients
 
-    monkeypatch.setattr("fedsim.data._stream.tqdm", bar)
+    monkeypatch.setattr("tqdm.tqdm", bar)
     two().save(tmp_path / "a.h5")
     stream(*two().read(), num_clients=2).save(tmp_path / "a.h5", progress="converting")
     assert seen == [(None, None, True), ("converting", 2, None)]

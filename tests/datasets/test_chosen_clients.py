@@ -13,7 +13,7 @@ import pytest
 
 import fedsim
 from fedsim import datasets
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.configuration import build_members
 from fedsim.data import FederatedData
 from fedsim.datasets import _chosen_clients

@@ -11,7 +11,7 @@ import pytest
 import fedsim
 from fedsim import decentralized
 from fedsim.attacks import ALittleIsEnough, GaussianNoise, SignFlip
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.decentralized._mixer import Mixer
 
 NODES = 8

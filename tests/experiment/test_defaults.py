@@ -5,7 +5,7 @@ import json
 import pytest
 
 import fedsim
-from fedsim import cli
+from fedsim import commands
 
 # Arguments without a sensible default, the error message that names each, and a value with which training works.
 NEEDS = {
@@ -33,7 +33,7 @@ def accuracy(folder, *options):
     """Returns the test accuracy at the end, of the personal models if the algorithm has no global model."""
     rounds = ROUNDS.get(options[-1], "60")
     given = ["--rounds", rounds, "--evaluate-every", rounds, "--folder", str(folder), "--no-progress"]
-    assert cli.main(["run", *options, *given]) == 0
+    assert commands.main(["run", *options, *given]) == 0
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     return last["test_accuracy"] if "test_accuracy" in last else last["test_personal_accuracy"]
 
@@ -47,7 +47,7 @@ def test_training_on_the_digits_works_with_the_defaults(kind, name, tmp_path):
 @pytest.mark.parametrize(("kind", "name"), NEEDS)
 def test_the_error_names_the_missing_argument(kind, name, tmp_path, capsys):
     try:
-        code = cli.main(["run", f"--{kind}", name, "--folder", str(tmp_path / "run")])
+        code = commands.main(["run", f"--{kind}", name, "--folder", str(tmp_path / "run")])
     except SystemExit as end:
         code = end.code
     assert code == 2

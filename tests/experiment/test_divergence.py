@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.cli import main
+from fedsim.commands import _run, main
 from fedsim.experiment import closing_table, run
 from fedsim.experiment.driving import LossMonitor
 
@@ -142,8 +142,8 @@ def test_a_warning_that_is_raised_twice_is_shown_once(capsys, monkeypatch):
                 warnings.warn("clients that can never take a step: 3", stacklevel=1)
         return 0
 
-    monkeypatch.setattr(fedsim.cli, "_run", command)
+    monkeypatch.setattr(_run, "main", command)
     show = warnings.showwarning
     assert main(["run"]) == 0
     assert capsys.readouterr().err == "fedsim: warning: clients that can never take a step: 3\n"
-    assert warnings.showwarning is show and sys.modules["fedsim.cli"] is fedsim.cli
+    assert warnings.showwarning is show and sys.modules["fedsim.commands"] is fedsim.commands

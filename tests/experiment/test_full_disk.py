@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 import pytest
 
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.configuration import RunConfig
 from fedsim.durable_files import WriteError, writing
 from fedsim.experiment import Settings, build, read_config, read_metrics, restore, run

@@ -11,7 +11,7 @@ import pytest
 
 import fedsim
 from fedsim import systems
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.experiment import RunConfig, Settings, build, read_config, read_metrics, restore
 from fedsim.experiment._checkpoint import _with_rounds
 from fedsim.experiment._longer import _check_events

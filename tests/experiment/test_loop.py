@@ -307,7 +307,7 @@ for name in ("orbax", "orbax.checkpoint", "tensorboardX", "matplotlib", "tyro", 
     sys.modules[name] = None
 import numpy as np, optax, fedsim
 assert {"networkx", "scipy.sparse"} & {*sys.modules} == set()  # `fedsim.decentralized` imports them where it is used
-import fedsim.cli
+import fedsim.commands
 from fedsim.experiment import run
 data = fedsim.FederatedData.from_arrays({"x": np.zeros([6, 8, 8, 1], np.uint8), "y": np.zeros(6, np.int32)}, sizes=[4, 2])
 algorithm = fedsim.algorithms.FedAvg(
@@ -318,7 +318,7 @@ with warnings.catch_warnings(record=True) as caught:
     result = run(algorithm, sampler, rounds=3, folder=sys.argv[1], test_data=data)
 assert result.round == 3 and len(result.history) == 4
 print([str(w.message) for w in caught])
-print(fedsim.cli.main(["run"]))
+print(fedsim.commands.main(["run"]))
 """
 
 
@@ -330,7 +330,7 @@ def test_import_and_train_without_optional_dependencies(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "No checkpoints will be written: orbax-checkpoint is not installed" in done.stdout
     assert "The command line needs tyro" in done.stderr
-    assert {path.name for path in Path(tmp_path / "r").iterdir()} == {".lock", "config.json", "metrics.jsonl"}
+    assert {path.name for path in Path(tmp_path / "r").iterdir()} == {".lock", "clients.csv", "config.json", "metrics.jsonl"}
 
 
 def test_a_run_causes_no_warnings(algorithm, sampler, data, tmp_path):

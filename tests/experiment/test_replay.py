@@ -13,7 +13,7 @@ from federation import assert_trees_close
 
 import fedsim
 from fedsim import systems
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.configuration import scheduled
 from fedsim.experiment import replay, run
 

@@ -17,7 +17,7 @@ import pytest
 
 import fedsim
 from fedsim import aggregators, compressors
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.planning import _costs
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import fedsim
 from fedsim import reproductions
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.reproductions import Extent, Request, Row, _random_quadratics, rounds_to_target
 from fedsim.reproductions import _fedprox_stragglers as stragglers
 from fedsim.reproductions import _qffl_fairness as fairness

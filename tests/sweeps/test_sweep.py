@@ -21,7 +21,7 @@ import pytest
 from tqdm import tqdm
 
 from fedsim import datasets, experiment, sweeps
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.configuration import build_members
 from fedsim.data import population_identity
 from fedsim.execution import _members, _memory

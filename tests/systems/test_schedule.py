@@ -16,7 +16,7 @@ from fault_replay import BYTES_DOWN, CLIENTS, COHORT, ROUNDS, SEED, STEPS, writt
 from federation import singletons
 
 from fedsim import rng, systems
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.experiment import read_metrics
 from fedsim.names import make
 from fedsim.samplers import ScheduleSampler, Stragglers, UniformSampler

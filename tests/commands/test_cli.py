@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import fedsim
-from fedsim.cli import main
+from fedsim import commands
+from fedsim.commands import _run, main
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
 from fedsim.experiment._trust import named_code, signature
 from fedsim.names import make
@@ -124,7 +125,7 @@ def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(monkeyp
             gc.callbacks.remove(interrupt)
         return 0
 
-    monkeypatch.setattr(fedsim.cli, "_run", command)
+    monkeypatch.setattr(_run, "main", command)
     before = sys.unraisablehook
     assert main(["run"]) == 130 and sent and sys.unraisablehook is before
     assert "aborted" in capsys.readouterr().err
@@ -139,13 +140,14 @@ def interrupt(phase, info):
         signal.raise_signal(signal.SIGINT)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.callbacks.append(interrupt)
-import fedsim
+from fedsim.commands import main
+sys.exit(main(["models"]))
 """
 
 
 def test_an_interrupt_is_not_lost_while_the_command_imports_its_modules():
     done = subprocess.run([sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=600)
-    assert done.returncode and "KeyboardInterrupt" in done.stderr and "Exception ignored" not in done.stderr, done.stderr
+    assert done.returncode == 130 and "aborted" in done.stderr and "Exception ignored" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -771,3 +773,19 @@ def test_the_help_says_whose_code_is_run(finished, capsys):
             main(arguments)
         text = " ".join(capsys.readouterr().out.replace("│", "").split())
         assert "--trust" in text and "Python code that the configuration of the folder names" in text
+
+
+def test_every_command_is_a_module_and_in_the_help(capsys):
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("_*.py")}
+    assert {f"_{command}" for command in commands.COMMANDS} <= modules
+    assert main(["--help"]) == 0
+    assert re.findall(r"^  ([a-z]+)", capsys.readouterr().out, re.MULTILINE) == list(commands.COMMANDS)
+
+
+def test_a_description_is_that_of_the_nearest_class_that_has_one():
+    from fedsim.commands._configuration import _documentation
+
+    algorithm = fedsim.algorithms.FedProx
+    assert _documentation(algorithm, "mu") != f"The field mu of {algorithm.__name__}."
+    assert _documentation(algorithm, "server_learning_rate") == "Learning rate of the server."
+    assert _documentation(algorithm, "nowhere") == "The field nowhere of FedProx."

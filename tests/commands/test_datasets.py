@@ -6,7 +6,7 @@ import h5py
 import pytest
 
 import fedsim
-from fedsim.cli import main
+from fedsim.commands import main
 from fedsim.datasets import _registry
 
 
@@ -167,4 +167,5 @@ def test_help_of_datasets(capsys):
     assert "describe" in text and "convert" in text and "verify" in text
     with pytest.raises(SystemExit) as stop:
         main(["datasets", "descibe", "digits"])
-    assert stop.value.code == 2 and "invalid choice: 'descibe'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "Unrecognized options: descibe" in error and "list, describe, convert, verify" in error

@@ -28,7 +28,3 @@ class LostInterruptsRepeated:
             threading.Timer(_SECONDS_UNTIL_REPEATED, _thread.interrupt_main).start()
         else:
             self._previous(ignored)
-
-
-# fedsim/__init__.py imports this module first, and leaves the context after its last import.
-importing = LostInterruptsRepeated().__enter__()

@@ -1,0 +1,213 @@
+"""The options of `fedsim run` and `fedsim plan`: which there are, their defaults, and the configuration that they give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args
+
+import docstring_parser
+import tyro
+
+import fedsim
+from fedsim import checks, datasets, experiment
+from fedsim.commands._options import HOW, TRUST, Option, options_of, parse
+from fedsim.configuration import algorithm_hyperparameters, fields_that_name
+from fedsim.experiment import RunConfig, Settings
+from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
+from fedsim.names import absolute
+
+_FROM = Option(
+    "",
+    str | None,
+    None,
+    "Run folder whose configuration gives the defaults, to repeat that run or to vary it. Code that it names is run, "
+    "see --trust.",
+)
+_SEEDS = Option("training", int | None, None, "Number of seeds, from --seed on: a run for each, see the sweeps above.")
+_SWEEPS = (
+    "Several values of numbers, separated by commas (--batch-size 10,20), and --seeds make a sweep: a run for "
+    "every combination and seed, in a folder each, and a table of their means and standard deviations."
+)
+
+
+class Configured(NamedTuple):
+    """What the options of `fedsim run` say.
+
+    Attributes:
+      config: the configuration of the run, or of the first run of a sweep.
+      settings: how it is executed and reported.
+      varied: the options with several values, which make a sweep.
+      seeds: the number of seeds or the seeds; None without ``--seeds`` and several values of ``--seed``.
+      how: how the runs of a sweep run.
+    """
+
+    config: RunConfig
+    settings: Settings
+    varied: dict[str, list[Any]]
+    seeds: int | list[int] | None
+    how: experiment.How | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """The options on which the other options and their defaults depend. They are read before these."""
+
+    origin: Annotated[str | None, tyro.conf.arg(name="from")] = None
+    dataset: str | None = None
+    algorithm: str | None = None
+    model: str | None = None
+    epochs: str | None = None
+    steps: str | None = None
+    trust: bool = False
+
+
+def configured(arguments: list[str], program: str, about: str) -> Configured:
+    """Returns what the arguments say, in two steps: the first reads `Choices`, which determine the options of the second.
+
+    Args:
+      arguments: what the user gave.
+      program: the command, for the help.
+      about: what the command does, for the help.
+
+    Raises:
+      SystemExit: after ``--help``, or for wrong options.
+      ValueError: a value is out of its range, or a name is unknown.
+    """
+    chosen, _ = tyro.cli(Choices, args=arguments, prog=program, return_unknown_args=True, add_help=False)
+    stored = _read_origin(chosen)
+    dataset = absolute(chosen.dataset or stored["config"].get("dataset", "digits"))
+    algorithm = absolute(chosen.algorithm or stored["config"].get("algorithm", "fedavg"))
+    datasets.describe(dataset)  # an unknown name is the first error
+    cls = experiment.algorithm_class(algorithm)
+    defaults, source = _defaults(chosen, stored["config"], dataset, algorithm, cls)
+    of_config = options_of(RunConfig, defaults, _left_out(cls))
+    own = {
+        name: Option("algorithm", kind, defaults.get(name, default), _documentation(cls, name))
+        for name, (kind, default) in algorithm_hyperparameters(cls).items()
+    }
+    options = {"from": _FROM, "trust": TRUST} | of_config | {"seeds": _SEEDS} | own
+    options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW}
+    arguments, varied = _several_values(arguments, of_config | own)
+    values = parse(options, arguments, program, f"{about} {source} {_SWEEPS}")
+    seeds, how = _seeds_and_how(values, varied)
+    for name in fields_that_name("code"):
+        if values.get(name):
+            values[name] = absolute(values[name])
+    if values["data"]:
+        values["data"] = str(Path(values["data"]).expanduser().resolve())
+    general = {field.name: values[field.name] for field in dataclasses.fields(RunConfig) if field.name in values}
+    config = RunConfig(**general, hyperparameters={name: values[name] for name in own})
+    settings = Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
+    return Configured(config, settings, varied, seeds, how)
+
+
+def _read_origin(chosen: Choices) -> dict[str, Any]:
+    """Returns the stored configuration and settings of ``--from``, which may name code only if it is trusted."""
+    if not chosen.origin:
+        return {"config": {}, "settings": {}}
+    stored = experiment.read_config(chosen.origin)
+    stored_run(chosen.origin, stored)  # raises an error for values that this version does not know
+    if not chosen.trust:
+        check_trusted(chosen.origin, stored, [name for name in ("dataset", "algorithm", "model") if getattr(chosen, name)])
+    warn_of_changed_code(chosen.origin, stored)
+    return stored
+
+
+def _defaults(
+    chosen: Choices, base: Mapping[str, Any], dataset: str, algorithm: str, cls: type[fedsim.Algorithm]
+) -> tuple[dict[str, Any], str]:
+    """Returns the defaults of the options, and a sentence that says whence they are."""
+    model = chosen.model or (base.get("model") if dataset == base.get("dataset") else None)
+    published = experiment.published(dataset, algorithm, model)
+    # A default in the class, for example of client_learning_rate, has priority over those of the dataset.
+    general = {field.name for field in dataclasses.fields(RunConfig)} - {"nonfinite"}
+    own = {field.name: field.default for field in dataclasses.fields(cls) if field.name in general}
+    own = {name: default for name, default in own.items() if default is not dataclasses.MISSING}
+    values = {**published.values, **own, **base}
+    if dataset == base.get("dataset"):
+        values |= base["hyperparameters"] if algorithm == base["algorithm"] else {}
+    else:
+        values |= {"data": None, "model": None}
+    # --steps replaces the default of --epochs and the other way round, because `RunConfig` refuses both.
+    given = {name for name in ("epochs", "steps") if getattr(chosen, name) is not None}
+    values |= {"epochs": 1} if given == {"steps"} else {"steps": None} if given == {"epochs"} else {}
+    values |= {"dataset": dataset, "algorithm": algorithm}
+    if base:
+        return values, f"Defaults: those of {chosen.origin}."
+    return values, f"Source of the defaults for {dataset} with {algorithm}: {published.source}."
+
+
+def _left_out(cls: type[fedsim.Algorithm]) -> list[str]:
+    """Returns the fields of `RunConfig` that have no meaning for an algorithm."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    left_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
+    if "client_optimizer" not in fields:
+        left_out += [
+            field.name
+            for field in dataclasses.fields(RunConfig)
+            if field.metadata.get("group", "").startswith("client optimizer") and field.name not in fields
+        ]
+    return left_out
+
+
+def _seeds_and_how(
+    values: Mapping[str, Any], varied: dict[str, list[Any]]
+) -> tuple[int | list[int] | None, experiment.How | None]:
+    """Returns the seeds and how the members of a sweep run. Several values of ``--seed`` are removed from ``varied``."""
+    seeds, how = values["seeds"], values["how"]
+    checks.whole(1, or_none=True, seeds=seeds)
+    if "seed" in varied:
+        if seeds is not None:
+            raise ValueError(f"Expected several values of --seed or a number --seeds, got both: leave out --seeds {seeds}.")
+        seeds = varied.pop("seed")
+    if how and not varied and seeds is None:
+        raise ValueError(
+            f"Expected several values of an option or --seeds with --how, got --how {how} for a single run: leave it out."
+        )
+    return seeds, how
+
+
+def _several_values(arguments: list[str], options: Mapping[str, Option]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Returns the arguments with the first of several values of an option, and all values by option.
+
+    >>> _several_values(["--rate=0.1,1", "--size", "3"], {"rate": Option("", float, 1.0, ""), "size": Option("", int, 1, "")})
+    (['--rate=0.1', '--size', '3'], {'rate': [0.1, 1.0]})
+    """
+    numbers = {
+        f"--{name.replace('_', '-')}": (name, kind)
+        for name, option in options.items()
+        for kind in (float, int)
+        if option.type is kind or set(get_args(option.type)) == {kind, type(None)}
+    }
+    found, varied, option = [], {}, ""
+    for argument in arguments:
+        name, equals, text = argument.partition("=") if argument.startswith("--") else (option, "", argument)
+        option = argument
+        field, kind = numbers.get(name.replace("_", "-"), (None, None))
+        if field and kind and "," in text:
+            try:
+                varied[field] = [kind(value) for value in text.split(",")]
+            except ValueError:
+                kinds = "whole numbers" if kind is int else "numbers"
+                raise ValueError(f"Expected {kinds} separated by commas after {name}, got {text!r}.") from None
+            if len(set(varied[field])) < len(varied[field]):
+                raise ValueError(f"Expected different values of {name}, got {text}: give every value once.")
+            argument = f"{name}={text.partition(',')[0]}" if equals else text.partition(",")[0]
+        found.append(argument)
+    return found, varied
+
+
+def _documentation(cls: type, name: str) -> str:
+    """Returns the description of a field in the ``Attributes`` section of a class or of its nearest ancestor with one.
+
+    >>> _documentation(fedsim.algorithms.FedProx, "server_learning_rate")
+    'Learning rate of the server.'
+    """
+    for base in cls.__mro__:
+        for entry in docstring_parser.parse(base.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE).params:
+            if entry.arg_name == name and entry.description:
+                text = " ".join(entry.description.split())
+                return text[0].upper() + text[1:] if text[0].isascii() else text
+    return "Learning rate of the server." if name == "server_learning_rate" else f"The field {name} of {cls.__name__}."

@@ -1,0 +1,109 @@
+"""Options that are known only when a command runs: they depend on the dataset, on the algorithm or on a run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_type_hints
+
+import tyro
+
+from fedsim.experiment import How
+
+RUNS_CODE = (
+    "If the configuration names Python code (FILE.py:CLASS or MODULE:CLASS), this code is run. If you did not write the "
+    "configuration on this machine, fedsim prints the names and stops, unless you add --trust."
+)
+
+
+class Option(NamedTuple):
+    """An option of a command.
+
+    Attributes:
+      group: the heading under which the help lists the option.
+      type: the type of its values, e.g. ``int | None``.
+      default: its default; ``dataclasses.MISSING`` if the option must be given.
+      help: what the help says about it.
+    """
+
+    group: str
+    type: Any
+    default: Any
+    help: str
+
+
+TRUST = Option(
+    "", bool, False, "Run the Python code that the configuration of the folder names, also if you did not write it yourself."
+)
+HOW = Option(
+    "execution (speed only)",
+    How | None,
+    None,
+    "How the runs of a sweep run: devices: one at a time on each device; vmap: side by side; sequential: one at a time on all "
+    "devices; default: devices on a CPU, vmap on a GPU or TPU.",
+)
+
+
+def options_of(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, Option]:
+    """Returns the fields of `RunConfig` or `Settings` as options, with these defaults or else those of the fields.
+
+    >>> from fedsim.experiment import Settings
+    >>> options_of(Settings, {"lanes": 2})["lanes"].default
+    2
+    """
+    types = get_type_hints(cls)
+    return {
+        field.name: Option(
+            field.metadata["group"], types[field.name], defaults.get(field.name, field.default), field.metadata["help"]
+        )
+        for field in dataclasses.fields(cls)
+        if field.name not in leave_out
+    }
+
+
+def parse(options: Mapping[str, Option], arguments: Sequence[str], program: str, description: str) -> dict[str, Any]:
+    """Returns the values of all options by name.
+
+    Args:
+      options: the options by name; underscores in a name become hyphens on the command line.
+      arguments: what the user gave.
+      program: the command, for the help.
+      description: what the command does, for the help.
+
+    Raises:
+      SystemExit: after ``--help`` (with status 0), or for wrong options (with status 2); the help or the error is printed.
+
+    >>> options = {"batch_size": Option("training", int, 20, "Examples per step."), "clip": Option("", float | None, None, "")}
+    >>> parse(options, ["--batch-size", "5"], "fedsim run", "Train.")
+    {'batch_size': 5, 'clip': None}
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    defaults: dict[str, dict[str, Any]] = {}
+    for name, option in options.items():
+        groups.setdefault(option.group, {})[name] = Annotated[option.type, tyro.conf.arg(help=option.help, **_shown(option))]
+        default = tyro.MISSING if option.default is dataclasses.MISSING else option.default
+        defaults.setdefault(option.group, {})[name] = default
+    # For tyro, a group of options is a typed dictionary under its heading.
+    typed: Any = TypedDict
+    headed = {title: Annotated[typed(title, group), tyro.conf.arg(name=title)] for title, group in groups.items()}
+    about: dict[str, Any] = {"prog": program, "description": description, "config": (tyro.conf.OmitArgPrefixes,)}
+    parsed = tyro.cli(typed("Options", headed), args=arguments, default=defaults, **about)
+    return {name: value for group in parsed.values() for name, value in group.items()}
+
+
+def shown_as(values: str) -> Any:
+    """Returns a mark for ``Annotated`` that says how the help shows the values of an option, without its default."""
+    return tyro.conf.arg(metavar=values, help_behavior_hint="")
+
+
+def _shown(option: Option) -> dict[str, Any]:
+    """Returns how the help shows the values and the default of an option, where tyro would show ``None`` as one of them."""
+    shown: dict[str, Any] = {}
+    if isinstance(option.default, float):
+        shown["help_behavior_hint"] = f"(default: {option.default:.4g})"
+    given = [kind for kind in get_args(option.type) if kind is not type(None)]
+    if type(None) in get_args(option.type) and len(given) == 1:
+        shown["metavar"] = f"{{{','.join(get_args(given[0]))}}}" if get_args(given[0]) else given[0].__name__.upper()
+        if option.default is None:
+            shown["help_behavior_hint"] = ""
+    return shown

@@ -1,0 +1,50 @@
+"""``fedsim resume``: continues the run or the sweep in a folder."""
+
+from __future__ import annotations
+
+import textwrap
+
+from fedsim import experiment
+from fedsim.commands._options import HOW, RUNS_CODE, TRUST, Option, options_of, parse
+from fedsim.commands._training import train, use_devices
+from fedsim.experiment import Settings
+from fedsim.experiment.driving import check_trusted, stored_run
+from fedsim.sweeps import change_rounds
+
+_USAGE = f"""\
+usage: fedsim resume FOLDER [OPTIONS]
+
+Continue the run or the sweep in FOLDER with the configuration that is stored there; with --rounds N until round N.
+{textwrap.fill(RUNS_CODE, 100)}
+`fedsim resume FOLDER --help` lists the options."""
+_ROUNDS = Option(
+    "training",
+    int | None,
+    None,
+    "New number of rounds. The result is that of a run that had this number from the start. It is refused where this is not "
+    "possible, for example because the learning rate depends on the number.",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Runs ``fedsim resume`` with these arguments and returns the exit status."""
+    if not arguments or arguments[0].startswith("-"):
+        print(_USAGE)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    folder, *rest = arguments
+    stored = experiment.read_sweep(folder) or experiment.read_config(folder)
+    stored_run(folder, stored)
+    options = {"rounds": _ROUNDS} | options_of(Settings, stored["settings"], leave_out=["folder"]) | {"trust": TRUST}
+    if "seeds" in stored:
+        options["how"] = HOW._replace(default=stored.get("how"))
+    chosen = parse(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {RUNS_CODE}")
+    if not chosen.pop("trust"):
+        check_trusted(folder, stored)
+    how, rounds = chosen.pop("how", None), chosen.pop("rounds")
+    settings = Settings(**chosen, folder=folder)
+    if rounds is not None:
+        use_devices(settings.devices)
+        change_rounds(folder, rounds, settings)
+        stored = experiment.read_sweep(folder) or experiment.read_config(folder)
+    config, _ = stored_run(folder, stored)
+    return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how)
