@@ -30,7 +30,7 @@ from fedsim.execution._numbers import kept_with
 from fedsim.execution._placement import AXIS
 from fedsim.metrics import better_of
 from fedsim.model import Model, Params
-from fedsim.primitives._placement import without_mesh_of_context
+from fedsim.primitives import without_mesh_of_context
 
 T = TypeVar("T")
 _Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the rank of each row's client, how many rows count

@@ -21,7 +21,7 @@ from fedsim.execution._memory import check_alike, num_remembered, row_shapes
 from fedsim.execution._numbers import kept_with
 from fedsim.execution._state import Shared, parts_of, with_params
 from fedsim.model import Model, Params
-from fedsim.primitives._placement import without_mesh_of_context
+from fedsim.primitives import without_mesh_of_context
 
 _CHUNK_BYTES_ON_CPU = 2**27
 _CHUNK_BYTES = 2**30

@@ -24,7 +24,7 @@ from fedsim.execution._plan import Layout, RoundPlan, plan_round
 from fedsim.execution._programs import programs_for
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, State, parts_of, server_state
 from fedsim.execution._trace import finished
-from fedsim.primitives._placement import without_mesh_of_context
+from fedsim.primitives import without_mesh_of_context
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_PythonClients")

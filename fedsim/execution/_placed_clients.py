@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fedsim.data import Batches, Cohort
 from fedsim.execution._client import Client, ClientPlan, batch_loop, client_of, client_plans
 from fedsim.execution._plan import Layout, plan_round
-from fedsim.primitives import Placed, Placement
-from fedsim.primitives._placement import without_mesh_of_context
-from fedsim.samplers._checked import check_is_cohort
+from fedsim.primitives import Placed, Placement, without_mesh_of_context
+from fedsim.samplers import check_is_cohort
 
 
 class PlacedClients(Placed):

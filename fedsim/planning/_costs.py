@@ -29,7 +29,7 @@ from fedsim.planning._collectives import collectives_of
 from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan
 from fedsim.planning._timing import seconds_of_round
-from fedsim.samplers._checked import check_is_cohort
+from fedsim.samplers import check_is_cohort
 
 _MANY = 4  # memory is determined for a second cohort that is this many times as large
 

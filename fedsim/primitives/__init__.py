@@ -27,6 +27,7 @@ from fedsim.primitives._placed import reduce as reduce
 from fedsim.primitives._placed import sum as sum
 from fedsim.primitives._placed import weighted_mean as weighted_mean
 from fedsim.primitives._placement import Placement as Placement
+from fedsim.primitives._placement import without_mesh_of_context as without_mesh_of_context
 from fedsim.primitives._stages import Leak as Leak
 from fedsim.primitives._stages import Program as Program
 from fedsim.primitives._stages import Stage as Stage

@@ -6,7 +6,9 @@ The cohorts of one sampler may differ in size, but have the same number of slots
 """
 
 from fedsim.samplers._attacked import Attacked as Attacked
+from fedsim.samplers._checked import check_is_cohort as check_is_cohort
 from fedsim.samplers._checked import checked_cohort as checked_cohort
+from fedsim.samplers._checked import same_key as same_key
 from fedsim.samplers._diurnal import DiurnalSampler as DiurnalSampler
 from fedsim.samplers._poisson import PoissonSampler as PoissonSampler
 from fedsim.samplers._protocol import Sampler as Sampler
