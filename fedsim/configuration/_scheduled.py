@@ -15,8 +15,8 @@ from fedsim.data import Cohort
 from fedsim.execution import Staleness
 from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
 from fedsim.execution._programs import programs_for
+from fedsim.execution._round_program import RoundProgram
 from fedsim.execution._staleness import check_scalable, check_scales
-from fedsim.execution._trace import RoundProgram
 from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems import (
     Asynchronous,

@@ -16,8 +16,9 @@ from fedsim.attacks import Attack
 from fedsim.execution._client import ClientPlan, training_steps
 from fedsim.execution._placement import AXIS
 from fedsim.execution._plan import Layout, RoundPlan
+from fedsim.execution._round_program import Operands, RoundProgram, TracedCall
 from fedsim.execution._state import ClientTable
-from fedsim.execution._trace import Operands, RoundProgram, TracedCall, TraceOptions
+from fedsim.execution._trace import TraceOptions
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
 

@@ -35,9 +35,10 @@ from fedsim.execution._plan import (
     windows,
 )
 from fedsim.execution._programs import Programs, programs_for
+from fedsim.execution._round_program import RoundProgram
 from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
-from fedsim.execution._trace import RoundProgram, TraceOptions
+from fedsim.execution._trace import TraceOptions
 from fedsim.primitives import without_mesh_of_context
 from fedsim.samplers import check_is_cohort, same_key
 

@@ -17,8 +17,9 @@ from fedsim.execution._device_round import put_rows, rows_of
 from fedsim.execution._execution import Jit, check_cohorts
 from fedsim.execution._plan import Layout, RoundPlan, plan_round
 from fedsim.execution._programs import programs_for
+from fedsim.execution._round_program import Operands, RoundProgram, TracedCall
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, State, parts_of, server_state
-from fedsim.execution._trace import Operands, RoundProgram, TracedCall, TraceOptions
+from fedsim.execution._trace import TraceOptions
 from fedsim.primitives import Placed, Placement
 
 # ``(shared, client) -> result``, in JAX: what one client computes from what all get and from what only this client has.

@@ -14,8 +14,8 @@ from fedsim.execution._numbers import form_of, kept_with
 from fedsim.execution._placement import Memory, memory_limit, replicate
 from fedsim.execution._plan import RoundPlan
 from fedsim.execution._programs import programs_for
+from fedsim.execution._round_program import RoundProgram
 from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, FederatedState, State, parts_of
-from fedsim.execution._trace import RoundProgram
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 # While rounds run there are up to four tables: two of the current round, that of the state before the dispatch, and that of the

@@ -16,8 +16,9 @@ from fedsim.execution._device_round import DeviceRound, ProgramOptions
 from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of
 from fedsim.execution._placement import AXIS, must_fit, shardings_of
 from fedsim.execution._plan import RoundPlan
+from fedsim.execution._round_program import RoundProgram, Values
 from fedsim.execution._state import FederatedAlgorithm, FederatedState, State, parts_of
-from fedsim.execution._trace import RoundProgram, TraceOptions, Values, trace_round
+from fedsim.execution._trace import TraceOptions, trace_round
 from fedsim.primitives import bounded_loop
 
 

@@ -23,8 +23,8 @@ from fedsim.execution._memory import placed
 from fedsim.execution._placement import is_resident, memory_limit
 from fedsim.execution._plan import rounded_slots
 from fedsim.execution._programs import programs_for
+from fedsim.execution._round_program import TracedCall
 from fedsim.execution._state import FederatedState, parts_of
-from fedsim.execution._trace import TracedCall
 from fedsim.planning._collectives import collectives_of
 from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan

@@ -16,7 +16,7 @@ from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import Client, Clients, ClientUpdate
-from fedsim.execution._trace import TracedCall
+from fedsim.execution._round_program import TracedCall
 from fedsim.planning._flops import flops_of
 
 _SECONDS = 0.8
