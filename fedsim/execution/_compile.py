@@ -96,20 +96,21 @@ class Program:
         leaves, structure = jax.tree.flatten(args)
         if getattr(jax.config, "jax_disable_jit", False) or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._jitted(*args)
-        form = structure, tuple(map(_form, leaves)), tuple(getattr(jax.config, name, None) for name in _SETTINGS)
+        forms = tuple(map(_form, leaves))
+        form = structure, forms, tuple(getattr(jax.config, name, None) for name in _SETTINGS)
         if form not in self._executables:
-            self._executables[form] = self._executable(args, len(leaves))
+            self._executables[form] = self._executable(args, forms)
         return self._executables[form](*args)
 
-    def _executable(self, args: Any, num_leaves: int) -> Callable[..., Any]:
+    def _executable(self, args: Any, forms: tuple[Hashable, ...]) -> Callable[..., Any]:
         traced = self._jitted.trace(*args)
-        if len(traced.jaxpr.in_avals) > num_leaves:
+        if len(traced.jaxpr.in_avals) > len(forms):
             # The function reads values of a surrounding trace, of `jax.vmap` for example, of which it is a part.
             return self._jitted
         lowered = traced.lower()
         text = hashlib.sha256(lowered.as_text().encode()).digest()
-        shardings = tuple(getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-        return _shared((text, lowered.in_tree, lowered.out_tree, shardings, self._options), lowered)
+        # The text has no arguments that are not used, but the executable checks the forms of all.
+        return _shared((text, lowered.in_tree, lowered.out_tree, forms, self._options), lowered)
 
 
 _executables: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()

@@ -331,6 +331,14 @@ def test_an_algorithm_that_holds_a_traced_value_is_a_part_of_the_surrounding_pro
     np.testing.assert_allclose(transform(trained)(rates), expected, rtol=1e-5)
 
 
+def test_columns_that_no_client_reads_may_have_other_shapes():
+    """They are no part of the text."""
+    for size in (3, 5):
+        data = fedsim.FederatedData.from_arrays({"x": np.zeros(size, np.float32)}, sizes=[size])
+        algorithm = Sends(source="class attribute", batches=BATCHES, execution=fedsim.Jit())
+        assert algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))[0] == 1
+
+
 def test_settings_of_jax_are_part_of_what_is_shared():
     algorithm = make()
     start, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
