@@ -1,6 +1,7 @@
 """Properties of every compressor."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +110,7 @@ def all_finite(x):
 
 
 def test_the_table_has_every_compressor():
-    public = {thing for thing in vars(compressors).values() if isinstance(thing, type)}
+    public = {thing for thing in vars(compressors).values() if isinstance(thing, type) and thing is not Any}
     bases = {compressors.Compressor, compressors.VectorCompressor, compressors.Size, compressors.Transmission}
     assert {type(each) for each in EVERY.values()} == public - bases
 
