@@ -39,6 +39,7 @@ from fedsim.execution._round_program import RoundProgram
 from fedsim.execution._staleness import check_scales
 from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
 from fedsim.execution._trace import TraceOptions
+from fedsim.execution._tracebacks import WithoutInternalFrames
 from fedsim.primitives import without_mesh_of_context
 from fedsim.samplers import check_is_cohort, same_key
 
@@ -122,7 +123,7 @@ class Jit(Execution):
         rounds = len(cohorts) if self.differentiable else max(max_rounds or 0, len(cohorts))
         done, infos = 0, []
         while done < len(cohorts):
-            with without_mesh_of_context():
+            with WithoutInternalFrames(), without_mesh_of_context():
                 state, info, count = self._dispatch(algorithm, state, cohorts[done:], rounds)
             infos.append((info, count))
             done += count
@@ -134,7 +135,7 @@ class Jit(Execution):
 
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         check_cohorts(algorithm, [cohort])
-        with without_mesh_of_context():
+        with WithoutInternalFrames(), without_mesh_of_context():
             return self._dispatch(algorithm, state, [cohort], None)[:2]
 
     @without_mesh_of_context()

@@ -1,6 +1,7 @@
 """Errors before a round: accumulators too large for memory, states and memories of another form, names already in use."""
 
 import dataclasses
+import traceback
 
 import federation
 import jax
@@ -274,3 +275,19 @@ def test_names_instead_of_a_cohort_are_refused(call):
         ValueError, match=r"got the (list|str) .*: expected a fedsim.Cohort, as from fedsim.Cohort.of\(data, client_ids"
     ):
         getattr(algorithm, call)(algorithm.init(jax.random.key(0)), ["0", "1"])
+
+
+def test_the_traceback_of_an_error_in_a_loss_shows_the_code_of_algorithms_and_of_the_user():
+    """Neither the frames of execution, nor those of JAX."""
+
+    class Wrong(fedsim.algorithms.FedAvg):
+        def client_loss(self, shared, params, batch):
+            return jnp.zeros(3) + jnp.zeros(4)
+
+    algorithm = Wrong(
+        model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Jit()
+    )
+    with pytest.raises(TypeError) as caught:
+        algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert len(names) <= 15 and {"client_loss", "client_update", "apply"} <= set(names), names
