@@ -47,9 +47,9 @@ def test_one_program_is_compiled_whatever_the_lengths_of_dispatches(make_algorit
 
     counting = Counting(**{f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)})
     run(counting, sampler, rounds=2, progress=False, rounds_per_dispatch=2)
-    traces.clear()  # the first run traces the round a second time to find its calls
+    first = len(traces)
     run(counting, sampler, rounds=23, test_data=data, evaluate_every=7, checkpoint_every=4, progress=False)
-    assert len(traces) == 1
+    assert len(traces) == first <= 2
 
 
 def test_no_dispatch_extends_past_an_evaluation(algorithm, sampler, data):
