@@ -243,5 +243,6 @@ def typed(key: Any) -> jax.Array:
     >>> typed(np.array([0, 7], np.uint32)) == jax.random.key(7)
     Array(True, dtype=bool)
     """
-    is_typed = jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
-    return key if is_typed else jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))
+    if isinstance(key, jax.Array) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    return jax.random.wrap_key_data(jnp.asarray(key, jnp.uint32))

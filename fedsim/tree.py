@@ -269,7 +269,7 @@ def is_float(leaf: Any) -> bool:
 def shapes(a: Tree) -> Tree:
     """Returns the shape and the dtype of every leaf, as `jax.ShapeDtypeStruct`.
 
-    >>> shapes({"w": np.zeros(2, np.float32)})
+    >>> shapes({"w": jnp.zeros(2)})
     {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}
     """
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), a)

@@ -252,12 +252,12 @@ class RoundProgram:
         """The shapes of the info of a round."""
         return self._shapes[1]
 
-    @property
+    @functools.cached_property
     def loops(self) -> list[Batches]:
         """The batches of every loop of a client, in all calls."""
         return [batches for call in self.calls for batches in call.batches]
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """The size of the largest state of a client's loop."""
         return max((tree.num_bits(loop.state) // 8 for call in self.calls for loop in call.loops), default=0)

@@ -18,7 +18,7 @@ def flops_of(jaxpr: Jaxpr) -> float:
     depend on does not count, because XLA removes it.
 
     >>> def steps(x): return jax.lax.scan(lambda x, _: (x @ x, None), x, length=10)[0]
-    >>> 10 * 2 * 8**3 <= flops_of(jax.make_jaxpr(steps)(jnp.ones([8, 8])).jaxpr) < 10 * 2 * 8**3 + 100
+    >>> 10 * 2 * 8**3 <= flops_of(jax.make_jaxpr(steps)(jax.numpy.ones([8, 8])).jaxpr) < 10 * 2 * 8**3 + 100
     True
     """
     needed = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
