@@ -108,6 +108,8 @@ class Program:
             # The function reads values of a surrounding trace, of `jax.vmap` for example, of which it is a part.
             return self._jitted
         lowered = traced.lower()
+        if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
+            return lowered.compile()  # JAX leaves constants out of the text with this setting.
         text = hashlib.sha256(lowered.as_text().encode()).digest()
         # The text has no arguments that are not used, but the executable checks the forms of all.
         return _shared((text, lowered.in_tree, lowered.out_tree, forms, self._options), lowered)
