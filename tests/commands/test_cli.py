@@ -159,7 +159,7 @@ def test_a_second_run_uses_the_compiled_programs_of_the_first(tmp_path):
     def programs(folder):
         command = [sys.executable, "-m", "fedsim", "run", *SMALL, "--folder", str(tmp_path / folder), "--no-progress"]
         subprocess.run(command, check=True, capture_output=True, env=environment, timeout=600)
-        return {path.name for path in (tmp_path / "cache" / "compiled").glob("jit__rounds-*-cache")}
+        return {path.name for path in (tmp_path / "cache" / "compiled").glob("jit_run_rounds-*-cache")}
 
     first = programs("first")
     assert first and programs("second") == first
