@@ -131,6 +131,8 @@ class _TracedClients(Clients):
         if jax.tree.leaves(aggregator_memory):
             self._aggregator_memories[call.name] = aggregator_memory
         slots, axis = self.options.slots, self.axis
+        if fold is not aggregator:  # An attack that does not fit the aggregator has its own error.
+            fold.check(arrived, slots)
         zero = Closed(lambda: fold.zero(arrived, slots) if axis is None else fold.zero_devices(arrived, slots, axis))
         weight, slot = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
         accumulate = Closed(fold.accumulate, zero.shapes, arrived, weight, slot)
