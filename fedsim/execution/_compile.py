@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
@@ -28,6 +29,8 @@ _SETTINGS = (
     "jax_debug_nans",
     "jax_debug_infs",
 )
+# How the text of a program says that it calls a Python function, as `jax.debug.print` and `jax.pure_callback` do.
+_CALLS_OF_PYTHON = ("callback", "stablehlo.send", "stablehlo.recv")
 _MOST_EXECUTABLES = 128
 
 
@@ -65,6 +68,11 @@ def compiled(
     return Program(function, mesh, donated, options)
 
 
+def settings_of_jax() -> tuple[Any, ...]:
+    """Returns the settings of JAX that a trace depends on."""
+    return tuple(getattr(jax.config, name, None) for name in _SETTINGS)
+
+
 class Program:
     """A jitted function whose executables are shared with all functions that compile to the same text.
 
@@ -94,10 +102,12 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
-        if getattr(jax.config, "jax_disable_jit", False) or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if getattr(jax.config, "jax_disable_jit", False):
+            return self._jitted(*jax.tree.map(jnp.asarray, args))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return self._jitted(*args)
         forms = tuple(map(_form, leaves))
-        form = structure, forms, tuple(getattr(jax.config, name, None) for name in _SETTINGS)
+        form = structure, forms, settings_of_jax()
         if form not in self._executables:
             self._executables[form] = self._executable(args, forms)
         return self._executables[form](*args)
@@ -108,11 +118,14 @@ class Program:
             # The function reads values of a surrounding trace, of `jax.vmap` for example, of which it is a part.
             return self._jitted
         lowered = traced.lower()
-        if getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
-            return lowered.compile()  # JAX leaves constants out of the text with this setting.
-        text = hashlib.sha256(lowered.as_text().encode()).digest()
+        text = lowered.as_text()
+        # The text does not have the Python functions that a program calls, and with the setting it does not have constants.
+        calls_python = any(word in text for word in _CALLS_OF_PYTHON)
+        if calls_python or getattr(jax.config, "jax_use_simplified_jaxpr_constants", True):
+            return lowered.compile()
+        digest = hashlib.sha256(text.encode()).digest()
         # The text has no arguments that are not used, but the executable checks the forms of all.
-        return _shared((text, lowered.in_tree, lowered.out_tree, forms, self._options), lowered)
+        return _shared((digest, lowered.in_tree, lowered.out_tree, forms, self._options), lowered)
 
 
 _executables: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()

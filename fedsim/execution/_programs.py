@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from fedsim.data import Cohort, FederatedData
-from fedsim.execution._compile import Program, compiled
+from fedsim.execution._compile import Program, compiled, settings_of_jax
 from fedsim.execution._device_round import DeviceRound, ProgramOptions
 from fedsim.execution._numbers import Made, Numbers, form_of, kept_with, numbers_of
 from fedsim.execution._placement import AXIS, must_fit, shardings_of
@@ -93,7 +93,7 @@ class AlgorithmPrograms:
     def programs(self, numbers: Numbers, state: State, data: FederatedData) -> Programs:
         """Returns the programs for such numbers, states and data."""
         columns = tuple((name, column.shape[1:], column.dtype) for name, column in data.columns.items())
-        shapes = form_of((numbers, state)), columns
+        shapes = form_of((numbers, state)), columns, settings_of_jax()
         if shapes not in self._by_shapes:
             self._by_shapes[shapes] = Programs(self.algorithm, numbers, state, data)
         return self._by_shapes[shapes]

@@ -76,6 +76,7 @@ class _TracedClients(Clients):
         self._first: dict[tuple[str, str], tuple[Any, Any]] = {}  # what has a first state, and the shapes that determine it
         self._sent: Any = ()
         self._memory: Any = ()
+        self._first_form: tuple[str, Any] | None = None  # of a client's memory, and the name of the call that it is of
         self._aggregator_memories: dict[str, Any] = {}
         self.loop = self._recorded_loop
         self._loops: list[Loop] = []
@@ -122,7 +123,7 @@ class _TracedClients(Clients):
 
         def of_client(own: ClientPlan, columns: Any) -> Any:
             nonlocal update
-            *results, sent = self.update_of(call, work, own, columns, _kept)
+            *results, sent = self.update_of(call, work, own, columns, self._kept)
             update = tree.shapes(sent)
             return tuple(results)
 
@@ -151,7 +152,7 @@ class _TracedClients(Clients):
         row = None if call.rows is None else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), call.rows)
 
         def of_client(own: ClientPlan, columns: Any) -> Any:
-            return self.result_of(call, work, own, columns, _kept, None if row is None else ask_for("row", row))
+            return self.result_of(call, work, own, columns, self._kept, None if row is None else ask_for("row", row))
 
         one = self._closed(of_client, call)
         return self._bind(call, one, (), (), (), one.shapes)[1]
@@ -192,6 +193,24 @@ class _TracedClients(Clients):
         results = call_p.bind(*map(jnp.asarray, operands), call=traced)
         return jax.tree.unflatten(jax.tree.structure(traced.results), results)
 
+    def _kept(self, name: str, start: Any) -> Any:
+        """Returns what was kept under this name as an input of the trace, and ``start`` for a client that has kept nothing."""
+        if not jax.tree.leaves(start):
+            return start
+        if name == "memory":  # has one form in all calls of a round, that of the first call
+            self._first_form = self._first_form or (self.names[-1], tree.shapes(start))
+            call, form = self._first_form
+            if jax.tree.map(jnp.shape, start) != jax.tree.map(jnp.shape, form):
+                raise ValueError(
+                    f"client_memory returns {tree.shapes(start)} in the call {self.names[-1]!r} of a round, and {form} in "
+                    f"the call {call!r}: a client's memory needs the same structure and shapes in all calls."
+                )
+            start = jax.tree.map(lambda x, like: jnp.asarray(x).astype(like.dtype), start, form)
+        kept = ask_for(name, tree.shapes(start))
+        return (
+            kept if name == "server memory" else tree.select(ask_for("seen", jax.ShapeDtypeStruct((), np.bool_)), kept, start)
+        )
+
     def _recorded_loop(
         self, batches: Batches, purpose: str | None, num_steps: jax.Array, batch_at: Callable[[jax.Array], Batch], step: Step,
         state: Any,
@@ -207,14 +226,6 @@ class _TracedClients(Clients):
             return jax.tree.unflatten(structure, jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch))))
 
         return batch_loop(self.options.most_examples)(batches, purpose, num_steps, batch_at, run, state)
-
-
-def _kept(name: str, start: Any) -> Any:
-    """Returns what was kept under this name as an input of the trace, and ``start`` for a client that has kept nothing."""
-    if not jax.tree.leaves(start):
-        return start
-    kept = ask_for(name, tree.shapes(start))
-    return kept if name == "server memory" else tree.select(ask_for("seen", jax.ShapeDtypeStruct((), np.bool_)), kept, start)
 
 
 def trace_round(

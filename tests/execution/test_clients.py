@@ -308,3 +308,45 @@ def test_a_loop_may_start_with_a_number_and_be_inside_a_cond(execution):
     population = federation.data()
     found = fedsim.map_clients(work, (), federation.cohort(population), execution=execution)
     assert found.tolist() == [2 * n if n > 3 else -1 for n in population.sizes]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TwoForms(fedsim.Algorithm):
+    """Its memory starts in half precision in the first call of a round, and in single precision in the second one."""
+
+    def init(self, key):
+        return jnp.zeros(3, jnp.float16)
+
+    def client_memory(self, shared):
+        return jnp.zeros_like(shared)
+
+    def work(self, shared, client):
+        return fedsim.ClientUpdate(
+            jnp.ones(3, jnp.float16), jnp.float32(1), memory=client.memory + jnp.ones_like(client.memory)
+        )
+
+    def round(self, state, clients):
+        first, _ = clients.aggregate(self.work, state)
+        second, info = clients.aggregate(self.work, state.astype(jnp.float32) + first)
+        return state + second.astype(jnp.float16), info
+
+
+def test_a_memory_has_the_dtype_of_the_first_call():
+    cohort, results = federation.cohort(), []
+    for execution in (fedsim.Jit(memory="resident"), fedsim.Debug()):
+        algorithm = TwoForms(batches=fedsim.Batches(size=4), execution=execution)
+        state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort)
+        memory = federation.plain(state).clients[0][0]
+        results.append((np.asarray(state.server), np.asarray(memory)))
+    for each, expected in zip(*results, strict=True):
+        assert each.dtype == np.float16
+        np.testing.assert_array_equal(each, expected)
+
+
+def test_rounds_run_without_compilation_if_jax_says_so():
+    algorithm = TwoForms(batches=fedsim.Batches(size=4), execution=fedsim.Jit(memory="resident"))
+    start, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
+    expected, _ = algorithm.apply(start, cohort)
+    with jax.disable_jit():
+        state, _ = algorithm.apply(start, cohort)
+    np.testing.assert_array_equal(state.server, expected.server)

@@ -339,13 +339,49 @@ def test_columns_that_no_client_reads_may_have_other_shapes():
         assert algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(data))[0] == 1
 
 
+@pytest.mark.parametrize("kind", ["pure", "io", "print", "debug"])
+def test_programs_that_call_python_functions_are_not_shared(kind, capfd):
+    """The text of a program does not have these functions."""
+
+    def called(factor, seen):
+        value, shape = jnp.float32(1.0), jax.ShapeDtypeStruct((), jnp.float32)
+        if kind == "pure":
+            return jax.pure_callback(lambda x: np.float32(factor * x), shape, value)
+        if kind == "io":
+            return jax.experimental.io_callback(lambda x: np.float32(factor * x), shape, value)
+        if kind == "print":
+            jax.debug.print(f"factor {factor} of {{}}", value)
+        else:
+            jax.debug.callback(lambda x: seen.append(factor * float(x)), value)
+        return jnp.float32(factor)
+
+    found = []
+    for factor in (1.0, 2.0):
+        seen = []
+
+        class Calls(Sends):
+            def client_update(self, shared, client, factor=factor, seen=seen):
+                return fedsim.ClientUpdate(called(factor, seen), jnp.float32(1))
+
+        algorithm = Calls(source="own", batches=BATCHES, execution=fedsim.Jit())
+        result = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())[0]
+        jax.effects_barrier()
+        printed = {line for line in capfd.readouterr().out.splitlines() if line.startswith("factor")}
+        found.append((float(result), set(seen), printed))
+    expected = [
+        (x, {x} if kind == "debug" else set(), {f"factor {x} of 1.0"} if kind == "print" else set()) for x in (1.0, 2.0)
+    ]
+    assert found == expected
+
+
 def test_settings_of_jax_are_part_of_what_is_shared():
     algorithm = make()
     start, cohort = algorithm.init(jax.random.key(0)), federation.cohort()
     algorithm.apply(start, cohort)
     with jax.default_matmul_precision("highest"):
         algorithm.apply(start, cohort)
-    assert num_programs(algorithm) == 2
+    programs = [of_setting.program for of_setting in federation.round_programs(algorithm)]
+    assert len(programs) == 2 and programs[0] is not programs[1]
 
 
 @dataclasses.dataclass(frozen=True)
