@@ -86,7 +86,7 @@ def run_round(
             table = put_rows(table, jnp.where(exists, memories, len(table.seen)), rows)
         return round.folded(call, operands, arrived, entries), round.placed_entries(call, operands, entries)
 
-    after, info = round.run(round.numbers, round.state, round.key, plan, run_call)
+    after, info = round.program.run(round.numbers, round.state, round.key, plan, run_call)
     if kept == ():
         return after if isinstance(round.given, FederatedState) else after.server, info
     written = _memory.written_back(kept, table, plan, len(cohort)) if isinstance(kept, ClientRows) else table
@@ -132,7 +132,7 @@ def federated_round(
                 folded = primitives.reduce(lambda x: own.folded(call, operands, *x), updates, name=name)
             return folded, own.placed_entries(call, operands, entries)
 
-        after, info = own.run(numbers, parts_of(state), key, jax.tree.map(jnp.asarray, own.plan), run_call)
+        after, info = own.program.run(numbers, parts_of(state), key, jax.tree.map(jnp.asarray, own.plan), run_call)
         return after if isinstance(state, FederatedState) else after.server, info, table
 
     state = round.given._replace(clients=()) if round.state.clients != () else round.given
@@ -177,9 +177,6 @@ class _Round(NamedTuple):
     @property
     def state(self) -> FederatedState:
         return parts_of(self.given)
-
-    def run(self, numbers: Any, state: FederatedState, key: jax.Array, plan: RoundPlan, run_call: Any) -> Any:
-        return self.program.run(numbers, state, key, plan, run_call)
 
     def inputs(self, call: TracedCall, operands: Operands, stored: Any) -> tuple[Any, Any]:
         """Returns what all clients of a call get, and what each gets, leaves ``[slots, ...]``; keys as words."""

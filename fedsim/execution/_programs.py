@@ -156,10 +156,8 @@ class RoundPrograms:
     """Compiled functions that run rounds.
 
     All take numbers, columns, the table of memories, the state without it, the root key, and plans ``[rounds, ...]``.
-
-    - ``rounds`` also takes the number of rounds, and returns the state, the table and the infos.
-    - `advance`, `fold` and `finish` run one long round, in pieces that are cut at its calls. They also take the values that the
-      pieces before them computed, and what devices carry.
+    ``rounds`` also takes the number of rounds, and returns the state, the table and the infos. `run_in_parts` runs one long
+    round by functions that are cut at its calls, which also take what the parts before them computed.
 
     Args:
       program: the traced round.
@@ -240,7 +238,7 @@ class RoundPrograms:
         plan = jax.tree.map(lambda x: x[0], plans)
         values = self.program.start(numbers, parts_of(state), key, plan)
         if number >= 0:
-            self.program.restored(number, values, kept)
+            self.program.restore(number, values, kept)
         return values, self._on_device(plan, columns, table)
 
     def _to_call(self, number: int, *arguments: Any) -> Any:
@@ -252,7 +250,7 @@ class RoundPrograms:
         self.program.advance(number, values)
         call = self.program.calls[number]
         carry = on_device.start(call, self.program.operands(number, values))
-        return self.program.kept(number, values), self._stacked(carry)
+        return self.program.live_values(number, values), self._stacked(carry)
 
     def _window(self, number: int, *arguments: Any) -> Any:
         *arguments, kept, carry, window = arguments  # type: ignore[assignment]

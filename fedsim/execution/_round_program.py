@@ -312,13 +312,13 @@ class RoundProgram:
         """Returns the state and the info after the round, when the server has reached the end."""
         return jax.tree.unflatten(jax.tree.structure(self._shapes), [_read(values, x) for x in self._jaxpr.outvars])
 
-    def kept(self, number: int, values: Values) -> list[Any]:
+    def live_values(self, number: int, values: Values) -> list[Any]:
         """Returns the values at a call that later parts of the round need, without the arguments of the round."""
         return [values[var] for var in self._live[number]]
 
-    def restored(self, number: int, values: Values, kept: Sequence[Any]) -> None:
-        """Stores what `kept` returned."""
-        values |= dict(zip(self._live[number], kept, strict=True))
+    def restore(self, number: int, values: Values, live: Sequence[Any]) -> None:
+        """Stores what `live_values` returned."""
+        values |= dict(zip(self._live[number], live, strict=True))
 
     @functools.cached_property
     def _sections(self) -> list[list[Any]]:
