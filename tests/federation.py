@@ -104,6 +104,11 @@ def executables(algorithm):
     return [each for programs in round_programs(algorithm) for each in programs.rounds._executables.values()]
 
 
+def num_executables_of_parts(programs):
+    """Returns how many executables the windows of long rounds have used so far."""
+    return sum(fold.num_executables for fold in programs._fold)
+
+
 def out_of_memory_in_the_third_dispatch(patch):
     """Lets a device run out of memory when members that run at the same time are dispatched for the third time.
 

@@ -1,4 +1,4 @@
-"""A round whose clients run somewhere else: one after another anywhere, or in a program of `fedsim.primitives`."""
+"""`run_round`, whose clients the caller runs, and `federated_round`, a round as a program of `fedsim.primitives`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ def run_round(
 
     Returns:
       The state after the round, and its info.
+
+    Raises:
+      ValueError: the algorithm cannot run on these clients.
 
     >>> import optax, fedsim
     >>> data = fedsim.datasets.load("digits(clients=5)").train

@@ -193,11 +193,6 @@ class RoundPrograms:
         # It waits, because CPU programs that are dispatched later may occupy the threads that its all-reduce needs.
         return jax.block_until_ready(self._finish(*arguments, kept, carry))
 
-    @property
-    def num_executables_of_parts(self) -> int:
-        """The number of executables that windows have used so far."""
-        return sum(fold.num_executables for fold in self._fold)
-
     def run_rounds(
         self, numbers: Numbers, columns: Any, table: Any, state: State, key: jax.Array, plans: RoundPlan, num_rounds: jax.Array
     ) -> tuple[State, Any, Any]:

@@ -32,7 +32,7 @@ call_p.multiple_results = True
 call_p.def_abstract_eval(lambda *operands, call: call.result_avals)
 
 
-class Closed:
+class TracedFunction:
     """A traced function whose values from outside are arguments.
 
     Args:
@@ -140,10 +140,10 @@ class TracedCall:
     loops: tuple[Loop, ...]
     rows: int | None
     is_divisible: bool
-    work: Closed
-    zero: Closed | None
-    accumulate: Closed | None
-    merge: Closed | None
+    work: TracedFunction
+    zero: TracedFunction | None
+    accumulate: TracedFunction | None
+    merge: TracedFunction | None
     operands: Any
 
     @property
@@ -173,7 +173,7 @@ class TracedCall:
           first_memories: ``first_memory`` of each call of the round.
 
         Returns:
-          What arrives of its update, () for `Clients.map`; its entries; and its new row of the table, or ``stored``.
+          What arrives of its update, () for `Clients.map`; its entries; and its new row of the table, () without one.
         """
         (consts, server_memory), (own, columns, row, stored) = shared, client
         inputs: dict[str, Any] = {"row": row, "server memory": server_memory}
@@ -226,8 +226,8 @@ RunCall = Callable[[TracedCall, Operands], tuple[Any, Any]]
 class RoundProgram:
     """A traced round: pieces of the server's computation, and the call of the clients between each two of them.
 
-    `run` runs all of it. A long round runs piece by piece: ``values = start(...)``, then ``advance(values)`` runs the server up
-    to the next call, whose results are given to ``put(values, call, results)``.
+    `run` runs all of it. A long round runs piece by piece: after ``values = start(...)``, ``advance(number, values)`` runs the
+    server up to each call, and ``put(number, values, results)`` stores what its clients gave. A last `advance` ends the round.
 
     Args:
       jaxpr: the round as a jaxpr of numbers, state, key and plan, with an equation for each call.

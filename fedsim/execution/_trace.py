@@ -19,7 +19,7 @@ from fedsim.execution._client import ClientPlan, ClientUpdate, Step, batch_loop
 from fedsim.execution._clients import Clients
 from fedsim.execution._numbers import Numbers, with_numbers
 from fedsim.execution._plan import RoundPlan
-from fedsim.execution._round_program import Closed, Loop, Operands, RoundProgram, TracedCall, ask_for, call_p
+from fedsim.execution._round_program import Loop, Operands, RoundProgram, TracedCall, TracedFunction, ask_for, call_p
 from fedsim.execution._state import (
     Average,
     FederatedAlgorithm,
@@ -127,17 +127,17 @@ class _TracedClients(Clients):
             update = tree.shapes(sent)
             return tuple(results)
 
-        one = self._closed(of_client, call)
+        one = self._traced_work(of_client, call)
         arrived, entries, self._memory, aggregator_memory = one.shapes
         if jax.tree.leaves(aggregator_memory):
             self._aggregator_memories[call.name] = aggregator_memory
         slots, axis = self.options.slots, self.axis
         if fold is not aggregator:  # An attack that does not fit the aggregator has its own error.
             fold.check(arrived, slots)
-        zero = Closed(lambda: fold.zero(arrived, slots) if axis is None else fold.zero_devices(arrived, slots, axis))
+        zero = TracedFunction(lambda: fold.zero(arrived, slots) if axis is None else fold.zero_devices(arrived, slots, axis))
         weight, slot = jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.int32)
-        accumulate = Closed(fold.accumulate, zero.shapes, arrived, weight, slot)
-        merge = Closed(fold.merge, zero.shapes, zero.shapes)
+        accumulate = TracedFunction(fold.accumulate, zero.shapes, arrived, weight, slot)
+        merge = TracedFunction(fold.merge, zero.shapes, zero.shapes)
         memory: Any = ()
         if "server memory" in one.inputs:
             like = jax.eval_shape(aggregator.init, update)
@@ -154,17 +154,17 @@ class _TracedClients(Clients):
         def of_client(own: ClientPlan, columns: Any) -> Any:
             return self.result_of(call, work, own, columns, self._kept, None if row is None else ask_for("row", row))
 
-        one = self._closed(of_client, call)
+        one = self._traced_work(of_client, call)
         return self._bind(call, one, (), (), (), one.shapes)[1]
 
-    def _closed(self, of_client: Callable[..., Any], call: Call) -> Closed:
+    def _traced_work(self, of_client: Callable[..., Any], call: Call) -> TracedFunction:
         self._loops = []
         own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), call.clients)
-        return Closed(of_client, own, self.columns)
+        return TracedFunction(of_client, own, self.columns)
 
     def _bind(
-        self, call: Call, work: Closed, memory: Any, update: Any, arrived: Any, entries: Any, first_memory: Any = (),
-        *fold: Closed,
+        self, call: Call, work: TracedFunction, memory: Any, update: Any, arrived: Any, entries: Any, first_memory: Any = (),
+        *fold: TracedFunction,
     ) -> tuple[Any, Any]:  # fmt: skip
         zero, accumulate, merge = fold or (None, None, None)
         consts = [() if part is None else part.consts for part in (work, zero, accumulate, merge)]

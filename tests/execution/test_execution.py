@@ -397,7 +397,9 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
     monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
     (compiled,) = federation.round_programs(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    assert 1 <= compiled.num_executables_of_parts <= 2  # the first carry may have another sharding than the later ones
+    assert (
+        1 <= federation.num_executables_of_parts(compiled) <= 2
+    )  # the first carry may have another sharding than the later ones
     federation.assert_trees_close(parts, whole)
     federation.assert_trees_close(infos, info)
     stacked, infos = algorithm.apply_rounds(algorithm.init(jax.random.key(0)), [federation.cohort()], max_rounds=3)
