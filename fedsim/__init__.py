@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedsim import plots as plots
     from fedsim import primitives as primitives
     from fedsim import rng as rng
+    from fedsim import rounds as rounds
     from fedsim import samplers as samplers
     from fedsim import sweeps as sweeps
     from fedsim import systems as systems
@@ -53,15 +54,10 @@ if TYPE_CHECKING:
     from fedsim.evaluation import evaluate as evaluate
     from fedsim.evaluation import evaluate_personalized as evaluate_personalized
     from fedsim.execution import Auto as Auto
-    from fedsim.execution import Client as Client
-    from fedsim.execution import Clients as Clients
-    from fedsim.execution import ClientUpdate as ClientUpdate
     from fedsim.execution import Debug as Debug
     from fedsim.execution import Execution as Execution
     from fedsim.execution import Jit as Jit
     from fedsim.execution import Pmap as Pmap
-    from fedsim.execution import RoundInfo as RoundInfo
-    from fedsim.execution import Staleness as Staleness
     from fedsim.execution import place_clients as place_clients
     from fedsim.execution import use_all_cores as use_all_cores
     from fedsim.model import Model as Model
@@ -70,6 +66,11 @@ if TYPE_CHECKING:
     from fedsim.planning import Plan as Plan
     from fedsim.planning import audit as audit
     from fedsim.planning import plan as plan
+    from fedsim.rounds import Client as Client
+    from fedsim.rounds import Clients as Clients
+    from fedsim.rounds import ClientUpdate as ClientUpdate
+    from fedsim.rounds import RoundInfo as RoundInfo
+    from fedsim.rounds import Staleness as Staleness
     from fedsim.samplers import UniformSampler as UniformSampler
     from fedsim.sweeps import population as population
 else:  # At run time, `__getattr__` imports the submodules, and these names from them.
@@ -79,10 +80,10 @@ else:  # At run time, `__getattr__` imports the submodules, and these names from
         "data": "Batch Batches ClientDataset Cohort FederatedData",
         "differentiation": "differentiable tune",
         "evaluation": "Evaluation evaluate evaluate_personalized",
-        "execution": "Auto Client ClientUpdate Clients Debug Execution Jit Pmap RoundInfo Staleness "
-        "place_clients use_all_cores",
+        "execution": "Auto Debug Execution Jit Pmap place_clients use_all_cores",
         "model": "Model SplitModel",
         "planning": "Audit Plan audit plan",
+        "rounds": "Client ClientUpdate Clients RoundInfo Staleness",
         "samplers": "UniformSampler",
         "sweeps": "population",
     }

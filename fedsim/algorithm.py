@@ -13,11 +13,9 @@ from fedsim import checks
 from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
-from fedsim.execution import Auto, Client, Clients, ClientUpdate, Execution, RoundInfo, Staleness, watch_problems
-from fedsim.execution._execution import cut_rows
-from fedsim.execution._memory import remembered
-from fedsim.execution._state import FederatedState
+from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
 from fedsim.model import Model
+from fedsim.rounds import Client, Clients, ClientUpdate, FederatedState, RoundInfo, Staleness
 
 State = Any
 Shared = Any
@@ -210,7 +208,7 @@ class Algorithm:
         `apply` does this itself if it has not been done.
 
         Returns:
-          A `fedsim.execution.FederatedState` whose ``server`` is ``state``; ``state`` itself if nothing is kept, or if the
+          A `fedsim.rounds.FederatedState` whose ``server`` is ``state``; ``state`` itself if nothing is kept, or if the
           algorithm overrides `apply`.
         """
         if type(self).apply is not Algorithm.apply or not (self.has_memory or isinstance(state, FederatedState)):

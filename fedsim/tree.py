@@ -312,3 +312,17 @@ def add_bits(*counts: Any, most: int = 0) -> jax.Array:
     rounded = any(jnp.issubdtype(x.dtype, jnp.floating) for x in counts if not isinstance(x, int))
     dtype = jnp.float32 if rounded else bits_dtype(most)
     return sum((jnp.asarray(x).astype(dtype) if hasattr(x, "dtype") else jnp.asarray(x, dtype) for x in counts), dtype(0))
+
+
+def strong(a: Tree) -> Tree:
+    """Returns a pytree of arrays whose dtypes are not weak, so that a step of a loop does not change them.
+
+    >>> jnp.asarray(1.0).weak_type, strong(jnp.asarray(1.0)).weak_type
+    (True, False)
+    """
+
+    def of_leaf(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+
+    return jax.tree.map(of_leaf, a)

@@ -75,7 +75,7 @@ def plain(tree):
             memory = memory.gather(np.arange(len(memory.index)))
         return tuple(memory)
 
-    stores = (fedsim.data.ClientRows, fedsim.execution.ClientTable)
+    stores = (fedsim.data.ClientRows, fedsim.rounds.ClientTable)
     return jax.device_get(
         jax.tree.map(lambda x: dense(x) if isinstance(x, stores) else x, tree, is_leaf=lambda x: isinstance(x, stores))
     )
@@ -93,15 +93,15 @@ def assert_trees_equal(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-def round_programs(algorithm):
-    """Returns the programs of an algorithm that has run, one for each setting and for each form of state and data."""
-    own, _ = algorithm._execution["programs"]
-    return [of_setting for programs in own._by_shapes.values() for of_setting in programs._by_options.values()]
+def compiled_rounds(algorithm):
+    """Returns the compiled rounds of an algorithm that has run, for each option and for each form of state and data."""
+    own, _ = algorithm._execution["traces"]
+    return [of_options for traced in own._by_shapes.values() for of_options in traced._compiled.values()]
 
 
 def executables(algorithm):
     """Returns the executables of an algorithm's rounds, which it may share with others."""
-    return [each for programs in round_programs(algorithm) for each in programs.rounds._executables.values()]
+    return [each for programs in compiled_rounds(algorithm) for each in programs.rounds._executables.values()]
 
 
 def num_executables_of_parts(programs):

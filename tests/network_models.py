@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import fedsim
-from fedsim import execution
+from fedsim.rounds import ClientTable
 
 RATE = 0.3
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -72,7 +72,7 @@ def run(algorithm, rounds=3, seed=1):
 def client_memories(state, population=None):
     """Returns the memory of each client by id."""
     population = population or federation.data()
-    if isinstance(state.clients, execution.ClientTable):
+    if isinstance(state.clients, ClientTable):
         rows, seen = jax.device_get(state.clients)
     else:
         rows, seen = state.clients.gather(np.arange(population.num_clients))

@@ -291,7 +291,7 @@ def test_losses_in_float64_train_parameters_in_float64():
         data = fedsim.FederatedData.from_arrays({"x": np.array([1 + 1e-12, 1 + 1e-12])}, sizes=[1, 1])
         algorithm = fedavg(model=model, client_optimizer=optax.sgd(1.0), batches=fedsim.Batches(size=1))
         state, info = algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))
-        assert abs(float(fedsim.execution.server_state(state).params["w"]) - (1 + 1e-12)) < 1e-14
+        assert abs(float(fedsim.rounds.server_state(state).params["w"]) - (1 + 1e-12)) < 1e-14
         assert info.clients["loss"].dtype == np.float32 and info.clients["loss"].tolist() == [0.5, 0.5]
 
 

@@ -21,8 +21,8 @@ from fedsim import checks
 from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedprox import FedProx
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class AdaptiveState(NamedTuple):

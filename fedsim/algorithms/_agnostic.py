@@ -36,9 +36,9 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._domains import STEPS, by_domain, check_domains
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.metrics import divide
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class AgnosticState(NamedTuple):

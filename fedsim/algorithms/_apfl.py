@@ -25,8 +25,8 @@ from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._personal_model import Models, PersonalModel
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 
 
 class Mixture(NamedTuple):

@@ -19,8 +19,8 @@ import optax
 from fedsim import tree
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
-from fedsim.execution import Client
 from fedsim.model import Params
+from fedsim.rounds import Client
 
 # The gradients of two different training runs.
 _TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])

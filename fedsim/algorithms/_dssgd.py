@@ -32,8 +32,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.compressors._selection import draw_from, indices_of, largest
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class DSSGDState(NamedTuple):

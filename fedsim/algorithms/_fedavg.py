@@ -22,8 +22,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 
 Schedule = Callable[[jax.Array], optax.GradientTransformation]
 Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]

@@ -31,8 +31,8 @@ from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class FedDynState(NamedTuple):

@@ -28,8 +28,8 @@ from fedsim.algorithms._fedavg import Local
 from fedsim.algorithms._fixmatch import FixMatch
 from fedsim.algorithms._gradient_server import GradientServer, Shared
 from fedsim.data import Batch
-from fedsim.execution import Client, Clients, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 
 
 class Parts(NamedTuple):

@@ -26,7 +26,7 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedprox import FedProx
 from fedsim.data import FederatedData
-from fedsim.execution import Client, ClientUpdate, RoundInfo
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -20,8 +20,8 @@ from fedsim import rng
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import FederatedData
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 from fedsim.transfer import Head, head_of, module_names
 
 

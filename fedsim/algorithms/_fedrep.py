@@ -19,8 +19,8 @@ from fedsim import checks, tree
 from fedsim.algorithms._fedavg import Local
 from fedsim.algorithms._fedper import FedPer
 from fedsim.data import Batch
-from fedsim.execution import Client
 from fedsim.model import Params
+from fedsim.rounds import Client
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._gradient_server import GradientServer
 from fedsim.data import Batches
-from fedsim.execution import Client, ClientUpdate
+from fedsim.rounds import Client, ClientUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

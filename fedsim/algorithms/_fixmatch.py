@@ -27,11 +27,10 @@ from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.algorithms._gradient_server import Shared
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate, RoundInfo
-from fedsim.execution._client import streams
 from fedsim.metrics import divide
 from fedsim.model import Params
 from fedsim.primitives import bounded_loop
+from fedsim.rounds import Client, ClientUpdate, RoundInfo, streams
 
 
 class FixMatchState(NamedTuple):

@@ -14,9 +14,10 @@ from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate
-from fedsim.execution import Jit, server_state
+from fedsim.execution import Jit
 from fedsim.metrics import Better, Metric, per_example
 from fedsim.model import Model
+from fedsim.rounds import server_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -14,8 +14,8 @@ from fedsim.aggregators import accumulation_dtype
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms._descent import check_descent
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.execution import Client, RoundInfo
 from fedsim.model import Model, Params
+from fedsim.rounds import Client, RoundInfo
 
 
 class ServerState(NamedTuple):

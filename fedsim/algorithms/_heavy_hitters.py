@@ -20,8 +20,8 @@ from fedsim import checks, rng
 from fedsim.algorithms._sketch import Sketch
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import RoundInfo, server_state
 from fedsim.metrics import Score
+from fedsim.rounds import RoundInfo, server_state
 
 
 class SketchState(NamedTuple):

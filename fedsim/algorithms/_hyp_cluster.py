@@ -26,8 +26,8 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._gradient_server import ServerState, Shared
 from fedsim.algorithms._spread_models import spread_models
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

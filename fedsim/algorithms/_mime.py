@@ -32,8 +32,8 @@ from fedsim import tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
-from fedsim.execution import Client, Clients, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 
 
 class MimeState(NamedTuple):

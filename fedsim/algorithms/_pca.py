@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from fedsim import checks, rng
 from fedsim.algorithms._flat_features import FlatFeatures
 from fedsim.data import Batch
-from fedsim.execution import RoundInfo
+from fedsim.rounds import RoundInfo
 
 
 class PCAState(NamedTuple):

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.execution import Client
 from fedsim.model import Params
+from fedsim.rounds import Client
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

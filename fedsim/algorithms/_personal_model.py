@@ -11,8 +11,8 @@ import jax
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 
 Models = tuple[Local, Local]
 

@@ -23,8 +23,8 @@ from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._personal_model import Models, PersonalModel
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -25,8 +25,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._gradient_server import GradientServer
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 _SMALLEST_LOSS = 1e-10
 

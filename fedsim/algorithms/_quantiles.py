@@ -19,8 +19,8 @@ import numpy as np
 from fedsim import checks
 from fedsim.algorithms._statistics import Statistics
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import RoundInfo, server_state
 from fedsim.metrics import Score
+from fedsim.rounds import RoundInfo, server_state
 
 
 class QuantilesState(NamedTuple):

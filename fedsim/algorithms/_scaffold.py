@@ -33,8 +33,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._distance import check_linear, train_measured
 from fedsim.algorithms._fedavg import FedAvg, Gradient
 from fedsim.data import Batch, FederatedData
-from fedsim.execution import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class ScaffoldState(NamedTuple):

@@ -25,7 +25,7 @@ from fedsim.algorithms._gumbel_max import (
     with_higher_priority,
 )
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate, RoundInfo
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -21,8 +21,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg, Local
 from fedsim.compressors import Compressor, Identity
 from fedsim.data import Batch
-from fedsim.execution import Client, ClientUpdate
 from fedsim.model import Params, SplitModel
+from fedsim.rounds import Client, ClientUpdate
 
 
 class Traffic(NamedTuple):

@@ -13,7 +13,7 @@ from fedsim import tree
 from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Algorithm, Capabilities
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.execution import Client, ClientUpdate
+from fedsim.rounds import Client, ClientUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -6,7 +6,7 @@ import fedsim
 from fedsim import experiment
 from fedsim.commands._configuration import configured
 from fedsim.commands._training import use_devices
-from fedsim.planning._plan import duration
+from fedsim.planning import duration
 
 
 def main(arguments: list[str]) -> int:

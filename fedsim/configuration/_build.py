@@ -21,11 +21,11 @@ from fedsim.configuration._config import RunConfig, Settings, options_of_sampler
 from fedsim.configuration._pinned import pinned_path
 from fedsim.configuration._scheduled import scheduled
 from fedsim.data import Batches, FederatedData, population_identity
-from fedsim.execution._numbers import are_alike, numbers_of, with_numbers
-from fedsim.execution._programs import share_programs
+from fedsim.execution import share_programs
 from fedsim.model import Model
 from fedsim.names import did_you_mean, import_reference, look_up, make, parse_call, required
 from fedsim.partitioners import hide_labels, only_labelled
+from fedsim.rounds import are_alike, numbers_of, with_numbers
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
 
 _SIMPLE = (float, int, str, bool)

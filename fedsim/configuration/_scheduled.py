@@ -6,17 +6,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
 from fedsim.algorithms import FedAvg
 from fedsim.data import Cohort
-from fedsim.execution import Staleness
-from fedsim.execution._plan import ALL_STEPS, num_steps, rounded_slots
-from fedsim.execution._programs import programs_for
-from fedsim.execution._round_program import RoundProgram
-from fedsim.execution._staleness import check_scalable, check_scales
+from fedsim.execution import num_steps, rounded_slots, traced_rounds
+from fedsim.rounds import RoundProgram, Staleness, check_scalable, check_scales
 from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems import (
     Asynchronous,
@@ -107,7 +103,7 @@ def scheduled(
         sampler,
         rounds,
         seconds=seconds,
-        steps=num_steps(sizes, np.full(len(sizes), ALL_STEPS), algorithm.batches, program.loops),
+        steps=num_steps(sizes, algorithm.batches, program.loops),
         synchronization=synchronization,
         **others,
         bytes_down=tree.num_bits(program.calls[0].shared) // 8 if bytes_down is None else bytes_down,
@@ -123,4 +119,4 @@ def scheduled(
 def _traced(algorithm: Algorithm, cohort: Cohort, staleness: Staleness) -> RoundProgram:
     stale = dataclasses.replace(algorithm, staleness=staleness)
     state = jax.eval_shape(stale.init, rng.stream(cohort.key, "init"))
-    return programs_for(stale, state, cohort.data)[0].trace()
+    return traced_rounds(stale, state, cohort.data)[0].trace()

@@ -1,5 +1,6 @@
 """Federated datasets by name, each with the features it loads, its source and a default model."""
 
+from fedsim.datasets._archive import read_arrays as read_arrays
 from fedsim.datasets._cache import cache_folder as cache_folder
 from fedsim.datasets._cache import is_cached as is_cached
 from fedsim.datasets._download import DownloadError as DownloadError

@@ -105,6 +105,12 @@ def read_arrays(path: Path, *names: str) -> list[np.ndarray]:
 
     Raises:
       FormatError: the file is damaged, of another format, or lacks one of the arrays.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "people.npz"
+    >>> np.savez(path, x=np.zeros([2, 3]), y=np.array([1, 0]))
+    >>> [array.tolist() for array in read_arrays(path, "y")]
+    [[1, 0]]
     """
     damage = (KeyError, ValueError, TypeError, AttributeError, MemoryError, NotImplementedError, zipfile.BadZipFile, *_DAMAGE)
     with open(path, "rb") as raw:

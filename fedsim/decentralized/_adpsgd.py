@@ -18,8 +18,8 @@ import numpy as np
 from fedsim import checks, rng, tree
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState, consensus_distance
-from fedsim.execution import Clients
 from fedsim.model import Params
+from fedsim.rounds import Clients
 from fedsim.systems import Devices
 
 

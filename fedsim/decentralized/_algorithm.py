@@ -23,8 +23,8 @@ from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
 from fedsim.decentralized._robust_mixing import RobustMixing
 from fedsim.decentralized._topology import Topology
-from fedsim.execution import Client, Clients
 from fedsim.model import Params
+from fedsim.rounds import Client, Clients
 from fedsim.samplers import Sampler, UniformSampler
 from fedsim.systems import Devices
 from fedsim.transfer import Head
@@ -144,7 +144,7 @@ class DecentralizedAlgorithm(FedAvg):
     needs_all_messages: ClassVar[bool] = False
     # Whether nodes keep sums over nodes and rounds, which robust mixing would change for ever. Then there is none.
     keeps_sums: ClassVar[bool] = False
-    # Whether the nodes may be divided over devices, see `fedsim.execution.Clients.map_rows`.
+    # Whether the nodes may be divided over devices, see `fedsim.rounds.Clients.map_rows`.
     divisible: ClassVar[bool] = True
     # The topology of ``fedsim run`` without ``--topology``.
     default_topology: ClassVar[str] = "ring"

@@ -21,8 +21,8 @@ import optax
 from fedsim import checks
 from fedsim.algorithm import Algorithm
 from fedsim.differentiation._differentiable import differentiable
-from fedsim.execution import RoundInfo
 from fedsim.plots import plot_tuning
+from fedsim.rounds import RoundInfo
 from fedsim.samplers import Sampler
 
 

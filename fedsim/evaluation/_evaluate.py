@@ -24,13 +24,11 @@ from fedsim.evaluation._statistics import (
     statistics,
     sum_forms,
 )
-from fedsim.execution import Auto, Execution, Jit, _placement
-from fedsim.execution._compile import compiled
-from fedsim.execution._numbers import kept_with
-from fedsim.execution._placement import AXIS
+from fedsim.execution import AXIS, Auto, Execution, Jit, _placement, compiled
 from fedsim.metrics import better_of
 from fedsim.model import Model, Params
 from fedsim.primitives import without_mesh_of_context
+from fedsim.rounds import kept_with
 
 T = TypeVar("T")
 _Chunk = tuple[dict[str, jax.Array], jax.Array, int]  # columns, the rank of each row's client, how many rows count

@@ -16,12 +16,10 @@ from fedsim.algorithm import map_clients
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
 from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
-from fedsim.execution import Client, Execution, FederatedState
-from fedsim.execution._memory import check_alike, num_remembered, row_shapes
-from fedsim.execution._numbers import kept_with
-from fedsim.execution._state import Shared, parts_of, with_params
+from fedsim.execution import Execution, check_alike, num_remembered, row_shapes
 from fedsim.model import Model, Params
 from fedsim.primitives import without_mesh_of_context
+from fedsim.rounds import Client, FederatedState, Shared, kept_with, parts_of, with_params
 
 _CHUNK_BYTES_ON_CPU = 2**27
 _CHUNK_BYTES = 2**30

@@ -40,7 +40,7 @@ def compiled(
     specs: tuple[Any, Any] | None,
     donated: int | None = None,
     deterministic: bool = False,
-) -> Program:
+) -> CompiledFunction:
     """Compiles a function for all devices of a mesh, when it is first called.
 
     On a GPU, XLA times several implementations of a product and uses the fastest, and some sums depend on the order in which
@@ -65,7 +65,7 @@ def compiled(
     options = {}
     if deterministic and is_gpu(mesh) and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
         options[_DETERMINISTIC] = True
-    return Program(function, mesh, donated, options)
+    return CompiledFunction(function, mesh, donated, options)
 
 
 def settings_of_jax() -> tuple[Any, ...]:
@@ -73,7 +73,7 @@ def settings_of_jax() -> tuple[Any, ...]:
     return tuple(getattr(jax.config, name, None) for name in _SETTINGS)
 
 
-class Program:
+class CompiledFunction:
     """A jitted function whose executables are shared with all functions that compile to the same text.
 
     Tracing a function is the only way to know what it computes: it may read globals, attributes of modules, or the environment.

@@ -15,16 +15,30 @@ import numpy as np
 from fedsim import rng
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
-from fedsim.execution._call import Call
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate, RunLoop, Step, batch_loop
-from fedsim.execution._clients import Clients
 from fedsim.execution._device_round import put_rows, rows_of
 from fedsim.execution._execution import Execution, Jit, check_cohorts
-from fedsim.execution._plan import Layout, RoundPlan, plan_round
-from fedsim.execution._programs import programs_for
-from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, State, parts_of, server_state
-from fedsim.execution._trace import finished
+from fedsim.execution._layout import Layout, plan_round
+from fedsim.execution._traced_rounds import traced_rounds
 from fedsim.primitives import without_mesh_of_context
+from fedsim.rounds import (
+    Call,
+    Client,
+    ClientPlan,
+    Clients,
+    ClientTable,
+    ClientUpdate,
+    FederatedAlgorithm,
+    FederatedState,
+    RoundInfo,
+    RoundPlan,
+    RunLoop,
+    State,
+    Step,
+    batch_loop,
+    finished,
+    parts_of,
+    server_state,
+)
 
 T = TypeVar("T")
 C = TypeVar("C", bound="_PythonClients")
@@ -77,8 +91,8 @@ def _begun(
     check_cohorts(algorithm, [cohort])
     plan, mesh, first_memories = plan_round(cohort, Layout(cohort.slots, 1), algorithm.batches), Jit().mesh(), {}
     if algorithm.has_memory:
-        programs, _ = programs_for(algorithm, server_state(state), cohort.data)
-        state, first_memories = _memory.remembered(algorithm, state, cohort.data), programs.trace().first_memories
+        traced, _ = traced_rounds(algorithm, server_state(state), cohort.data)
+        state, first_memories = _memory.remembered(algorithm, state, cohort.data), traced.trace().first_memories
     table = kept = parts_of(state).clients
     if kept != ():
         state = state._replace(clients=())
@@ -215,7 +229,7 @@ def call_of_updates(algorithm: FederatedAlgorithm, state: State, data: Federated
     Raises:
       ValueError: a round has no such call.
     """
-    program = programs_for(algorithm, server_state(state), data)[0].trace()
+    program = traced_rounds(algorithm, server_state(state), data)[0].trace()
     names = [call.name for call in program.calls if call.aggregator is not None]
     if not names:
         raise ValueError(f"The round of {type(algorithm).__name__} has no clients.aggregate, so its clients send no updates.")

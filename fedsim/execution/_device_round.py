@@ -13,14 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
 from fedsim.attacks import Attack
-from fedsim.execution._client import ClientPlan, training_steps
+from fedsim.execution._layout import Layout
 from fedsim.execution._placement import AXIS
-from fedsim.execution._plan import Layout, RoundPlan
-from fedsim.execution._round_program import Operands, RoundProgram, TracedCall
-from fedsim.execution._state import ClientTable
-from fedsim.execution._trace import TraceOptions
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
+from fedsim.rounds import ClientPlan, ClientTable, Operands, RoundPlan, RoundProgram, TracedCall, TraceOptions, training_steps
 
 T = TypeVar("T")
 # What a call has computed so far: the accumulator, the entries of the clients that have finished, and the table of memories.
@@ -31,7 +28,7 @@ Carry = tuple[Any, Any, Any]
 _SMALL_ACCUMULATOR = 4
 
 
-class ProgramOptions(NamedTuple):
+class CompileOptions(NamedTuple):
     """What a compiled program depends on besides the algorithm and the shapes of arrays.
 
     Attributes:
@@ -92,7 +89,7 @@ class DeviceRound:
       table: the memories after the calls that have ended.
     """
 
-    def __init__(self, options: ProgramOptions, program: RoundProgram, plan: RoundPlan, columns: Any, table: Any) -> None:
+    def __init__(self, options: CompileOptions, program: RoundProgram, plan: RoundPlan, columns: Any, table: Any) -> None:
         self.options, self.layout, self.program, self.plan = options, options.layout, program, plan
         self.columns, self.table = columns, table
         self.axis = options.axis
@@ -107,7 +104,7 @@ class DeviceRound:
         return accumulator, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), call.results[1]), self.table
 
     def run_groups(self, call: TracedCall, operands: Operands, carry: Carry, window: Any = None) -> Carry:
-        """Runs the groups of this device, all or those of a window, see `fedsim.execution._plan.windows`.
+        """Runs the groups of this device, all or those of a window, see `fedsim.execution._layout.windows`.
 
         If the population is divided, it does so on every device.
         """

@@ -18,29 +18,26 @@ from jax.sharding import PartitionSpec as P
 from fedsim import checks, rng
 from fedsim.data import Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
-from fedsim.execution._device_round import ProgramOptions
+from fedsim.execution._device_round import CompileOptions
+from fedsim.execution._layout import Layout, lanes_for, num_steps, overhead_of, plan_round, rounded_slots, widths_for, windows
 from fedsim.execution._memory import remembered
-from fedsim.execution._numbers import kept_with
 from fedsim.execution._placement import AXIS, Memory
-from fedsim.execution._plan import (
-    Layout,
-    RoundPlan,
-    lanes_for,
-    num_steps,
-    overhead_of,
-    plan_round,
-    rounded_slots,
-    stacked,
-    widths_for,
-    windows,
-)
-from fedsim.execution._programs import Programs, programs_for
-from fedsim.execution._round_program import RoundProgram
-from fedsim.execution._staleness import check_scales
-from fedsim.execution._state import ClientTable, FederatedAlgorithm, RoundInfo, State, parts_of, server_state
-from fedsim.execution._trace import TraceOptions
 from fedsim.execution._tracebacks import WithoutInternalFrames
+from fedsim.execution._traced_rounds import TracedRounds, traced_rounds
 from fedsim.primitives import without_mesh_of_context
+from fedsim.rounds import (
+    ClientTable,
+    FederatedAlgorithm,
+    RoundInfo,
+    RoundPlan,
+    RoundProgram,
+    State,
+    TraceOptions,
+    check_scales,
+    kept_with,
+    parts_of,
+    server_state,
+)
 from fedsim.samplers import check_is_cohort, same_key
 
 
@@ -95,7 +92,7 @@ class Jit(Execution):
         cohorts, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
       deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
       differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
-        algorithm's numbers. Programs then depend on the size of the largest client, a round is always one program, and
+        algorithm's numbers. TracedRounds then depend on the size of the largest client, a round is always one program, and
         ``memory`` is ``"resident"``.
 
     >>> Jit(lanes=4)
@@ -161,10 +158,10 @@ class Jit(Execution):
         check_cohorts(algorithm, [cohort])
         mesh, data = self.mesh(), cohort.data
         state = jax.eval_shape(algorithm.init, jax.random.key(0)) if state is None else state
-        programs, numbers = programs_for(algorithm, server_state(state), data, self._trace_options(cohort, mesh))
+        traced, numbers = traced_rounds(algorithm, server_state(state), data, self._trace_options(cohort, mesh))
         state = remembered(algorithm, state, data)
-        layout = self._layout(programs, cohort, mesh)
-        plan = plan_round(cohort, layout, algorithm.batches, programs.trace().loops)
+        layout = self._layout(traced, cohort, mesh)
+        plan = plan_round(cohort, layout, algorithm.batches, traced.trace().loops)
         clients, table = parts_of(state).clients, None
         if clients != ():
             rows = jax.tree.map(
@@ -175,7 +172,7 @@ class Jit(Execution):
             name: jax.ShapeDtypeStruct(c.shape, jax.dtypes.canonicalize_dtype(c.dtype)) for name, c in data.columns.items()
         }
         key = rng.typed(cohort.key)
-        arguments = numbers, columns, table or (), state, key, stacked([plan], 1), np.int32(1)
+        arguments = numbers, columns, table or (), state, key, RoundPlan.stacked([plan], 1), np.int32(1)
         everywhere = NamedSharding(mesh, P())
         shardings = [jax.tree.map(lambda _: everywhere, argument) for argument in arguments]
         shardings[3] = _placement.shardings_of(state, mesh, layout)
@@ -185,8 +182,8 @@ class Jit(Execution):
             tuple(shardings),
         )
         rows = next(iter(columns.values())).shape[0]
-        options = ProgramOptions(mesh, layout, True, False, cohort.attack, self.deterministic, rows, key.dtype)
-        return programs.by_options(options).rounds.lower(*shapes)
+        options = CompileOptions(mesh, layout, True, False, cohort.attack, self.deterministic, rows, key.dtype)
+        return traced.compiled(options).rounds.lower(*shapes)
 
     def _trace_options(self, cohort: Cohort, mesh: Mesh) -> TraceOptions:
         """Returns what the trace of a round depends on if all examples are on the devices, and no device has its own block."""
@@ -202,10 +199,10 @@ class Jit(Execution):
     def _most_examples(self, cohort: Cohort) -> int | None:
         return int(cohort.data.sizes.max(initial=1)) if self.differentiable else None
 
-    def _layout(self, programs: Programs, cohort: Cohort, mesh: Mesh) -> Layout:
-        slots, calls, state_bytes = rounded_slots(cohort.slots), programs.trace().calls, programs.trace().state_bytes
+    def _layout(self, traced: TracedRounds, cohort: Cohort, mesh: Mesh) -> Layout:
+        slots, calls, state_bytes = rounded_slots(cohort.slots), traced.trace().calls, traced.trace().state_bytes
         lanes = self.lanes or (1 if mesh.devices.flat[0].platform == "cpu" else lanes_for(state_bytes))
-        lanes = min(lanes, -(-slots // mesh.size), programs.fewer_lanes.get(mesh, lanes))
+        lanes = min(lanes, -(-slots // mesh.size), traced.fewer_lanes.get(mesh, lanes))
         overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
         most_examples = self._most_examples(cohort)
         block, rest = divmod(cohort.data.num_clients, mesh.size)
@@ -227,17 +224,17 @@ class Jit(Execution):
           The state, the infos, and how many rounds ran.
         """
         mesh, data = self.mesh(), cohorts[0].data
-        programs, numbers = programs_for(algorithm, server_state(state), data, self._trace_options(cohorts[0], mesh))
+        traced, numbers = traced_rounds(algorithm, server_state(state), data, self._trace_options(cohorts[0], mesh))
         state = _memory.placed(remembered(algorithm, state, data), mesh, "resident" if self.differentiable else self.memory)
         while True:
-            layout = self._layout(programs, cohorts[0], mesh)
+            layout = self._layout(traced, cohorts[0], mesh)
             try:
-                return self._dispatch_as(layout, programs, numbers, mesh, algorithm, state, cohorts, rounds)
+                return self._dispatch_as(layout, traced, numbers, mesh, algorithm, state, cohorts, rounds)
             except jax.errors.JaxRuntimeError as error:
                 lanes = max(layout.widths)
                 if "RESOURCE_EXHAUSTED" not in str(error) or lanes <= 1:
                     raise
-                programs.fewer_lanes[mesh] = lanes // 2
+                traced.fewer_lanes[mesh] = lanes // 2
                 warnings.warn(
                     f"The device ran out of memory with {lanes} clients side by side, so the round runs again with "
                     f"{lanes // 2}. Set lanes={lanes // 2} to start with that.",
@@ -245,7 +242,7 @@ class Jit(Execution):
                 )
 
     def _dispatch_as(
-        self, layout: Layout, programs: Programs, numbers: Any, mesh: Mesh, algorithm: FederatedAlgorithm, state: State,
+        self, layout: Layout, traced: TracedRounds, numbers: Any, mesh: Mesh, algorithm: FederatedAlgorithm, state: State,
         cohorts: Sequence[Cohort], rounds: int | None,
     ) -> tuple[State, Any, int]:  # fmt: skip
         first, data, clients = cohorts[0], cohorts[0].data, parts_of(state).clients
@@ -253,7 +250,7 @@ class Jit(Execution):
         # Gathered memories are written back after each round.
         may_split = mesh.devices.flat[0].platform == "cpu" and not self.differentiable
         together = cohorts[:1] if is_gathered else cohorts
-        plans, parts = _plans(layout, algorithm.batches, programs.trace(), together, may_split)
+        plans, parts = _plans(layout, algorithm.batches, traced.trace(), together, may_split)
         count, table = len(plans), clients
         if is_gathered:
             table, plans[0] = _memory.gathered(clients, plans[0], len(first), mesh)
@@ -263,18 +260,18 @@ class Jit(Execution):
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds or 1)
         rows = next(iter(columns.values())).shape[0] // (1 if resident else mesh.size)
         key = rng.typed(first.key)
-        options = ProgramOptions(mesh, layout, resident, rounds is not None, first.attack, self.deterministic, rows, key.dtype)
-        programs.check(first, options)
+        options = CompileOptions(mesh, layout, resident, rounds is not None, first.attack, self.deterministic, rows, key.dtype)
+        traced.check(first, options)
         state = state._replace(clients=()) if clients != () else state
         state = _placement.moved(state, _placement.shardings_of(state, mesh, layout))
-        arguments = numbers, columns, table, state, _placement.replicate(key, mesh), stacked(plans, rounds or 1)
+        arguments = numbers, columns, table, state, _placement.replicate(key, mesh), RoundPlan.stacked(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
             # For streamed data, so that the examples of at most two dispatches are on the device.
             jax.block_until_ready((state, table))
         if parts:
-            state, table, infos = programs.by_options(options).run_in_parts(arguments, parts)
+            state, table, infos = traced.compiled(options).run_in_parts(arguments, parts)
         else:
-            state, table, infos = programs.by_options(options).rounds(*arguments, np.int32(count))
+            state, table, infos = traced.compiled(options).rounds(*arguments, np.int32(count))
         if clients != ():
             kept = _memory.written_back(clients, table, plans[0], len(first)) if is_gathered else table
             state = state._replace(clients=kept)
@@ -294,7 +291,7 @@ def _plans(
     for cohort in cohorts:
         plan = plan_round(cohort, layout, batches, program.loops)
         if may_split:
-            steps = [num_steps(plan.size, plan.most_steps, batches, call.batches) for call in program.calls]
+            steps = [num_steps(plan.size, batches, call.batches, plan.most_steps) for call in program.calls]
             parts = [windows(plan, layout, of_call) for of_call in steps]
             if any(len(of_call) > 1 for of_call in parts):
                 return (plans, []) if plans else ([plan], parts)

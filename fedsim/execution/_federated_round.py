@@ -15,12 +15,23 @@ from fedsim.data import ClientRows, Cohort
 from fedsim.execution import _memory
 from fedsim.execution._device_round import put_rows, rows_of
 from fedsim.execution._execution import Jit, check_cohorts
-from fedsim.execution._plan import Layout, RoundPlan, plan_round
-from fedsim.execution._programs import programs_for
-from fedsim.execution._round_program import Operands, RoundProgram, TracedCall
-from fedsim.execution._state import ClientTable, FederatedAlgorithm, FederatedState, RoundInfo, State, parts_of, server_state
-from fedsim.execution._trace import TraceOptions
+from fedsim.execution._layout import Layout, plan_round
+from fedsim.execution._traced_rounds import traced_rounds
 from fedsim.primitives import Placed, Placement
+from fedsim.rounds import (
+    ClientTable,
+    FederatedAlgorithm,
+    FederatedState,
+    Operands,
+    RoundInfo,
+    RoundPlan,
+    RoundProgram,
+    State,
+    TracedCall,
+    TraceOptions,
+    parts_of,
+    server_state,
+)
 
 # ``(shared, client) -> result``, in JAX: what one client computes from what all get and from what only this client has.
 ClientWork = Callable[[Any, Any], Any]
@@ -168,14 +179,14 @@ class _Round(NamedTuple):
         data, slots, most = cohort.data, cohort.slots, max(1, int(cohort.sizes.max(initial=1)))
         key = rng.typed(cohort.key)
         options = TraceOptions(slots=slots, rows=most, attack=cohort.attack, key=key.dtype)
-        programs, numbers = programs_for(algorithm, server_state(state), data, options)
+        traced, numbers = traced_rounds(algorithm, server_state(state), data, options)
         given = _memory.remembered(algorithm, state, data)
         plan = plan_round(cohort, Layout(slots, 1), algorithm.batches)
         columns = {name: np.zeros((slots, most, *c.shape[1:]), c.dtype) for name, c in data.columns.items()}
         for slot, client in enumerate(cohort.clients):
             for name, rows in data.client(int(client)).examples.items():
                 columns[name][slot, : len(rows)] = rows
-        return cls(programs.trace(options), given, numbers, key, plan, columns)
+        return cls(traced.trace(options), given, numbers, key, plan, columns)
 
     @property
     def state(self) -> FederatedState:

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from fedsim import rng, tree
 from fedsim.data import ClientRows, Cohort, FederatedData
 from fedsim.execution import _memory, _placement
-from fedsim.execution._compile import Program, compiled
-from fedsim.execution._device_round import ProgramOptions
+from fedsim.execution._compile import CompiledFunction, compiled
+from fedsim.execution._device_round import CompileOptions
 from fedsim.execution._execution import Jit, Pmap
+from fedsim.execution._layout import Layout, lanes_for, num_steps, plan_round, windows
 from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS
-from fedsim.execution._plan import Layout, RoundPlan, lanes_for, num_steps, plan_round, stacked, windows
-from fedsim.execution._programs import Programs, programs_for
-from fedsim.execution._state import FederatedAlgorithm, RoundInfo, State, parts_of, server_state
+from fedsim.execution._traced_rounds import TracedRounds, traced_rounds
+from fedsim.rounds import FederatedAlgorithm, RoundInfo, RoundPlan, State, parts_of, server_state
 
 # Fewer rounds per dispatch show progress more often; more rounds wait less often for the host.
 _ROUNDS_PER_DISPATCH = 32
@@ -40,7 +40,7 @@ class Member(NamedTuple):
     """One federation of a population.
 
     Attributes:
-      algorithm: its algorithm. Those of all members share programs, see `fedsim.execution._programs.share_programs`.
+      algorithm: its algorithm. Those of all members share programs, see `fedsim.execution.share_programs`.
       state: the state before the first round.
       cohort: ``round -> Cohort``. Members with equal ``plans`` have the same cohorts.
       plans: identifies the cohorts, for example by their seed.
@@ -75,12 +75,12 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
         )
     if most_side_by_side(state, mesh, data) < 1:
         return "the states of the members do not fit the memory"
-    program = programs_for(algorithm, server_state(state), data)[0].trace()
+    program = traced_rounds(algorithm, server_state(state), data)[0].trace()
     if mesh.devices.flat[0].platform == "cpu":
         alone = Layout(cohort.slots, 1)
         plan = plan_round(cohort, alone, algorithm.batches, program.loops)
         for call in program.calls:
-            if len(windows(plan, alone, num_steps(plan.size, plan.most_steps, algorithm.batches, call.batches))) > 1:
+            if len(windows(plan, alone, num_steps(plan.size, algorithm.batches, call.batches, plan.most_steps))) > 1:
                 return "their rounds are so long that a CPU runs each as several programs"
     return None
 
@@ -198,12 +198,14 @@ class KnownPlans:
         self._known: dict[Any, RoundPlan] = {}
         self._bytes = 0
 
-    def stacked(self, programs: Programs, layout: Layout, member: Member, rounds: range, length: int) -> RoundPlan:
-        """Returns the plans of some rounds of a member, leaves ``[length, ...]``; see `fedsim.execution._plan.stacked`."""
+    def stacked(self, traced: TracedRounds, layout: Layout, member: Member, rounds: range, length: int) -> RoundPlan:
+        """Returns the plans of some rounds of a member, leaves ``[length, ...]``; see `RoundPlan.stacked`."""
         name = layout, member.plans, rounds, length
         if name not in self._known:
-            batches, loops = member.algorithm.batches, programs.trace().loops
-            found = stacked([plan_round(member.cohort(r), layout, batches, loops) for r in rounds or range(1)], length)
+            batches, loops = member.algorithm.batches, traced.trace().loops
+            found = RoundPlan.stacked(
+                [plan_round(member.cohort(r), layout, batches, loops) for r in rounds or range(1)], length
+            )
             found = found if rounds else jax.tree.map(np.zeros_like, found)  # rounds without clients
             self._bytes += (size := sum(x.nbytes for x in found))
             if self._bytes > _KEPT_PLANS_BYTES:
@@ -239,19 +241,19 @@ class Wave:
         # Places without a member have the state of the last one and run no round.
         self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - self.size)]
         full = [remembered(member.algorithm, member.state, data) for member in self._members]
-        self._programs, numbers = _programs_and_numbers(self._members, full, data)
+        self._traced, numbers = _traced_and_numbers(self._members, full, data)
         lanes = execution.lanes
         if lanes is None and device.platform != "cpu":
-            lanes = max(1, lanes_for(self._programs.trace().state_bytes) // side_by_side)
+            lanes = max(1, lanes_for(self._traced.trace().state_bytes) // side_by_side)
         alone = Pmap(devices=(device,), lanes=lanes)
-        self._layout = alone._layout(self._programs, widest, alone.mesh())
+        self._layout = alone._layout(self._traced, widest, alone.mesh())
         self._columns = _placement.resident_columns(data, mesh)
         rows, keys = max(1, data.num_examples), [rng.typed(member.cohort(0).key) for member in self._members]
-        options = ProgramOptions(
+        options = CompileOptions(
             alone.mesh(), self._layout, True, True, widest.attack, execution.deterministic, rows, keys[0].dtype
         )
-        self._programs.check(widest, options)
-        self._run = _compiled(self._programs, options, mesh, side_by_side)
+        self._traced.check(widest, options)
+        self._run = _compiled(self._traced, options, mesh, side_by_side)
         placed = [_memory.placed(state, alone.mesh(), "resident") for state in full]
         tables = [parts_of(state).clients for state in placed]
         states = [state._replace(clients=()) if clients != () else state for state, clients in zip(placed, tables, strict=True)]
@@ -274,7 +276,7 @@ class Wave:
         """
         numbered = [*rounds, *[range(0)] * (len(self._members) - len(rounds))]
         plans = [
-            self._plans.stacked(self._programs, self._layout, member, own, self._length)
+            self._plans.stacked(self._traced, self._layout, member, own, self._length)
             for member, own in zip(self._members, numbered, strict=True)
         ]
         of_members = jax.tree.map(lambda *fields: np.stack(fields), *plans)
@@ -298,18 +300,18 @@ class Wave:
         return state._replace(clients=table) if table != () else state
 
 
-def _programs_and_numbers(members: Sequence[Member], states: Sequence[State], data: FederatedData) -> tuple[Programs, Any]:
+def _traced_and_numbers(members: Sequence[Member], states: Sequence[State], data: FederatedData) -> tuple[TracedRounds, Any]:
     """Returns the programs that all members share, and each member's numbers."""
-    found = [programs_for(member.algorithm, server_state(state), data) for member, state in zip(members, states, strict=True)]
-    programs = found[0][0]
-    assert all(own is programs for own, _ in found), "members that run together share programs"
-    return programs, [numbers for _, numbers in found]
+    found = [traced_rounds(member.algorithm, server_state(state), data) for member, state in zip(members, states, strict=True)]
+    traced = found[0][0]
+    assert all(own is traced for own, _ in found), "members that run together share programs"
+    return traced, [numbers for _, numbers in found]
 
 
 @functools.lru_cache(maxsize=32)
-def _compiled(programs: Programs, options: ProgramOptions, mesh: Mesh, side_by_side: int) -> Program:
+def _compiled(traced: TracedRounds, options: CompileOptions, mesh: Mesh, side_by_side: int) -> CompiledFunction:
     """Compiles the rounds of ``side_by_side`` members per device."""
-    rounds = programs.by_options(options).run_rounds
+    rounds = traced.compiled(options).run_rounds
 
     def together(
         numbers: Any, columns: Any, table: Any, state: State, key: jax.Array, plans: RoundPlan, num_rounds: jax.Array

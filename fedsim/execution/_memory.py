@@ -10,12 +10,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._numbers import form_of, kept_with
 from fedsim.execution._placement import Memory, memory_limit, replicate
-from fedsim.execution._plan import RoundPlan
-from fedsim.execution._programs import programs_for
-from fedsim.execution._round_program import RoundProgram
-from fedsim.execution._state import Average, ClientTable, FederatedAlgorithm, FederatedState, State, parts_of
+from fedsim.execution._traced_rounds import traced_rounds
+from fedsim.rounds import (
+    Average,
+    ClientTable,
+    FederatedAlgorithm,
+    FederatedState,
+    RoundPlan,
+    RoundProgram,
+    State,
+    form_of,
+    kept_with,
+    parts_of,
+)
 
 _RESIDENT_BYTES_ON_CPU = 2**22
 # While rounds run there are up to four tables: two of the current round, that of the state before the dispatch, and that of the
@@ -49,7 +57,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
         if (form := form_of(given)) not in known_forms:
             server = jax.eval_shape(algorithm.init, jax.random.key(0))
-            check_alike(algorithm, given, _first(algorithm, server, programs_for(algorithm, server, data)[0].trace()))
+            check_alike(algorithm, given, _first(algorithm, server, traced_rounds(algorithm, server, data)[0].trace()))
             known_forms.add(form)
         return state
     if kept.get("remembers nothing"):
@@ -59,7 +67,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
             f"averaging={algorithm.averaging} averages state.params, but the state of {type(algorithm).__name__} has no "
             "params: set averaging=None."
         )
-    first = _first(algorithm, state, programs_for(algorithm, state, data)[0].trace())
+    first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
         return state

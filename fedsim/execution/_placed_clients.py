@@ -11,9 +11,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fedsim.data import Batches, Cohort
-from fedsim.execution._client import Client, ClientPlan, batch_loop, client_of, client_plans
-from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._layout import Layout, plan_round
 from fedsim.primitives import Placed, Placement, without_mesh_of_context
+from fedsim.rounds import Client, ClientPlan, batch_loop
+from fedsim.rounds._client import client_of, client_plans
 from fedsim.samplers import check_is_cohort
 
 

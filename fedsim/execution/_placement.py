@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import FederatedData
-from fedsim.execution._plan import Layout, RoundPlan
+from fedsim.execution._layout import Layout
+from fedsim.rounds import RoundPlan
 
 Memory = Literal["auto", "resident", "stream"]
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from fedsim.data import Cohort
-from fedsim.execution._numbers import kept_with
-from fedsim.execution._state import FederatedAlgorithm, RoundInfo
+from fedsim.rounds import FederatedAlgorithm, RoundInfo, kept_with
 
 
 def report_problems(algorithm: FederatedAlgorithm, info: RoundInfo, cohorts: Sequence[Cohort]) -> None:

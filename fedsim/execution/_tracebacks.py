@@ -7,11 +7,11 @@ from types import TracebackType
 
 import jax
 
-_INTERNAL = tuple(str(Path(__file__).parents[1] / package) for package in ("execution", "primitives"))
+_INTERNAL = tuple(str(Path(__file__).parents[1] / package) for package in ("execution", "primitives", "rounds"))
 
 
 class WithoutInternalFrames:
-    """A context that leaves the frames of `fedsim.execution` and `fedsim.primitives` out of tracebacks, but for the last frame.
+    """A context that leaves the frames of fedsim's execution, primitives and rounds out of tracebacks, but for the last frame.
 
     JAX leaves out its own frames in the same way. ``JAX_TRACEBACK_FILTERING=off`` keeps all.
 

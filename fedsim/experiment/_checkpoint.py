@@ -17,7 +17,7 @@ import numpy as np
 from fedsim.data import ClientRows, FormatError, is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.durable_files import replace_text, sync_files, sync_folder, writing
-from fedsim.execution import ClientTable, FederatedState
+from fedsim.rounds import ClientTable, FederatedState
 from fedsim.text_files import read_json
 
 State = Any

@@ -13,8 +13,8 @@ import numpy as np
 
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation
-from fedsim.execution import RoundInfo
 from fedsim.metrics import Better, better_of
+from fedsim.rounds import RoundInfo
 
 Line = dict[str, Any]
 

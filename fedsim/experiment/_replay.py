@@ -18,7 +18,7 @@ from fedsim import checks
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Settings, build
 from fedsim.data import Cohort
-from fedsim.execution._debug import call_of_updates, run_client
+from fedsim.execution import call_of_updates, run_client
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._dispatch import cohorts
 from fedsim.experiment._folder import RunFolder, is_sweep, read_config, stored_run, warn_of_changed_code

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.execution import Execution, Jit
-from fedsim.execution._devices import is_gpu
+from fedsim.execution import Execution, Jit, is_gpu
 from fedsim.experiment._divergence import is_diverged
 from fedsim.experiment._lines import Line, scalar_metrics
 from fedsim.plots._canvas import BLUE, GREY, ORANGE, add_legend, new_figure, shorten, whole_ticks

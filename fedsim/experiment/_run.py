@@ -18,7 +18,7 @@ from fedsim.configuration import RunConfig
 from fedsim.data import Cohort, FederatedData, is_rows, population_identity
 from fedsim.durable_files import WriteError, is_full, replace_text
 from fedsim.evaluation import Evaluation
-from fedsim.execution import RoundInfo, report_problems
+from fedsim.execution import report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
 from fedsim.experiment._disk import explained
@@ -31,6 +31,7 @@ from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
 from fedsim.experiment._trust import imported_modules
+from fedsim.rounds import RoundInfo
 from fedsim.samplers import Sampler, checked_cohort
 
 

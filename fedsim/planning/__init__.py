@@ -4,3 +4,4 @@ from fedsim.planning._audit import Audit as Audit
 from fedsim.planning._audit import audit as audit
 from fedsim.planning._costs import plan as plan
 from fedsim.planning._plan import Plan as Plan
+from fedsim.planning._plan import duration as duration

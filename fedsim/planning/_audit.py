@@ -9,8 +9,7 @@ import jax
 from fedsim.aggregators import StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
-from fedsim.execution._execution import check_cohorts
-from fedsim.execution._federated_round import federated_round
+from fedsim.execution import check_cohorts, federated_round
 from fedsim.primitives import Leak, Program, stages
 
 

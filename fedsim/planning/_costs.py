@@ -16,19 +16,12 @@ from jax.sharding import Mesh
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import Jit
-from fedsim.execution._call import send_down
-from fedsim.execution._execution import check_cohorts
-from fedsim.execution._memory import placed
-from fedsim.execution._placement import is_resident, memory_limit
-from fedsim.execution._plan import rounded_slots
-from fedsim.execution._programs import programs_for
-from fedsim.execution._round_program import TracedCall
-from fedsim.execution._state import FederatedState, parts_of
+from fedsim.execution import Jit, check_cohorts, is_resident, memory_limit, placed, rounded_slots, traced_rounds
 from fedsim.planning._collectives import collectives_of
 from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan
 from fedsim.planning._timing import seconds_of_round
+from fedsim.rounds import FederatedState, TracedCall, parts_of, send_down
 from fedsim.samplers import check_is_cohort
 
 _MANY = 4  # memory is determined for a second cohort that is this many times as large
@@ -84,7 +77,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     if type(algorithm).apply is not Algorithm.apply:
         return known
     check_cohorts(algorithm, [cohort])
-    program = programs_for(algorithm, state, cohort.data)[0].trace()
+    program = traced_rounds(algorithm, state, cohort.data)[0].trace()
     calls, memory = program.calls, program.first.clients[0] if program.first.clients != () else ()
     fields = _messages(calls, cohort.num_steps(algorithm.batches) > 0) | _computation(algorithm, calls, cohort)
     if isinstance(execution, Jit):
@@ -109,7 +102,7 @@ def _bits_up(call: TracedCall) -> tuple[float, bool]:
     aggregator, update = call.aggregator, call.update
     assert aggregator is not None
     if aggregator.sends_unchanged:
-        # An algorithm may report the size itself, see `fedsim.execution.RoundInfo`.
+        # An algorithm may report the size itself, see `fedsim.rounds.RoundInfo`.
         return float(tree.num_bits(update)), "bits_up" not in call.entries
 
     def bits(update: Any, state: Any, memory: Any, key: jax.Array) -> jax.Array:

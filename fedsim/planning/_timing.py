@@ -15,9 +15,8 @@ import numpy as np
 from fedsim import rng
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
-from fedsim.execution import Client, Clients, ClientUpdate
-from fedsim.execution._round_program import TracedCall
 from fedsim.planning._flops import flops_of
+from fedsim.rounds import Client, Clients, ClientUpdate, TracedCall
 
 _SECONDS = 0.8
 _SECONDS_OF_STEPS = 0.1

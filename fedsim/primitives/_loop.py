@@ -63,7 +63,7 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
         if not isinstance(num_steps, jax.core.Tracer) and np.max(num_steps) > most_steps:
             raise ValueError(f"Expected num_steps <= most_steps={most_steps}, got num_steps={num_steps}: use a larger bound.")
         num_steps = jnp.minimum(jnp.asarray(num_steps, jnp.int32), most_steps)
-    state = jax.tree.map(strong, state)
+    state = tree.strong(state)
     leaves, structure = jax.tree.flatten(state)
 
     def step(*leaves_and_t: jax.Array) -> Arrays:
@@ -71,7 +71,7 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
         new, new_structure = jax.tree.flatten(body(t, jax.tree.unflatten(structure, leaves)))
         if new_structure != structure:  # type: ignore[operator]
             raise TypeError(f"Expected a step to return a state like the first one, {structure}, got {new_structure}.")
-        return [strong(leaf) for leaf in new]
+        return tree.strong(new)
 
     jaxpr, consts = closed(step, [*leaves, jnp.int32(0)])
     for before, after, (path, _) in zip(leaves, jaxpr.out_avals, jax.tree_util.tree_leaves_with_path(state), strict=True):
@@ -82,12 +82,6 @@ def bounded_loop(num_steps: Any, body: Callable[[jax.Array, T], T], state: T, *,
             )
     loop = _Loop(jaxpr, len(consts), most_steps)
     return jax.tree.unflatten(structure, loop.bind(num_steps, consts, leaves))
-
-
-def strong(x: Any) -> jax.Array:
-    """Returns an array whose dtype is not weak, since a step could change that."""
-    x = jnp.asarray(x)
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
 
 def _buffer(length: int, like: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedsim import rng
 from fedsim.algorithm import Algorithm
-from fedsim.execution import RoundInfo
+from fedsim.rounds import RoundInfo
 from fedsim.samplers import Sampler
 
 # The largest number of rounds that are sent to the device at once.

@@ -33,7 +33,7 @@ from fedsim.decentralized import (
     one_peer_exponential,
     ring,
 )
-from fedsim.execution._programs import share_programs
+from fedsim.execution import share_programs
 from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty, mean_and_std
 
 _NODES, _ROUNDS, _MOST_TOGETHER = 16, 400, 100

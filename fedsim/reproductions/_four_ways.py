@@ -29,7 +29,7 @@ from fedsim.algorithms import FedAvg, FedProx, FedSGD
 from fedsim.data import Batches, FederatedData
 from fedsim.decentralized import DFedAvg
 from fedsim.evaluation import Evaluation, evaluate, evaluate_personalized
-from fedsim.execution._programs import share_programs
+from fedsim.execution import share_programs
 from fedsim.model import Model
 from fedsim.reproductions import _femnist as femnist
 from fedsim.reproductions._clock import needs_data

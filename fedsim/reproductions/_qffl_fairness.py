@@ -35,7 +35,7 @@ import optax
 from fedsim import datasets, metrics, models
 from fedsim.algorithms import FedAvg, QFedAvg
 from fedsim.data import Batches, FederatedData
-from fedsim.datasets._archive import read_arrays
+from fedsim.datasets import read_arrays
 from fedsim.evaluation import evaluate
 from fedsim.model import Examples, Model
 from fedsim.reproductions._curve import train

@@ -37,8 +37,7 @@ from fedsim.decentralized import (
     line,
     ring,
 )
-from fedsim.execution import Jit
-from fedsim.execution._programs import share_programs
+from fedsim.execution import Jit, share_programs
 from fedsim.model import Model
 from fedsim.reproductions._reproduction import Case, Reproduction, Request, Row, join_nonempty
 

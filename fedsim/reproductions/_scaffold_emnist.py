@@ -25,7 +25,7 @@ import optax
 from fedsim import models
 from fedsim.algorithms import SCAFFOLD, FedAvg
 from fedsim.data import Batches, FederatedData
-from fedsim.datasets._archive import read_arrays
+from fedsim.datasets import read_arrays
 from fedsim.evaluation import evaluate
 from fedsim.reproductions._curve import Curve, search_rate, train
 from fedsim.reproductions._reproduction import Case, Extent, Reproduction, Request, Row, count_of_seeds, mean_and_std

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedsim.data import Cohort
-from fedsim.execution._members import KnownPlans, Member, Wave
+from fedsim.execution import KnownPlans, Member, Wave
 from fedsim.experiment.driving import DispatchedRounds, Interruption, Run, Stopwatch
 
 

@@ -19,12 +19,21 @@ from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import How
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import Jit, RoundInfo, report_problems
-from fedsim.execution._members import Member, joined, most_side_by_side, obstacle, run_members
-from fedsim.execution._memory import placed, remembered
-from fedsim.execution._programs import share_programs
-from fedsim.execution._state import parts_of
+from fedsim.execution import (
+    Jit,
+    Member,
+    arguments_of,
+    joined,
+    most_side_by_side,
+    obstacle,
+    placed,
+    remembered,
+    report_problems,
+    run_members,
+    share_programs,
+)
 from fedsim.experiment.driving import DispatchLength, cohorts, default_evaluation, evaluation_line, round_lines
+from fedsim.rounds import RoundInfo, parts_of
 from fedsim.samplers import Sampler, checked_cohort
 from fedsim.sweeps._grid import Setting, listed_seeds, listed_settings, shown
 
@@ -346,7 +355,7 @@ def _obstacle(group: _Group, algorithms: Sequence[Algorithm], shapes: Sequence[S
     for i in group.settings:
         if reason := why_alone(algorithms[i], shapes[i], first):
             return reason
-        if group.numbers[0] and not vars(algorithms[i])["_execution"]["programs"][1]:
+        if group.numbers[0] and not arguments_of(algorithms[i]):
             names = ", ".join(group.numbers[0])
             return f"the code needs the values of numbers ({names}), so it is compiled for every setting"
     return None
@@ -355,7 +364,7 @@ def _obstacle(group: _Group, algorithms: Sequence[Algorithm], shapes: Sequence[S
 def _makes_models(group: _Group, algorithms: Sequence[Algorithm]) -> bool:
     """Returns whether ``make_algorithm`` creates a model for every setting, whose programs would be compiled for each."""
     models = {id(getattr(algorithms[i], "model", None)) for i in group.settings}
-    return len(models) > 1 and bool(vars(algorithms[group.settings[0]])["_execution"]["programs"][1])
+    return len(models) > 1 and bool(arguments_of(algorithms[group.settings[0]]))
 
 
 def _starts(

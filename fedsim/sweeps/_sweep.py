@@ -21,9 +21,7 @@ from fedsim import rng
 from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members
 from fedsim.data import Cohort, FederatedData
 from fedsim.durable_files import replace_text, writing
-from fedsim.execution._members import KnownPlans, in_turns
-from fedsim.execution._placement import release
-from fedsim.execution._programs import programs_for
+from fedsim.execution import KnownPlans, in_turns, release, traced_rounds
 from fedsim.experiment import read_sweep, run_experiment
 from fedsim.experiment.driving import (
     Callback,
@@ -260,7 +258,7 @@ def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
             like = job.initial_shapes()
             if reason := why_alone(algorithm, like, first):
                 reasons.append(reason)
-            key = None if reason else (programs_for(algorithm, like, first.data)[0], first.slots, first.attack, id(first.data))
+            key = None if reason else (traced_rounds(algorithm, like, first.data)[0], first.slots, first.attack, id(first.data))
         groups.setdefault(key, []).append(job)
     for reason in dict.fromkeys(reasons):
         warnings.warn(

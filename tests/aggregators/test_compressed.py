@@ -13,7 +13,7 @@ import fedsim
 from fedsim import rng, tree
 from fedsim.aggregators import Clipped, Compressed, CoordinateMedian, Mean
 from fedsim.compressors import Cast, Drive, Eden, ErrorFeedback, Identity, MagnitudePruning, PowerSGD, TopK
-from fedsim.execution._call import send_down
+from fedsim.rounds._call import send_down
 
 FLOATS = 3 * 4 + 4  # the number of parameters of the federation's model
 EXECUTIONS = {

@@ -20,9 +20,9 @@ import pytest
 import fedsim
 from fedsim import aggregators, compressors
 from fedsim.execution._federated_round import federated_round
-from fedsim.execution._numbers import numbers_of
-from fedsim.execution._state import parts_of
 from fedsim.experiment import Checkpoints
+from fedsim.rounds._numbers import numbers_of
+from fedsim.rounds._state import parts_of
 from fedsim.tree import is_float
 
 BATCHES = fedsim.Batches(size=4, epochs=2)
@@ -343,7 +343,7 @@ def test_trace_count_independent_of_client_sizes(name):
     for round, count in enumerate((3, 8, 1, 5)):
         cohort = fedsim.Cohort(population, draw.permutation(8)[:count], round, fedsim.rng.root(0), slots=8)
         state, _ = algorithm.apply(state, cohort)
-    (programs,) = federation.round_programs(algorithm)
+    (programs,) = federation.compiled_rounds(algorithm)
     assert programs.rounds.num_executables == 1
 
 

@@ -119,7 +119,7 @@ def test_an_algorithm_without_a_model_is_evaluated_with_downlink_memory():
         num_features=3, num_clusters=2, downlink=compressors.ErrorFeedback(compressors.Cast()), execution=fedsim.Jit()
     )
     state, _ = two_rounds(algorithm, fedsim.UniformSampler(population, clients=4, seed=0))
-    assert isinstance(state, fedsim.execution.FederatedState)
+    assert isinstance(state, fedsim.rounds.FederatedState)
     assert np.isfinite(list(algorithm.evaluate(state, population).overall.values())).all()
 
 

@@ -84,7 +84,7 @@ def test_mime_of_one_client_with_full_batches_is_mimelite():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [fedsim.Debug(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=3)])
 def test_mime_s_first_call_uses_every_example_once_for_any_batches_of_the_second(how, monkeypatch):
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)  # each call takes several programs
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)  # each call takes several programs
     population = federation.data()
     for batches in (fedsim.Batches(size=4, steps=1), fedsim.Batches(size=4, epochs=5)):
         c, _, _ = first_call(batches=batches, execution=how, cohort=federation.cohort(population))
@@ -99,7 +99,7 @@ def first_call(**options):
     """
     cohort = options.pop("cohort", None) or federation.cohort(federation.data())
     start, _, state = run(Mime(**settings(client_optimizer=optax.sgd(RATE, 0.6), **options)), [cohort])
-    server = fedsim.execution.server_state(state)
+    server = fedsim.rounds.server_state(state)
     sent = {i: gradient(start, *everything) for i, everything, _ in clients(cohort)}
     return joined(server.statistics[0].trace), sent, state
 

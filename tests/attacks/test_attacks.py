@@ -276,11 +276,11 @@ def test_attackers_are_data_and_the_attack_is_compiled():
     for round in range(3):
         # An equal attack object, and other attackers.
         state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.0), np.roll(ATTACKERS, round), round))
-    (compiled,) = federation.round_programs(algorithm)
+    (compiled,) = federation.compiled_rounds(algorithm)
     assert compiled.rounds.num_executables == 1
     state, _ = algorithm.apply(state, attacked(attacks.SignFlip(scale=2.5)))
     state, info = algorithm.apply(state, federation.cohort(POPULATION))
-    assert len(federation.round_programs(algorithm)) == 3
+    assert len(federation.compiled_rounds(algorithm)) == 3
     assert "attacker" not in info.clients
     with pytest.raises(ValueError, match="root key and attack"):
         algorithm.apply_rounds(state, [attacked(attacks.SignFlip()), attacked(attacks.SignFlip(scale=2.0))])
@@ -292,7 +292,7 @@ def test_several_rounds_and_a_round_in_several_programs(monkeypatch):
     start = algorithm.init(jax.random.key(0))
     in_one_call, infos = algorithm.apply_rounds(start, cohorts)
     assert infos.clients["attacker"].tolist() == [np.roll(ATTACKERS, round).tolist() for round in range(3)]
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     in_programs, _ = algorithm.apply(start, cohorts[-1])
     federation.assert_trees_close(in_one_call, in_programs)
 

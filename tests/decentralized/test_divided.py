@@ -17,7 +17,7 @@ import fedsim
 from fedsim import decentralized
 from fedsim.attacks import SignFlip
 from fedsim.decentralized._mixer import Mixer
-from fedsim.execution._plan import Layout, plan_round
+from fedsim.execution._layout import Layout, plan_round
 
 DATA = federation.data()  # eight clients
 DEVICES = fedsim.Pmap(devices=4)
@@ -89,7 +89,7 @@ def test_rounds_are_those_of_one_device(name, settings, options):
     state, infos = run(make(name, **settings), **options)
     expected, expected_infos = run(make(name, **settings, execution=fedsim.Jit()), **options)
     federation.assert_trees_close((state, infos), (expected, expected_infos), rtol=1e-4, atol=1e-5)
-    nodes = fedsim.execution.server_state(state)
+    nodes = fedsim.rounds.server_state(state)
     assert all(map(is_divided, jax.tree.leaves((nodes.models, nodes.personal))))
     assert nodes.round.sharding.is_fully_replicated
 

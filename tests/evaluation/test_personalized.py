@@ -122,7 +122,7 @@ def test_memories_on_the_device_and_on_the_host(memory):
     algorithm = make(execution=fedsim.Jit(memory=memory))
     state, test = trained(algorithm), test_data()
     expected = by_hand(algorithm.model, lambda client_id: personal(state, client_id), test)
-    assert isinstance(state.clients, fedsim.execution.ClientTable) == (memory == "resident")
+    assert isinstance(state.clients, fedsim.rounds.ClientTable) == (memory == "resident")
     assert_same(fedsim.evaluate_personalized(algorithm, state, federation.data(), test), expected)
 
 

@@ -50,7 +50,7 @@ class Centred(fedsim.Algorithm):
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_calls_whose_work_is_a_closure(how, long, monkeypatch):
     if long:
-        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+        monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     population = federation.data()
     algorithm = Centred(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
     x = population.columns["x"][:, 0].astype(np.float64)

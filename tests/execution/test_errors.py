@@ -12,7 +12,7 @@ import pytest
 from counting import BATCHES, Counting, Damped, Maximum
 
 import fedsim
-from fedsim import aggregators, execution
+from fedsim import aggregators, execution, rounds
 from fedsim.algorithms import FedAvg
 
 
@@ -134,7 +134,7 @@ def test_a_state_of_another_algorithm_is_rejected():
         compressed.apply(state, federation.cohort())
     on_device = dataclasses.replace(ditto, execution=fedsim.Jit(memory="resident"))
     state, _ = on_device.apply(state, federation.cohort())
-    assert isinstance(state.clients, execution.ClientTable)
+    assert isinstance(state.clients, rounds.ClientTable)
     with pytest.raises(ValueError, match="not one of this APFL"):
         apfl.apply(state, federation.cohort())
     dataclasses.replace(ditto).apply(state, federation.cohort())

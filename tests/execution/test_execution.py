@@ -18,7 +18,8 @@ import pytest
 import fedsim
 from fedsim import aggregators, rng
 from fedsim.execution import StageError, _placement
-from fedsim.execution._plan import Layout, num_steps, plan_round, stacked, widths_for, windows
+from fedsim.execution._layout import Layout, num_steps, plan_round, widths_for, windows
+from fedsim.rounds import RoundPlan
 
 
 def fedavg(**changes):
@@ -75,7 +76,7 @@ def test_streaming_compiles_few_programs_for_any_sizes():
     state = algorithm.init(jax.random.key(0))
     for cohort in fedsim.UniformSampler(population, clients=3, seed=0).rounds(12):
         state, _ = algorithm.apply(state, cohort)
-    (compiled,) = federation.round_programs(algorithm)
+    (compiled,) = federation.compiled_rounds(algorithm)
     assert compiled.rounds.num_executables == 1
 
 
@@ -143,7 +144,7 @@ def test_plan_gives_every_client_to_one_group_and_balances(devices, lanes, overh
     # Graham's bound for longest-first list scheduling.
     best = max(steps.max() + 0.5, sum(loads) / len(loads))
     assert max(loads) <= 4 / 3 * best + 0.5
-    for field, rows in zip(plan, stacked([plan], 2), strict=True):
+    for field, rows in zip(plan, RoundPlan.stacked([plan], 2), strict=True):
         np.testing.assert_array_equal(rows, [field, np.zeros_like(field)])
 
 
@@ -276,7 +277,7 @@ def test_bad_data_is_rejected_before_anything_is_compiled(columns, message):
     algorithm = fedavg()
     with pytest.raises(ValueError, match=message):
         algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(population, ["a", "b"]))
-    assert "shared" not in vars(algorithm).get("_execution", {})
+    assert "traces" not in vars(algorithm).get("_execution", {})
     with pytest.raises(ValueError, match=message):
         fedsim.evaluate(algorithm.model, algorithm.init(jax.random.key(0)).params, population)
 
@@ -394,8 +395,8 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
     """Long rounds are divided between clients; each program passes the accumulator to the next."""
     algorithm = fedavg(execution=how, server_optimizer=optax.sgd(1.0, momentum=0.9))
     whole, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
-    (compiled,) = federation.round_programs(algorithm)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
+    (compiled,) = federation.compiled_rounds(algorithm)
     parts, infos = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
     assert (
         1 <= federation.num_executables_of_parts(compiled) <= 2
@@ -409,11 +410,11 @@ def test_a_round_in_several_programs_is_the_same_round(how, monkeypatch):
 
 @pytest.mark.parametrize(("devices", "lanes"), [(1, 1), (2, 3)])
 def test_windows_cover_every_group_once_in_order(devices, lanes, monkeypatch):
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 5)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 5)
     population, batches = federation.data(sizes=[3, 0, 40, 1, 9, 9, 2, 2]), fedsim.Batches(size=2)
     layout = Layout(8, devices, widths_for(lanes), 1.0)
     plan = plan_round(federation.cohort(population), layout, batches)
-    parts = windows(plan, layout, num_steps(plan.size, plan.most_steps, batches, [batches]))
+    parts = windows(plan, layout, num_steps(plan.size, batches, [batches], plan.most_steps))
     assert len(parts) > 1
     np.testing.assert_array_equal(parts[0][..., 0], 0)
     np.testing.assert_array_equal(parts[-1][..., 1], plan.groups)

@@ -36,7 +36,7 @@ def test_states_keep_their_dtypes_and_rounds_run_in_one_dispatch(cls):
             alone, _ = algorithm.apply(alone, cohort)
     states = [federation.plain(state) for state in (together, alone)]
     federation.assert_trees_equal(*states)
-    server = fedsim.execution.server_state(alone)
+    server = fedsim.rounds.server_state(alone)
     assert [x.dtype for x in jax.tree.leaves(server)] == [x.dtype for x in jax.tree.leaves(start)]
     assert np.any(np.asarray(server.params["linear"]["w"] != start.params["linear"]["w"]))
 

@@ -26,8 +26,8 @@ from counting import (
 )
 
 import fedsim
-from fedsim import execution
 from fedsim.execution._device_round import put_rows
+from fedsim.rounds import ClientTable
 
 
 @pytest.mark.first(3)
@@ -46,7 +46,7 @@ def test_memories_are_the_same_under_every_execution(how, refuse):
     np.testing.assert_allclose(state.server, server, rtol=1e-5)
     assert infos.clients["seen"].shape == (2, 4)
     everyone = np.arange(8)
-    if isinstance(state.clients, execution.ClientTable):
+    if isinstance(state.clients, ClientTable):
         rows, seen = jax.device_get(state.clients)
     else:
         rows, seen = state.clients.gather(everyone)
@@ -113,7 +113,7 @@ def test_stacking_aggregators_and_aggregators_with_memory(how, aggregator):
 @pytest.mark.parametrize("how", EXECUTIONS)
 def test_a_round_that_calls_its_clients_twice(how, long, monkeypatch):
     if long:
-        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+        monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     population = federation.data()
     algorithm = Variance(batches=fedsim.Batches(size=4), execution=EXECUTIONS[how])
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort(population))
@@ -161,7 +161,7 @@ def test_each_call_has_its_own_memories(how, long, monkeypatch):
     if long and how == "debug":
         pytest.skip("Debug runs one client after another.")
     if long:
-        monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+        monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     population = federation.data()
     algorithm = Twice(batches=BATCHES, refuse_first=3.0, execution=EXECUTIONS[how], aggregator=Damped())
     state = algorithm.init(jax.random.key(0))
@@ -232,7 +232,7 @@ def test_rounds_in_one_dispatch_equal_single_rounds_bit_for_bit(devices, memory)
 @pytest.mark.parametrize("memory", ["resident", "stream"])
 def test_a_long_round_always_runs_alone(memory, monkeypatch):
     """The order of its sums must not depend on the rounds around it."""
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     population, slots = federation.data(sizes=range(1, 25)), 24
     algorithm = fedsim.algorithms.SCAFFOLD(
         model=federation.model(),
@@ -252,7 +252,7 @@ def test_a_long_round_always_runs_alone(memory, monkeypatch):
 
 
 def test_the_position_of_long_rounds_compiles_nothing_new(monkeypatch, caplog):
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     population, slots = federation.data(sizes=range(1, 25)), 24
     algorithm = Counting(batches=BATCHES, execution=fedsim.Jit(memory="resident"))
     state = algorithm.init(jax.random.key(0))
@@ -335,10 +335,10 @@ def test_rows_are_written_at_their_indices_and_not_beyond_the_end():
     draw = np.random.default_rng(0)
     old, new = draw.normal(size=(6, 3)).astype(np.float32), draw.normal(size=(5, 3)).astype(np.float32)
     at = np.array([4, 6, 0, 6, 9], np.int32)
-    table = execution.ClientTable({"w": jnp.asarray(old)}, jnp.zeros(6, bool))
+    table = ClientTable({"w": jnp.asarray(old)}, jnp.zeros(6, bool))
     expected, seen = old.copy(), np.zeros(6, bool)
     expected[[4, 0]], seen[[4, 0]] = new[[0, 2]], True
-    write, rows = jax.jit(put_rows), execution.ClientTable({"w": jnp.asarray(new)}, jnp.ones(5, bool))
+    write, rows = jax.jit(put_rows), ClientTable({"w": jnp.asarray(new)}, jnp.ones(5, bool))
     for written in (put_rows(table, jnp.asarray(at), rows), write(table, at, rows)):
         np.testing.assert_array_equal(written.rows["w"], expected)
         np.testing.assert_array_equal(written.seen, seen)

@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.execution import RoundInfo, watch_problems
+from fedsim.execution import watch_problems
+from fedsim.rounds import RoundInfo
 
 
 class Computed:

@@ -380,7 +380,7 @@ def test_settings_of_jax_are_part_of_what_is_shared():
     algorithm.apply(start, cohort)
     with jax.default_matmul_precision("highest"):
         algorithm.apply(start, cohort)
-    programs = [of_setting.program for of_setting in federation.round_programs(algorithm)]
+    programs = [of_setting.program for of_setting in federation.compiled_rounds(algorithm)]
     assert len(programs) == 2 and programs[0] is not programs[1]
 
 

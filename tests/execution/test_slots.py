@@ -90,7 +90,7 @@ def test_a_padded_cohort_gives_the_result_of_an_unpadded_one_with_one_trace(how,
         after_first = after_first or len(traces)
     if how != "debug":
         assert len(traces) == after_first
-        (compiled,) = federation.round_programs(algorithm)
+        (compiled,) = federation.compiled_rounds(algorithm)
         assert compiled.rounds.num_executables == 1
 
 
@@ -108,10 +108,10 @@ def test_cohorts_of_different_sizes_run_in_one_dispatch(how, unpadded):
 
 def test_a_padded_round_in_several_programs_is_the_same_round(unpadded, monkeypatch):
     states, infos = unpadded
-    monkeypatch.setattr("fedsim.execution._plan._STEPS_PER_PROGRAM", 3)
+    monkeypatch.setattr("fedsim.execution._layout._STEPS_PER_PROGRAM", 3)
     algorithm = fedavg(execution=fedsim.Pmap(devices=2))
     state, info = algorithm.apply(algorithm.init(jax.random.key(0)), cohort(ROUNDS[0]))
-    (compiled,) = federation.round_programs(algorithm)
+    (compiled,) = federation.compiled_rounds(algorithm)
     assert federation.num_executables_of_parts(compiled) >= 1 and compiled.rounds.num_executables == 0
     federation.assert_trees_close(jax.device_get(state), states[1])
     assert_same_info(jax.device_get(info), infos[0], ROUNDS[0])
@@ -139,7 +139,7 @@ def test_experiment_run_accepts_cohorts_of_any_size():
     examples = [line["num_examples"] for line in result.history if "num_examples" in line]
     assert examples == [int(POPULATION.sizes[: round % 5].sum()) for round in range(12)]
     assert result.history[0]["loss"] is None
-    (compiled,) = federation.round_programs(algorithm)
+    (compiled,) = federation.compiled_rounds(algorithm)
     assert compiled.rounds.num_executables == 1
 
 

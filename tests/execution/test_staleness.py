@@ -81,7 +81,7 @@ def test_clients_that_start_now_give_the_rounds_of_an_algorithm_without_stalenes
         state = algorithm.init(jax.random.key(0))
         for round in range(3):
             state, _ = algorithm.apply(state, federation.cohort(round=round))
-        states.append(fedsim.execution.server_state(state))
+        states.append(fedsim.rounds.server_state(state))
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -120,7 +120,7 @@ def test_models_that_clients_start_from_are_kept_as_by_a_run_with_a_larger_bound
     for rounds in range(1, 12):
         kept = []
         for bound in (2, 5):
-            staleness = fedsim.execution.Staleness(bound=bound)
+            staleness = fedsim.rounds.Staleness(bound=bound)
             past = staleness.first({"w": jnp.zeros(2)})
             for round in range(rounds):
                 past = staleness.kept(past, {"w": jnp.array([round, 1.0])}, jnp.int32(round))

@@ -21,9 +21,9 @@ import pytest
 
 import fedsim
 from fedsim import rng
-from fedsim.execution import RoundInfo
 from fedsim.experiment import read_metrics, run
 from fedsim.experiment.driving import round_lines, scalar_metrics
+from fedsim.rounds import RoundInfo
 
 
 def test_run_equals_apply_round_by_round(algorithm, sampler, data, bits):
@@ -171,7 +171,7 @@ def test_cohorts_of_a_sampler_share_one_program_whatever_their_size(name, make_a
     sampler = federation.SAMPLERS[name](data, 4)
     assert len({len(cohort) for cohort in sampler.rounds(6)}) > 1
     run(algorithm, sampler, rounds=6, progress=False)
-    (compiled,) = federation.round_programs(algorithm)
+    (compiled,) = federation.compiled_rounds(algorithm)
     assert compiled.rounds.num_executables == 1
 
 

@@ -31,7 +31,7 @@ def trained(algorithm, sampler, folder, rounds):
         progress=False,
     )  # fmt: skip
     assert len(states) == rounds + 1
-    return [fedsim.execution._state.server_state(state) for state in states]
+    return [fedsim.rounds._state.server_state(state) for state in states]
 
 
 def plain(make_algorithm, **fields):
@@ -95,7 +95,7 @@ def test_a_client_has_its_memory(model, data, tmp_path, memory):
         found = replay(tmp_path / "r", round=round, client="0", algorithm=algorithm, sampler=sampler)
         assert_trees_close(found.update, moved(states[round - 1], states[round]))
         without_memory = algorithm.apply(states[round - 1], sampler.cohort(round - 1))[0]
-        first = jax.tree.leaves(moved(states[round - 1], fedsim.execution._state.server_state(without_memory)))[0]
+        first = jax.tree.leaves(moved(states[round - 1], fedsim.rounds._state.server_state(without_memory)))[0]
         assert not np.allclose(jax.tree.leaves(found.update)[0], first, rtol=1e-3)
     assert content(tmp_path / "r") == before
 

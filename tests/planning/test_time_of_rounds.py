@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import fedsim
-from fedsim.execution._programs import programs_for
+from fedsim.execution import traced_rounds
 from fedsim.planning._timing import seconds_of_round
 
 
@@ -26,7 +26,7 @@ def test_the_estimated_time_is_within_a_factor_of_two_of_a_round(name):
     )
     cohort = fedsim.UniformSampler(data, clients=10, seed=0).cohort(0)
     state = algorithm.init(jax.random.key(0))
-    calls = programs_for(algorithm, state, data)[0].trace().calls
+    calls = traced_rounds(algorithm, state, data)[0].trace().calls
     jax.block_until_ready(algorithm.apply(state, cohort))  # compiles
     estimated, real = [], []
     for _ in range(6):

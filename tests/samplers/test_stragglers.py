@@ -78,7 +78,7 @@ def test_the_algorithm_uses_the_work_and_one_program_runs_all_cohorts():
             steps = info.clients["num_steps"].tolist()
             assert steps == np.rint(8 * cohort.work).astype(int).tolist() + [0] * (4 - len(cohort))
             assert sorted(steps)[2:] == [8, 8] and set(sorted(steps)[:2]) <= ({0} if drop else {2, 4, 6})
-    (programs,) = federation.round_programs(algorithm)
+    (programs,) = federation.compiled_rounds(algorithm)
     assert programs.rounds.num_executables == 1
 
 

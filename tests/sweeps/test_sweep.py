@@ -425,7 +425,7 @@ def test_members_share_programs_whatever_their_learning_rates(algorithm):
         programs |= set(map(id, federation.executables(built.algorithm)))
     assert len(programs) == 1
     momenta = [RunConfig(model="digits_logistic", client_momentum=momentum) for momentum in (0.0, 0.9)]
-    shared = [built.algorithm._execution["programs"][0] for built in build_members(momenta, Settings(execution="jit"))]
+    shared = [built.algorithm._execution["traces"][0] for built in build_members(momenta, Settings(execution="jit"))]
     assert shared[0] is not shared[1]
 
 

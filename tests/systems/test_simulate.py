@@ -13,8 +13,8 @@ import pytest
 import fedsim
 from fedsim import systems
 from fedsim.configuration import scheduled
-from fedsim.execution._staleness import is_scalable
 from fedsim.experiment import simulate
+from fedsim.rounds._staleness import is_scalable
 
 REAL = Path(os.environ.get("FEDSIM_TEST_DATA", Path(__file__).parents[3] / "shared" / "data")) / "femnist"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="real data are absent: set FEDSIM_TEST_DATA to their folder")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from fedsim import rng
 from fedsim.data import Batch, Batches
-from fedsim.execution._plan import RoundPlan
 from fedsim.primitives import bounded_loop
+from fedsim.rounds._plan import RoundPlan
 
 T = TypeVar("T")
 

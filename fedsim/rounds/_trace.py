@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from fedsim import rng, tree
 from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
-from fedsim.execution._call import Call, compressed_floats
-from fedsim.execution._client import ClientPlan, ClientUpdate, Step, batch_loop
-from fedsim.execution._clients import Clients
-from fedsim.execution._numbers import Numbers, with_numbers
-from fedsim.execution._plan import RoundPlan
-from fedsim.execution._round_program import Loop, Operands, RoundProgram, TracedCall, TracedFunction, ask_for, call_p
-from fedsim.execution._state import (
+from fedsim.rounds._call import Call, compressed_floats
+from fedsim.rounds._client import ClientPlan, ClientUpdate, Step, batch_loop
+from fedsim.rounds._clients import Clients
+from fedsim.rounds._numbers import Numbers, with_numbers
+from fedsim.rounds._plan import RoundPlan
+from fedsim.rounds._round_program import Loop, Operands, RoundProgram, TracedCall, TracedFunction, ask_for, call_p
+from fedsim.rounds._state import (
     Average,
     FederatedAlgorithm,
     FederatedState,
@@ -29,7 +29,6 @@ from fedsim.execution._state import (
     State,
     new_average,
 )
-from fedsim.primitives._loop import strong
 
 
 class TraceOptions(NamedTuple):
@@ -216,7 +215,7 @@ class _TracedClients(Clients):
         state: Any,
     ) -> Any:  # fmt: skip
         """Runs a loop in the trace of a client, and records it."""
-        state = jax.tree.map(strong, state)
+        state = tree.strong(state)
         batch = jax.eval_shape(batch_at, jnp.int32(0))
         traced, after = jax.make_jaxpr(step, return_shape=True)(state, batch)
         self._loops.append(Loop(batches, purpose, traced.jaxpr, tree.shapes(traced.consts), tree.shapes(state)))
@@ -235,7 +234,7 @@ def trace_round(
 
     Args:
       algorithm: whose rounds run.
-      numbers: replace the algorithm's numbers, see `fedsim.execution._numbers.numbers_of`.
+      numbers: replace the algorithm's numbers, see `fedsim.rounds._numbers.numbers_of`.
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
       columns: the columns of the data, of which only dtypes and the shapes of examples are read.
       options: see `TraceOptions`.

@@ -12,8 +12,8 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_aux_of
 from fedsim.attacks import Attack
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate
-from fedsim.execution._state import Shared, with_params
+from fedsim.rounds._client import Client, ClientPlan, ClientUpdate
+from fedsim.rounds._state import Shared, with_params
 
 # Names that `RoundInfo.clients` has for every algorithm. Where the aggregator sends updates as they are, an algorithm may
 # report bits itself.

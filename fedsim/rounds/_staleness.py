@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import checks, tree
-from fedsim.aggregators._aggregator import accumulation_dtype
+from fedsim.aggregators import accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,10 +15,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, Var, jaxpr_a
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batch, Batches, Cohort
-from fedsim.execution._client import ClientPlan
-from fedsim.execution._numbers import Numbers
-from fedsim.execution._plan import RoundPlan
-from fedsim.execution._state import ClientTable, FederatedState
+from fedsim.rounds._client import ClientPlan
+from fedsim.rounds._numbers import Numbers
+from fedsim.rounds._plan import RoundPlan
+from fedsim.rounds._state import ClientTable, FederatedState
 
 # A value that the round gets from outside once its shape is known, such as what a client kept for an aggregator, whose shape
 # follows from the update. After the trace it is an argument.

@@ -1,4 +1,4 @@
-"""The plan of a round: which device runs which clients in which order, as integers of fixed shape."""
+"""The layout of a round: which device runs which clients, in which order and in which groups."""
 
 from __future__ import annotations
 
@@ -6,85 +6,20 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
 from fedsim.data import Arrivals, Batches, Cohort
+from fedsim.rounds import RoundPlan
 
-ALL_STEPS = 2**31 - 1
+_ALL_STEPS = 2**31 - 1
 _STEPS_PER_PROGRAM = 500
 # A step of a group of w clients takes a fixed time (mostly for starting kernels) and w times the time of one client. The fixed
 # time is that of clients whose states have 64 MB in total. Measured on an H100, 2026-11-26: 1,000 clients of the dense model
 # (0.84 MB each) took 236 ms in groups of 16 and 71 ms in groups of 256, while groups of 16 LSTMs (16 MB each) were too large.
 _FIXED_BYTES = 2**26
 _MOST_LANES = 256
-
-
-class RoundPlan(NamedTuple):
-    """One round's plan, ``int32`` if not stated otherwise. Arrays ``[slots]`` are in cohort order, with zeros beyond it.
-
-    The round itself reads all but the last four fields, see `of_clients`. These say how execution runs its clients.
-
-    Attributes:
-      round: ``[]``, the round's number.
-      count: ``[]``, the number of clients.
-      population: ``[2]``, the number of clients that have examples, and the number of all examples.
-      client: ``[slots]``, index in the population.
-      start: ``[slots]``, first row in the columns on the device.
-      size: ``[slots]``, number of examples.
-      most_steps: ``[slots]``, the most steps of a training loop.
-      memory: ``[slots]``, row in the table of memories; beyond its end for slots without a client.
-      attacker: ``bool [slots]``.
-      staleness, key_round: ``[slots]``, see `fedsim.data.Arrivals`.
-      weight, scale: ``float32 [slots]``, see `fedsim.data.Arrivals`.
-      queue: ``[devices, slots]``, the slots that a device runs, in order.
-      length: ``[devices]``, the number of clients in each queue.
-      starts: ``[devices, widths, slots]``, where in the queue the groups of each width begin.
-      groups: ``[devices, widths]``, the number of groups of each width.
-    """
-
-    round: Any
-    count: Any
-    population: Any
-    client: Any
-    start: Any
-    size: Any
-    most_steps: Any
-    memory: Any
-    attacker: Any
-    staleness: Any
-    key_round: Any
-    weight: Any
-    scale: Any
-    queue: Any = ()
-    length: Any = ()
-    starts: Any = ()
-    groups: Any = ()
-
-    def of_clients(self) -> RoundPlan:
-        """Returns the plan without the fields that only execution reads."""
-        return self._replace(queue=(), length=(), starts=(), groups=())
-
-    @staticmethod
-    def shapes(slots: int) -> RoundPlan:
-        """Returns the shapes of `of_clients`."""
-        kinds = {"attacker": np.bool_, "weight": np.float32, "scale": np.float32}
-        sizes: dict[str, tuple[int, ...]] = {"round": (), "count": (), "population": (2,)}
-        names = RoundPlan._fields[:-4]
-        return RoundPlan(*[jax.ShapeDtypeStruct(sizes.get(name, (slots,)), kinds.get(name, np.int32)) for name in names])
-
-
-def stacked(plans: Sequence[RoundPlan], rounds: int) -> RoundPlan:
-    """Stacks plans, leaves ``[rounds, ...]``; missing rounds are zeros."""
-
-    def stack(*fields: np.ndarray) -> np.ndarray:
-        rows = np.zeros((rounds, *fields[0].shape), fields[0].dtype)
-        rows[: len(fields)] = fields
-        return rows
-
-    return jax.tree.map(stack, *plans)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +92,9 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
       loops: the batches of every loop of a client; default: one loop over ``batches``.
     """
     sizes, slots, devices = cohort.sizes, layout.slots, layout.devices
-    most_steps = np.full(len(sizes), ALL_STEPS) if cohort.work is None else cohort.num_steps(batches)
+    most_steps = np.full(len(sizes), _ALL_STEPS) if cohort.work is None else cohort.num_steps(batches)
     # Starting a client and accumulating its update takes about as long as half a step.
-    work = 1 + 2 * num_steps(sizes, most_steps, batches, [batches] if loops is None else loops)
+    work = 1 + 2 * num_steps(sizes, batches, [batches] if loops is None else loops, most_steps)
     order = np.argsort(-work, kind="stable")
     if devices == 1:
         queues = [order.tolist()]
@@ -203,13 +138,28 @@ def plan_round(cohort: Cohort, layout: Layout, batches: Batches, loops: Sequence
     )
 
 
-def num_steps(sizes: np.ndarray, most_steps: np.ndarray, batches: Batches, loops: Sequence[Batches]) -> np.ndarray:
-    """Estimates the number of steps of each client in all of its loops.
+def num_steps(
+    sizes: np.ndarray, batches: Batches, loops: Sequence[Batches], most_steps: np.ndarray | None = None
+) -> np.ndarray:
+    """Estimates the number of steps of each client in all of its loops, ``int64 [clients]``.
 
     It assumes that stragglers stop early in the loops over the algorithm's own batches and in no other.
+
+    Args:
+      sizes: the clients' numbers of examples.
+      batches: the algorithm's batches.
+      loops: the batches of every loop of a client.
+      most_steps: the most steps of each client in a loop over ``batches``; None if all of them are taken.
+
+    >>> ten = Batches(size=10)
+    >>> num_steps(np.array([20, 50]), ten, [ten, Batches(size=10, epochs=2)], most_steps=np.array([9, 1])).tolist()
+    [6, 11]
     """
-    of_each = [np.minimum(own.num_steps(sizes), most_steps) if own == batches else own.num_steps(sizes) for own in loops]
-    return sum(of_each, np.zeros(len(sizes), np.int64))
+    total = np.zeros(len(sizes), np.int64)
+    for own in loops:
+        steps = own.num_steps(sizes)
+        total += steps if most_steps is None or own != batches else np.minimum(steps, most_steps)
+    return total
 
 
 def _grouped(work: np.ndarray, layout: Layout) -> list[list[int]]:

@@ -13,11 +13,11 @@ from fedsim import primitives, rng, tree
 from fedsim.aggregators import Aggregator
 from fedsim.attacks import Attack
 from fedsim.data import Batch
-from fedsim.execution._call import Call, check_update, send_down, send_up
-from fedsim.execution._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
-from fedsim.execution._plan import RoundPlan
-from fedsim.execution._state import FederatedAlgorithm, FederatedState, RoundInfo, Shared
 from fedsim.primitives import Placed, Placement
+from fedsim.rounds._call import Call, check_update, send_down, send_up
+from fedsim.rounds._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
+from fedsim.rounds._plan import RoundPlan
+from fedsim.rounds._state import FederatedAlgorithm, FederatedState, RoundInfo, Shared
 
 # (name, value before the first round) -> what was kept under this name: "memory" by the client, "aggregator memory" by the
 # client for the aggregator, "server memory" by the server for the aggregator.
@@ -28,7 +28,7 @@ class Clients:
     """The clients of a round.
 
     `fedsim.Algorithm.round` receives it and calls `aggregate`, `map` and `map_rows` any number of times. There are two
-    subclasses: one traces the work of a client (`fedsim.execution._trace`), the other one runs one client after another in
+    subclasses: one traces the work of a client (`fedsim.rounds._trace`), the other one runs one client after another in
     Python, for `fedsim.Debug`.
 
     This example computes the mean and the variance of all clients' numbers with two calls:

@@ -12,7 +12,7 @@ import jax
 from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
-from fedsim.execution._staleness import Staleness
+from fedsim.rounds._staleness import Staleness
 
 State = Any
 Shared = Any
