@@ -5,9 +5,10 @@ from __future__ import annotations
 import _thread
 import sys
 import threading
+import time
 from typing import Any
 
-_SECONDS_UNTIL_REPEATED = 0.05
+_SECONDS_UNTIL_REPEATED = 0.2
 
 
 class LostInterruptsRepeated:
@@ -24,7 +25,16 @@ class LostInterruptsRepeated:
         sys.unraisablehook = self._previous
 
     def _repeat(self, ignored: Any) -> None:
-        if ignored.exc_type is KeyboardInterrupt:
-            threading.Timer(_SECONDS_UNTIL_REPEATED, _thread.interrupt_main).start()
-        else:
+        if ignored.exc_type is not KeyboardInterrupt:
             self._previous(ignored)
+            return
+        ended = threading.Event()
+
+        def interrupt() -> None:
+            # Before this method has ended, the interrupt would be lost again, and a thread may take long to start.
+            ended.wait()
+            time.sleep(_SECONDS_UNTIL_REPEATED)
+            _thread.interrupt_main()
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        ended.set()
