@@ -145,7 +145,7 @@ def test_every_algorithm_cites_its_own_paper():
 
 # Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
-    *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "FlatFeatures", "Seeding", "Statistics"),
+    *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Statistics"),
     *("DecentralizedAlgorithm", "VerticalAlgorithm"),
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),
@@ -175,6 +175,11 @@ def test_every_class_of_a_module_is_registered(package, base, registry):
     public = {cls for cls in defined if not cls.__name__.startswith("_")}
     assert set(registry.values()) <= public
     assert {cls.__name__ for cls in public - set(registry.values())} - WITHOUT_NAME == set()
+
+
+def test_algorithms_without_gradients_and_vertical_ones_are_at_most_two_classes_below_their_base():
+    for cls in (*fedsim.algorithms.FAMILIES["Beyond gradients"], *vertical.ALGORITHMS.values()):
+        assert sum(issubclass(x, fedsim.Algorithm | vertical.VerticalAlgorithm) for x in cls.__mro__) <= 1 + 2, cls
 
 
 def test_page_of_reproductions_equals_the_output_of_its_script():

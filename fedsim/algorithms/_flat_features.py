@@ -1,17 +1,13 @@
-"""Base class of clusters and principal components: examples as vectors, and the evaluation of a state on examples."""
+"""Examples as vectors, and the evaluation of a state by scores of vectors, for clusters and principal components."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks
-from fedsim.algorithms._statistics import Statistics
 from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate
 from fedsim.execution import Jit
@@ -20,70 +16,44 @@ from fedsim.model import Model
 from fedsim.rounds import server_state
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FlatFeatures(Statistics):
-    """An algorithm that reads examples as vectors. Subclasses define `scores`, by which `evaluate` evaluates a state,
-    and set ``better = "higher"`` if higher scores are better.
+def vectors(column: jax.Array) -> jax.Array:
+    """Returns the examples ``[n, ...]`` of a column as vectors, ``float32 [n, features]``."""
+    return column.reshape(len(column), math.prod(column.shape[1:])).astype(jnp.float32)
 
-    Attributes:
-      num_features: numbers per example. An example of another shape is flattened.
-      feature, batches: see `Statistics`.
 
-    >>> FlatFeatures(num_features=0)
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected num_features >= 1, got num_features=0: give a positive whole number.
+def check_num_features(num_features: int, feature: str, data: FederatedData) -> None:
+    """Raises ``ValueError`` unless an example of the feature has ``num_features`` numbers."""
+    size = math.prod(data.columns[feature].shape[1:])
+    if size != num_features:
+        raise ValueError(f"Expected num_features={size}, the size of an example in {feature!r}, got {num_features}.")
+
+
+def evaluate_scores(algorithm: Any, model: Model, state: Any, data: FederatedData) -> Evaluation:
+    """Returns the means of an algorithm's scores over all examples, and over the examples of each client."""
+    state = server_state(state)
+    algorithm.check(data)
+    execution = algorithm.execution if isinstance(algorithm.execution, Jit) else None
+    return evaluate(model, algorithm.broadcast(state), data, execution=execution)
+
+
+def scorer(algorithm: Any, better: Better) -> Model:
+    """Returns a model for `evaluate_scores`. Its parameters are what the algorithm broadcasts, and its metrics are the
+    entries of ``algorithm.scores(shared, x)``, a dict from name to ``float32 [n]``, for examples ``x float32 [n, features]``.
     """
 
-    num_features: int
+    def scores(shared: Any, examples: Any, key: Any = None) -> dict[str, jax.Array]:
+        return algorithm.scores(shared, vectors(examples[algorithm.feature]))
 
-    better: ClassVar[Better] = "lower"  # which scores are better
+    def metric(name: str) -> Metric:
+        return lambda examples, scores: per_example(scores[name], better)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.whole(1, num_features=self.num_features)
-
-    def check(self, data: FederatedData) -> None:
-        super().check(data)
-        shape = data.columns[self.feature].shape[1:]
-        if math.prod(shape) != self.num_features:
-            raise ValueError(
-                f"Expected num_features={math.prod(shape)}, the size of an example in {self.feature!r}, got "
-                f"{self.num_features}."
-            )
-
-    def flat_features(self, examples: Any) -> jax.Array:
-        """Returns a batch's examples, ``float32 [n, features]``."""
-        return examples[self.feature].reshape(-1, self.num_features).astype(jnp.float32)
-
-    def scores(self, shared: Any, x: jax.Array) -> dict[str, jax.Array]:
-        """Returns what `evaluate` reports for examples ``float32 [n, features]``: a dict from name to ``float32 [n]``."""
-        raise NotImplementedError(f"{type(self).__name__} must define scores.")
-
-    def evaluate(self, state: Any, data: FederatedData) -> Evaluation:
-        """Returns the means of `scores` over all examples, and over the examples of each client."""
-        state = server_state(state)
-        self.check(data)
-        execution = self.execution if isinstance(self.execution, Jit) else None
-        return evaluate(self._scorer, self.broadcast(state), data, execution=execution)
-
-    @functools.cached_property
-    def _scorer(self) -> Model:
-        def scores(shared: Any, examples: Any, key: Any = None) -> dict[str, jax.Array]:
-            return self.scores(shared, self.flat_features(examples))
-
-        like = jnp.zeros((1, self.num_features), jnp.float32)
-        names = jax.eval_shape(self.scores, self.broadcast(self.init(jax.random.key(0))), like)
-
-        def metric(name: str) -> Metric:
-            return lambda examples, scores: per_example(scores[name], self.better)
-
-        cost = next(iter(names))
-        return Model(
-            init=self.init,
-            apply_for_train=scores,
-            apply_for_eval=scores,
-            loss=lambda examples, scores: scores[cost],
-            metrics={name: metric(name) for name in names},
-            features={},
-        )
+    like = jnp.zeros((1, algorithm.num_features), jnp.float32)
+    names = jax.eval_shape(algorithm.scores, algorithm.broadcast(algorithm.init(jax.random.key(0))), like)
+    return Model(
+        init=algorithm.init,
+        apply_for_train=scores,
+        apply_for_eval=scores,
+        loss=lambda examples, scores: next(iter(scores.values())),
+        metrics={name: metric(name) for name in names},
+        features={},
+    )

@@ -20,8 +20,11 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, rng
-from fedsim.algorithms._flat_features import FlatFeatures
-from fedsim.data import Batch
+from fedsim.algorithms._flat_features import check_num_features, evaluate_scores, scorer, vectors
+from fedsim.algorithms._statistics import Statistics
+from fedsim.data import Batch, FederatedData
+from fedsim.evaluation import Evaluation
+from fedsim.model import Model
 from fedsim.rounds import RoundInfo
 
 
@@ -54,7 +57,7 @@ class Products(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PCA(FlatFeatures):
+class PCA(Statistics):
     """Finds the directions of largest variance of the examples of all clients, with one step of subspace iteration per round.
 
     The error decreases by a factor per round that is the ratio of the variances along the first component that is left out and
@@ -63,7 +66,8 @@ class PCA(FlatFeatures):
 
     Attributes:
       num_components: at most ``num_features``.
-      num_features, feature, batches: see `FlatFeatures`.
+      num_features: numbers per example. An example of another shape is flattened.
+      feature, batches: see `Statistics`.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays({"x": np.float32([[9, 1], [1, 1], [3, 2], [7, 2]])}, sizes=[3, 1])
@@ -75,11 +79,17 @@ class PCA(FlatFeatures):
     ([5.0, 1.5], [[1.0], [0.0]], [10.0])
     """
 
+    num_features: int
     num_components: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.whole(1, num_features=self.num_features)
         checks.whole(1, self.num_features, num_components=self.num_components)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_num_features(self.num_features, self.feature, data)
 
     def init(self, key: jax.Array) -> PCAState:
         draw = jax.random.normal(rng.stream(key, "components"), (self.num_features, self.num_components))
@@ -90,7 +100,7 @@ class PCA(FlatFeatures):
 
     def statistics(self, shared: PCAState, batch: Batch) -> Products:
         # Differences from the old mean are more precise than examples if these are far from zero.
-        apart = jnp.where(batch.mask[:, None], self.flat_features(batch.examples) - shared.mean[None], 0.0)
+        apart = jnp.where(batch.mask[:, None], vectors(batch.examples[self.feature]) - shared.mean[None], 0.0)
         second = jnp.matmul(apart.T, jnp.matmul(apart, shared.components, precision="highest"), precision="highest")
         return Products(jnp.sum(batch.mask, dtype=jnp.float32), jnp.sum(apart, axis=0), second)
 
@@ -105,5 +115,14 @@ class PCA(FlatFeatures):
         return PCAState(state.mean + shift, components * jnp.where(largest < 0, -1.0, 1.0), variances[::-1])
 
     def scores(self, shared: PCAState, x: jax.Array) -> dict[str, jax.Array]:
+        """Returns the ``error`` of each example, ``float32 [n]``, for ``x float32 [n, features]``."""
         apart = x - shared.mean[None]
         return {"error": jnp.mean(jnp.square(apart - apart @ shared.components @ shared.components.T), axis=1)}
+
+    def evaluate(self, state: PCAState, data: FederatedData) -> Evaluation:
+        """Returns the mean of the ``error`` over all examples, and over the examples of each client."""
+        return evaluate_scores(self, self._scorer, state, data)
+
+    @functools.cached_property
+    def _scorer(self) -> Model:
+        return scorer(self, "lower")

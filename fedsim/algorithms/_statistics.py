@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,37 @@ from fedsim.aggregators import Aggregator, Sum
 from fedsim.algorithm import Algorithm, Capabilities
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.rounds import Client, ClientUpdate
+
+
+def one_pass() -> Batches:
+    """Returns the default batches: one pass, 256 examples at a time, in stored order."""
+    return Batches(size=256, shuffle=False)
+
+
+def check_numbers(user: str, feature: str, data: FederatedData) -> None:
+    """Raises ``ValueError`` unless ``data`` has the feature that ``user`` reads, and it holds real, finite numbers in range."""
+    if feature not in data.columns:
+        raise ValueError(
+            f"{user} needs feature {feature!r}, which the data does not have. Set feature to one of {sorted(data.columns)}."
+        )
+    if (dtype := np.dtype(data.columns[feature].dtype)).kind == "c":
+        raise ValueError(
+            f"{user} reads real numbers, got feature {feature!r} of {dtype}: give its real and imaginary parts as two features."
+        )
+    data.check_range([feature])
+    data.check_finite()
+
+
+def over_examples(client: Client, batches: Batches, add: Callable[[Any, Batch], Any], none: Any) -> tuple[Any, jax.Array]:
+    """Returns what ``add`` makes of the batches that a client reads, from ``none``, and the share by which sums over these
+    examples are to be multiplied: the client's number of examples divided by the number that it reads, ``float32 []``.
+    """
+
+    def step(so_far: tuple[Any, tree.Total], batch: Batch) -> tuple[Any, tree.Total]:
+        return add(so_far[0], batch), so_far[1].add(jnp.sum(batch.mask, dtype=jnp.float32))
+
+    found, count = client.for_each_batch(batches, step, (none, tree.Total.of(jnp.float32(0))))
+    return found, client.num_examples.astype(jnp.float32) / jnp.maximum(count.value(), 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,24 +67,13 @@ class Statistics(Algorithm):
 
     capabilities = Capabilities(minimizes=False, ordered=False, aggregators=False, scalable=False)
 
-    batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
+    batches: Batches = dataclasses.field(default_factory=one_pass)
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     feature: str = "x"
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.feature not in data.columns:
-            raise ValueError(
-                f"{type(self).__name__} needs feature {self.feature!r}, which the data does not have. Set feature to one of "
-                f"{sorted(data.columns)}."
-            )
-        if np.dtype(data.columns[self.feature].dtype).kind == "c":
-            raise ValueError(
-                f"{type(self).__name__} reads real numbers, got feature {self.feature!r} of "
-                f"{data.columns[self.feature].dtype}: give its real and imaginary parts as two features."
-            )
-        data.check_range([self.feature])
-        data.check_finite()
+        check_numbers(type(self).__name__, self.feature, data)
 
     def zero_statistics(self, shared: Any) -> Any:
         """Returns the statistics of no examples."""
@@ -64,33 +85,14 @@ class Statistics(Algorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} must define statistics(shared, batch).")
 
-    def merge(self, a: Any, b: Any) -> Any:
-        """Returns the statistics of both sets of examples together; by default the sum, whose rounding errors do not add up."""
-        return tree.add(a, b)
-
     def values(self, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Returns all numbers of the feature in a batch as one vector, and a mask that is True for the numbers that count."""
         column = batch.examples[self.feature].reshape(len(batch.mask), -1)
         return column.ravel(), jnp.broadcast_to(batch.mask[:, None], column.shape).ravel()
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        statistics, share = self.collect(shared, client)
-        return ClientUpdate(tree.scale(statistics, share), jnp.float32(1))
+        def add(total: tree.Total, batch: Batch) -> tree.Total:
+            return total.add(self.statistics(shared, batch))
 
-    def collect(self, shared: Any, client: Client) -> tuple[Any, jax.Array]:
-        """Returns the statistics of the examples that a client reads, and its number of examples divided by the number that it
-        reads.
-        """
-
-        is_sum = type(self).merge is Statistics.merge
-
-        def add(so_far: tuple[Any, tree.Total], batch: Batch) -> tuple[Any, tree.Total]:
-            statistics = self.statistics(shared, batch)
-            merged = so_far[0].add(statistics) if is_sum else self.merge(so_far[0], statistics)
-            return merged, so_far[1].add(jnp.sum(batch.mask, dtype=jnp.float32))
-
-        none = self.zero_statistics(shared)
-        start = tree.Total.of(none) if is_sum else none, tree.Total.of(jnp.float32(0))
-        statistics, count = client.for_each_batch(self.batches, add, start)
-        share = client.num_examples.astype(jnp.float32) / jnp.maximum(count.value(), 1)
-        return statistics.value() if is_sum else statistics, share
+        total, share = over_examples(client, self.batches, add, tree.Total.of(self.zero_statistics(shared)))
+        return ClientUpdate(tree.scale(total.value(), share), jnp.float32(1))
