@@ -1,13 +1,11 @@
-"""The command line: its output, its errors, and how it repeats and resumes the run in a folder."""
+"""The command `fedsim run`: its options and their help, its errors, the folder that it writes, and runs from a folder."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,28 +15,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from small_run import SMALL
 
 import fedsim
-from fedsim import commands
-from fedsim.commands import _run, main
+from fedsim.commands import main
 from fedsim.experiment import RunConfig, Settings, build, published, read_config, read_metrics, restore
-from fedsim.experiment._trust import named_code, signature
 from fedsim.names import make
-
-SMALL = [
-    "--model",
-    "digits_logistic",
-    "--rounds",
-    "4",
-    "--clients",
-    "3",
-    "--epochs",
-    "1",
-    "--evaluate-every",
-    "2",
-    "--execution",
-    "jit",
-]
 
 
 def _parameters(folder):
@@ -50,14 +32,6 @@ def _parameters(folder):
 def _assert_same(a, b):
     for ours, theirs in zip(_parameters(a), _parameters(b), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Creates a folder with a finished run of FedProx."""
-    folder = tmp_path_factory.mktemp("runs") / "finished"
-    assert main(["run", *SMALL, "--algorithm", "fedprox", "--mu", "0.5", "--folder", str(folder), "--no-progress"]) == 0
-    return folder
 
 
 def test_run_writes_its_folder(finished):
@@ -87,67 +61,6 @@ def test_run_from_a_folder_with_another_algorithm_keeps_the_rest(finished, tmp_p
         "momentum": 0.5,
         "server_learning_rate": published("digits", "fedavgm").values["server_learning_rate"],
     }
-
-
-def test_the_table_is_printed_and_resuming_a_finished_run_prints_it_again(finished, capsys):
-    assert main(["resume", str(finished), "--progress"]) == 0
-    out = capsys.readouterr().out
-    assert "after round 4 of 4" in out and "worst 10%" in out and "metrics.jsonl" in out
-
-
-def test_without_progress_only_the_bar_is_missing(finished, capsys):
-    assert main(["resume", str(finished), "--no-progress"]) == 0
-    hidden = capsys.readouterr()
-    assert main(["resume", str(finished)]) == 0
-    shown = capsys.readouterr()
-    assert "after round 4 of 4" in hidden.out and f"{finished}/" in hidden.out and "clients.csv" in hidden.out
-    assert [line for line in hidden.out.splitlines() if "wall time" not in line] == [
-        line for line in shown.out.splitlines() if "wall time" not in line
-    ]
-    assert "4/4" not in hidden.err
-
-
-def test_an_interrupt_in_a_callback_of_the_garbage_collector_is_not_lost(monkeypatch, capsys):
-    """Python ignores exceptions of such callbacks, and JAX has one."""
-    sent = []
-
-    def interrupt(phase, info):
-        if not sent:
-            sent.append(phase)
-            signal.raise_signal(signal.SIGINT)
-
-    def command(_):
-        gc.callbacks.append(interrupt)
-        try:
-            gc.collect()
-            time.sleep(5)
-        finally:
-            gc.callbacks.remove(interrupt)
-        return 0
-
-    monkeypatch.setattr(_run, "main", command)
-    before = sys.unraisablehook
-    assert main(["run"]) == 130 and sent and sys.unraisablehook is before
-    assert "aborted" in capsys.readouterr().err
-
-
-_INTERRUPTED_IMPORT = """
-import gc, signal, sys
-sent = []
-def interrupt(phase, info):
-    if "jax._src.api" in sys.modules and not sent:
-        sent.append(phase)
-        signal.raise_signal(signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)
-gc.callbacks.append(interrupt)
-from fedsim.commands import main
-sys.exit(main(["models"]))
-"""
-
-
-def test_an_interrupt_is_not_lost_while_the_command_imports_its_modules():
-    done = subprocess.run([sys.executable, "-c", _INTERRUPTED_IMPORT], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 130 and "aborted" in done.stderr and "Exception ignored" not in done.stderr, done.stderr
 
 
 @pytest.mark.slow
@@ -233,17 +146,6 @@ def test_an_algorithm_without_client_optimizer_has_no_such_options(capsys):
     assert "--client-devices" in text and "--client-failures" in text
 
 
-@pytest.mark.parametrize("command", ["datasets", "models", "algorithms"])
-def test_lists_of_registered_names(command, capsys):
-    assert main([command]) == 0
-    names = {"datasets": "digits", "models": "emnist_cnn", "algorithms": "fedyogi"}
-    assert any(line.startswith(names[command]) for line in capsys.readouterr().out.splitlines())
-
-
-def test_commands_are_listed(capsys):
-    assert main([]) == 0 and "resume FOLDER" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -300,59 +202,10 @@ def test_the_error_for_an_unwritable_folder_is_one_line(capsys, tmp_path):
     assert "Cannot write to the run folder" in error and error.count("\n") == 1
 
 
-def test_a_traceback_is_printed_on_request(capsys):
-    assert main(["run", "--rounds", "0", "--traceback"]) == 2
-    assert "Traceback (most recent call last)" in capsys.readouterr().err
-
-
-def test_unknown_option_and_command(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["run", "--roundz", "3"])
-    assert stop.value.code == 2 and "--rounds" in capsys.readouterr().err
-    assert main(["rum"]) == 2 and "Did you mean 'run'" in capsys.readouterr().err
-
-
 def test_another_configuration_in_the_folder_is_refused(finished, capsys):
     assert main(["run", "--from", str(finished), "--mu", "0.25", "--folder", str(finished)]) == 2
     error = capsys.readouterr().err
     assert '"mu": 0.25' in error and '"mu": 0.5' in error
-
-
-_CUSTOM = '''
-import dataclasses
-from typing import Literal
-import jax.numpy as jnp
-from fedsim import Algorithm, ClientUpdate
-from fedsim.algorithms import FedAvg
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Shrinking(FedAvg):
-    """FedAvg with a penalty.
-
-    Attributes:
-      penalty: how much large
-        parameters cost.
-    """
-    penalty: float = 0.25
-    norm: Literal["l1", "l2"] = "l2"
-    def client_loss(self, shared, params, batch):
-        squares = [jnp.sum(jnp.square(w)) for layer in params.values() for w in layer.values()]
-        return super().client_loss(shared, params, batch) + self.penalty * sum(squares)
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Counting(Algorithm):
-    """No model, no optimizer, and a Python loop."""
-    step: int = 1
-    client_learning_rate: float = 0.0625
-    def init(self, key): return jnp.zeros((), jnp.int32)
-    def apply(self, state, cohort): return state + self.step * sum(1 for _ in cohort), {"clients": jnp.int32(len(cohort))}
-'''
-
-
-@pytest.fixture
-def custom(tmp_path):
-    (tmp_path / "custom.py").write_text(_CUSTOM)
-    return tmp_path / "custom.py"
 
 
 def test_custom_algorithm_by_import_path(custom, tmp_path, monkeypatch, capsys):
@@ -521,265 +374,6 @@ def test_a_signal_ends_a_run_that_the_printed_command_resumes(number, status, tm
     rounds = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["round"]
     assert f"stopped after round {rounds} of 200000" in error
     assert int(max(path.name for path in (folder / "checkpoints").iterdir())) == rounds
-
-
-@pytest.fixture
-def custom_run(custom, tmp_path):
-    """Creates a run folder whose configuration names a Python file, which writes the file ``ran`` when it is executed."""
-    custom.write_text(_CUSTOM + f"\nfrom pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n")
-    arguments = ["run", *SMALL, "--rounds", "1", "--algorithm", f"{custom}:Shrinking", "--no-progress"]
-    assert main([*arguments, "--folder", str(tmp_path / "r")]) == 0
-    (tmp_path / "ran").unlink()
-    return tmp_path / "r"
-
-
-def test_the_user_s_own_folder_needs_no_trust_at_any_path(custom_run, tmp_path):
-    moved = custom_run.rename(tmp_path / "moved")
-    assert main(["resume", str(moved), "--no-progress"]) == 0
-    assert main(["resume", str(moved), "--no-progress", "--rounds", "2"]) == 0
-    assert main(["run", "--from", str(moved), "--folder", str(tmp_path / "again"), "--no-progress"]) == 0
-
-
-def test_replay_needs_trust_for_the_code_of_another_user(custom_run, custom, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
-    assert main(["replay", str(custom_run), "--round", "1"]) == 2
-    assert f"{custom}:Shrinking" in capsys.readouterr().err and not (tmp_path / "ran").exists()
-    assert main(["replay", str(custom_run), "--round", "1", "--trust"]) == 0
-    assert (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("arguments", [["resume"], ["run", "--from"]])
-def test_code_of_another_user_is_named_and_not_run_without_trust(arguments, custom_run, custom, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path / "cache of another user"))
-    assert main([*arguments, str(custom_run), "--no-progress"]) == 2
-    error = capsys.readouterr().err
-    assert f"{custom}:Shrinking" in error and "with --trust" in error and error.count("\n") == 1
-    assert not (tmp_path / "ran").exists()
-    where = [] if arguments == ["resume"] else ["--folder", str(tmp_path / "r2")]
-    assert main([*arguments, str(custom_run), *where, "--no-progress", "--trust"]) == 0
-    assert (tmp_path / "ran").exists()
-    folder = custom_run if arguments == ["resume"] else tmp_path / "r2"
-    assert main(["resume", str(folder), "--no-progress"]) == 0  # the folder is now signed by this user
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["[]", "null", '{"config": 3}', '{"config": {"dataset": 3}, "settings": {}}', '{"config": {}, "config": {}}', "\xe9"],
-)
-@pytest.mark.parametrize("command", [["resume"], ["replay"], ["run", "--from"]])
-def test_a_damaged_configuration_is_one_line(command, content, tmp_path, capsys):
-    for name in ("config.json",) if command != ["resume"] else ("config.json", "sweep.json"):
-        (tmp_path / name).write_text(content, encoding="latin-1")
-        assert main([*command, str(tmp_path), *(["--round", "1"] if command == ["replay"] else [])]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("fedsim: error: ") and error.count("\n") == 1 and str(tmp_path) in error
-
-
-EVIL = [
-    "{evil}:touch(path={mark!r})",
-    "os:system(command='touch {mark}')",
-    "tfds:{evil}:touch",
-    "tfds:x/../../{evil}:touch(path={mark!r})",
-    "buffered(size=1, concurrency=1, staleness_weight=\"{evil}:touch(path='{mark}')\")",
-]
-PLACES = [
-    *(field.name for field in dataclasses.fields(RunConfig) if field.name not in ("data", "faults", "client_traces")),
-    *(f"hyperparameters, {name}" for name in ("mu", "unknown")),
-    *(f"varied, {name}" for name in ("client_learning_rate", "robust_mixing", "unknown")),
-]
-
-
-def _with_text(place, text, folder):
-    """Returns the content of ``config.json`` and ``sweep.json`` with a text in a field or among the varied values."""
-    part, _, name = place.rpartition(", ")
-    config = dataclasses.asdict(RunConfig(dataset="digits", algorithm="fedprox", rounds=1))
-    varied = {name: [text]} if part == "varied" else {}
-    if not varied:
-        (config["hyperparameters"] if part else config)[name] = text
-    stored = {"config": config, "settings": {"folder": folder}, "population": {}, "signature": "0" * 64}
-    return stored, {**stored, "varied": varied, "seeds": [0]}
-
-
-@pytest.mark.parametrize("text", EVIL)
-def test_code_in_any_field_is_found(text):
-    text = text.format(evil="/a/evil.py", mark="x")
-    for place in PLACES:
-        stored, sweep = _with_text(place, text, "runs/a:b")
-        is_data = place == "dataset" and text.startswith("tfds:")
-        assert bool(named_code(sweep)) != is_data, place
-        if not place.startswith("varied"):
-            assert bool(named_code(stored)) != is_data, place
-
-
-@pytest.mark.parametrize("command", [["resume"], ["replay", "--round", "1"], ["run", "--from"], ["plan", "--from"]])
-def test_no_text_of_another_user_s_folder_runs_code(command, tmp_path, capsys):
-    evil, mark, folder = tmp_path / "evil.py", tmp_path / "ran", tmp_path / "run"
-    evil.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\ntouch = lambda path: open(path, 'w').close()\n")
-    folder.mkdir()
-    for text in EVIL:
-        for place in ("model", "robust_mixing", "topology", "mixing", "hyperparameters, mu", "varied, robust_mixing"):
-            stored, sweep = _with_text(place, text.format(evil=evil, mark=str(mark)), str(folder))
-            (folder / "config.json").write_text(json.dumps(stored))
-            if command[0] == "resume":
-                (folder / "sweep.json").write_text(json.dumps(sweep))
-            elif place.startswith("varied"):
-                continue
-            arguments = [*command, str(folder)] if "--from" in command else [command[0], str(folder), *command[1:]]
-            assert main(arguments) == 2, place
-            assert "--trust" in capsys.readouterr().err and not mark.exists(), place
-
-
-@pytest.mark.parametrize("name", ["{evil}:", "{evil}:x-y", "{evil}:a.b(c=1)", "evil_of_a_stranger:x-y", "evil_of_a_stranger:"])
-def test_a_text_that_is_no_name_of_code_imports_nothing(name, tmp_path, monkeypatch, capsys):
-    mark, evil, folder = tmp_path / "ran", tmp_path / "evil_of_a_stranger.py", tmp_path / "run"
-    monkeypatch.syspath_prepend(tmp_path)
-    evil.write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
-    folder.mkdir()
-    for field in ("model", "dataset", "algorithm", "aggregator"):
-        stored, _ = _with_text(field, name.format(evil=evil), str(folder))
-        (folder / "config.json").write_text(json.dumps(stored))
-        assert main(["plan", "--from", str(folder)]) == 2 and not mark.exists()
-        error = capsys.readouterr().err
-        assert "give FILE.py:NAME or MODULE:NAME" in error or "takes no" in error
-
-
-@pytest.mark.parametrize("change", [{"rounds": 2}, {"hyperparameters": {"penalty": 0.5}}, {"data": "/tmp"}])
-def test_a_signature_is_of_the_whole_content(change, custom_run, tmp_path, capsys):
-    stored = read_config(custom_run)
-    stored["config"] |= change
-    (custom_run / "config.json").write_text(json.dumps(stored))
-    assert main(["resume", str(custom_run), "--no-progress"]) == 2
-    assert "with --trust" in capsys.readouterr().err and not (tmp_path / "ran").exists()
-
-
-def test_any_text_may_be_in_the_config_of_a_run_in_python():
-    for text in ("lr: 0.1 (warm up", "a: b)", "x:{[]: 1}", "n(a={[]: 1}) : c"):
-        assert signature({"config": {"note": text}}) is None
-
-
-_NAMED = """
-from __future__ import annotations
-import fedsim, functools, typing
-from os import system
-from shutil import rmtree
-if typing.TYPE_CHECKING:
-    from nowhere import Nothing
-def net(): return fedsim.models.digits_logistic()
-def annotated(a: Nothing = 0) -> fedsim.Model: return net()
-def unknown() -> Nothing: return net()
-part = functools.partial(net)
-of_system = functools.partial(system, "false")
-"""
-
-
-def test_only_functions_of_the_user_s_file_need_no_annotation(tmp_path, monkeypatch):
-    file = tmp_path / "named_by_a_user.py"
-    file.write_text(_NAMED)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in (f"{file}:net", f"{file}:part", f"{file}:annotated", f"{file}:unknown", "named_by_a_user:annotated"):
-        assert fedsim.models.get(name).num_classes == 10
-    there = tmp_path / "stays"
-    there.mkdir()
-    for name in (
-        f"{file}:of_system", f"{file}:system(command='false')", f"{file}:rmtree(path={str(there)!r})", "named_by_a_user:net",
-        "named_by_a_user:unknown", f"{shutil.__file__}:rmtree(path={str(there)!r})", f"{os.__file__}:system(command='false')",
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="no function that is annotated to return one"):
-            fedsim.models.get(name)
-    assert there.exists()
-
-
-@pytest.mark.parametrize("option", ["robust-mixing", "topology", "aggregator", "model", "dataset", "client-devices", "attack"])
-def test_a_name_of_a_module_gets_only_objects_that_the_field_expects(option, tmp_path, capsys):
-    mark = tmp_path / "ran"
-    arguments = ["--algorithm", "dpsgd"] if option in ("robust-mixing", "topology") else []
-    for text in (f"os:system(command='touch {mark}')", f"shutil:copy(src={__file__!r}, dst={str(mark)!r})"):
-        command = ["run", *arguments, f"--{option}", text, "--rounds", "1", "--folder", str(tmp_path / "r"), "--no-progress"]
-        assert main(command) == 2 and not mark.exists()
-        assert "that is annotated to return one" in capsys.readouterr().err
-
-
-def test_a_function_of_a_module_with_an_annotation_is_called(tmp_path):
-    arguments = ["run", *SMALL, "--rounds", "1", "--no-progress", "--folder", str(tmp_path / "r")]
-    assert (
-        main([*arguments, "--model", "fedsim.models:digits_logistic", "--dataset", "fedsim.datasets._digits:load_digits"]) == 0
-    )
-
-
-@pytest.mark.filterwarnings("always")
-def test_a_run_does_not_continue_with_other_code(custom, tmp_path, capsys):
-    """Neither with another algorithm file, nor with another module that this imports; replay and a new run only say so."""
-    module, folder = tmp_path / "rates_of_a_user.py", tmp_path / "r"
-    module.write_text("FACTOR = 1.0\n")
-    source = custom.read_text()
-    custom.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport rates_of_a_user\n{source}")
-    arguments = ["run", *SMALL, "--algorithm", f"{custom}:Shrinking", "--no-progress", "--folder"]
-    assert main([*arguments, str(folder)]) == 0
-    code = read_config(folder)["code"]
-    assert list(code) == sorted(map(str, (custom.resolve(), module.resolve())))
-    assert main(["resume", str(folder), "--no-progress"]) == 0
-
-    for file in (custom, module):
-        original = file.read_text()
-        file.write_text(original + "\nmore = 1\n")
-        capsys.readouterr()
-        assert main(["resume", str(folder), "--no-progress"]) == 2
-        error = capsys.readouterr().err
-        assert "has changed since the run began" in error and str(file.resolve()) in error and "Restore it" in error
-        assert main(["replay", str(folder), "--round", "1"]) == 0
-        assert f"{file.resolve()}. The present code is used." in capsys.readouterr().err
-        assert main(["run", "--from", str(folder), "--folder", str(tmp_path / file.stem), "--no-progress"]) == 0
-        assert f"{file.resolve()}. The present code is used." in capsys.readouterr().err
-        file.write_text(original)
-    assert main(["resume", str(folder), "--no-progress"]) == 0
-    sys.modules.pop("rates_of_a_user")
-    sys.path.remove(str(tmp_path))
-
-
-@pytest.mark.filterwarnings("always")
-def test_other_versions_are_said_and_kept(finished, tmp_path, capsys):
-    folder = shutil.copytree(finished, tmp_path / "r")
-    stored = read_config(folder)
-    assert {"fedsim", "python", "jax", "jaxlib", "numpy", "optax", "dm-haiku"} <= stored["versions"].keys()
-    stored["versions"]["optax"] = "0.0.1"
-    (folder / "config.json").write_text(json.dumps(stored))
-    assert main(["resume", str(folder), "--no-progress"]) == 0
-    assert "ran with optax 0.0.1 (now " in capsys.readouterr().err
-    assert [earlier["versions"]["optax"] for earlier in read_config(folder)["earlier"]] == ["0.0.1"]
-    assert main(["resume", str(folder), "--no-progress"]) == 0
-    assert "optax" not in capsys.readouterr().err and len(read_config(folder)["earlier"]) == 1
-
-
-def test_a_configuration_that_names_no_code_needs_no_trust(finished, tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
-    assert main(["resume", str(finished), "--no-progress"]) == 0
-    assert "signature" not in read_config(finished)
-
-
-def test_a_key_that_others_can_read_is_not_used(monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSIM_CACHE", str(tmp_path))
-    config = {"config": {"algorithm": "mine.py:Mine"}}
-    signed = signature(config)
-    assert signed and signed == signature(config) != signature({"config": {"algorithm": "yours.py:Mine"}})
-    (key,) = tmp_path.glob("run-key-*")
-    key.chmod(0o644)
-    assert signature(config) is None
-
-
-def test_the_help_says_whose_code_is_run(finished, capsys):
-    assert main(["resume", "--help"]) == 0
-    for arguments in (["resume", str(finished), "--help"], ["run", "--help"]):
-        with pytest.raises(SystemExit):
-            main(arguments)
-        text = " ".join(capsys.readouterr().out.replace("│", "").split())
-        assert "--trust" in text and "Python code that the configuration of the folder names" in text
-
-
-def test_every_command_is_a_module_and_in_the_help(capsys):
-    modules = {path.stem for path in Path(commands.__file__).parent.glob("_*.py")}
-    assert {f"_{command}" for command in commands.COMMANDS} <= modules
-    assert main(["--help"]) == 0
-    assert re.findall(r"^  ([a-z]+)", capsys.readouterr().out, re.MULTILINE) == list(commands.COMMANDS)
 
 
 def test_a_description_is_that_of_the_nearest_class_that_has_one():
