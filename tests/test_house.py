@@ -97,7 +97,6 @@ PUBLIC_MODULES = [
 WITHOUT_EXAMPLE: set[str] = {
     # Records, protocols, errors and base classes: the examples are those of the functions that return or accept them.
     "fedsim.Batch",
-    "fedsim.Execution",
     "fedsim.aggregators.Aggregator",
     "fedsim.aggregators.Groups",
     "fedsim.aggregators.Member",
@@ -117,10 +116,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.datasets.Description",
     "fedsim.datasets.DownloadError",
     "fedsim.datasets.FederatedSplits",
-    "fedsim.rounds.Average",
-    "fedsim.rounds.ClientTable",
-    "fedsim.rounds.FederatedState",
-    "fedsim.execution.StageError",
     "fedsim.experiment.Result",
     "fedsim.reproductions.Curve",
     "fedsim.reproductions.Reproduction",

@@ -1,7 +1,6 @@
 """Execution: how a cohort is run, compiled on one device or several, or in plain Python."""
 
 from fedsim.execution._compile import compiled as compiled
-from fedsim.execution._debug import ClientRound as ClientRound
 from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._debug import call_of_updates as call_of_updates

@@ -55,6 +55,16 @@ def compiled(
         `jax.shard_map`; None if the function gets whole arrays.
       donated: the index of an argument whose memory may be reused.
       deterministic: for a GPU; ``XLA_FLAGS`` take precedence if they set this.
+
+    Returns:
+      A function of the same arguments. Its method ``lower`` lowers it for arguments, without a call.
+
+    >>> import fedsim
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh, share = fedsim.Auto().mesh(), P("devices")  # all devices; each doubles its share of the array
+    >>> double = compiled(lambda x: 2 * x, mesh, specs=((share,), share))
+    >>> double(jnp.ones(mesh.size)).tolist() == [2.0] * mesh.size, double.num_executables
+    (True, 1)
     """
     if specs is None:
         function = _without_shardings(function)

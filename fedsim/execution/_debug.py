@@ -47,7 +47,18 @@ _EMPTY_CLIENT = "a client without examples, in an empty cohort"
 
 
 class StageError(RuntimeError):
-    """An error inside an algorithm's method. It names the method, the client and the shapes of the arguments."""
+    """An error inside an algorithm's method. It names the method, the client and the shapes of the arguments.
+
+    >>> import fedsim
+    >>> class Failing(fedsim.algorithms.Histogram):
+    ...     def client_update(self, shared, client): raise KeyError("z")
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(3, np.float32)}, sizes=[2, 1])
+    >>> algorithm = Failing(execution=fedsim.Debug())
+    >>> algorithm.apply(algorithm.init(jax.random.key(0)), fedsim.Cohort.of(data, ["1"]))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    fedsim.execution._debug.StageError: KeyError in client_update of client '1': 'z'...
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,8 +237,19 @@ class ClientRound(NamedTuple):
 def call_of_updates(algorithm: FederatedAlgorithm, state: State, data: FederatedData) -> str:
     """Returns the name of the last call of ``clients.aggregate`` in a round, after tracing the round if it is not known.
 
+    Args:
+      algorithm: whose round it is.
+      state: a state before a round.
+      data: the population.
+
     Raises:
       ValueError: a round has no such call.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> call_of_updates(algorithm, algorithm.init(jax.random.key(0)), data)
+    'update'
     """
     program = traced_rounds(algorithm, server_state(state), data)[0].trace()
     names = [call.name for call in program.calls if call.aggregator is not None]
@@ -249,8 +271,19 @@ def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot
       slot: the client's position in the cohort.
       call: what `call_of_updates` returns.
 
+    Returns:
+      What the client received and returned, what arrived of it, its entries of the info, and its number of steps.
+
     Raises:
       StageError: the algorithm raises an error.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> cohort = fedsim.Cohort.of(data, ["1", "0"])
+    >>> done = run_client(algorithm, algorithm.init(jax.random.key(0)), cohort, slot=0, call="update")
+    >>> done.result.update.tolist(), done.num_steps  # the counts of client "1", whose number is 0.7
+    ([0.0, 0.0, 1.0, 0.0], 1)
     """
     _, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, call))
     with contextlib.suppress(_ClientFinishedError):

@@ -51,6 +51,18 @@ class Execution:
       - A cohort gives the same result with any number of devices and slots, up to the order of floating-point sums.
       - Cohorts of similar numbers of clients share one compiled program, whatever the clients' sizes.
       - A cohort without clients leaves the state unchanged, bit for bit.
+
+    A new way of running clients, see `fedsim.execution.run_round`:
+
+    >>> import fedsim
+    >>> class OneAfterAnother(Execution):
+    ...     def run_one(self, algorithm, state, cohort):
+    ...         run_clients = lambda work, shared, clients: [work(shared, client) for client in clients]
+    ...         return fedsim.execution.run_round(algorithm, state, cohort, run_clients)
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> histogram = fedsim.algorithms.Histogram(bins=2, execution=OneAfterAnother())
+    >>> histogram.apply(histogram.init(jax.random.key(0)), fedsim.Cohort.of(data, ["0", "1"]))[0].counts.tolist()
+    [0, 1, 2, 0]
     """
 
     def run(
@@ -300,7 +312,18 @@ def _plans(
 
 
 def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:
-    """Keeps the first ``slots`` rows of every leaf, on the host, because a device would compile this for every size."""
+    """Keeps the first ``slots`` rows of every leaf, on the host, because a device would compile this for every size.
+
+    Args:
+      rows: leaves ``[>= slots, ...]``.
+      slots: the number of rows to keep.
+      stacked: True if there is an axis of rounds before that of the rows, leaves ``[rounds, >= slots, ...]``.
+
+    >>> cut_rows({"size": jnp.array([7, 5, 0, 0])}, slots=2)["size"].tolist()
+    [7, 5]
+    >>> cut_rows(jnp.ones([3, 4]), slots=2, stacked=True).shape
+    (3, 2)
+    """
     at = (slice(None), slice(slots)) if stacked else (slice(slots),)
     leaves = jax.tree.leaves(rows)
     if all(x.shape[len(at) - 1] == slots for x in leaves):
@@ -369,7 +392,22 @@ def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
 
 
 def check_cohorts(algorithm: FederatedAlgorithm, cohorts: Sequence[Cohort]) -> None:
-    """Raises ``ValueError`` if the algorithm cannot read the data, or if the cohorts cannot run together."""
+    """Raises ``ValueError`` if the algorithm cannot read the data, or if the cohorts cannot run together, see `runs_with`.
+
+    An algorithm checks each population once, and an attack does, too.
+
+    Args:
+      algorithm: which is to run.
+      cohorts: one per round.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(3, np.float32)}, sizes=[1, 2])
+    >>> cohorts = [fedsim.UniformSampler(data, clients=1, seed=seed).cohort(0) for seed in (0, 1)]
+    >>> check_cohorts(fedsim.algorithms.Histogram(bins=2), cohorts)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected cohorts with the same population, number of slots, root key and attack, got different ones: ...
+    """
     if not cohorts:
         raise ValueError("Expected cohorts to have at least one cohort, got none.")
     first = cohorts[0]

@@ -120,6 +120,17 @@ def federated_round(
       algorithm: whose round it is; it must not override ``apply``.
       state: the state before the round.
       cohort: the clients.
+
+    `fedsim.primitives.stages` shows what the server does with the clients' values:
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm, cohort = fedsim.algorithms.Histogram(bins=2), fedsim.Cohort.of(data, ["0", "1"])
+    >>> program, arguments = federated_round(algorithm, algorithm.init(jax.random.key(0)), cohort)
+    >>> [stage.kind for stage in primitives.stages(program, *arguments).stages]
+    ['server', 'broadcast', 'clients', 'reduction', 'server']
+    >>> program(*arguments)[0].counts.tolist()
+    [0, 1, 2, 0]
     """
     round, placement = _Round.of(algorithm, state, cohort), Placement("clients", cohort.slots)
     row = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), round.program.first.clients)

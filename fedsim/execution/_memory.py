@@ -44,7 +44,15 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
       A `FederatedState`, or ``state`` itself if there are no memories.
 
     Raises:
-      ValueError: the state belongs to another population, algorithm or model.
+      ValueError: the state belongs to another population, algorithm or model, or the algorithm has ``averaging`` and the
+        server's state no ``params``.
+
+    >>> import optax, fedsim
+    >>> data, model = fedsim.datasets.load("digits(clients=5)").train, fedsim.models.digits_logistic()
+    >>> algorithm = fedsim.algorithms.SCAFFOLD(model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10))
+    >>> state = remembered(algorithm, algorithm.init(jax.random.key(0)), data)
+    >>> type(state).__name__, num_remembered(state.clients)
+    ('FederatedState', 5)
     """
     kept = kept_with(algorithm)
     known_forms = kept.setdefault("forms of states", set())
@@ -82,7 +90,19 @@ def _first(algorithm: FederatedAlgorithm, server: State, program: RoundProgram) 
 
 
 def check_alike(algorithm: Any, given: Any, expected: Any) -> None:
-    """Raises ``ValueError`` unless two states have leaves of the same names, shapes and dtypes."""
+    """Raises ``ValueError`` unless two states have leaves of the same names, shapes and dtypes.
+
+    Args:
+      algorithm: which the error names.
+      given, expected: the states, pytrees of arrays or ``jax.ShapeDtypeStruct``.
+
+    >>> import fedsim
+    >>> histogram = fedsim.algorithms.Histogram(bins=2)
+    >>> check_alike(histogram, {"w": jnp.zeros(3)}, {"w": jnp.zeros(4)})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: The state is not one of this Histogram, ...: it has float32[3] for ['w'], expected float32[4]. ...
+    """
     theirs, ours = (
         {
             jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(np.shape(leaf))}"
@@ -100,12 +120,20 @@ def check_alike(algorithm: Any, given: Any, expected: Any) -> None:
 
 
 def num_remembered(clients: ClientRows | ClientTable) -> int:
-    """Returns the number of clients of the population that these memories belong to."""
+    """Returns the number of clients of the population that these memories belong to.
+
+    >>> num_remembered(ClientTable(rows={"w": jnp.zeros([5, 2])}, seen=jnp.zeros(5, bool)))
+    5
+    """
     return len(clients.index if isinstance(clients, ClientRows) else clients.seen)
 
 
 def row_shapes(clients: ClientRows | ClientTable) -> Any:
-    """Returns the shapes of one client's row."""
+    """Returns the shapes and dtypes of one client's row, as ``jax.ShapeDtypeStruct``.
+
+    >>> row_shapes(ClientTable(rows={"w": jnp.zeros([5, 2])}, seen=jnp.zeros(5, bool)))["w"].shape
+    (2,)
+    """
     if isinstance(clients, ClientRows):
         return clients.store.like
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows)
@@ -116,6 +144,18 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
 
     A table is copied once per dispatch. On a GPU or TPU this is fast, and the table may take an eighth of the memory. On a CPU
     it takes longer than moving the rows of a cohort, unless the table is small.
+
+    Args:
+      state: a server's state or a `FederatedState`.
+      mesh: the devices.
+      memory: ``"resident"`` moves them to the devices, ``"stream"`` to the host. ``"auto"`` moves them to the devices if they
+        are small, and leaves them there if they are there.
+
+    >>> import fedsim
+    >>> memories = ClientRows.empty({"w": jax.ShapeDtypeStruct((2,), np.float32)}, num_clients=5)
+    >>> on_device = placed(FederatedState((), memories), fedsim.Jit().mesh(), "resident").clients
+    >>> type(on_device).__name__, on_device.rows["w"].shape, on_device.seen.tolist()
+    ('ClientTable', (5, 2), [False, False, False, False, False])
     """
     clients = parts_of(state).clients
     if clients == ():

@@ -18,13 +18,24 @@ from fedsim.rounds import RoundPlan
 
 Memory = Literal["auto", "resident", "stream"]
 
-AXIS = "devices"
+AXIS = "devices"  # the name of the axis of the meshes of all executions
 _RESIDENT_SHARE = 0.25
 _ONE_SHAPE_BYTES = 256 * 2**20
 
 
 def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
-    """Returns whether every device gets all examples: as ``memory`` says, or if they take less than a quarter of the memory."""
+    """Returns whether every device gets all examples: as ``memory`` says, or if they take less than a quarter of the memory.
+
+    Args:
+      data: the population.
+      mesh: the devices. Those of a CPU share its memory, of which only what is free counts.
+      memory: ``"resident"``, ``"stream"``, or ``"auto"``, which decides once for a population and devices.
+
+    >>> import fedsim
+    >>> data = FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
+    >>> [is_resident(data, fedsim.Jit().mesh(), memory) for memory in ("auto", "stream")]
+    [True, False]
+    """
     import psutil
 
     if memory != "auto":
@@ -49,7 +60,11 @@ def kept_with_data(data: FederatedData, name: str, key: Any, make: Callable[[], 
 
 
 def memory_limit(device: jax.Device) -> int:
-    """Returns the size of a device's memory in bytes; 8 GiB if the device does not report it."""
+    """Returns the size of a device's memory in bytes; 8 GiB if the device does not report it.
+
+    >>> memory_limit(jax.devices()[0]) > 10**9
+    True
+    """
     return _memory_stats(device).get("bytes_limit", 8 * 2**30)
 
 
@@ -72,7 +87,19 @@ def resident_columns(data: FederatedData, mesh: Mesh) -> dict[str, jax.Array]:
 
 
 def release(data: FederatedData) -> None:
-    """Frees what `resident_columns` and evaluation have placed on devices. It is transferred again when it is needed."""
+    """Frees the copies of a population's examples that rounds and evaluation have placed on devices.
+
+    They are transferred again when they are needed. ``data`` itself does not change.
+
+    >>> import fedsim
+    >>> data, histogram = FederatedData.from_arrays({"x": np.ones(3, np.float32)}, sizes=[1, 2]), fedsim.algorithms.Histogram()
+    >>> cohort, state = fedsim.Cohort.of(data, ["0", "1"]), histogram.init(jax.random.key(0))
+    >>> for _ in range(2):
+    ...     state, _ = histogram.apply(state, cohort)
+    ...     release(data)
+    >>> int(state.counts.sum())
+    6
+    """
     for name in ("_resident_columns", "_resident_owner"):
         vars(data).pop(name, None)
 

@@ -118,6 +118,18 @@ def traced_rounds(
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
       data: the population.
       options: what the trace depends on, if the round is to run; None if any trace will do.
+
+    Returns:
+      The `TracedRounds`, whose ``trace()`` is the `fedsim.rounds.RoundProgram`, and the numbers, none if they are constants.
+
+    The edges of a histogram's bins are computed by NumPy, which needs the values of its numbers:
+
+    >>> import numpy as np, fedsim
+    >>> data = FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> traced, numbers = traced_rounds(algorithm, algorithm.init(jax.random.key(0)), data)
+    >>> [call.name for call in traced.trace().calls], numbers
+    (['update'], {})
     """
     kept = kept_with(algorithm)
     if "traces" not in kept:
@@ -164,6 +176,15 @@ def share_programs(
       algorithms: the algorithms ``make(**numbers[i])``.
       make: a function of traced numbers, too.
       numbers: floats and JAX arrays by name, for each algorithm.
+
+    >>> import fedsim, optax
+    >>> def make(rate):
+    ...     model, batches = fedsim.models.digits_logistic(), fedsim.Batches(size=20)
+    ...     return fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(rate), batches=batches)
+    >>> algorithms = [make(0.1), make(0.2)]
+    >>> share_programs(algorithms, make, [{"rate": 0.1}, {"rate": 0.2}])
+    >>> [arguments_of(algorithm) for algorithm in algorithms]
+    [{'numbers': {'rate': 0.1}}, {'numbers': {'rate': 0.2}}]
     """
     shared = AlgorithmTraces(Made(make))
     for algorithm, own in zip(algorithms, numbers, strict=True):

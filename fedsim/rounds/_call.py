@@ -36,6 +36,18 @@ class Call(NamedTuple):
       clients: what is known of each client before its work, `ClientPlan` with leaves ``[slots, ...]``.
       rows: the clients' own values for `Clients.map_rows`, leaves ``[clients of the population, ...]``; None for the others.
       is_divisible: whether the rows may be divided over devices.
+
+    A subclass of `Clients` gets it, and runs the work for it:
+
+    >>> import types
+    >>> from fedsim.rounds import Clients, RoundPlan
+    >>> class Described(Clients):
+    ...     def _map(self, call, work): return call.name, call.work_name, call.num_entries
+    >>> plan = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), RoundPlan.shapes(slots=3))
+    >>> clients = Described(types.SimpleNamespace(staleness=None), plan, jax.random.key(0))
+    >>> def size(shared, client): return client.num_examples
+    >>> clients.map(size, shared=())
+    ('map', 'size', 3)
     """
 
     name: str
@@ -76,13 +88,19 @@ def send_down(downlink: Any, shared: Shared, memory: Any, key: jax.Array) -> tup
     """Sends ``shared`` to the clients.
 
     Args:
-      downlink: a compressor or None.
-      shared: what the server sends.
-      memory: what the server keeps for the compressor.
+      downlink: a compressor of the floats in ``shared.params``, or of all floats if ``shared`` has no ``params``; None sends
+        everything as it is.
+      shared: what the server sends, a pytree of arrays.
+      memory: what the server keeps for the compressor, at first ``downlink.init`` of the list of these floats; () for None.
       key: the compressor's randomness.
 
     Returns:
-      What the clients receive, the new memory, and the size of the message in bits (see `fedsim.tree.bits_dtype`).
+      What the clients receive, the new memory, and the size of the message in bits, ``[]`` (see `fedsim.tree.bits_dtype`).
+
+    >>> from fedsim.compressors import Cast
+    >>> shared, key = {"w": jnp.array([0.1, 0.2]), "round": jnp.int32(3)}, jax.random.key(0)
+    >>> [send_down(downlink, shared, (), key)[2].item() for downlink in (None, Cast())]
+    [96, 64]
     """
     plain = tree.num_bits(shared)
     if downlink is None:

@@ -57,6 +57,14 @@ class ClientPlan(NamedTuple):
       weight, scale: the factors of its weight and of its update, ``float32 []``.
       key: the client's PRNG key of this call.
       streams: the words that key the shuffle, ``uint32 [2]``, and the key of the steps; both are for training.
+
+    A plan of several clients has leaves ``[clients, ...]``, as `fedsim.place_clients` stacks them:
+
+    >>> import numpy as np, fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.zeros(6, np.float32)}, sizes=[1, 2, 3])
+    >>> plan = fedsim.place_clients(fedsim.Cohort.of(data, ["2", "0"])).stacked
+    >>> plan.slot.tolist(), plan.position.tolist(), plan.size.tolist()
+    ([0, 1], [2, 0], [3, 1])
     """
 
     slot: jax.Array
@@ -203,12 +211,29 @@ def client_of(
 
 
 def training_steps(batches: Batches, sizes: jax.Array, most_steps: jax.Array) -> jax.Array:
-    """Returns the numbers of steps of training loops, ``int32``, of clients of these sizes."""
+    """Returns the number of steps of each client's training loops, ``int32``.
+
+    Args:
+      batches: how the examples are cut into batches.
+      sizes: numbers of examples, ``int32 [...]``.
+      most_steps: the most steps of these clients, ``int32 [...]``; a straggler has fewer than its examples need.
+
+    >>> training_steps(Batches(size=10), jnp.array([25, 100]), jnp.array([9, 4])).tolist()
+    [3, 4]
+    """
     return jnp.minimum(jnp.asarray(batches.num_steps(sizes), jnp.int32), most_steps)
 
 
 def streams(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Derives the words that key the shuffle, ``uint32 [2]``, and the key of the steps."""
+    """Derives the words that key the shuffle, ``uint32 [2]``, and the key of the steps; step t gets ``fold_in(step_key, t)``.
+
+    A loop over other examples than a client's, such as the server's own, reads its batches with them:
+
+    >>> words, step_key = streams(jax.random.key(0))
+    >>> index, mask = Batches(size=3).indices(words, jnp.int32(3), jnp.int32(0))  # of 3 examples, at step 0
+    >>> sorted(index.tolist()), mask.tolist()
+    ([0, 1, 2], [True, True, True])
+    """
     return rng.words(rng.stream(key, "shuffle")), rng.stream(key, "step")
 
 
@@ -217,6 +242,12 @@ def batch_loop(most_examples: int | None = None) -> RunLoop:
 
     Args:
       most_examples: the most examples of a client, which bound its number of steps in reverse mode; None without reverse mode.
+
+    >>> loop = batch_loop(most_examples=4)
+    >>> def power(x):  # the number of the step is the batch
+    ...     return loop(Batches(size=1), None, jnp.int32(3), lambda t: t, lambda state, batch: state * x, jnp.float32(1))
+    >>> power(2.0).item(), jax.grad(power)(2.0).item()
+    (8.0, 12.0)
     """
 
     def loop(

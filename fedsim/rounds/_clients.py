@@ -112,6 +112,10 @@ class Clients:
 
         Returns:
           The aggregate, and the round's info so far.
+
+        Raises:
+          ValueError: another call of the round has this name, ``work`` returns something else than `ClientUpdate` describes, or
+            the algorithm has ``staleness`` and its round has another call.
         """
         aggregator, downlink = aggregator or self.algorithm.aggregator, downlink or self.algorithm.downlink
         call = self._begin(self._name("update", name), work, shared, aggregator, downlink)
@@ -128,6 +132,9 @@ class Clients:
           work: the work of one client; it returns a pytree of arrays.
           shared: what the server sends.
           name: see `aggregate`; default ``"map"``, then ``"map 2"`` and so on.
+
+        Raises:
+          ValueError: another call of the round has this name, or the algorithm has ``staleness``.
         """
         return self._map(self._begin(self._name("map", name), work, shared, None, None), work)
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T")
+# The numbers of an algorithm by the names of their fields: floats and JAX arrays, traced or not.
 Numbers = dict[str, Any]
 
 # Fields of an algorithm that are not read in its rounds.
@@ -19,7 +20,20 @@ _NOT_COMPILED = {"execution", "nonfinite"}
 
 
 def kept_with(owner: Any) -> dict[str, Any]:
-    """Returns a dict, stored with the algorithm, for values that execution derives from it."""
+    """Returns a dict, stored with the algorithm, for values that are derived from it. Copies by `with_numbers` do not have it.
+
+    Args:
+      owner: the algorithm.
+
+    Raises:
+      TypeError: the object has no ``__dict__`` to store the dict in.
+
+    >>> class Proximal: ...
+    >>> algorithm = Proximal()
+    >>> kept_with(algorithm)["checked"] = True
+    >>> kept_with(algorithm), kept_with(with_numbers(algorithm, {}))
+    ({'checked': True}, {})
+    """
     return vars(owner).setdefault("_execution", {})
 
 
@@ -79,6 +93,7 @@ class Made:
 
     @functools.cached_property
     def made(self) -> Any:
+        """The algorithm that is made from ``numbers``. Its attributes are those of this object, too."""
         return self.make(**self.numbers)
 
     def __getattr__(self, name: str) -> Any:

@@ -30,6 +30,10 @@ class RoundPlan(NamedTuple):
       length: ``[devices]``, the number of clients in each queue.
       starts: ``[devices, widths, slots]``, where in the queue the groups of each width begin.
       groups: ``[devices, widths]``, the number of groups of each width.
+
+    >>> shapes = RoundPlan.shapes(slots=20)
+    >>> shapes.size.shape, shapes.weight.dtype, shapes.queue
+    ((20,), dtype('float32'), ())
     """
 
     round: Any
@@ -56,7 +60,7 @@ class RoundPlan(NamedTuple):
 
     @staticmethod
     def shapes(slots: int) -> RoundPlan:
-        """Returns the shapes of `of_clients`."""
+        """Returns the shapes and dtypes of `of_clients`, as ``jax.ShapeDtypeStruct``, for at most ``slots`` clients."""
         kinds = {"attacker": np.bool_, "weight": np.float32, "scale": np.float32}
         sizes: dict[str, tuple[int, ...]] = {"round": (), "count": (), "population": (2,)}
         names = RoundPlan._fields[:-4]
@@ -64,7 +68,17 @@ class RoundPlan(NamedTuple):
 
     @staticmethod
     def stacked(plans: Sequence[RoundPlan], rounds: int) -> RoundPlan:
-        """Stacks the plans of several rounds, leaves ``[rounds, ...]``; missing rounds are zeros."""
+        """Stacks the plans of several rounds, leaves ``[rounds, ...]``; missing rounds are zeros.
+
+        Args:
+          plans: at most ``rounds`` plans, one or more, with arrays of equal shapes.
+          rounds: the number of rounds that a program has space for.
+
+        >>> plan = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), RoundPlan.shapes(slots=20))
+        >>> stacked = RoundPlan.stacked([plan, plan], rounds=3)
+        >>> stacked.count.tolist(), stacked.size.shape
+        ([1, 1, 0], (3, 20))
+        """
 
         def stack(*fields: np.ndarray) -> np.ndarray:
             rows = np.zeros((rounds, *fields[0].shape), fields[0].dtype)

@@ -126,6 +126,14 @@ class TracedCall:
       accumulate: ``(accumulator, arrived, weight, slot) -> accumulator``.
       merge: ``(accumulator, accumulator) -> accumulator``.
       operands: the structure of the operands, `Operands`.
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> traced, _ = fedsim.execution.traced_rounds(algorithm, algorithm.init(jax.random.key(0)), data)
+    >>> (call,) = traced.trace().calls
+    >>> call.name, call.batches[0].size, call.update.shape  # values in the two bins, below and above
+    ('update', 256, (4,))
     """
 
     name: str
@@ -159,6 +167,7 @@ class TracedCall:
 
     @property
     def result_avals(self) -> list[Any]:
+        """The leaves of `results` as abstract values of JAX, for its tracer."""
         return [aval_of(x) for x in jax.tree.leaves(self.results)]
 
     def run(
@@ -193,7 +202,16 @@ class TracedCall:
         return arrived, entries, ClientTable(tree.select(counts, new, stored.rows), stored.seen | counts)
 
     def add_all(self, operands: Operands, accumulator: Any, updates: tuple[Any, jax.Array, jax.Array]) -> Any:
-        """Adds updates ``[n, ...]`` with their weights and slots ``[n]`` to an accumulator, one after another."""
+        """Adds updates to an accumulator, one after another.
+
+        Args:
+          operands: of the call.
+          accumulator: what ``zero`` returned, or an earlier accumulator.
+          updates: what has arrived, leaves ``[n, ...]``; the weights, ``float32 [n]``; and the slots, ``int32 [n]``.
+
+        Returns:
+          The accumulator with these updates.
+        """
         assert self.accumulate is not None
         add = functools.partial(self.accumulate, operands.accumulate, {})
         return jax.lax.scan(lambda total, one: (add(total, *one), None), accumulator, updates)[0]
@@ -207,6 +225,18 @@ class Operands(NamedTuple):
       server_memory: what the server keeps for the aggregator.
       rows: the clients' own values, for `Clients.map_rows`; else ().
       work, zero, accumulate, merge: the values from outside of each of these functions of the call.
+
+    The server's part of a round computes them, up to the call:
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> state, plan = algorithm.init(jax.random.key(0)), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), RoundPlan.shapes(1))
+    >>> traced, numbers = fedsim.execution.traced_rounds(algorithm, state, data)
+    >>> values = traced.trace().start(numbers, FederatedState(state), jax.random.key(0), plan)
+    >>> traced.trace().advance(0, values)
+    >>> traced.trace().operands(0, values).clients.size.tolist()
+    [1]
     """
 
     clients: ClientPlan
@@ -218,6 +248,7 @@ class Operands(NamedTuple):
     merge: Sequence[Any]
 
 
+# The values of the variables of a round that have been computed so far.
 Values = dict[Var, Any]
 # (the call, its operands) -> its results: the accumulator and the entries.
 RunCall = Callable[[TracedCall, Operands], tuple[Any, Any]]
@@ -238,6 +269,18 @@ class RoundProgram:
 
     Attributes:
       calls: the calls in their order.
+
+    Here no client sends anything, so the state stays as it is:
+
+    >>> import fedsim
+    >>> data = fedsim.FederatedData.from_arrays({"x": np.array([0.1, 0.6, 0.7], np.float32)}, sizes=[2, 1])
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> state, plan = algorithm.init(jax.random.key(0)), jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), RoundPlan.shapes(1))
+    >>> traced, numbers = fedsim.execution.traced_rounds(algorithm, state, data)
+    >>> def run_nobody(call, operands): return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), call.results)
+    >>> after, info = traced.trace().run(numbers, FederatedState(state), jax.random.key(0), plan, run_nobody)
+    >>> after.server.counts.tolist(), info.num_aggregated.item()
+    ([0, 0, 0, 0], 0)
     """
 
     def __init__(self, jaxpr: ClosedJaxpr, shapes: Any, batches: Batches, first: FederatedState) -> None:
@@ -259,7 +302,7 @@ class RoundProgram:
 
     @functools.cached_property
     def state_bytes(self) -> int:
-        """The size of the largest state of a client's loop."""
+        """The size of the largest state of a client's loop, in bytes."""
         return max((tree.num_bits(loop.state) // 8 for call in self.calls for loop in call.loops), default=0)
 
     @property
@@ -275,7 +318,7 @@ class RoundProgram:
           state: the state before the round; its ``clients`` are not read.
           key: the run's root key.
           plan: the plan of the round.
-          run_call: runs the clients.
+          run_call: runs the clients, ``(call, operands) -> results``, see `TracedCall.results`.
         """
         values = self.start(numbers, state, key, plan)
         for number, call in enumerate(self.calls):
@@ -285,7 +328,7 @@ class RoundProgram:
         return self.results(values)
 
     def start(self, numbers: Numbers, state: FederatedState, key: jax.Array, plan: RoundPlan) -> Values:
-        """Returns the values of the arguments."""
+        """Begins a round that runs piece by piece: returns the values of its arguments, see `run`."""
         args = jax.tree.leaves((numbers, state.server, key, plan.of_clients()))
         kept = {"past": state.past, "average": state.average}
         kept |= {f"aggregator {name}": memory for name, memory in state.aggregator.items()}
@@ -294,18 +337,18 @@ class RoundProgram:
         return dict(zip(self._jaxpr.invars, [*self._consts, *args, *inputs], strict=True))
 
     def advance(self, number: int, values: Values) -> None:
-        """Runs the server up to a call, or after the last call to the end."""
+        """Runs the server up to call ``number``, or after the last call to the end; adds what it computes to ``values``."""
         piece = self._pieces[number]
         results = jaxpr_as_fun(ClosedJaxpr(piece, []))(*[values[var] for var in piece.invars])
         values |= dict(zip(_variables(piece.outvars), results, strict=True))
 
     def operands(self, number: int, values: Values) -> Operands:
-        """Returns the operands of a call that `advance` has reached."""
+        """Returns the operands of call ``number``, which `advance` has reached."""
         leaves = [_read(values, x) for x in self._equations[number].invars]
         return jax.tree.unflatten(self.calls[number].operands, leaves)
 
     def put(self, number: int, values: Values, results: tuple[Any, Any]) -> None:
-        """Stores the results of a call."""
+        """Adds the results of call ``number``, the accumulator and the entries, to ``values``."""
         values |= dict(zip(self._equations[number].outvars, jax.tree.leaves(results), strict=True))
 
     def results(self, values: Values) -> tuple[FederatedState, Any]:
@@ -317,7 +360,7 @@ class RoundProgram:
         return [values[var] for var in self._live[number]]
 
     def restore(self, number: int, values: Values, live: Sequence[Any]) -> None:
-        """Stores what `live_values` returned."""
+        """Adds what `live_values` returned for call ``number`` to ``values``, which `start` has begun in another program."""
         values |= dict(zip(self._live[number], live, strict=True))
 
     @functools.cached_property

@@ -43,16 +43,42 @@ class Staleness:
         checks.truth(mixing=self.mixing)
 
     def first(self, sent: Any) -> Any:
-        """Returns memory for what was sent, leaves ``[bound + 1, ...]``."""
+        """Returns the memory before the first round: zeros ``[bound + 1, ...]`` for each leaf of what is sent.
+
+        Args:
+          sent: what the server sends in a round, a pytree of arrays or ``jax.ShapeDtypeStruct``.
+        """
         return jax.tree.map(lambda x: jnp.zeros((self.bound + 1, *x.shape), x.dtype), sent)
 
     def kept(self, past: Any, sent: Any, round_number: jax.Array) -> Any:
-        """Stores what is sent in a round in place of what was sent ``bound + 1`` rounds before."""
+        """Returns the memory with what is sent in a round in place of what was sent ``bound + 1`` rounds before.
+
+        Args:
+          past: the memory, leaves ``[bound + 1, ...]``.
+          sent: what the server sends in this round.
+          round_number: of this round, ``int32 []``.
+
+        >>> staleness = Staleness(bound=1)
+        >>> past = staleness.first(jnp.float32(0))
+        >>> for number, sent in enumerate([10.0, 20.0, 30.0]):
+        ...     past = staleness.kept(past, jnp.float32(sent), jnp.int32(number))
+        >>> staleness.started(past, jnp.int32(2), jnp.array([0, 1])).tolist()
+        [30.0, 20.0]
+        """
         at = round_number % (self.bound + 1)
         return jax.tree.map(lambda rows, x: jax.lax.dynamic_update_index_in_dim(rows, x, at, 0), past, sent)
 
     def started(self, past: Any, round_number: jax.Array, staleness: jax.Array) -> Any:
-        """Returns what was sent to clients of these stalenesses ``[n]``, leaves ``[n, ...]``."""
+        """Returns what was sent to clients that start in earlier rounds, see `kept`.
+
+        Args:
+          past: the memory, leaves ``[bound + 1, ...]``, with what is sent in this round.
+          round_number: of this round, ``int32 []``.
+          staleness: how many rounds ago each client's model was sent, ``int32 []`` or ``[n]``, at most ``bound``.
+
+        Returns:
+          What was sent, with the axis of ``staleness`` before those of its leaves.
+        """
         at = (round_number - staleness) % (self.bound + 1)
         return jax.tree.map(lambda rows: rows[at], past)
 
@@ -61,12 +87,15 @@ class Staleness:
 
         Args:
           update: as it arrives.
-          scale: its factor, 0 if it does not count.
+          scale: its factor, ``float32 []``, 0 if it does not count.
           current: what the server sends in this round.
-          started: what the client started from.
+          started: what the client started from, see `started`.
 
         Raises:
           ValueError: ``mixing`` is True, and the update is no difference of parameters.
+
+        >>> Staleness(bound=3).arrived(jnp.array([2.0, 4.0]), scale=jnp.float32(0.5), current=(), started=()).tolist()
+        [1.0, 2.0]
         """
         if self.mixing:
             params = getattr(current, "params", ())
@@ -104,13 +133,37 @@ def is_scalable(algorithm: Any) -> bool:
 
 
 def check_scales(algorithm: Any, weights: np.ndarray, scales: np.ndarray) -> None:
-    """Raises ``ValueError`` unless the algorithm's updates may have these factors, see `fedsim.data.Arrivals`."""
+    """Raises ``ValueError`` unless the algorithm's updates may have these factors, see `fedsim.data.Arrivals`.
+
+    Args:
+      algorithm: whose clients' updates they are.
+      weights: factors of the weights, ``[n]``. In a sum, a weight multiplies the update, so such a factor is a scale, too.
+      scales: factors of the updates, ``[n]``.
+
+    >>> import fedsim
+    >>> histogram = fedsim.algorithms.Histogram(bins=2)
+    >>> check_scales(histogram, weights=np.ones(2), scales=np.ones(2))
+    >>> check_scales(histogram, weights=np.ones(2), scales=np.array([1.0, 0.5]))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: The updates of Histogram cannot have scales other than 1, ...
+    """
     if np.any(scales != 1) or (np.any(weights != 1) and algorithm.aggregator.innermost.adds_weights):
         check_scalable(algorithm)
 
 
 def check_scalable(algorithm: Any) -> None:
-    """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales, see `is_scalable`."""
+    """Raises ``ValueError`` unless the algorithm's updates may be multiplied by scales.
+
+    Its class must declare ``capabilities.scalable``, see `fedsim.algorithm.Capabilities`. A base class cannot declare it for
+    methods that a subclass overrides.
+
+    >>> import fedsim
+    >>> check_scalable(fedsim.algorithms.Histogram(bins=2))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: The updates of Histogram cannot have scales other than 1, ...
+    """
     if not is_scalable(algorithm):
         name, summed = type(algorithm).__name__, algorithm.aggregator.innermost.adds_weights
         weights = "" if summed else ", or weights that are no scales (Buffered(divide_by='weights'))"

@@ -14,43 +14,91 @@ from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
 from fedsim.rounds._staleness import Staleness
 
+# Pytrees of arrays: the state of the server, or a `FederatedState`; and what the server sends to clients.
 State = Any
 Shared = Any
 
 
 class FederatedAlgorithm(Protocol):
-    """The interface that execution uses. `fedsim.Algorithm` implements it."""
+    """The interface that execution uses. `fedsim.Algorithm` implements it.
+
+    >>> import fedsim
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> all(hasattr(algorithm, name) for name in vars(FederatedAlgorithm) if not name.startswith("_"))
+    True
+    """
 
     @property
-    def batches(self) -> Batches: ...
-    @property
-    def aggregator(self) -> Aggregator: ...
-    @property
-    def downlink(self) -> Any: ...
-    @property
-    def averaging(self) -> float | None: ...
-    @property
-    def staleness(self) -> Staleness | None: ...
-    @property
-    def nonfinite(self) -> Literal["drop", "raise"]: ...
-    @property
-    def has_memory(self) -> bool: ...
+    def batches(self) -> Batches:
+        """How a client cuts its examples into batches, and how many steps it takes."""
+        ...
 
-    def init(self, key: jax.Array) -> State: ...
-    def check(self, data: FederatedData) -> None: ...
-    def client_memory(self, shared: Shared) -> Any: ...
-    def round(self, state: State, clients: Any) -> tuple[State, Any]: ...
+    @property
+    def aggregator(self) -> Aggregator:
+        """Combines the updates, unless a call of the clients names another aggregator."""
+        ...
+
+    @property
+    def downlink(self) -> Any:
+        """Compresses what clients receive; None sends it as it is."""
+        ...
+
+    @property
+    def averaging(self) -> float | None:
+        """The decay of the average of the server's parameters; None computes no average."""
+        ...
+
+    @property
+    def staleness(self) -> Staleness | None:
+        """Lets clients start from what the server sent in earlier rounds; None if all start from this round's."""
+        ...
+
+    @property
+    def nonfinite(self) -> Literal["drop", "raise"]:
+        """What happens to an update with a NaN or an infinity: it is left out, or an error is raised."""
+        ...
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether clients, the aggregator or the downlink may keep a memory between rounds."""
+        ...
+
+    def init(self, key: jax.Array) -> State:
+        """Returns the server's state before the first round."""
+        ...
+
+    def check(self, data: FederatedData) -> None:
+        """Raises ``ValueError`` if the algorithm cannot read ``data``."""
+        ...
+
+    def client_memory(self, shared: Shared) -> Any:
+        """Returns the memory of a client before its first round, () without one."""
+        ...
+
+    def round(self, state: State, clients: Any) -> tuple[State, Any]:
+        """Runs one round with its `Clients`; returns the server's state after it, and the info."""
+        ...
 
 
 class Average(NamedTuple):
-    """An exponential moving average of parameters, and the total ``weight`` of its terms, ``float32 []``, which tends to 1."""
+    """An exponential moving average of parameters, and the total ``weight`` of its terms, ``float32 []``, which tends to 1.
+
+    >>> before = Average(params=jax.numpy.float32(0), weight=jax.numpy.float32(0))
+    >>> new_average(0.5, before, jax.numpy.float32(4))  # of a single term
+    Average(params=Array(4., dtype=float32), weight=Array(0.5, dtype=float32))
+    """
 
     params: Any
     weight: Any
 
 
 class ClientTable(NamedTuple):
-    """Clients' memories on the device: ``rows``, leaves ``[n, ...]``, and ``seen``, ``bool [n]``: which rows were written."""
+    """Clients' memories on the device: ``rows``, leaves ``[n, ...]``, and ``seen``, ``bool [n]``: which rows were written.
+
+    >>> table = ClientTable(rows={"w": jax.numpy.ones([3, 2])}, seen=jax.numpy.array([True, False, False]))
+    >>> jax.tree.map(lambda x: x[0].tolist(), table)  # the row of one client
+    ClientTable(rows={'w': [1.0, 1.0]}, seen=True)
+    """
 
     rows: Any
     seen: Any
@@ -68,6 +116,11 @@ class FederatedState(NamedTuple):
       downlink: a dict from the name of an ``aggregate`` call to the state of its downlink compressor.
       average: the `Average` of the server's parameters, if the algorithm has ``averaging``.
       past: what the server sent in the last rounds, leaves ``[bound + 1, ...]``, if the algorithm has ``staleness``.
+
+    >>> from fedsim.algorithms import ServerState
+    >>> server = ServerState(params={"w": 3.0}, opt_state=(), round=0)
+    >>> FederatedState(server).params, FederatedState(server, average=Average({"w": 2.0}, weight=0.5)).params
+    ({'w': 3.0}, {'w': 2.0})
     """
 
     server: State
@@ -138,12 +191,20 @@ def server_state(state: State) -> State:
 
 
 def parts_of(state: State) -> FederatedState:
-    """Returns a state as a `FederatedState`, also if it is only a server's state."""
+    """Returns a state as a `FederatedState`, also if it is only a server's state.
+
+    >>> parts_of({"w": 1.0}).server, parts_of({"w": 1.0}).clients
+    ({'w': 1.0}, ())
+    """
     return state if isinstance(state, FederatedState) else FederatedState(state)
 
 
 def with_params(state: Any, params: Any) -> Any:
-    """Replaces the ``params`` of a named tuple or dataclass. Anything else is replaced as a whole."""
+    """Returns a named tuple or dataclass with other ``params``; for anything without ``params``, these alone.
+
+    >>> with_params(Average({"w": 1.0}, weight=0.5), {"w": 2.0}), with_params({"w": 1.0}, {"w": 2.0})
+    (Average(params={'w': 2.0}, weight=0.5), {'w': 2.0})
+    """
     if not hasattr(state, "params"):
         return params
     return (getattr(state, "_replace", None) or functools.partial(dataclasses.replace, state))(params=params)

@@ -42,6 +42,12 @@ class TraceOptions(NamedTuple):
       axis: the name and the size of the axis of devices that run the round together; None for a single device.
       rows_mesh: the devices that the rows of `Clients.map_rows` are divided over; None if they are on every device.
       key: the dtype of the root key; None for that of `fedsim.rng.root`.
+
+    Rounds with equal options share one trace, for example cohorts of 8 and of 10 clients:
+
+    >>> from fedsim.execution import rounded_slots
+    >>> TraceOptions(slots=rounded_slots(8), rows=1797) == TraceOptions(slots=rounded_slots(10), rows=1797)
+    True
     """
 
     slots: int
@@ -234,14 +240,21 @@ def trace_round(
 
     Args:
       algorithm: whose rounds run.
-      numbers: replace the algorithm's numbers, see `fedsim.rounds._numbers.numbers_of`.
+      numbers: replace the algorithm's numbers, see `fedsim.rounds.numbers_of`.
       state: a server's state, of arrays or ``jax.ShapeDtypeStruct``.
-      columns: the columns of the data, of which only dtypes and the shapes of examples are read.
+      columns: the columns of the data, ``[n, ...]``, of which only dtypes and the shapes of examples are read.
       options: see `TraceOptions`.
 
     Raises:
       ValueError: the round does not keep to the contract of `fedsim.Algorithm`, or it calls its clients inside a function that
         JAX transforms.
+
+    >>> import fedsim
+    >>> algorithm = fedsim.algorithms.Histogram(bins=2)
+    >>> state, columns = jax.eval_shape(algorithm.init, jax.random.key(0)), {"x": np.zeros(3, np.float32)}
+    >>> program = trace_round(algorithm, {}, state, columns, TraceOptions(slots=2, rows=3))
+    >>> [call.name for call in program.calls], program.info_shapes.clients["weight"].shape
+    (['update'], (2,))
     """
     shapes = {
         name: jax.ShapeDtypeStruct((options.rows, *c.shape[1:]), jax.dtypes.canonicalize_dtype(c.dtype))
@@ -285,6 +298,18 @@ def finished(
       average: the average of its parameters, () without one.
       clients: the clients of the round.
       server, info: what the round returned.
+
+    Raises:
+      ValueError: the round aggregated updates and returned another info than `RoundInfo`, or ``server`` has another structure
+        than ``before``.
+
+    >>> import fedsim
+    >>> histogram = fedsim.algorithms.Histogram(bins=2)
+    >>> clients = Clients(histogram, RoundPlan.shapes(slots=1), jax.random.key(0))
+    >>> clients.before = FederatedState(server=())
+    >>> info = RoundInfo({}, *jnp.zeros(5, jnp.int32))  # num_aggregated is 0
+    >>> finished(histogram, {"w": jnp.float32(1)}, (), clients, {"w": jnp.float32(9)}, info).server["w"].item()
+    1.0
     """
     if clients.info is not None and not isinstance(info, RoundInfo):
         raise ValueError(
