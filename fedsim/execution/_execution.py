@@ -104,7 +104,7 @@ class Jit(Execution):
         cohorts, ``"auto"`` chooses by size. It also applies to what clients keep between rounds.
       deterministic: whether a seed repeats a run bit for bit on a GPU, too, where this takes up to 1.5 times as long.
       differentiable: whether reverse-mode derivatives (`jax.grad`) of rounds are possible, with respect to the state and to the
-        algorithm's numbers. TracedRounds then depend on the size of the largest client, a round is always one program, and
+        algorithm's numbers. Programs then depend on the size of the largest client, a round is always one program, and
         ``memory`` is ``"resident"``.
 
     >>> Jit(lanes=4)
