@@ -22,10 +22,11 @@ from fedsim.configuration import Experiment, RunConfig, Settings
 from fedsim.data import FederatedData
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._default_evaluation import Scores, State
+from fedsim.experiment._dispatch import DispatchedRounds, pipelined
 from fedsim.experiment._folder import RunFolder
 from fedsim.experiment._lines import Line, best_round
 from fedsim.experiment._report import attackers_of, closing_table
-from fedsim.experiment._run import DispatchedRounds, Run, Stopwatch
+from fedsim.experiment._run import Run, Stopwatch
 from fedsim.experiment._run_log import Callback
 from fedsim.experiment._signals import Interruption
 from fedsim.experiment._writers import read_metrics
@@ -132,8 +133,10 @@ def run(
         rounds_per_dispatch=rounds_per_dispatch,
     )
     log, watch, start = current.log, Stopwatch(), current.position
-    last: DispatchedRounds | None = None
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
+
+    def dispatch() -> DispatchedRounds | None:
+        return current.dispatch() if current.position < rounds and not interruption.signal else None
 
     def finish(dispatch: DispatchedRounds) -> None:
         dispatch = dispatch._replace(infos=jax.device_get(dispatch.infos))
@@ -143,18 +146,7 @@ def run(
 
     with Interruption() as interruption, current.write_errors(), warnings_above(bar):
         try:
-            while current.position < rounds and not interruption.signal:
-                try:
-                    dispatch = current.dispatch()
-                except Exception:
-                    if last:
-                        finish(last)
-                    raise
-                previous, last = last, dispatch
-                if previous:
-                    finish(previous)
-            if last:
-                finish(last)
+            if last := pipelined(dispatch, finish):
                 current.save(last)
         finally:
             bar.close()

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 
@@ -22,7 +22,7 @@ from fedsim.execution import report_problems
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._default_evaluation import Scores, State, default_evaluation, is_personal
 from fedsim.experiment._disk import explained
-from fedsim.experiment._dispatch import DispatchLength, cohorts
+from fedsim.experiment._dispatch import DispatchedRounds, DispatchLength, Rounds
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder, resume_command
@@ -35,41 +35,15 @@ from fedsim.rounds import RoundInfo
 from fedsim.samplers import Sampler, checked_cohort
 
 
-class DispatchedRounds(NamedTuple):
-    """Rounds that were sent to the devices, whose results may not be computed yet.
-
-    Attributes:
-      cohorts: one per round.
-      state: the state after the last of them.
-      infos: the infos of the rounds, stacked, leaves ``[rounds, ...]``, on the devices or on the host.
-
-    >>> data = FederatedData.from_arrays({"x": [1.0, 2.0]}, sizes=[1, 1])
-    >>> DispatchedRounds([Cohort.of(data, ["0"], round=4, seed=0)], state=(), infos=()).stop
-    5
-    """
-
-    cohorts: Sequence[Cohort]
-    state: State
-    infos: Any
-
-    @property
-    def stop(self) -> int:
-        """The number of finished rounds after the last of these."""
-        return self.cohorts[-1].round + 1
-
-
-class Run:
+class Run(Rounds):
     """A run: its state, the rounds that come next, and its log.
 
-    `fedsim.experiment.run` drives one run, and a sweep several at a time. The driver dispatches rounds, reads their infos and
-    calls `finish`. Signals, progress and the display of warnings concern the driver.
+    `fedsim.experiment.run` drives one run, and a sweep several at a time, see `Rounds`. Signals, progress and the display of
+    warnings concern the driver.
 
     The arguments are those of `fedsim.experiment.run`, which also describes the errors. The folder is locked until `close`.
 
     Attributes:
-      position: the number of rounds that are finished or dispatched.
-      state: the state after ``position`` rounds.
-      lengths: chooses the number of rounds of the next dispatch.
       evaluation: the result of the last evaluation; None if there was none.
       log: the history, the metrics file and the checkpoints.
       monitor: watches the losses.
@@ -109,10 +83,9 @@ class Run:
         checks.whole(1, or_none=True, checkpoint_every=checkpoint_every)
         if fixed_length is not None:
             checks.whole(1, rounds_per_dispatch=fixed_length, remedy="give a positive whole number, or 'auto'")
-        self.algorithm, self.sampler, self.rounds = algorithm, sampler, rounds
         self._evaluate_every, self._checkpoint_every, self._config = evaluate_every, checkpoint_every, config
         self._test_data = test_data
-        self.first = first = checked_cohort(sampler, 0)
+        first = checked_cohort(sampler, 0)
         # A schedule that is too short raises its error now instead of after its last round.
         checked_cohort(sampler, rounds - 1, first)
         algorithm.check(first.data)
@@ -120,6 +93,9 @@ class Run:
         like = jax.eval_shape(algorithm.init, key)
         self._compute_scores = evaluate or default_evaluation(algorithm, first.data, test_data, like)
         self._evaluation_waits = evaluate is not None or is_personal(algorithm)
+        boundaries = [rounds, *([evaluate_every] if self._compute_scores else [])]
+        lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
+        super().__init__(algorithm, sampler, first=first, rounds=rounds, lengths=lengths)
         self._described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
         self.paths = None if folder is None else RunFolder(Path(folder))
         self.devices = devices_of(algorithm.execution)
@@ -158,29 +134,13 @@ class Run:
         if self.position == rounds and self._compute_scores and not last:  # It is lost, or the run had more rounds before.
             with self.write_errors():
                 self._write_evaluation(rounds, self.state)
-        boundaries = [rounds, *([evaluate_every] if self._compute_scores else [])]
-        self.lengths = DispatchLength(fixed_length, [*boundaries, *([checkpoint_every] if checkpoint_every else [])])
 
-    def next_cohorts(self, length: int) -> list[Cohort]:
-        """Returns the cohorts of the next rounds, at most ``length``, that can run in one dispatch."""
-        return cohorts(self.sampler, self.position, length, self.first)
-
-    def dispatch(self) -> DispatchedRounds:
-        """Sends the next rounds to the devices of the algorithm's execution."""
-        together = self.next_cohorts(self.lengths.next(self.position))
-        self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)
-        dispatch = DispatchedRounds(together, self.state, infos)
-        self.position = dispatch.stop
-        return dispatch
+    def needs_state(self, stop: int) -> bool:
+        is_scored = self._compute_scores is not None and self._is_evaluated(stop)
+        return stop == self.rounds or is_scored or self.log.is_due(stop, self._checkpoint_every)
 
     def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
-        """Evaluates and writes the results of a dispatch, while the next one runs.
-
-        Args:
-          dispatch: the oldest dispatch that is not finished, with infos on the host.
-          seconds: the wall time of its rounds.
-          members: the number of runs whose rounds were computed in this time.
-        """
+        """Evaluates and writes the results of a dispatch, while the next one runs; see `Rounds.finish`."""
         infos, stop, length = dispatch.infos, dispatch.stop, len(dispatch.cohorts)
         lines = len(self.log.history)
         self.lengths.record(length, seconds)
@@ -193,7 +153,8 @@ class Run:
             if self._evaluation_waits:
                 jax.block_until_ready(self.state)  # A CPU cannot run two programs with collectives at a time.
             self._write_evaluation(stop, dispatch.state)
-        self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)
+        if dispatch.state is not None:  # A checkpoint that became due after `needs_state` waits for the next dispatch.
+            self.log.save(stop, dispatch.state, self._checkpoint_every, final=stop == self.rounds)
         for line in self.log.history[lines:]:
             self.monitor.add(line)
         if not self._diverged and (text := self.monitor.warning()):
@@ -213,11 +174,9 @@ class Run:
         self.log.write([evaluation_line(self.evaluation, round)], state)
 
     def save(self, dispatch: DispatchedRounds) -> None:
-        """Writes a checkpoint of the state after a dispatch that is finished, unless there is one."""
         self.log.save(dispatch.stop, dispatch.state, self._checkpoint_every, final=True)
 
     def draw(self) -> None:
-        """Writes the clients' results of the last evaluation and the run's pictures into its folder, if there is one."""
         if self.paths:
             with self.write_errors():
                 self._write_clients(self.paths.clients)
@@ -245,7 +204,6 @@ class Run:
 
     @contextlib.contextmanager
     def write_errors(self) -> Iterator[None]:
-        """Adds to an error about a file of the run how to continue the run."""
         try:
             yield
         except OSError as error:

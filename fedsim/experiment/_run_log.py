@@ -91,10 +91,14 @@ class RunLog:
             for callback in self._callbacks:
                 callback(line, state_of_line)
 
+    def is_due(self, round: int, every: int | None) -> bool:
+        """Returns whether a checkpoint is due after a round: after every ``every`` rounds, or else about every ten seconds."""
+        due = round % every == 0 if every else time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT
+        return due and self.checkpoints is not None
+
     def save(self, round: int, state: State, every: int | None, final: bool) -> None:
         """Writes a checkpoint if it is due, when the lines up to this round are on the disk."""
-        due = round % every == 0 if every else time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT
-        if self.checkpoints and (due or final) and round > self._saved:
+        if self.checkpoints and (final or self.is_due(round, every)) and round > self._saved:
             for writer in (self._file, self._tensorboard):
                 if writer:
                     writer.sync()

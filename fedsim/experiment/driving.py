@@ -1,13 +1,16 @@
 """For programs that drive runs themselves, as the command line and `fedsim.sweeps` do: the rounds of a run, and its folder.
 
 `fedsim.experiment.run` drives one run from its first to its last round. A program that drives several runs at a time uses the
-same pieces: a `Run` sends rounds to the devices and writes what comes back, `RunFolder` has the names of a run's files, and an
-`Interruption` records Ctrl-C until the rounds that were sent have ended.
+same pieces: a `Run` sends rounds to the devices and writes what comes back, `pipelined` keeps the devices busy meanwhile,
+`RunFolder` has the names of a run's files, and an `Interruption` records Ctrl-C until the rounds that were sent have ended.
 """
 
 from fedsim.experiment._default_evaluation import default_evaluation as default_evaluation
+from fedsim.experiment._dispatch import DispatchedRounds as DispatchedRounds
 from fedsim.experiment._dispatch import DispatchLength as DispatchLength
+from fedsim.experiment._dispatch import Rounds as Rounds
 from fedsim.experiment._dispatch import cohorts as cohorts
+from fedsim.experiment._dispatch import pipelined as pipelined
 from fedsim.experiment._divergence import LossMonitor as LossMonitor
 from fedsim.experiment._divergence import is_diverged as is_diverged
 from fedsim.experiment._environment import code_of as code_of
@@ -28,7 +31,6 @@ from fedsim.experiment._longer import check_rounds as check_rounds
 from fedsim.experiment._loop import arguments_of as arguments_of
 from fedsim.experiment._loop import warnings_above as warnings_above
 from fedsim.experiment._replay import RunRound as RunRound
-from fedsim.experiment._run import DispatchedRounds as DispatchedRounds
 from fedsim.experiment._run import Run as Run
 from fedsim.experiment._run import Stopwatch as Stopwatch
 from fedsim.experiment._run_log import Callback as Callback
