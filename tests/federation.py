@@ -4,6 +4,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 import fedsim
 from fedsim.execution._members import Wave
@@ -116,11 +117,36 @@ def out_of_memory_in_the_third_dispatch(patch):
     """
     run, sizes = Wave.run, []
 
-    def limited(wave, rounds):
-        sizes.append(wave.size)
+    def limited(wave, cohorts):
+        sizes.append(len(cohorts))
         if len(sizes) == 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return run(wave, rounds)
+        return run(wave, cohorts)
 
     patch.setattr(Wave, "run", limited)
+    return sizes
+
+
+def progress_bars(patch):
+    """Returns a list, to which every progress bar of members is added. The bars count, also if they are not shown."""
+    bars = []
+
+    class Bar(tqdm):
+        def __init__(self, *arguments, **keywords):
+            super().__init__(*arguments, **{**keywords, "disable": False})
+            bars.append(self)
+
+    patch.setattr("fedsim.sweeps._lockstep.tqdm", Bar)
+    return bars
+
+
+def reads_of_states(patch):
+    """Returns a list, to which every copy of members' states to the host adds their number."""
+    read, sizes = Wave.read_states, []
+
+    def counted(wave, states):
+        sizes.append(len(found := read(wave, states)))
+        return found
+
+    patch.setattr(Wave, "read_states", counted)
     return sizes

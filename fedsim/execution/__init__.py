@@ -18,14 +18,11 @@ from fedsim.execution._federated_round import federated_round as federated_round
 from fedsim.execution._federated_round import run_round as run_round
 from fedsim.execution._layout import num_steps as num_steps
 from fedsim.execution._layout import rounded_slots as rounded_slots
-from fedsim.execution._members import KnownPlans as KnownPlans
 from fedsim.execution._members import Member as Member
 from fedsim.execution._members import Wave as Wave
-from fedsim.execution._members import in_turns as in_turns
 from fedsim.execution._members import joined as joined
 from fedsim.execution._members import most_side_by_side as most_side_by_side
 from fedsim.execution._members import obstacle as obstacle
-from fedsim.execution._members import run_members as run_members
 from fedsim.execution._memory import check_alike as check_alike
 from fedsim.execution._memory import num_remembered as num_remembered
 from fedsim.execution._memory import placed as placed

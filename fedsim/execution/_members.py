@@ -1,11 +1,10 @@
-"""Several federations in one program: members of a population, which differ in numbers, states, cohorts and keys."""
+"""Several federations in one program: members that differ in numbers, states, cohorts and keys."""
 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,30 +24,32 @@ from fedsim.execution._placement import AXIS
 from fedsim.execution._traced_rounds import TracedRounds, traced_rounds
 from fedsim.rounds import FederatedAlgorithm, RoundInfo, RoundPlan, State, parts_of, server_state
 
-# Fewer rounds per dispatch show progress more often; more rounds wait less often for the host.
-_ROUNDS_PER_DISPATCH = 32
 # The states before and after a dispatch exist at the same time, and a loop over rounds may copy one more.
 _COPIES_OF_STATE = 3
 _SHARE_OF_MEMORY = 0.5
 _KEPT_PLANS_BYTES = 2**28
 
-_T = TypeVar("_T")
-_Result = TypeVar("_Result")
-
 
 class Member(NamedTuple):
-    """One federation of a population.
+    """One federation that runs beside others in a `Wave`.
 
     Attributes:
       algorithm: its algorithm. Those of all members share programs, see `fedsim.execution.share_programs`.
-      state: the state before the first round.
-      cohort: ``round -> Cohort``. Members with equal ``plans`` have the same cohorts.
-      plans: identifies the cohorts, for example by their seed.
+      state: the state before the rounds that the wave runs.
+      first: the cohort of its first round, which has the population and the root key.
+      plans: identifies the cohorts, for example by their seed. Members with equal ``plans`` have equal cohorts in equal rounds.
+
+    >>> import fedsim, optax
+    >>> data, model = fedsim.datasets.load("digits").train, fedsim.models.digits_logistic()
+    >>> algorithm = fedsim.algorithms.FedSGD(model=model, server_optimizer=optax.sgd(0.1))
+    >>> sampler = fedsim.UniformSampler(data, clients=2, seed=7)
+    >>> Member(algorithm, algorithm.init(jax.random.key(7)), sampler.cohort(0), plans=7).first.round
+    0
     """
 
     algorithm: FederatedAlgorithm
     state: State
-    cohort: Callable[[int], Cohort]
+    first: Cohort
     plans: Any
 
 
@@ -59,6 +60,15 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
       algorithm: of one member.
       state: its state before the first round.
       cohort: its largest cohort.
+
+    >>> import fedsim, optax
+    >>> data, model = fedsim.datasets.load("digits").train, fedsim.models.digits_logistic()
+    >>> cohort = fedsim.UniformSampler(data, clients=2, seed=0).cohort(0)
+    >>> for execution in (fedsim.Jit(), fedsim.Debug()):
+    ...     algorithm = fedsim.algorithms.FedSGD(model=model, server_optimizer=optax.sgd(0.1), execution=execution)
+    ...     print(obstacle(algorithm, algorithm.init(jax.random.key(0)), cohort))
+    None
+    their execution is Debug()
     """
     execution, data = getattr(algorithm, "execution", None), cohort.data
     if not isinstance(execution, Jit) or execution.differentiable:
@@ -86,7 +96,19 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
 
 
 def most_side_by_side(state: State, mesh: Mesh, data: FederatedData) -> int:
-    """Returns how many members' states, with the memories of all clients, fit the memory of one device."""
+    """Returns how many members' states, with the memories of all clients, fit the memory of one device.
+
+    Args:
+      state: of one member, of arrays or ``jax.ShapeDtypeStruct``, with the memories of clients, see `remembered`.
+      mesh: the devices.
+      data: the population.
+
+    >>> from fedsim.execution import Jit
+    >>> data = FederatedData.from_arrays({"x": [1.0, 2.0]}, sizes=[1, 1])
+    >>> small, large = (jax.ShapeDtypeStruct([size], jnp.float32) for size in (2**10, 2**20))
+    >>> most_side_by_side(small, Jit().mesh(), data) > most_side_by_side(large, Jit().mesh(), data) > 0
+    True
+    """
     import psutil
 
     clients = parts_of(state).clients
@@ -99,156 +121,62 @@ def most_side_by_side(state: State, mesh: Mesh, data: FederatedData) -> int:
     return int(_SHARE_OF_MEMORY * available) // max(1, _COPIES_OF_STATE * size)
 
 
-def run_members(
-    members: Sequence[Member], rounds: int, execution: Jit, *, side_by_side: int, advance: Callable[[int], object]
-) -> tuple[State, RoundInfo]:
-    """Runs all rounds of all members in one compiled program, which is called as often as necessary.
+class Wave:
+    """Members that run at the same time. Their states stay on the devices between dispatches.
 
     Every device runs some members: one after another, or several side by side (`jax.vmap`). No device waits for another one.
 
     Args:
-      members: one or more, for which `obstacle` returns None.
-      rounds: the number of rounds.
-      execution: the devices, and the number of clients that run side by side in all members of a device together.
-      side_by_side: how many members run side by side on a device.
-      advance: called with the number of finished rounds, of all members together, whenever some are finished. A negative
-        number of rounds must run again.
-
-    Returns:
-      The states, leaves ``[members, ...]``, and the infos, leaves ``[members, rounds, ...]``, both on the host.
-    """
-    distinct = {member.plans: member for member in members}.values()
-    widest = max((member.cohort(r) for member in distinct for r in range(rounds)), key=lambda cohort: cohort.slots)
-    length, plans = min(rounds, _ROUNDS_PER_DISPATCH), KnownPlans()
-
-    def run(together: Sequence[Member], side_by_side: int) -> tuple[State, RoundInfo]:
-        wave = Wave(together, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
-        return _run_all_rounds(wave, rounds, length, advance)
-
-    states, infos = zip(*in_turns(run, members, side_by_side, execution.mesh().size), strict=True)
-    return joined(states, np.concatenate), joined(infos, np.concatenate)
-
-
-def _run_all_rounds(wave: Wave, rounds: int, length: int, advance: Callable[[int], object]) -> tuple[State, RoundInfo]:
-    """Returns states and infos as `run_members` does. A dispatch is read while the next one runs."""
-    infos: list[Any] = []
-    dispatched: list[tuple[Any, int]] = []
-    advanced = 0
-
-    def read_oldest() -> None:
-        nonlocal advanced
-        info, of_dispatch = dispatched.pop(0)
-        infos.append(wave.read_infos(info, of_dispatch))
-        advance(wave.size * of_dispatch)
-        advanced += wave.size * of_dispatch
-
-    try:
-        for start in range(0, rounds, length):
-            numbered = range(start, min(start + length, rounds))
-            dispatched.append((wave.run([numbered] * wave.size), len(numbered)))
-            if len(dispatched) > 1:
-                read_oldest()
-        read_oldest()
-        return wave.read_states(wave.states), joined(infos, functools.partial(np.concatenate, axis=1))
-    except jax.errors.JaxRuntimeError:
-        advance(-advanced)
-        raise
-
-
-def in_turns(
-    run: Callable[[Sequence[_T], int], _Result], members: Sequence[_T], side_by_side: int, num_devices: int
-) -> list[_Result]:
-    """Runs as many members at a time as the devices run; half as many, with a warning, after a device ran out of memory.
-
-    Args:
-      run: ``(members, side_by_side) -> result``, which runs at most ``side_by_side`` members on each device.
-      members: all members.
-      side_by_side: how many members run side by side on a device.
-      num_devices: the number of devices.
-
-    Returns:
-      The results of the calls that did not run out of memory.
-
-    >>> in_turns(lambda members, side_by_side: "".join(members), "abcde", 1, 2)
-    ['ab', 'cd', 'e']
-    """
-    results, start = [], 0
-    while start < len(members):
-        together = members[start : start + side_by_side * num_devices]
-        try:
-            results.append(run(together, side_by_side))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or side_by_side == 1:
-                raise
-            warnings.warn(
-                f"The device ran out of memory with {side_by_side} members side by side, so they run again with "
-                f"{side_by_side // 2}.",
-                stacklevel=5,
-            )
-            side_by_side //= 2
-        else:
-            start += len(together)
-    return results
-
-
-class KnownPlans:
-    """The plans of rounds, which members with the same cohorts share. They are forgotten before they take 256 MB."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, RoundPlan] = {}
-        self._bytes = 0
-
-    def stacked(self, traced: TracedRounds, layout: Layout, member: Member, rounds: range, length: int) -> RoundPlan:
-        """Returns the plans of some rounds of a member, leaves ``[length, ...]``; see `RoundPlan.stacked`."""
-        name = layout, member.plans, rounds, length
-        if name not in self._known:
-            batches, loops = member.algorithm.batches, traced.trace().loops
-            found = RoundPlan.stacked(
-                [plan_round(member.cohort(r), layout, batches, loops) for r in rounds or range(1)], length
-            )
-            found = found if rounds else jax.tree.map(np.zeros_like, found)  # rounds without clients
-            self._bytes += (size := sum(x.nbytes for x in found))
-            if self._bytes > _KEPT_PLANS_BYTES:
-                self._known.clear()
-                self._bytes = size
-            self._known[name] = found
-        return self._known[name]
-
-
-class Wave:
-    """Members that run at the same time. Their states stay on the devices between dispatches.
-
-    Args:
       members: one or more, at most ``side_by_side`` for each device, for which `obstacle` returns None.
-      execution: see `run_members`.
+      execution: the devices, and the number of clients that run side by side in all members of a device together.
       side_by_side: how many members run side by side on a device.
       widest: the cohort with the most slots of all members.
       length: the number of rounds that a dispatch has space for. Waves with equal lengths share one compiled program.
-      plans: the plans that members of this wave share with those of other waves.
+      plans: the plans of rounds that waves share. It is empty for the first wave.
 
     Attributes:
-      size: the number of members.
       states: the states of all members and their tables of clients' memories, on the devices, for `read_states`.
+
+    >>> import fedsim, optax
+    >>> data, model = fedsim.datasets.load("digits").train, fedsim.models.digits_logistic()
+    >>> algorithm = fedsim.algorithms.FedSGD(model=model, server_optimizer=optax.sgd(0.1), execution=Jit())
+    >>> cohorts = [list(fedsim.UniformSampler(data, clients=2, seed=seed).rounds(3)) for seed in (0, 1)]
+    >>> members = [Member(algorithm, algorithm.init(jax.random.key(i)), own[0], i) for i, own in enumerate(cohorts)]
+    >>> wave = Wave(members, Jit(), side_by_side=2, widest=cohorts[0][0], length=3, plans={})
+    >>> infos = wave.read_infos(wave.run(cohorts), rounds=3)
+    >>> len(infos), infos[0].clients["loss"].shape, len(wave.read_states(wave.states))
+    (2, (3, 2), 2)
     """
 
     def __init__(
-        self, members: Sequence[Member], execution: Jit, *, side_by_side: int, widest: Cohort, length: int, plans: KnownPlans
+        self,
+        members: Sequence[Member],
+        execution: Jit,
+        *,
+        side_by_side: int,
+        widest: Cohort,
+        length: int,
+        plans: dict[Any, RoundPlan],
     ) -> None:
         mesh, data = execution.mesh(), widest.data
-        assert all(member.cohort(0).data is data for member in members), "members that run together have the same data"
+        assert all(member.first.data is data for member in members), "members that run together have the same data"
         device = mesh.devices.flat[0]
-        self.size, self._length, self._slots, self._plans = len(members), length, widest.slots, plans
+        self._size, self._length, self._slots, self._plans = len(members), length, widest.slots, plans
         # Places without a member have the state of the last one and run no round.
-        self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - self.size)]
+        self._members = [*members, *[members[-1]] * (side_by_side * mesh.size - len(members))]
         full = [remembered(member.algorithm, member.state, data) for member in self._members]
-        self._traced, numbers = _traced_and_numbers(self._members, full, data)
+        pairs = [
+            traced_rounds(own.algorithm, server_state(state), data) for own, state in zip(self._members, full, strict=True)
+        ]
+        self._traced, numbers = pairs[0][0], [numbers for _, numbers in pairs]
+        assert all(traced is self._traced for traced, _ in pairs), "members that run together share programs"
         lanes = execution.lanes
         if lanes is None and device.platform != "cpu":
             lanes = max(1, lanes_for(self._traced.trace().state_bytes) // side_by_side)
         alone = Pmap(devices=(device,), lanes=lanes)
         self._layout = alone._layout(self._traced, widest, alone.mesh())
         self._columns = _placement.resident_columns(data, mesh)
-        rows, keys = max(1, data.num_examples), [rng.typed(member.cohort(0).key) for member in self._members]
+        rows, keys = max(1, data.num_examples), [rng.typed(member.first.key) for member in self._members]
         options = CompileOptions(
             alone.mesh(), self._layout, True, True, widest.attack, execution.deterministic, rows, keys[0].dtype
         )
@@ -264,48 +192,53 @@ class Wave:
         self._numbers, self._key, self.states = jax.device_put((numbers, key, (state, table)), own)
         self._members = [member._replace(state=None) for member in self._members]  # frees the memory of the first states
 
-    def run(self, rounds: Sequence[range]) -> Any:
+    def run(self, cohorts: Sequence[Sequence[Cohort]]) -> Any:
         """Dispatches the next rounds of every member.
 
         Args:
-          rounds: for each member. All have the same number of rounds; a member with an empty range runs no round, and its state
-            must not be used afterwards.
+          cohorts: those of the rounds of each member. All have the same number of rounds; a member without cohorts runs no
+            round, and its state must not be used afterwards.
 
         Returns:
           The infos of the rounds on the devices, for `read_infos`.
         """
-        numbered = [*rounds, *[range(0)] * (len(self._members) - len(rounds))]
-        plans = [
-            self._plans.stacked(self._traced, self._layout, member, own, self._length)
-            for member, own in zip(self._members, numbered, strict=True)
-        ]
+        given = [*cohorts, *[[]] * (len(self._members) - len(cohorts))]
+        plans = [self._plans_of(member, own) for member, own in zip(self._members, given, strict=True)]
         of_members = jax.tree.map(lambda *fields: np.stack(fields), *plans)
         state, table = self.states
         state, table, info = self._run(
-            self._numbers, self._columns, table, state, self._key, of_members, np.int32(max(map(len, rounds)))
+            self._numbers, self._columns, table, state, self._key, of_members, np.int32(max(map(len, cohorts)))
         )
         self.states = state, table
         return info
 
-    def read_infos(self, info: Any, rounds: int) -> Any:
-        """Waits for a dispatch of ``rounds`` rounds; returns its infos on the host, leaves ``[members, rounds, ...]``."""
-        info = jax.tree.map(lambda x: x[: self.size, :rounds], jax.device_get(info))
+    def _plans_of(self, member: Member, cohorts: Sequence[Cohort]) -> RoundPlan:
+        """Returns the plans of some rounds of a member, leaves ``[length, ...]``, which members with equal cohorts share."""
+        name = self._layout, member.plans, tuple(cohort.round for cohort in cohorts), self._length
+        if name not in self._plans:
+            batches, loops = member.algorithm.batches, self._traced.trace().loops
+            plans = [plan_round(cohort, self._layout, batches, loops) for cohort in cohorts or [member.first]]
+            found = RoundPlan.stacked(plans, self._length)
+            found = found if cohorts else jax.tree.map(np.zeros_like, found)  # rounds without clients
+            if len(self._plans) * sum(x.nbytes for x in found) > _KEPT_PLANS_BYTES:  # All plans have about the same size.
+                self._plans.clear()
+            self._plans[name] = found
+        return self._plans[name]
+
+    def read_infos(self, info: Any, rounds: int) -> list[Any]:
+        """Waits for a dispatch of ``rounds`` rounds; returns the infos of each member on the host, leaves ``[rounds, ...]``."""
+        info = jax.tree.map(lambda x: x[:, :rounds], jax.device_get(info))
         if isinstance(info, RoundInfo):
             info = info._replace(clients=jax.tree.map(lambda x: x[:, :, : self._slots], info.clients))
-        return info
+        return self._unstacked(info)
 
-    def read_states(self, states: Any) -> State:
-        """Returns states on the host, leaves ``[members, ...]``; ``states`` is a value that the attribute had."""
-        state, table = jax.tree.map(lambda x: x[: self.size], jax.device_get(states))
-        return state._replace(clients=table) if table != () else state
+    def read_states(self, states: Any) -> list[State]:
+        """Returns the state of each member on the host; ``states`` is a value that the attribute had."""
+        state, table = jax.device_get(states)
+        return self._unstacked(state._replace(clients=table) if table != () else state)
 
-
-def _traced_and_numbers(members: Sequence[Member], states: Sequence[State], data: FederatedData) -> tuple[TracedRounds, Any]:
-    """Returns the programs that all members share, and each member's numbers."""
-    found = [traced_rounds(member.algorithm, server_state(state), data) for member, state in zip(members, states, strict=True)]
-    traced = found[0][0]
-    assert all(own is traced for own, _ in found), "members that run together share programs"
-    return traced, [numbers for _, numbers in found]
+    def _unstacked(self, of_members: Any) -> list[Any]:
+        return [jax.tree.map(lambda x, i=i: x[i, ...], of_members) for i in range(self._size)]
 
 
 @functools.lru_cache(maxsize=32)

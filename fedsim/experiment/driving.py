@@ -9,7 +9,6 @@ from fedsim.experiment._default_evaluation import default_evaluation as default_
 from fedsim.experiment._dispatch import DispatchedRounds as DispatchedRounds
 from fedsim.experiment._dispatch import DispatchLength as DispatchLength
 from fedsim.experiment._dispatch import Rounds as Rounds
-from fedsim.experiment._dispatch import cohorts as cohorts
 from fedsim.experiment._dispatch import pipelined as pipelined
 from fedsim.experiment._divergence import LossMonitor as LossMonitor
 from fedsim.experiment._divergence import is_diverged as is_diverged

@@ -10,7 +10,7 @@ from fedsim import checks
 from fedsim.configuration import Settings
 from fedsim.experiment import read_config, read_sweep
 from fedsim.experiment.driving import RunFolder, check_rounds, rewrite, stored_run, sweep_file
-from fedsim.sweeps._lockstep import named
+from fedsim.sweeps._grid import named
 from fedsim.sweeps._sweep import members_of
 
 

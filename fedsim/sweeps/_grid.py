@@ -1,9 +1,11 @@
-"""The settings and the seeds of populations and sweeps."""
+"""The settings and the seeds of populations and sweeps, and the names of their members in messages."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,3 +71,30 @@ def shown(setting: Setting) -> str:
     return ", ".join(
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in setting.items()
     )
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Adds the name of a member to warnings, and to the messages of ``ValueError`` and ``FloatingPointError``.
+
+    >>> with named("seed=1"):
+    ...     raise ValueError("no data")
+    Traceback (most recent call last):
+    ...
+    ValueError: seed=1: no data
+    """
+    # With this context, Python forgets which warnings it has shown, so that an equal one of another member is shown, too.
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
+            show(f"{name}: {message}", *arguments, **keywords)
+
+        warnings.showwarning = show_with_name
+        try:
+            yield
+        except (ValueError, FloatingPointError) as error:
+            kind = ValueError if isinstance(error, ValueError) else FloatingPointError
+            raise kind(f"{name}: {error}") from error
+        finally:
+            warnings.showwarning = show

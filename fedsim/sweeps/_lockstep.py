@@ -1,163 +1,257 @@
-"""Runs of a sweep that share programs, several at the same time."""
+"""Members of a population or a sweep run: group by group, a group in waves of members that run at the same time.
+
+A wave is run in dispatches, each of equally many rounds of every member. Members that run one after another are waves of one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from tqdm import tqdm
 
+from fedsim.configuration import How
 from fedsim.data import Cohort
-from fedsim.execution import KnownPlans, Member, Wave
-from fedsim.experiment.driving import DispatchedRounds, Interruption, Run, Stopwatch
+from fedsim.execution import Member, Wave, release
+from fedsim.experiment.driving import DispatchedRounds, Interruption, Rounds, Stopwatch, pipelined, warnings_above
+from fedsim.rounds import RoundPlan
+from fedsim.sweeps._grid import named
+from fedsim.sweeps._ways import Job, side_by_side
+
+Plans = dict[Any, RoundPlan]
+Failed = dict[Job, str]  # The messages of errors: an error itself would keep the states in memory.
 
 
-def run_in_lockstep(
-    runs: Mapping[str, Run], *, side_by_side: int, plans: KnownPlans, interruption: Interruption
-) -> dict[str, str]:
-    """Runs all rounds of some runs, or those until a signal. Every dispatch has equally many rounds of each of them.
-
-    A run with an update that is not finite is left out from then on, if ``nonfinite`` is ``"raise"``. After any other error,
-    which may concern all runs, what was computed for the other runs is written, as after a signal.
+def run_groups(groups: Sequence[tuple[How, Sequence[Job]]], progress: bool, interruption: Interruption | None = None) -> Failed:
+    """Runs all members that are not finished, as many at a time as the devices run, or those until a signal.
 
     Args:
-      runs: by name. Their algorithms share programs, and they may have finished different numbers of rounds.
-      side_by_side: how many of them run side by side on a device. There are at most as many on all devices.
-      plans: the plans that these runs share with others.
-      interruption: has the signal after which no more rounds are dispatched.
+      groups: members that share programs and data, and how they run, see `ways`.
+      progress: whether to show a progress bar.
+      interruption: has the signal after which no more rounds are dispatched. None: a signal has its usual effect, and a
+        member with an update that is not finite is an error.
 
     Returns:
-      The messages of the errors of the runs that were left out, by name. They contain the name.
+      The members that were left out after an update that was not finite, because ``nonfinite`` is ``"raise"``, and the message
+      of each, which contains its name.
 
     Raises:
       ValueError: the rounds cannot be compiled.
-      OSError: a file cannot be written.
+      FloatingPointError: an update is not finite, ``nonfinite`` is ``"raise"``, and there is no ``interruption``.
+      OSError: a file cannot be written. What was computed for the other members is written, as after a signal.
     """
-    unfinished = {name: run for name, run in runs.items() if run.position < run.rounds}
-    if not unfinished:
-        return {}
-    lockstep = _Lockstep(unfinished, side_by_side, plans)
-    last: _Sent | None = None
-    while not interruption.signal and lockstep.left():
+    jobs, failed = [job for _, group in groups for job in group], Failed()
+    counted = {job: job.rounds if job.is_finished else 0 for job in jobs}
+    total, initial = sum(job.rounds for job in jobs), sum(counted.values())
+
+    def advance(job: Job, position: int) -> None:
+        new = max(0, position - counted[job])  # Rounds run again after a device ran out of memory.
+        bar.update(new)
+        counted[job] += new
+
+    def run(together: Sequence[Job], on_device: int, plans: Plans | None) -> None:
+        if not (interruption and interruption.signal):
+            _release_others(jobs, together)
+            bar.set_description(together[0].name + (f" and {len(together) - 1} more" if len(together) > 1 else ""))
+            failed.update(_run_wave(together, on_device, plans, advance, interruption))
+
+    with (
+        tqdm(total=total, initial=initial, unit="round", disable=not (progress and jobs), dynamic_ncols=True) as bar,
+        warnings_above(bar),
+    ):
+        for how, group in groups:
+            # Members that end at the same time leave no device without work.
+            waiting = sorted((job for job in group if not job.is_finished), key=lambda job: job.rounds)
+            if how == "sequential":
+                for job in waiting:
+                    run([job], 1, None)
+            else:
+                _run_in_turns(functools.partial(run, plans={}), waiting, side_by_side(how, group))
+    return failed
+
+
+def _run_in_turns(run: Callable[[Sequence[Job], int], None], jobs: Sequence[Job], on_device: int) -> None:
+    """Runs as many members at a time as the devices run; half as many, with a warning, after a device ran out of memory."""
+    start = 0
+    while start < len(jobs):
+        together = jobs[start : start + on_device * jobs[0].execution.mesh().size]
         try:
-            sent = lockstep.dispatch()
-        except Exception:
-            lockstep.end(last)
-            raise
-        previous, last = last, sent
-        if previous:
-            lockstep.finish(previous)
-    lockstep.end(last)
-    return lockstep.failed
+            run(together, on_device)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or on_device == 1:
+                raise
+            warnings.warn(
+                f"The device ran out of memory with {on_device} members side by side, so they run again with {on_device // 2}.",
+                stacklevel=4,
+            )
+            on_device //= 2
+        else:
+            start += len(together)
+
+
+def _release_others(jobs: Sequence[Job], next: Sequence[Job]) -> None:
+    """Frees the devices of the data that some members have used and the next ones do not use: all of it may not fit."""
+    used = {id(data) for job in next for data in job.data}
+    for data in itertools.chain.from_iterable(job.data for job in jobs):
+        if id(data) not in used:
+            release(data)
+
+
+def _run_wave(
+    jobs: Sequence[Job],
+    on_device: int,
+    plans: Plans | None,
+    advance: Callable[[Job, int], object],
+    interruption: Interruption | None,
+) -> Failed:
+    """Runs members at the same time, or a single one without ``plans``, until the last round of each or a signal."""
+    runs: dict[Job, Rounds] = {}
+    with contextlib.ExitStack() as stack:
+        for job in jobs:
+            with named(job.name):
+                runs[job] = job.start()
+            stack.callback(runs[job].close)
+            advance(job, runs[job].position)
+        unfinished = {job: run for job, run in runs.items() if run.position < run.rounds}
+        wave = _wave(unfinished, on_device, plans) if unfinished and plans is not None else None
+        failed = _Lockstep(unfinished, wave, advance, interruption).run()
+    others = [run for job, run in runs.items() if job not in failed]
+    for run in others:
+        run.draw()
+    stopped = [run.position for run in others if run.position < run.rounds]
+    if interruption and interruption.signal and stopped:
+        rounds = f"round {stopped[0]}" if len(set(stopped)) == 1 else f"rounds {min(stopped)} to {max(stopped)}"
+        print(f"\n{interruption.signal.name}: stopped {len(stopped)} run(s) after {rounds}.", file=sys.stderr)
+    return failed
+
+
+def _wave(runs: Mapping[Job, Rounds], on_device: int, plans: Plans) -> Wave:
+    """Moves the states of members to the devices, where they run at the same time."""
+    first = next(iter(runs))
+    members = [Member(run.algorithm, run.state, run.first, id(run.sampler)) for run in runs.values()]
+    for run in runs.values():
+        run.state = None
+    length = max(run.lengths.limit for run in runs.values())
+    return Wave(members, first.execution, side_by_side=on_device, widest=first.widest, length=length, plans=plans)
 
 
 class _Sent(NamedTuple):
-    """A dispatch of several runs: the cohorts of each one's rounds, and the states and infos of all on the devices."""
+    """Rounds of several members that were sent to the devices.
+
+    Attributes:
+      cohorts: those of each member; none of one that waits.
+      infos: waits for the rounds, and returns the infos of each member on the host.
+      states: returns the state of each member after its rounds. They are copied from the devices only if it is called.
+    """
 
     cohorts: Sequence[Sequence[Cohort]]
-    states: Any
-    infos: Any
+    infos: Callable[[], Sequence[Any]]
+    states: Callable[[], Sequence[Any]]
 
 
 class _Lockstep:
-    """Dispatches rounds of several runs, and writes the results of each run; see `run_in_lockstep`.
+    """Members whose dispatches have equally many rounds of each of them.
 
-    Attributes:
-      failed: the messages of the errors of runs that are left out, by name. An error itself would keep the states in memory.
+    A member with an update that is not finite is left out from then on, if ``nonfinite`` is ``"raise"``. After any other error,
+    which may concern all members, no more rounds are dispatched.
+
+    Args:
+      runs: the members' rounds.
+      wave: their states. None: there is a single member, whose rounds its algorithm's execution runs.
+      advance: called with a member and the number of its finished rounds.
+      interruption: see `run_groups`.
     """
 
-    def __init__(self, runs: Mapping[str, Run], side_by_side: int, plans: KnownPlans) -> None:
-        self.failed: dict[str, str] = {}
-        self._errors: dict[str, Exception] = {}
-        self._runs, self._finished = runs, dict[str, DispatchedRounds]()
-        members = [Member(run.algorithm, run.state, run.sampler.cohort, id(run.sampler)) for run in runs.values()]
-        execution: Any = members[0].algorithm.execution  # type: ignore[attr-defined]
-        widest = max((run.first for run in runs.values()), key=lambda cohort: cohort.slots)
-        length = max(run.lengths.limit for run in runs.values())
-        self._wave = Wave(members, execution, side_by_side=side_by_side, widest=widest, length=length, plans=plans)
+    def __init__(
+        self,
+        runs: Mapping[Job, Rounds],
+        wave: Wave | None,
+        advance: Callable[[Job, int], object],
+        interruption: Interruption | None,
+    ) -> None:
+        self._runs, self._wave, self._advance, self._interruption = runs, wave, advance, interruption
+        self._failed, self._errors = Failed(), dict[Job, Exception]()
+        self._finished: _Sent | None = None  # the last one
         self._watch = Stopwatch()
 
-    def left(self) -> list[Run]:
-        """Returns the runs with rounds left, without those that failed; none after an error that may concern all."""
-        return [
-            run
-            for name, run in self._runs.items()
-            if run.position < run.rounds and name not in self.failed and not self._errors
-        ]
+    def run(self) -> Failed:
+        """Runs all rounds, or those until a signal, and writes checkpoints."""
+        try:
+            pipelined(self._dispatch, self._finish)
+        except FloatingPointError as error:  # The execution of a single member raises it when rounds are dispatched.
+            (job,) = self._runs
+            self._record(job, error)
+        except Exception:
+            self._save()
+            raise
+        self._save()
+        if self._errors:
+            raise next(iter(self._errors.values()))
+        return self._failed
 
-    def dispatch(self) -> _Sent:
-        """Sends the next rounds of the runs that are left to the devices. The others wait."""
-        left = self.left()
-        length = min(run.lengths.next(run.position) for run in left)
-        cohorts = [run.next_cohorts(length) if run in left else [] for run in self._runs.values()]
+    def _dispatch(self) -> _Sent | None:
+        """Sends the next rounds of all members that have rounds left. The others wait."""
+        left = {job: run for job, run in self._runs.items() if run.position < run.rounds and job not in self._failed}
+        if not left or self._errors or (self._interruption and self._interruption.signal):
+            return None
+        self._finished = None  # Its states need not stay on the devices.
+        if self._wave is None:
+            ((job, run),) = left.items()
+            with named(job.name), run.write_errors():
+                alone = run.dispatch()
+            return _Sent([alone.cohorts], lambda: [jax.device_get(alone.infos)], lambda: [alone.state])
+        length = min(run.lengths.next(run.position) for run in left.values())
+        cohorts = [run.next_cohorts(length) if job in left else [] for job, run in self._runs.items()]
         length = min(len(own) for own in cohorts if own)
         cohorts = [own[:length] for own in cohorts]
-        infos = self._wave.run([range(own[0].round, own[0].round + length) if own else range(0) for own in cohorts])
-        for run in left:
+        infos = self._wave.run(cohorts)
+        for run in left.values():
             run.position += length
-        return _Sent(cohorts, self._wave.states, infos)
+        read_infos = functools.partial(self._wave.read_infos, infos, length)
+        return _Sent(cohorts, read_infos, functools.cache(functools.partial(self._wave.read_states, self._wave.states)))
 
-    def finish(self, sent: _Sent) -> None:
-        """Waits for a dispatch, then evaluates and writes the results of each run while the next dispatch runs."""
-        infos = self._wave.read_infos(sent.infos, max(map(len, sent.cohorts)))
-        stop = max(own[-1].round + 1 for own in sent.cohorts if own)
-        seconds, states = self._watch.lap(stop), self._wave.read_states(sent.states)
-        members = sum(map(bool, sent.cohorts))
-        for i, (name, run) in enumerate(self._runs.items()):
-            if sent.cohorts[i] and name not in self.failed and name not in self._errors:
-                state, info = jax.tree.map(lambda x, i=i: x[i, ...], (states, infos))
-                with self._recorded(name):
-                    dispatch = DispatchedRounds(sent.cohorts[i], state, info)
-                    run.state = state
-                    run.finish(dispatch, seconds, members=members)
-                    self._finished[name] = dispatch
+    def _finish(self, sent: _Sent) -> None:
+        """Waits for a dispatch, and gives each member its results while the next dispatch runs."""
+        infos, members = sent.infos(), sum(map(bool, sent.cohorts))
+        seconds = self._watch.lap(max(own[-1].round + 1 for own in sent.cohorts if own))
+        for i, job, run in self._members_of(sent):
+            with self._recorded(job):
+                stop = sent.cohorts[i][-1].round + 1
+                state = sent.states()[i] if run.needs_state(stop) else None
+                run.finish(DispatchedRounds(sent.cohorts[i], state, infos[i]), seconds, members=members)
+                self._advance(job, stop)
+        self._finished = sent
 
-    def end(self, last: _Sent | None) -> None:
-        """Finishes the last dispatch, writes checkpoints, and raises the first error that may concern all runs."""
-        if last:
-            self.finish(last)
-        for name, dispatch in self._finished.items():
-            with self._recorded(name):
-                self._runs[name].save(dispatch)
-        for error in self._errors.values():
-            raise error
+    def _save(self) -> None:
+        """Writes checkpoints of the last dispatch that is finished."""
+        if sent := self._finished:
+            for i, job, run in self._members_of(sent):
+                with self._recorded(job):
+                    run.save(DispatchedRounds(sent.cohorts[i], sent.states()[i], infos=()))
+
+    def _members_of(self, sent: _Sent) -> Iterator[tuple[int, Job, Rounds]]:
+        """Yields the members of a dispatch, without those that failed."""
+        for i, (job, run) in enumerate(self._runs.items()):
+            if sent.cohorts[i] and job not in self._failed and job not in self._errors:
+                yield i, job, run
 
     @contextlib.contextmanager
-    def _recorded(self, name: str) -> Iterator[None]:
-        """Records an error of a run instead of raising it."""
+    def _recorded(self, job: Job) -> Iterator[None]:
+        """Records an error of a member instead of raising it."""
         try:
-            with named(name), self._runs[name].write_errors():
+            with named(job.name), self._runs[job].write_errors():
                 yield
-        except FloatingPointError as error:
-            self.failed[name] = str(error)
         except Exception as error:
-            self._errors.setdefault(name, error)
+            self._record(job, error)
 
-
-@contextlib.contextmanager
-def named(name: str) -> Iterator[None]:
-    """Adds the name of a run to warnings, and to the messages of ``ValueError`` and ``FloatingPointError``.
-
-    >>> with named("seed=1"):
-    ...     raise ValueError("no data")
-    Traceback (most recent call last):
-    ...
-    ValueError: seed=1: no data
-    """
-    # With this context, Python forgets which warnings it has shown, so that an equal one of another run is shown, too.
-    with warnings.catch_warnings():
-        show = warnings.showwarning
-
-        def show_with_name(message: Any, *arguments: Any, **keywords: Any) -> None:
-            show(f"{name}: {message}", *arguments, **keywords)
-
-        warnings.showwarning = show_with_name
-        try:
-            yield
-        except (ValueError, FloatingPointError) as error:
-            kind = ValueError if isinstance(error, ValueError) else FloatingPointError
-            raise kind(f"{name}: {error}") from error
-        finally:
-            warnings.showwarning = show
+    def _record(self, job: Job, error: Exception) -> None:
+        if isinstance(error, FloatingPointError) and self._interruption:
+            self._failed[job] = str(error)
+        else:
+            self._errors.setdefault(job, error)

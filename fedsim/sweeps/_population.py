@@ -13,32 +13,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from fedsim import checks, rng
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import How
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import (
-    Jit,
-    Member,
-    arguments_of,
-    joined,
-    most_side_by_side,
-    obstacle,
-    placed,
-    remembered,
-    report_problems,
-    run_members,
-    share_programs,
+from fedsim.execution import Jit, arguments_of, joined, placed, report_problems, share_programs
+from fedsim.experiment.driving import (
+    DispatchedRounds,
+    DispatchLength,
+    Rounds,
+    default_evaluation,
+    evaluation_line,
+    round_lines,
 )
-from fedsim.experiment.driving import DispatchLength, cohorts, default_evaluation, evaluation_line, round_lines
 from fedsim.rounds import RoundInfo, parts_of
 from fedsim.samplers import Sampler, checked_cohort
 from fedsim.sweeps._grid import Setting, listed_seeds, listed_settings, shown
+from fedsim.sweeps._lockstep import run_groups
+from fedsim.sweeps._ways import Job, chosen_way, ways
 
 if TYPE_CHECKING:
     import pandas
+
+# Fewer rounds per dispatch show progress more often; more rounds wait less often for the host.
+_ROUNDS_PER_DISPATCH = 32
 
 State = Any
 
@@ -125,6 +124,7 @@ class _Group(NamedTuple):
 
     settings: list[int]
     numbers: list[dict[str, Any]]
+    constants: dict[str, Any]
     make: Callable[..., Algorithm]
 
 
@@ -171,6 +171,8 @@ def population(
     Raises:
       ValueError: the settings do not have the same names, an algorithm refuses its setting (the message names the setting), the
         samplers have different data, or the states of different settings have different shapes.
+      FloatingPointError: an update was not finite, and the algorithm's ``nonfinite`` is ``"raise"``. The message names the
+        setting and the seed.
 
     >>> import optax, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -187,13 +189,12 @@ def population(
     (FrozenList(['rate', 'seed']), (3, 2))
     """
     checks.whole(1, rounds=rounds)
-    chosen_way(how)  # raises ValueError for an unknown way
+    how = chosen_way(how)
     listed, chosen_seeds = listed_settings(settings), listed_seeds(seeds)
     samplers = _samplers(sampler, chosen_seeds, rounds)
-    firsts = [checked_cohort(own, 0) for own in samplers]
-    data, count = firsts[0].data, len(chosen_seeds)
+    data, widest = samplers[0].data, max((c for own in samplers for c in own.cohorts), key=lambda cohort: cohort.slots)
     algorithms = [_made(make_algorithm, setting, data) for setting in listed]
-    keys = [rng.stream(first.key, "init") for first in firsts]
+    keys = [rng.stream(own.cohort(0).key, "init") for own in samplers]
     shapes = [jax.eval_shape(algorithm.init, keys[0]) for algorithm in algorithms]
     _check_shapes(listed, shapes)
     evaluations: list[Any] = [
@@ -202,60 +203,102 @@ def population(
     groups = _groups(make_algorithm, listed)
     for group in groups:
         share_programs([algorithms[i] for i in group.settings], group.make, group.numbers)
-    how = _way(how, groups, algorithms, shapes, firsts[0])
-    starts = {at: state for group in groups for at, state in _starts(group, algorithms, keys)}
+    members = list(itertools.product(range(len(listed)), range(len(chosen_seeds))))
+    runs: dict[tuple[int, int], _InMemory] = {}
 
-    parts, order = [], []
-    with tqdm(total=len(listed) * count * rounds, unit="round", disable=not progress, dynamic_ncols=True) as bar:
-        for group in groups:
-            numbered = [(i, j) for i in group.settings for j in range(count)]
-            members = [Member(algorithms[i], starts[i, j], samplers[j].cohort, j) for i, j in numbered]
-            if how == "sequential":
-                alone = [
-                    _run_alone(member, samplers[j], rounds, firsts[j], bar.update)
-                    for member, (_, j) in zip(members, numbered, strict=True)
-                ]
-                states, infos = zip(*alone, strict=True)
-                parts.append((joined(states, np.stack), joined(infos, np.stack)))
-            else:
-                parts.append(_run_together(members, rounds, how, data, bar.update))
-            order += [i * count + j for i, j in numbered]
-    at = np.argsort(order)
+    def start(i: int, j: int) -> _InMemory:
+        runs[i, j] = _InMemory(algorithms[i], samplers[j], rounds, inits[i](keys[j]), widest.slots)
+        return runs[i, j]
 
-    def by_axes(of_groups: Sequence[Any]) -> Any:
-        return joined(of_groups, lambda leaves: (x := np.concatenate(leaves)[at]).reshape(len(listed), count, *x.shape[1:]))
+    floats = {i: list(group.numbers[0]) for group in groups for i in group.settings}
+    jobs = [
+        Job(
+            name=shown({**listed[i], "seed": chosen_seeds[j]}),
+            algorithm=algorithms[i],
+            like=shapes[i],
+            widest=widest,
+            rounds=rounds,
+            data=[data],
+            start=functools.partial(start, i, j),
+            numbers=floats[i],
+        )
+        for i, j in members
+    ]
+    of_ways = ways(jobs, how, alike=True)
+    inits = {i: init for group in groups for i, init in _inits(group, algorithms)}
+    run_groups(of_ways, progress)
 
-    states, infos = map(by_axes, zip(*parts, strict=True))
-    result = Population(settings=tuple(listed), seeds=tuple(chosen_seeds), state=states, infos=infos, evaluation={}, how=how)
-    for (i, own), (j, seed) in itertools.product(enumerate(algorithms), enumerate(samplers)):
-        info = jax.tree.map(lambda x, i=i, j=j: x[i, j], result.infos)
-        if own.nonfinite == "raise" and isinstance(info, RoundInfo):
-            report_problems(own, info, [seed.cohort(r) for r in range(rounds)])
+    def by_axes(leaves: Sequence[np.ndarray]) -> np.ndarray:
+        return np.stack(leaves).reshape(len(listed), len(chosen_seeds), *leaves[0].shape)
+
+    result = Population(
+        settings=tuple(listed),
+        seeds=tuple(chosen_seeds),
+        state=joined([runs[member].state for member in members], by_axes),
+        infos=joined([joined(runs[member].infos, np.concatenate) for member in members], by_axes),
+        evaluation={},
+        how=of_ways[0][0],
+    )
     _warn_about_dropped(result)
     if test_data is None:
         return result
-    lines = [
-        evaluation_line(evaluation(result.state_of(i, j)), rounds)
-        for (i, evaluation), j in itertools.product(enumerate(evaluations), range(count))
-    ]
+    lines = [evaluation_line(evaluations[i](runs[i, j].state), rounds) for i, j in members]
     names = [name for name in lines[0] if name not in ("round", "better")]
     # None stands for a number that is not finite.
-    scores = {name: np.array([line[name] for line in lines], np.float64) for name in names}
-    shaped = {name: rows.reshape(len(listed), count, *rows.shape[1:]) for name, rows in scores.items()}
-    return dataclasses.replace(result, evaluation=shaped)
+    scores = {name: by_axes([np.array(line[name], np.float64) for line in lines]) for name in names}
+    return dataclasses.replace(result, evaluation=scores)
 
 
-def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int) -> list[Sampler]:
+@dataclasses.dataclass
+class _Sampled:
+    """A sampler whose cohorts are drawn already: they are those of all members with a seed."""
+
+    data: FederatedData
+    cohorts: Sequence[Cohort]
+
+    def cohort(self, round: int) -> Cohort:
+        return self.cohorts[round]
+
+
+class _InMemory(Rounds):
+    """The rounds of a member, which keeps its infos, with ``slots`` clients each, and its last state in memory."""
+
+    def __init__(self, algorithm: Algorithm, sampler: _Sampled, rounds: int, state: State, slots: int) -> None:
+        lengths = DispatchLength(min(rounds, _ROUNDS_PER_DISPATCH), [rounds])
+        super().__init__(algorithm, sampler, first=sampler.cohort(0), rounds=rounds, lengths=lengths)
+        self.state = algorithm.with_memory(state, sampler.data)
+        self._slots, self.infos = slots, list[Any]()
+
+    def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
+        infos = dispatch.infos
+        if isinstance(infos, RoundInfo):
+            if self.algorithm.nonfinite == "raise":
+                report_problems(self.algorithm, infos, dispatch.cohorts)
+            infos = infos._replace(clients={name: jax.tree.map(self._padded, x) for name, x in infos.clients.items()})
+        self.infos.append(infos)
+        if dispatch.stop == self.rounds:
+            state = dispatch.state
+            if isinstance(parts_of(state).clients, ClientRows):
+                state = placed(state, Jit().mesh(), "resident")
+            self.state = jax.device_get(state)
+
+    def _padded(self, x: np.ndarray) -> np.ndarray:
+        """Adds zeros for missing slots, so that the infos of rounds with different numbers of slots can be joined."""
+        return np.pad(x, [(0, 0), (0, self._slots - x.shape[1]), *[(0, 0)] * (x.ndim - 2)])
+
+
+def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int) -> list[_Sampled]:
+    """Draws the cohorts of all rounds with every seed, so that a wrong one is found before the first round."""
     if not callable(make):
         raise ValueError(
             f"Expected sampler to be a function from a seed to a sampler, got a {type(make).__name__}: give lambda seed: "
             "fedsim.UniformSampler(data, clients=..., seed=seed)."
         )
     samplers = [make(seed) for seed in seeds]
-    first, keys = checked_cohort(samplers[0], 0), []
+    first, keys, drawn = checked_cohort(samplers[0], 0), [], []
     for seed, sampler in zip(seeds, samplers, strict=True):
         own = checked_cohort(sampler, 0)
-        checked_cohort(sampler, rounds - 1, own)  # A schedule that is too short raises its error now.
+        drawn.append(_Sampled(first.data, [checked_cohort(sampler, round, own) for round in range(rounds)]))
         if own.data is not first.data or own.attack != first.attack:
             raise ValueError(
                 f"Expected the samplers of all seeds to have one FederatedData object and one attack, got another one for "
@@ -267,7 +310,7 @@ def _samplers(make: Callable[[int], Sampler], seeds: Sequence[int], rounds: int)
             "Expected samplers with different root keys for different seeds, got one key twice: pass the seed on, as in lambda "
             "seed: fedsim.UniformSampler(data, clients=..., seed=seed)."
         )
-    return samplers
+    return drawn
 
 
 def _made(make: Callable[..., Algorithm], setting: Setting, data: FederatedData) -> Algorithm:
@@ -305,139 +348,26 @@ def _groups(make: Callable[..., Algorithm], settings: Sequence[Setting]) -> list
         return are_numbers and not all(isinstance(value, numbers.Integral) for value in values)
 
     floats = [name for name in settings[0] if is_float(name)]
-    groups: list[tuple[dict[str, Any], _Group]] = []
+    groups: list[_Group] = []
     for i, setting in enumerate(settings):
-        constant = {name: value for name, value in setting.items() if name not in floats}
-        group = next((group for known, group in groups if known == constant), None)
+        constants = {name: value for name, value in setting.items() if name not in floats}
+        group = next((group for group in groups if group.constants == constants), None)
         if group is None:
-            group = _Group([], [], functools.partial(make, **constant))
-            groups.append((constant, group))
+            groups.append(group := _Group([], [], constants, functools.partial(make, **constants)))
         group.settings.append(i)
         # JAX arrays stay arrays, which may have another dtype or be vectors.
         own = {name: setting[name] for name in floats}
         group.numbers.append({name: x if isinstance(x, jax.Array) else float(x) for name, x in own.items()})
-    return [group for _, group in groups]
+    return groups
 
 
-def _way(
-    how: How | None, groups: Sequence[_Group], algorithms: Sequence[Algorithm], shapes: Sequence[State], first: Cohort
-) -> How:
-    """Returns how members run, and warns if it is not as the caller or the device suggests."""
-    if how == "sequential":
-        return how
-    reason = next((text for group in groups if (text := _obstacle(group, algorithms, shapes, first))), None)
-    if reason is None:
-        return chosen_way(how)
-    warnings.warn(f"The members run one after another (how='sequential'), because {reason}.", stacklevel=3)
-    return "sequential"
-
-
-def chosen_way(how: How | None) -> How:
-    """Returns ``how``; None is ``"devices"`` on a CPU and ``"vmap"`` otherwise.
-
-    >>> chosen_way("sequential")
-    'sequential'
-    """
-    if how is None:
-        return "devices" if jax.default_backend() == "cpu" else "vmap"
-    checks.one_of("vmap", "devices", "sequential", how=how, remedy="None chooses by the device")
-    return how
-
-
-def why_alone(algorithm: Algorithm, state: State, first: Cohort) -> str | None:
-    """Returns why members with this algorithm cannot run together; None if they can. The arguments are those of `obstacle`."""
-    if type(algorithm).apply is not Algorithm.apply:
-        return f"{type(algorithm).__name__}.apply is not compiled"
-    return obstacle(algorithm, state, first)
-
-
-def _obstacle(group: _Group, algorithms: Sequence[Algorithm], shapes: Sequence[State], first: Cohort) -> str | None:
-    for i in group.settings:
-        if reason := why_alone(algorithms[i], shapes[i], first):
-            return reason
-        if group.numbers[0] and not arguments_of(algorithms[i]):
-            names = ", ".join(group.numbers[0])
-            return f"the code needs the values of numbers ({names}), so it is compiled for every setting"
-    return None
-
-
-def _makes_models(group: _Group, algorithms: Sequence[Algorithm]) -> bool:
-    """Returns whether ``make_algorithm`` creates a model for every setting, whose programs would be compiled for each."""
+def _inits(group: _Group, algorithms: Sequence[Algorithm]) -> Iterator[tuple[int, Callable[[jax.Array], State]]]:
+    """Yields the index of each setting, and the function from a key to its initial state, whose programs settings share."""
     models = {id(getattr(algorithms[i], "model", None)) for i in group.settings}
-    return len(models) > 1 and bool(arguments_of(algorithms[group.settings[0]]))
-
-
-def _starts(
-    group: _Group, algorithms: Sequence[Algorithm], keys: Sequence[jax.Array]
-) -> Iterator[tuple[tuple[int, int], State]]:
-    """Yields the initial state of each setting and seed, by their indices."""
-    init: Any = None
-    if _makes_models(group, algorithms):
-        init = jax.jit(lambda numbers, key: group.make(**numbers).init(key))
+    makes_models = len(models) > 1 and bool(arguments_of(algorithms[group.settings[0]]))
+    init: Any = jax.jit(lambda numbers, key: group.make(**numbers).init(key))
     for i, values in zip(group.settings, group.numbers, strict=True):
-        for j, key in enumerate(keys):
-            yield (i, j), init(values, key) if init else algorithms[i].init(key)
-
-
-def _run_together(
-    members: Sequence[Member], rounds: int, how: How, data: FederatedData, advance: Callable[[int], object]
-) -> tuple[State, RoundInfo]:
-    algorithm: Any = members[0].algorithm
-    together = side_by_side(how, len(members), algorithm, members[0].state, data)
-    return run_members(members, rounds, algorithm.execution, side_by_side=together, advance=advance)
-
-
-def side_by_side(how: How, members: int, algorithm: Any, state: State, data: FederatedData) -> int:
-    """Returns how many of some members run side by side on a device, and warns if the memory does not suffice for all.
-
-    Args:
-      how: ``"vmap"`` or ``"devices"``.
-      members: the number of members.
-      algorithm: of one of them.
-      state: its state, of arrays or ``jax.ShapeDtypeStruct``.
-      data: the population.
-    """
-    if how == "devices":
-        return 1
-    mesh = algorithm.execution.mesh()
-    most, wanted = most_side_by_side(remembered(algorithm, state, data), mesh, data), -(-members // mesh.size)
-    if most < wanted:
-        warnings.warn(
-            f"The memory suffices for {most} of {wanted} members side by side on a device, so they run in turns.",
-            stacklevel=5,
-        )
-    return min(most, wanted)
-
-
-def _run_alone(
-    member: Member, sampler: Sampler, rounds: int, first: Cohort, advance: Callable[[int], object]
-) -> tuple[State, Any]:
-    """Runs one member with the algorithm's own execution; returns its state and its infos on the host."""
-    algorithm: Any = member.algorithm
-    lengths, infos, done = DispatchLength(None, [rounds]), [], 0
-    state = algorithm.with_memory(member.state, first.data)
-    while done < rounds:
-        together = cohorts(sampler, done, min(lengths.limit, rounds - done), first)
-        state, info = algorithm.apply_rounds(state, together, max_rounds=lengths.limit)
-        infos.append(jax.device_get(info))
-        done += len(together)
-        advance(len(together))
-    if isinstance(parts_of(state).clients, ClientRows):
-        state = placed(state, Jit().mesh(), "resident")
-    slots = max((len(info.clients["weight"][0]) for info in infos if isinstance(info, RoundInfo)), default=0)
-    info = joined([_padded(info, slots) for info in infos], np.concatenate)
-    return jax.device_get(state), info
-
-
-def _padded(info: Any, slots: int) -> Any:
-    """Adds zeros for missing slots, so that the infos of rounds with different numbers of slots can be joined."""
-    if not isinstance(info, RoundInfo):
-        return info
-    return info._replace(
-        clients=jax.tree.map(
-            lambda x: np.pad(x, [(0, 0), (0, slots - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]), dict(info.clients)
-        )
-    )
+        yield i, functools.partial(init, values) if makes_models else algorithms[i].init
 
 
 def _warn_about_dropped(result: Population) -> None:

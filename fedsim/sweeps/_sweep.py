@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import itertools
 import json
-import signal
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from fedsim import rng
 from fedsim.configuration import Experiment, How, RunConfig, Settings, build_members
-from fedsim.data import Cohort, FederatedData
 from fedsim.durable_files import replace_text, writing
-from fedsim.execution import KnownPlans, in_turns, release, traced_rounds
-from fedsim.experiment import read_sweep, run_experiment
+from fedsim.experiment import read_sweep
 from fedsim.experiment.driving import (
-    Callback,
     Interruption,
-    Line,
     LossMonitor,
     Run,
     RunFolder,
@@ -36,41 +29,13 @@ from fedsim.experiment.driving import (
     imported_modules,
     resume_command,
     sweep_file,
-    warnings_above,
     write_signed,
 )
 from fedsim.samplers import checked_cohort
-from fedsim.sweeps._grid import listed_seeds, listed_settings
-from fedsim.sweeps._lockstep import named, run_in_lockstep
-from fedsim.sweeps._population import chosen_way, side_by_side, why_alone
+from fedsim.sweeps._grid import listed_seeds, listed_settings, named
+from fedsim.sweeps._lockstep import run_groups
 from fedsim.sweeps._result import SweepMember, SweepResult, csv_of, with_result
-
-_Failed = dict[str, str]  # the messages of errors, by the names of members
-
-
-class _Job(NamedTuple):
-    """A member with its own configuration, its objects, and the settings with its own folder."""
-
-    member: SweepMember
-    config: RunConfig
-    experiment: Experiment
-    settings: Settings
-
-    def is_finished(self) -> bool:
-        """Returns whether the folder has all that a finished run has."""
-        return RunFolder(self.member.folder).is_finished(self.config)
-
-    def first(self) -> Cohort:
-        """Returns the first cohort."""
-        return checked_cohort(self.experiment.sampler, 0)
-
-    def data(self) -> list[FederatedData]:
-        """Returns the data that the run places on devices."""
-        return [self.first().data, self.experiment.test_data]
-
-    def initial_shapes(self) -> Any:
-        """Returns the shapes of the initial state."""
-        return jax.eval_shape(self.experiment.algorithm.init, rng.stream(self.first().key, "init"))
+from fedsim.sweeps._ways import Job, chosen_way, ways
 
 
 def sweep(
@@ -130,17 +95,24 @@ def sweep(
         raise ValueError("Expected seeds in seeds, got seed in varied: pass seeds=[...].")
     folder = Path(settings.folder)
     members = members_of(folder, config, varied, chosen_seeds)
-    jobs = [
-        _Job(member, own, experiment, dataclasses.replace(settings, folder=str(member.folder)))
-        for (member, own), experiment in zip(members, build_members([own for _, own in members], settings), strict=True)
-    ]
-    for job in jobs:
-        with named(job.member.name):
-            job.experiment.algorithm.check(job.experiment.sampler.data)
-    with _locked(folder):
-        code = code_of(*(job.experiment[:2] for job in jobs), *imported_modules(config))
+    experiments = build_members([own for _, own in members], settings)
+    for (member, _), experiment in zip(members, experiments, strict=True):
+        with named(member.name):
+            experiment.algorithm.check(experiment.sampler.data)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with RunFolder(folder).lock():
+        code = code_of(*(experiment[:2] for experiment in experiments), *imported_modules(config))
         how = _initialize(folder, config, settings, varied, chosen_seeds, how, code)
-        finished, failed, stopped = _run_all(jobs, how, settings.progress)
+        groups = ways(_jobs(members, experiments, settings), how, alike=False)
+        with Interruption() as interruption:
+            failed = run_groups(groups, settings.progress, interruption)
+        finished = [
+            with_result(member, LossMonitor.of(experiment.algorithm))
+            for (member, own), experiment in zip(members, experiments, strict=True)
+            if RunFolder(member.folder).is_finished(own)
+        ]
+        stopped = interruption.signal if len(finished) + len(failed) < len(members) else None
         result = SweepResult(members=finished, folder=folder, interrupted=stopped, varied=varied)
         replace_text(folder / "members.csv", csv_of(result))
         replace_text(folder / "table.txt", result.table() + "\n")
@@ -172,29 +144,16 @@ def members_of(
     >>> member.name, own.clip, own.seed
     ('clip=0.5,seed=3', 0.5, 3)
     """
-    members = [
-        SweepMember(setting=setting, seed=seed, folder=Path(folder))
-        for setting, seed in itertools.product(listed_settings(varied), seeds)
-    ]
-    members = [dataclasses.replace(member, folder=member.folder / member.name) for member in members]
-    return [(member, _config_of(config, member)) for member in members]
-
-
-def _config_of(config: RunConfig, member: SweepMember) -> RunConfig:
-    """Returns the configuration of a member, which is that of a separate run."""
     fields = {field.name for field in dataclasses.fields(RunConfig)} - {"hyperparameters"}
-    general = {name: value for name, value in member.setting.items() if name in fields}
-    own = {name: value for name, value in member.setting.items() if name not in fields}
-    with named(member.name):
-        return dataclasses.replace(config, **general, seed=member.seed, hyperparameters={**config.hyperparameters, **own})
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with RunFolder(folder).lock():
-        yield
+    members = []
+    for setting, seed in itertools.product(listed_settings(varied), seeds):
+        member = SweepMember(setting=setting, seed=seed, folder=Path(folder))
+        member = dataclasses.replace(member, folder=member.folder / member.name)
+        general = {name: value for name, value in setting.items() if name in fields}
+        own = {**config.hyperparameters, **{name: value for name, value in setting.items() if name not in fields}}
+        with named(member.name):
+            members.append((member, dataclasses.replace(config, **general, seed=seed, hyperparameters=own)))
+    return members
 
 
 def _initialize(
@@ -224,135 +183,30 @@ def _initialize(
     return how
 
 
-def _run_all(jobs: Sequence[_Job], how: How, progress: bool) -> tuple[list[SweepMember], _Failed, signal.Signals | None]:
-    """Returns the finished members, the errors of those that failed, and the signal that ended the sweep."""
-    failed: _Failed = {}
-    stopped = None
-    with tqdm(total=sum(job.config.rounds for job in jobs), unit="round", disable=not progress, dynamic_ncols=True) as bar:
-        unfinished = [job for job in jobs if not job.is_finished()]
-        bar.update(bar.total - sum(job.config.rounds for job in unfinished))
-        if unfinished:
-            for way, group in _groups(jobs, how):
-                _release_others(jobs, group)
-                run = _run_one_after_another if way == "sequential" else _run_at_the_same_time
-                of_group, stopped = run(group, way, bar)
-                failed |= of_group
-                if stopped:
-                    break
-    finished = [with_result(job.member, LossMonitor.of(job.experiment.algorithm)) for job in jobs if job.is_finished()]
-    return finished, failed, stopped if len(finished) + len(failed) < len(jobs) else None
+def _jobs(members: Sequence[tuple[SweepMember, RunConfig]], experiments: Sequence[Experiment], settings: Settings) -> list[Job]:
+    """Returns what is to run: all members, or none if all are finished."""
+    finished = [RunFolder(member.folder).is_finished(own) for member, own in members]
+    if all(finished):
+        return []
+    jobs = []
+    for (member, own), experiment, is_finished in zip(members, experiments, finished, strict=True):
+        with named(member.name):
+            first = checked_cohort(experiment.sampler, 0)
+            job = Job(
+                name=member.name,
+                algorithm=experiment.algorithm,
+                like=jax.eval_shape(experiment.algorithm.init, rng.stream(first.key, "init")),
+                widest=first,
+                rounds=own.rounds,
+                data=[first.data, experiment.test_data],
+                start=functools.partial(_start, member, own, experiment, settings),
+                is_finished=is_finished,
+            )
+        jobs.append(job)
+    return jobs
 
 
-def _groups(jobs: Sequence[_Job], how: How) -> list[tuple[How, list[_Job]]]:
-    """Divides the jobs into those that share programs and data, and says how each group runs.
-
-    The groups contain finished jobs, too, so that the others run as they did when the sweep began.
-    """
-    if how == "sequential":
-        return [(how, list(jobs))]
-    groups: dict[Any, list[_Job]] = {}
-    reasons: list[str] = []
-    for job in jobs:
-        algorithm, first = job.experiment.algorithm, job.first()
-        with named(job.member.name):
-            like = job.initial_shapes()
-            if reason := why_alone(algorithm, like, first):
-                reasons.append(reason)
-            key = None if reason else (traced_rounds(algorithm, like, first.data)[0], first.slots, first.attack, id(first.data))
-        groups.setdefault(key, []).append(job)
-    for reason in dict.fromkeys(reasons):
-        warnings.warn(
-            f"{reasons.count(reason)} of {len(jobs)} runs run one after another (how='sequential'), because {reason}.",
-            stacklevel=4,
-        )
-    return [("sequential" if key is None or _leave_devices_idle(group) else how, group) for key, group in groups.items()]
-
-
-def _leave_devices_idle(jobs: Sequence[_Job]) -> bool:
-    """Returns whether jobs that run at the same time would use fewer devices than one of them that runs on all devices."""
-    mesh = jobs[0].experiment.algorithm.execution.mesh()  # type: ignore[attr-defined]
-    return len(jobs) < max(2, min(mesh.size, jobs[0].first().slots))
-
-
-def _release_others(jobs: Sequence[_Job], next: Sequence[_Job]) -> None:
-    """Frees the devices of the data that some jobs have used and the next ones do not use: all of it may not fit."""
-    used = {id(data) for job in next for data in job.data()}
-    for data in itertools.chain.from_iterable(job.data() for job in jobs):
-        if id(data) not in used:
-            release(data)
-
-
-def _run_one_after_another(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> tuple[_Failed, signal.Signals | None]:
-    """Runs each job on all devices; returns the errors of those that failed, and the signal that ended the last one."""
-    failed: _Failed = {}
-    for job in jobs:
-        bar.set_description(job.member.name)
-        if not job.is_finished():
-            _release_others(jobs, [job])
-            options: dict[str, Any] = {"progress": False, "callbacks": [_counting(bar)]}
-            try:
-                with named(job.member.name):
-                    result = run_experiment(job.experiment, job.config, job.settings, **options)
-            except FloatingPointError as error:
-                failed[job.member.name] = str(error)
-                continue
-            if result.interrupted:
-                return failed, result.interrupted
-    return failed, None
-
-
-def _run_at_the_same_time(jobs: Sequence[_Job], how: How, bar: tqdm[Any]) -> tuple[_Failed, signal.Signals | None]:
-    """Runs as many jobs at a time as the devices run; returns errors and signal as `_run_one_after_another` does."""
-    algorithm, first = jobs[0].experiment.algorithm, jobs[0].first()
-    on_device = side_by_side(how, len(jobs), algorithm, jobs[0].initial_shapes(), first.data)
-    num_devices = algorithm.execution.mesh().size  # type: ignore[attr-defined]
-    # Runs that end at the same time leave no device without work.
-    waiting = sorted([job for job in jobs if not job.is_finished()], key=lambda job: job.config.rounds)
-    plans, counting = KnownPlans(), {job.member.name: _counting(bar) for job in waiting}
-    with Interruption() as interruption, warnings_above(bar):
-
-        def run(together: Sequence[_Job], on_device: int) -> _Failed:
-            if interruption.signal:
-                return {}
-            bar.set_description(together[0].member.name + (f" and {len(together) - 1} more" if len(together) > 1 else ""))
-            return _run_wave(together, on_device, plans, counting, interruption)
-
-        waves = in_turns(run, waiting, on_device, num_devices)
-    return dict(itertools.chain.from_iterable(failed.items() for failed in waves)), interruption.signal
-
-
-def _run_wave(
-    jobs: Sequence[_Job], on_device: int, plans: KnownPlans, counting: Mapping[str, Callback], interruption: Interruption
-) -> _Failed:
-    """Runs jobs at the same time, until the last round of each or a signal; returns the errors of those that failed."""
-    runs: dict[str, Run] = {}
-    with contextlib.ExitStack() as stack:
-        for job in jobs:
-            algorithm, sampler, _ = job.experiment
-            with named(job.member.name):
-                arguments = arguments_of(job.experiment, job.config, job.settings)
-                run = Run(algorithm, sampler, evaluate=None, callbacks=[counting[job.member.name]], **arguments)
-            stack.callback(run.close)
-            runs[job.member.name] = run
-        failed = run_in_lockstep(runs, side_by_side=on_device, plans=plans, interruption=interruption)
-    others = [run for name, run in runs.items() if name not in failed]
-    for run in others:
-        run.draw()
-    stopped = [run.position for run in others if run.position < run.rounds]
-    if interruption.signal and stopped:
-        rounds = f"round {stopped[0]}" if len(set(stopped)) == 1 else f"rounds {min(stopped)} to {max(stopped)}"
-        print(f"\n{interruption.signal.name}: stopped {len(stopped)} run(s) after {rounds}.", file=sys.stderr)
-    return failed
-
-
-def _counting(bar: tqdm[Any]) -> Callback:
-    """Returns a callback of one run that counts its rounds once, also those of earlier processes, in the progress bar."""
-    counted = 0
-
-    def count(line: Line, state: Any) -> None:
-        nonlocal counted
-        new = max(0, line["round"] - counted)  # Rounds run again after a device ran out of memory.
-        bar.update(new)
-        counted += new
-
-    return count
+def _start(member: SweepMember, config: RunConfig, experiment: Experiment, settings: Settings) -> Run:
+    """Returns the run of a member, which continues what its folder has."""
+    arguments = arguments_of(experiment, config, dataclasses.replace(settings, folder=str(member.folder)))
+    return Run(experiment.algorithm, experiment.sampler, evaluate=None, callbacks=[], **arguments)

@@ -58,7 +58,7 @@ def assert_equals_separate_runs(result, make, own_sampler=sampler):
 @pytest.mark.parametrize("how", WAYS)
 def test_members_equal_separate_runs(how, monkeypatch):
     """Cohorts and initial states differ between seeds; the last dispatch and the last turn of the devices are not full."""
-    monkeypatch.setattr(_members, "_ROUNDS_PER_DISPATCH", 3)
+    monkeypatch.setattr("fedsim.sweeps._population._ROUNDS_PER_DISPATCH", 3)
     result = fedsim.population(
         fedprox, {"rate": RATES, "mu": [0.1]}, [3, 0, 8], sampler=sampler, rounds=5, how=how, progress=False
     )
@@ -211,7 +211,7 @@ def test_algorithms_that_cannot_share_a_program_run_sequentially_with_a_warning(
 
 @slow
 def test_members_that_do_not_fit_the_memory_run_in_turns_with_a_warning(monkeypatch):
-    monkeypatch.setattr("fedsim.sweeps._population.most_side_by_side", lambda *_: 1)
+    monkeypatch.setattr("fedsim.sweeps._ways.most_side_by_side", lambda *_: 1)
     with pytest.warns(UserWarning, match="The memory suffices for 1 of 2 members side by side"):
         result = fedsim.population(
             fedprox, {"rate": RATES}, 1, sampler=sampler, rounds=2, how="vmap",
@@ -241,13 +241,19 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(monkeypatch)
 
 @pytest.mark.filterwarnings("ignore:The device ran out of memory")
 def test_rounds_that_run_again_are_counted_once(monkeypatch):
-    sizes, counted = federation.out_of_memory_in_the_third_dispatch(monkeypatch), []
-    monkeypatch.setattr(_members, "_ROUNDS_PER_DISPATCH", 1)
-    algorithm, cohort = fedprox(0.1, execution=fedsim.Jit()), sampler(0).cohort
-    members = [_members.Member(algorithm, algorithm.init(jax.random.key(i)), cohort, 0) for i in range(2)]
-    _members.run_members(members, 3, algorithm.execution, side_by_side=2, advance=counted.append)
+    sizes, bars = federation.out_of_memory_in_the_third_dispatch(monkeypatch), federation.progress_bars(monkeypatch)
+    reads = federation.reads_of_states(monkeypatch)
+    monkeypatch.setattr("fedsim.sweeps._population._ROUNDS_PER_DISPATCH", 1)
+
+    def make(rate):
+        return fedprox(rate, execution=fedsim.Jit())
+
+    result = fedsim.population(make, {"rate": RATES[:2]}, 1, sampler=sampler, rounds=3, how="vmap", progress=False)
     assert sizes == [2, 2, 2, 1, 1, 1, 1, 1, 1]
-    assert sum(counted) == 2 * 3 and all(0 <= sum(counted[:i]) <= 6 for i in range(len(counted)))
+    assert [(bar.n, bar.total) for bar in bars] == [(6, 6)]
+    assert_equals_separate_runs(result, make)
+    # The states of the wave that ran out of memory are copied once, those of the others after the last round.
+    assert reads == [2, 1, 1]
 
 
 def test_updates_that_are_not_finite_are_counted_or_raised():
@@ -258,7 +264,7 @@ def test_updates_that_are_not_finite_are_counted_or_raised():
     with pytest.warns(UserWarning, match=r"of 2 of 4 members held a NaN.* the first with rate=1e\+38, nonfinite=drop, seed=0"):
         result = fedsim.population(make, {"rate": [0.1, 1e38], "nonfinite": ["drop"]}, **run)
     assert result.infos.num_dropped[0].sum() == 0 and np.all(result.infos.num_dropped[1].sum(-1) > 0)
-    with pytest.raises(FloatingPointError, match="holds a NaN"):
+    with pytest.raises(FloatingPointError, match=r"rate=1e\+38, nonfinite=raise, seed=\d: The update of client .* holds a NaN"):
         fedsim.population(make, {"rate": [0.1, 1e38], "nonfinite": ["raise"]}, **run)
 
 

@@ -18,7 +18,6 @@ import federation
 import jax
 import numpy as np
 import pytest
-from tqdm import tqdm
 
 from fedsim import datasets, experiment, sweeps
 from fedsim.commands import main
@@ -27,6 +26,7 @@ from fedsim.data import population_identity
 from fedsim.execution import _members, _memory
 from fedsim.experiment import Checkpoints, RunConfig, Settings, build, read_config, read_metrics, restore
 from fedsim.experiment._run_log import RunLog
+from fedsim.experiment.driving import Run
 
 SMALL = ["--model", "digits_logistic", "--rounds", "4", "--clients", "3", "--epochs", "1", "--evaluate-every", "2"]
 ONE_DEVICE = ["--execution", "jit"]
@@ -396,20 +396,47 @@ def test_a_device_that_runs_out_of_memory_runs_half_as_many_members(tmp_path, mo
 
 @pytest.mark.filterwarnings("always")
 def test_rounds_that_run_again_are_counted_once(tmp_path, monkeypatch, capsys, no_pictures):
-    bars = []
-
-    class Bar(tqdm):
-        def __init__(self, *arguments, **keywords):
-            super().__init__(*arguments, **{**keywords, "disable": False})
-            bars.append(self)
-
-    monkeypatch.setattr("fedsim.sweeps._sweep.tqdm", Bar)
+    bars = federation.progress_bars(monkeypatch)
     sizes = federation.out_of_memory_in_the_third_dispatch(monkeypatch)
     assert main(["run", *RATES, "--how", "vmap", "--rounds", "6", "--folder", str(tmp_path / "s")]) == 0
     assert "out of memory with 2 members side by side" in capsys.readouterr().err
     assert sizes[:4] == [3, 3, 3, 2]
     (bar,) = bars
     assert bar.n == bar.total == 18
+
+
+def test_states_are_copied_to_the_host_for_evaluations_and_checkpoints_alone(tmp_path, monkeypatch, no_pictures):
+    """Two members run at the same time, then the third one: after rounds 3 and 6, an evaluation, and 4, a checkpoint."""
+    reads = federation.reads_of_states(monkeypatch)
+    options = ["--rounds", "6", "--evaluate-every", "3", "--checkpoint-every", "4", "--rounds-per-dispatch", "1"]
+    assert main(["run", *RATES, *options, "--how", "devices", "--folder", str(tmp_path / "s")]) == 0
+    assert reads == [2, 2, 2, 1, 1, 1]
+
+
+@slow
+def test_members_that_run_sequentially_stop_after_a_signal_and_continue_to_the_same_bits(
+    tmp_path, monkeypatch, capsys, no_pictures
+):
+    options = [*RATES, "--how", "sequential", "--rounds", "6", "--rounds-per-dispatch", "1"]
+    unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
+    assert main(["run", *options, "--folder", str(unbroken)]) == 0
+    finish, dispatches = Run.finish, []
+
+    def finish_and_interrupt(run, *arguments, **keywords):
+        finish(run, *arguments, **keywords)
+        dispatches.append(run.position)
+        if len(dispatches) == 6 + 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "finish", finish_and_interrupt)
+        assert main(["run", *options, "--folder", str(stopped)]) == 128 + signal.SIGINT
+    assert "SIGINT: stopped 1 run(s) after round 4." in capsys.readouterr().err
+    assert not (stopped / RATE_NAMES[2]).exists()
+    assert Checkpoints(stopped / RATE_NAMES[1] / "checkpoints").rounds()[-1] == 4
+    assert main(["resume", str(stopped), "--no-progress"]) == 0
+    for name in RATE_NAMES:
+        assert bits(stopped / name) == bits(unbroken / name)
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("fedadam", marks=slow)])
