@@ -68,10 +68,11 @@ def _first_sentence(cls: type) -> str:
 
 def _own_fields(cls: type) -> str:
     """Returns the fields that not all classes of this kind have, or have with another default, with their defaults."""
-    server = (algorithms.FedAvg, algorithms.GradientServer, fedsim.Algorithm)
-    kinds = [decentralized.DecentralizedAlgorithm, vertical.VerticalAlgorithm, *server, aggregators.Wrapper]
-    kinds = [kind for kind in kinds if issubclass(cls, kind) and cls is not kind]
+    kinds = [decentralized.DecentralizedAlgorithm, vertical.VerticalAlgorithm, algorithms.FedAvg, algorithms.FedSGD]
+    kinds = [kind for kind in [*kinds, fedsim.Algorithm, aggregators.Wrapper] if issubclass(cls, kind) and cls is not kind]
     general = {field.name: field.default for kind in kinds for field in dataclasses.fields(kind)}
+    if issubclass(cls, algorithms.FedAvg | algorithms.FedSGD):
+        general = {"model": dataclasses.MISSING, "server_optimizer": dataclasses.MISSING, "weighting": "examples"} | general
     own = [field for field in dataclasses.fields(cls) if field.init and general.get(field.name, field) != field.default]
     return ", ".join(f"`{field.name}{_default(field)}`" for field in own) or "–"
 

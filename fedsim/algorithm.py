@@ -33,7 +33,7 @@ class Capabilities:
       aggregators: every aggregator of updates may be its `aggregator`, also robust and compressing ones.
       scalable: an update that is multiplied by a number moves the server by as many times less or more, so that a staleness
         weight may scale it. Updates are not scalable if they are no step, such as a mean, if their parts enter the server's
-        state in different ways, or if clients also store them. A class that overrides `client_update`, ``update_of``,
+        state in different ways, or if clients also store them. A class that overrides `client_update`,
         `server_update`, `broadcast` or `round` must declare it again.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.

@@ -145,7 +145,7 @@ def test_every_algorithm_cites_its_own_paper():
 
 # Base classes and wrappers, which cannot be chosen by name.
 WITHOUT_NAME = {
-    *("Clusters", "AdaptiveFedAvg", "GradientServer", "PersonalModel", "FairServer", "Statistics"),
+    *("Clusters", "FlatFeatures", "Seeding", "Statistics"),
     *("DecentralizedAlgorithm", "VerticalAlgorithm"),
     *("Aggregator", "SumAggregator", "Wrapper", "AuxMean", "Clipped", "Compressed", "Grouped", "Noised", "StackAggregator"),
     *("Compressor", "VectorCompressor", "ErrorFeedback", "Attack", "Collusion"),

@@ -102,7 +102,6 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.aggregators.Member",
     "fedsim.aggregators.Sent",
     "fedsim.aggregators.SumAggregator",
-    "fedsim.algorithms.AdaptiveFedAvg",
     "fedsim.algorithms.ServerState",
     "fedsim.algorithms.Shared",
     "fedsim.attacks.HonestStatistics",
@@ -130,6 +129,9 @@ WITHOUT_EXAMPLE: set[str] = {
     "fedsim.systems.Totals",
     "fedsim.systems.Updates",
 }
+
+# An algorithm derives from `fedsim.Algorithm` over at most one class in between. What others share is a value or a function.
+DEEPEST = 2
 
 KNOWN_DEFECTS = [
     "test_two_experiment_seeds_give_different_client_keys",
@@ -266,6 +268,18 @@ def test_few_modules_import_what_is_private_in_another_package():
 )
 def test_private_imports_are_found(module, source, count):
     assert len(private_imports(module, source)) == count
+
+
+def depth(cls: type) -> int:
+    """Returns how many classes a class is below `fedsim.Algorithm`, on the longest way; mixins do not count."""
+    if cls is fedsim.Algorithm:
+        return 0
+    return 1 + max(depth(base) for base in cls.__bases__ if issubclass(base, fedsim.Algorithm))
+
+
+@pytest.mark.parametrize("name", [*fedsim.algorithms.ALGORITHMS, *fedsim.decentralized.ALGORITHMS])
+def test_no_algorithm_is_deep_below_algorithm(name):
+    assert depth((fedsim.algorithms.ALGORITHMS | fedsim.decentralized.ALGORITHMS)[name]) <= DEEPEST
 
 
 def tracked() -> list[Path]:

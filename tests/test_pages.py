@@ -36,13 +36,16 @@ def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, t
     assert drawn == {picture.name for picture in (ROOT / "docs" / name).glob("*.png")}
 
 
-def test_the_block_of_the_page_on_four_ways_prints_what_its_comments_say(capsys):
-    _, blocks = page("four_ways")
-    assert len(blocks) == 1
+@pytest.mark.parametrize(("name", "count"), [("four_ways", 1), ("hooks", 4)])
+def test_the_blocks_of_a_short_page_print_what_their_comments_say(name, count, capsys):
+    _, blocks = page(name)
+    assert len(blocks) == count
     run_blocks(blocks, capsys)
 
 
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "four_ways", "vertical", "few_labels"])
+@pytest.mark.parametrize(
+    "name", ["primitives", "migration", "systems", "decentralized", "four_ways", "hooks", "vertical", "few_labels"]
+)
 def test_links_of_a_page_have_targets(name):
     text, _ = page(name)
     targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if not target.startswith(("http", "#"))]

@@ -18,7 +18,7 @@ import fedsim
 from benchmarks import workload
 from benchmarks.peers.fedsim import MODELS, federated, without_dropout
 from fedsim import aggregators, compressors
-from fedsim.algorithms import GradientServer
+from fedsim.algorithms import FedAvg, FedSGD
 
 FORWARD = 1 / 3  # the cost of a forward pass without a backward pass, in gradients
 CLUSTERS = 2
@@ -86,7 +86,7 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "DSSGD": Entry(of.DSSGD(**common)),
         "DSSGD, random, half downloaded": Entry(of.DSSGD(**common, selection="random", theta_d=0.5)),
     }
-    trained = {cls for cls in of.ALGORITHMS.values() if issubclass(cls, GradientServer)}
+    trained = {cls for cls in of.ALGORITHMS.values() if issubclass(cls, FedAvg | FedSGD)}
     _check_complete(trained, {type(entry.algorithm) for entry in entries.values()})
     return entries
 

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from fedsim import checks
 from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedprox import FedProx
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
@@ -52,7 +54,7 @@ class AdaptiveShared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AdaptiveFedProx(FedProx):
+class AdaptiveFedProx(FedAvg):
     """FedProx that increases mu when the loss increases, and decreases mu (never below 0) when the loss keeps decreasing.
 
     A client makes one more pass over its examples before it trains, to compute their loss. ``state.mu`` and ``state.loss`` hold
@@ -85,6 +87,7 @@ class AdaptiveFedProx(FedProx):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
+        checks.number(least=0, mu=self.mu)
         checks.positive(mu_step=self.mu_step)
         checks.whole(1, patience=self.patience)
 
@@ -97,11 +100,12 @@ class AdaptiveFedProx(FedProx):
     def broadcast(self, state: AdaptiveState) -> AdaptiveShared:
         return AdaptiveShared(state.params, state.round, state.mu)
 
-    def mu_of(self, shared: AdaptiveShared) -> jax.Array:
-        return shared.mu
+    def local_training(self, shared: AdaptiveShared, client: Client) -> LocalTraining:
+        return super().local_training(shared, client).with_proximal_term(shared.mu, shared.params)
 
     def client_update(self, shared: AdaptiveShared, client: Client) -> ClientUpdate:
-        before, result = self.mean_loss(shared, client), super().client_update(shared, client)
+        before = self.local_training(shared, client).mean_loss(client, shared.params)
+        result = super().client_update(shared, client)
         return result._replace(update=WithAux(result.update, before))
 
     def server_update(self, state: AdaptiveState, update: WithAux, info: RoundInfo) -> AdaptiveState:

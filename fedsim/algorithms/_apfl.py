@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._personal_model import Models, PersonalModel
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._personal_model import Models, train_both
 from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate
@@ -46,7 +47,7 @@ class Mixture(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class APFL(PersonalModel):
+class APFL(FedAvg):
     """FedAvg with mixtures: every client also trains a personal model v, such that alpha v + (1 - alpha) w fits its data.
 
     The global model w is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the mixtures. A step computes two
@@ -69,6 +70,7 @@ class APFL(PersonalModel):
     """
 
     capabilities = Capabilities(scalable=True)
+    train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     alpha: float = 0.5
     adaptive: bool = False
@@ -82,24 +84,30 @@ class APFL(PersonalModel):
         return Mixture(shared.params, jnp.float32(self.alpha))
 
     def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the parameters of the client's mixture."""
         return client.memory.mixed(shared.params)
 
-    def personal_loss(self, shared: Any, copy: Params, own: Mixture, batch: Batch) -> jax.Array:
-        return self.client_loss(shared, own.mixed(copy), batch)
-
-    def personal_gradient(self, shared: Any, copy: Params, own: Mixture, batch: Batch) -> tuple[jax.Array, Mixture]:
-        loss, gradient = self.client_gradient(shared, own.mixed(copy), batch)
-        # If alpha is not learned, its gradient must not affect optimizers that use all gradients together, for example to clip.
-        slope = tree.dot(tree.subtract(own.params, copy), gradient) if self.adaptive else jnp.zeros_like(own.alpha)
-        # The mixture has the precision of alpha. Gradients need the precision of the parameters that they update.
-        return loss, Mixture(jax.tree.map(lambda g, v: (own.alpha * g).astype(v.dtype), gradient, own.params), slope)
-
-    def two_steps(self, shared: Any, models: Models, batch: Batch) -> Models:
-        before = models[1].params.alpha
-        copy, own = super().two_steps(shared, models, batch)
-        alpha = jnp.clip(own.params.alpha, 0, 1) if self.adaptive else before
-        return copy, own._replace(params=own.params._replace(alpha=alpha))
-
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        result = super().client_update(shared, client)
+        training = self.local_training(shared, client)
+
+        def step(models: Models, batch: Batch) -> Models:
+            copy, own = models
+
+            def gradient(own: Mixture, batch: Batch) -> tuple[jax.Array, Mixture]:
+                loss, gradient = training.step_gradient(own.mixed(copy.params), batch)
+                # If alpha is not learned, its gradient must not affect optimizers that use all gradients together, for example
+                # to clip.
+                along = tree.dot(tree.subtract(own.params, copy.params), gradient)
+                slope = along if self.adaptive else jnp.zeros_like(own.alpha)
+                # The mixture has the precision of alpha. Gradients need the precision of the parameters that they update.
+                return loss, Mixture(jax.tree.map(lambda g, v: (own.alpha * g).astype(v.dtype), gradient, own.params), slope)
+
+            def value(own: Mixture, batch: Batch) -> jax.Array:
+                return training.step_value(own.mixed(copy.params), batch)
+
+            after = dataclasses.replace(training, gradient=gradient, objective=value, terms=()).step(own, batch)
+            alpha = jnp.clip(after.params.alpha, 0, 1) if self.adaptive else own.params.alpha
+            return training.step(copy, batch), after._replace(params=after.params._replace(alpha=alpha))
+
+        result = train_both(self, shared, client, step, (training.start(shared.params), training.start(client.memory)))
         return result._replace(info={**result.info, "alpha": result.memory.alpha})

@@ -155,7 +155,7 @@ def warn_of_lost_gradients(model: Model, num_steps: np.ndarray, *, client_optimi
             f"clients, the first with {num_steps[lost][0]}, take another number of steps in a round: the gradients of their "
             f"last steps are lost, because every client starts every round with a new optimizer. Set steps of Batches to a "
             f"multiple of {interval}, or use a larger batch size instead.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

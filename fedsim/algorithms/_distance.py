@@ -8,8 +8,8 @@ the scalar moves is η ‖a‖₁.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 from fedsim import tree
-from fedsim.algorithms._fedavg import FedAvg, Local
-from fedsim.data import Batch
+from fedsim.algorithms._local_training import LocalTraining, Schedule, optimizer_of_round
 from fedsim.model import Params
 from fedsim.rounds import Client
 
@@ -27,10 +26,11 @@ _TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])
 
 
 class Distance(NamedTuple):
-    """The distance ``length`` that the scalar has moved, ``float32 []``, and the state of its optimizer."""
+    """The distance ``length`` that the scalar has moved, ``float32 []``, and the states of its and the model's optimizer."""
 
     length: jax.Array
-    opt_state: optax.OptState
+    of_scalar: optax.OptState
+    of_params: optax.OptState
 
     def mean_gradient(self, movement: Params) -> Params:
         """Returns the mean of the gradients that caused a client's movement, weighted as the optimizer weights them.
@@ -40,32 +40,33 @@ class Distance(NamedTuple):
         return tree.scale(movement, jnp.where(self.length == 0, 0, 1 / jnp.where(self.length == 0, 1, self.length)))
 
 
-def train_measured(algorithm: FedAvg, shared: Any, client: Client, mu: jax.Array | float = 0.0) -> tuple[Local, Distance]:
-    """Runs a client's local steps, as `FedAvg.train` does, and measures how far they would move along a gradient of ones.
+def measured(training: LocalTraining, mu: jax.Array | float = 0.0) -> LocalTraining:
+    """Returns training that also measures how far its steps would move along a gradient of ones.
 
-    ``mu`` is the coefficient of a proximal term in the gradient: ``mu / 2`` times the squared distance from the start.
+    The state of its optimizer is a `Distance`. ``mu`` is the coefficient of a proximal term in the gradient: ``mu / 2`` times
+    the squared distance from the start.
     """
-    optimizer, gradient = algorithm.optimizer_of(shared.round), algorithm.gradient_of(shared, client)
+    optimizer = training.optimizer
 
-    def step(state: tuple[Local, Distance], batch: Batch) -> tuple[Local, Distance]:
-        local, (length, opt_state) = state
-        update, opt_state = optimizer.update(1 - mu * length, opt_state, -length)
-        return algorithm.step(shared, local, batch, gradient(local.params, batch)), Distance(length - update, opt_state)
+    def init(params: Params) -> Distance:
+        return Distance(jnp.float32(0), optimizer.init(jnp.float32(0)), optimizer.init(params))
 
-    zero = Distance(jnp.float32(0), optimizer.init(jnp.float32(0)))
-    return client.for_each_batch(
-        algorithm.batches, step, (algorithm.start(shared, algorithm.client_params(shared, client)), zero)
-    )
+    def update(gradient: Params, state: Distance, params: Params) -> tuple[Params, Distance]:
+        step, of_scalar = optimizer.update(1 - mu * state.length, state.of_scalar, -state.length)
+        steps, of_params = optimizer.update(gradient, state.of_params, params)
+        return steps, Distance(state.length - step, of_scalar, of_params)
+
+    return dataclasses.replace(training, optimizer=optax.GradientTransformation(init, update))
 
 
-def check_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTransformation]) -> None:
+def check_linear(what: str, client_optimizer: optax.GradientTransformation | Schedule) -> None:
     """Raises ``ValueError`` unless an optimizer's steps are linear in the gradients and do not depend on the parameters.
 
     Args:
       what: what requires this, for the error message.
-      optimizer_of: a function from the round to the clients' optimizer. The optimizers of the first two rounds are tested.
+      client_optimizer: the clients' optimizer, or a function from the round to it. Those of the first two rounds are tested.
 
-    >>> check_linear("FedNova", lambda round: optax.sgd(0.1, momentum=0.9))
+    >>> check_linear("FedNova", optax.sgd(0.1, momentum=0.9))
     >>> check_linear("FedNova", lambda round: optax.sign_sgd(0.1))
     Traceback (most recent call last):
     ...
@@ -89,7 +90,7 @@ def check_linear(what: str, optimizer_of: Callable[[jax.Array], optax.GradientTr
         return True
 
     try:
-        linear = all(additive(optimizer_of(jnp.int32(round))) for round in (0, 1))
+        linear = all(additive(optimizer_of_round(client_optimizer, jnp.int32(round))) for round in (0, 1))
     except jax.errors.ConcretizationTypeError:  # The learning rate is traced, as under jax.grad, and cannot be tested.
         return
     except (TypeError, ValueError):  # The optimizer also needs the loss, or parameters with certain names.

@@ -12,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
-from fedsim import checks, tree
-from fedsim.algorithms._personal_model import PersonalModel
+from fedsim import checks
+from fedsim.algorithm import Capabilities
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._personal_model import Models, train_both
 from fedsim.data import Batch
+from fedsim.rounds import Client, ClientUpdate
 from fedsim.model import Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Ditto(PersonalModel):
+class Ditto(FedAvg):
     """FedAvg in which every client k also trains a personal model v close to the server's x: min F_k(v) + lam/2 ||v - x||².
 
     The global model is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the personal models. A step computes two
@@ -31,7 +32,7 @@ class Ditto(PersonalModel):
       lam: at least 0. With 0, clients train alone. Larger values keep them closer to the global model. The paper tries 0.05 to
         2.
 
-    >>> import numpy as np, optax, fedsim
+    >>> import jax, numpy as np, optax, fedsim
     >>> x = np.concatenate([np.zeros([3, 8, 8, 1], np.uint8), np.full([3, 8, 8, 1], 16, np.uint8)])
     >>> data = fedsim.FederatedData.from_arrays({"x": x, "y": np.repeat(np.int32([0, 1]), 3)}, sizes=[3, 3])
     >>> algorithm = Ditto(
@@ -43,16 +44,28 @@ class Ditto(PersonalModel):
     1.0
     """
 
+    capabilities = Capabilities(scalable=True)
+    train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
+
     lam: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.number(least=0, lam=self.lam)
 
-    def personal_loss(self, shared: Any, copy: Params, own: Params, batch: Batch) -> jax.Array:
-        away = tree.squared_norm(tree.subtract(own, shared.params))
-        return self.client_loss(shared, own, batch) + self.lam / 2 * away
+    def client_memory(self, shared: Any) -> Params:
+        return shared.params
 
-    def personal_gradient(self, shared: Any, copy: Params, own: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = self.client_gradient(shared, own, batch)
-        return loss, tree.add_proximal_gradient(gradient, self.lam, own, shared.params)
+    def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the parameters of the client's personal model."""
+        return client.memory
+
+    def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        personal = training.with_proximal_term(self.lam, shared.params)
+
+        def step(models: Models, batch: Batch) -> Models:
+            copy, own = models
+            return training.step(copy, batch), personal.step(own, batch)
+
+        return train_both(self, shared, client, step, (training.start(shared.params), personal.start(client.memory)))

@@ -30,6 +30,7 @@ from fedsim import checks, rng, tree
 from fedsim.aggregators import Aggregator, Sum, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import Local
 from fedsim.algorithms._sparse_vector import above_noisy_threshold
 from fedsim.compressors._selection import draw_from, indices_of, largest
 from fedsim.model import Params
@@ -147,8 +148,8 @@ class DSSGD(FedAvg):
     def client_memory(self, shared: Download) -> Params:
         return () if self.theta_d == 1 else self.model.init(jax.random.wrap_key_data(shared.seed))
 
-    def client_params(self, shared: Download, client: Client) -> Params:
-        """A participant's parameters after the download."""
+    def downloaded(self, shared: Download, client: Client) -> Params:
+        """Returns a participant's parameters after the download."""
         like = jax.eval_shape(self.model.init, jax.random.key(0))
         if self.theta_d == 1:
             vector = shared.values
@@ -158,9 +159,12 @@ class DSSGD(FedAvg):
             vector = own.at[indices_of(which, shared.values.size)].set(shared.values, unique_indices=True)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), tree.unflat(vector, like), like)
 
+    def train(self, shared: Download, client: Client) -> Local:
+        return self.local_training(shared, client).run(client, self.downloaded(shared, client))
+
     def client_update(self, shared: Download, client: Client) -> ClientUpdate:
         local = self.train(shared, client)
-        moved = tree.flat(tree.subtract(self.client_params(shared, client), local.params))
+        moved = tree.flat(tree.subtract(self.downloaded(shared, client), local.params))
         change, sent = self.selected(moved, rng.stream(client.key, "select"))
         # If training diverged, the update must stay NaN after clipping and selection, so that it is dropped.
         change = jnp.where(jnp.isfinite(tree.squared_norm(moved)), jnp.where(sent, change, 0.0), jnp.nan)

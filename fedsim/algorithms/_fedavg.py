@@ -9,36 +9,24 @@ optimization", ICLR 2021 (Algorithm 1, FedOpt): https://arxiv.org/abs/2003.00295
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim import checks, metrics, tree
-from fedsim.algorithm import Capabilities
-from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
-from fedsim.algorithms._gradient_server import GradientServer
+from fedsim import checks, tree
+from fedsim.algorithm import Algorithm, Capabilities
+from fedsim.algorithms._descent import check_descent
+from fedsim.algorithms._local_training import Local, LocalTraining, Schedule, check_client_optimizer
+from fedsim.algorithms._server_step import Shared, Weighting, after_step, first_state, weight_of
 from fedsim.data import Batch, FederatedData
-from fedsim.model import Params
-from fedsim.rounds import Client, ClientUpdate
-
-Schedule = Callable[[jax.Array], optax.GradientTransformation]
-Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]
-
-
-class Local(NamedTuple):
-    """A client's local parameters, the state of its optimizer, and its training loss over the examples so far."""
-
-    params: Params
-    opt_state: optax.OptState
-    loss: metrics.MeanLoss
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
+from fedsim.model import Model, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedAvg(GradientServer):
+class FedAvg(Algorithm):
     """FedAvg: clients train from the server's parameters, and the server takes a step along the mean of their updates.
 
     Each client i takes local steps with ``client_optimizer`` from the server's parameters x to x_i, and sends the update
@@ -46,11 +34,13 @@ class FedAvg(GradientServer):
     1, x becomes the weighted mean of the x_i.
 
     Attributes:
+      model: the model.
       client_optimizer: an optax transformation. Every client starts every round with a new optimizer state. For a schedule over
         rounds, use a function from the number of server updates so far, ``int32 []``, to a transformation: ``lambda round:
         optax.sgd(0.1 * 0.99**round)``. An optimizer that accumulates the gradients of several steps (`optax.MultiSteps`) loses
         those that it holds after a client's last step; a warning says so.
-      model, server_optimizer, weighting: see `GradientServer`.
+      server_optimizer: an optax transformation. The default is SGD with learning rate 1.
+      weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -64,105 +54,63 @@ class FedAvg(GradientServer):
 
     capabilities = Capabilities(scalable=True)
 
+    model: Model
     client_optimizer: optax.GradientTransformation | Schedule
+    server_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(1.0))
+    weighting: Weighting = "examples"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
         checks.optimizer(or_schedule=True, client_optimizer=self.client_optimizer)
+        checks.optimizer(server_optimizer=self.server_optimizer)
+        checks.one_of("examples", "uniform", weighting=self.weighting)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
-        scheduled = not isinstance(self.client_optimizer, optax.GradientTransformation)
-        optimizer = self.optimizer_of(jnp.int32(0))
-        check_descent(self.model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
-        num_steps = self.batches.num_steps(data.sizes[data.sizes > 0])
-        warn_of_lost_gradients(self.model, num_steps, client_optimizer=optimizer)
+        check_descent(self.model, server_optimizer=self.server_optimizer)
+        check_client_optimizer(self.model, self.client_optimizer, self.batches, data)
+
+    def init(self, key: jax.Array) -> Any:
+        return first_state(self.model.init(key), self.server_optimizer)
+
+    def broadcast(self, state: Any) -> Any:
+        return Shared(state.params, state.round)
+
+    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        """Returns the loss that clients minimize and report. Override this method to use another loss."""
+        return self.model.train_loss(params, batch)
+
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
+        """Returns how a client trains. Override this method to add a term, or to change another part.
+
+        `LocalTraining.with_term` adds a term to what ``super().local_training(shared, client)`` returns. The method may be
+        called more than once in a round, so a pass over the client's examples belongs in `client_update`.
+        """
+        return LocalTraining.of(self, shared)
+
+    def train(self, shared: Any, client: Client) -> Local:
+        """Returns the result of a client's local steps, which a round sends and fine-tuning evaluates.
+
+        Override this method to let them start elsewhere than from the server's parameters.
+        """
+        return self.local_training(shared, client).run(client, shared.params)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        return self.update_of(shared, client, self.train(shared, client))
-
-    def update_of(self, shared: Any, client: Client, local: Local) -> ClientUpdate:
-        """Returns what a client sends after its local steps."""
+        local = self.train(shared, client)
         movement = tree.subtract(shared.params, local.params)
         return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()})
 
-    def train(self, shared: Any, client: Client) -> Local:
-        """Runs a client's local steps."""
-        gradient = self.gradient_of(shared, client)
+    def weight(self, client: Client) -> jax.Array:
+        """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""
+        return weight_of(client, self.weighting)
 
-        def step(local: Local, batch: Batch) -> Local:
-            return self.step(shared, local, batch, gradient(local.params, batch))
-
-        return client.for_each_batch(self.batches, step, self.start(shared, self.client_params(shared, client)))
-
-    def local_params(self, shared: Any, client: Client) -> Params:
-        """Returns a client's parameters after its local steps, for fine-tuning."""
-        return self.train(shared, client).params
-
-    def client_params(self, shared: Any, client: Client) -> Params:
-        """Returns the parameters from which a client's local steps start."""
-        return shared.params
-
-    def gradient_of(self, shared: Any, client: Client) -> Gradient:
-        """Returns the gradient of a client's local steps, as a function of parameters and batch.
-
-        Override this method if the gradient depends on the client.
+    def participation(self, info: RoundInfo) -> jax.Array:
+        """Returns the fraction of the population's weight that participates, ``float32 []``. It is |S| / N if all weights are
+        equal.
         """
-        return functools.partial(self.client_gradient, shared)
+        whole = info.population_examples if self.weighting == "examples" else info.num_population
+        return info.total("weight") / jnp.maximum(whole, 1).astype(jnp.float32)
 
-    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        """Returns the loss of a batch, which is reported, and the gradient for the client's optimizer.
-
-        Override this method to add terms to the gradient.
-        """
-        return self.loss_and_gradient(shared, params, batch)
-
-    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        """Returns the value that local steps minimize, for optimizers that need it.
-
-        Terms that are linear in the parameters may be left out, because they follow from the gradient.
-        """
-        return self.client_loss(shared, params, batch)
-
-    def start(self, shared: Any, params: Params) -> Local:
-        """Returns the state before the first local step from these parameters."""
-        return Local(params, self.optimizer_of(shared.round).init(params), metrics.MeanLoss.zero())
-
-    def step(
-        self, shared: Any, local: Local, batch: Batch, slope: tuple[jax.Array, Params],
-        objective: Callable[[Params], jax.Array] | None = None,
-    ) -> Local:  # fmt: skip
-        """Takes one step of the client's optimizer.
-
-        Args:
-          shared: what the server sent.
-          local: the state before the step.
-          batch: the examples of the step.
-          slope: the loss to report, and the gradient of the step.
-          objective: the function that the step minimizes, for optimizers that need it; default `objective`.
-        """
-        (loss, gradient), optimizer, extra = slope, self.optimizer_of(shared.round), {}
-        if needs_loss(optimizer, local.params):  # as Polyak steps and line searches do
-            descended = _with_gradient(
-                objective or functools.partial(self.objective, shared, batch=batch), gradient, local.params
-            )
-            extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
-        updates, opt_state = optimizer.update(gradient, local.opt_state, local.params, **extra)
-        count = jnp.sum(batch.mask, dtype=jnp.float32)
-        return Local(optax.apply_updates(local.params, updates), opt_state, local.loss.add(loss, count))
-
-    def optimizer_of(self, round_number: jax.Array) -> optax.GradientTransformation:
-        """Returns the clients' optimizer in a round."""
-        optimizer = self.client_optimizer
-        return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)
-
-
-def _with_gradient(objective: Callable[[Params], jax.Array], gradient: Params, at: Params) -> Callable[[Params], jax.Array]:
-    """Returns ``objective`` plus the linear function with which its gradient at the parameters ``at`` is ``gradient``."""
-    missing = tree.subtract(gradient, jax.grad(objective)(at))
-
-    def descended(params: Params) -> jax.Array:
-        return objective(params).astype(jnp.float32) + tree.dot(missing, tree.subtract(params, at))
-
-    return descended
+    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+        return after_step(state, update, self.server_optimizer)

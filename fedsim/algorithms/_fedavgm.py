@@ -7,11 +7,13 @@ T.-M. H. Hsu, H. Qi, M. Brown, "Measuring the effects of non-identical data dist
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
 import optax
 
 from fedsim import checks
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._server_step import from_fields
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -33,12 +35,9 @@ class FedAvgM(FedAvg):
 
     server_learning_rate: float = 1.0
     momentum: float = 0.9
-    server_optimizer: optax.GradientTransformation = dataclasses.field(init=False, repr=False)
+    server_optimizer: ClassVar[Any] = from_fields(lambda self: optax.sgd(self.server_learning_rate, self.momentum))  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(server_learning_rate=self.server_learning_rate)
         checks.number(least=0, below=1, momentum=self.momentum)
-
-    def _server_optimizer(self) -> optax.GradientTransformation:
-        return optax.sgd(self.server_learning_rate, self.momentum)

@@ -29,8 +29,9 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import FedAvg, Gradient
-from fedsim.data import Batch
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
@@ -54,7 +55,7 @@ class FedDyn(FedAvg):
     Attributes:
       alpha: α, above 0, the same for all clients. The authors' code divides it by the client's relative size. The paper tries
         0.1, 0.01 and 0.001. Larger values keep clients closer to the server's parameters.
-      weighting: default ``"uniform"``, as in the paper; see `GradientServer`.
+      weighting: default ``"uniform"``, as in the paper; see `FedAvg`.
       model, client_optimizer, server_optimizer: see `FedAvg`.
 
     Raises:
@@ -84,25 +85,23 @@ class FedDyn(FedAvg):
     def client_memory(self, shared: Any) -> Params:
         return jax.tree.map(jnp.zeros_like, shared.params)
 
-    def gradient_of(self, shared: Any, client: Client) -> Gradient:
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
         # α (θ - x) - h_k is the gradient of a proximal term around this point. So a step reads one array instead of two.
         center = tree.add(shared.params, tree.scale(client.memory, 1 / self.alpha))
-
-        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-            loss, gradient = self.client_gradient(shared, params, batch)
-            return loss, tree.add_proximal_gradient(gradient, self.alpha, params, center)
-
-        return gradient
+        return (
+            super()
+            .local_training(shared, client)
+            .with_term(
+                lambda params: self.alpha / 2 * tree.squared_norm(tree.subtract(params, shared.params)),
+                lambda params: tree.scale(tree.subtract(params, center), self.alpha),
+            )
+        )
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)
         factor = self.alpha * client.arrival_weight
         memory = lambda arrived: tree.add(client.memory, tree.scale(arrived, factor))  # noqa: E731
         return result._replace(memory=memory)
-
-    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        distance = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().objective(shared, params, batch) + self.alpha / 2 * distance
 
     def server_update(self, state: FedDynState, update: Params, info: RoundInfo) -> FedDynState:
         h = tree.add(state.h, tree.scale(update, self.alpha * self.participation(info)))

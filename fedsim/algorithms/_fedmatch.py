@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedsim import checks, metrics, rng, tree
+from fedsim import augmentations, checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import Local
-from fedsim.algorithms._fixmatch import FixMatch
-from fedsim.algorithms._gradient_server import GradientServer, Shared
-from fedsim.data import Batch
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import Local, LocalTraining
+from fedsim.algorithms._pseudo_labels import Examples, PseudoLabels, after_server_steps, check_classifier, server_seed
+from fedsim.algorithms._server_step import after_step, first_state
+from fedsim.augmentations import Augmentation
+from fedsim.data import Batch, FederatedData
+from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 
@@ -96,7 +99,7 @@ class FedMatchMemory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedMatch(FixMatch):
+class FedMatch(FedAvg):
     """FedAvg of σ and ψ, whose sum are the parameters: labelled examples train σ, and unlabelled ones train ψ.
 
     The loss of the unlabelled examples has a pseudo-label for which the model and ``num_helpers`` models of other clients vote,
@@ -130,6 +133,10 @@ class FedMatch(FixMatch):
 
     threshold: float = 0.75
     unlabelled_weight: float = 0.01
+    weak: Augmentation = augmentations.weak
+    strong: Augmentation = augmentations.strong
+    augmented: str = "x"
+    server_examples: Examples | None = None
     labels_weight: float = 10.0
     l2: float = 10.0
     l1: float = 1e-4
@@ -140,15 +147,25 @@ class FedMatch(FixMatch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_classifier(self.model, self.threshold, self.unlabelled_weight, self.server_examples)
         checks.number(least=0, labels_weight=self.labels_weight, l2=self.l2, l1=self.l1, psi_factor=self.psi_factor)
         checks.whole(1, candidates=self.candidates, helper_every=self.helper_every)
         checks.whole(0, self.candidates, num_helpers=self.num_helpers)
 
+    @property
+    def pseudo_labels(self) -> PseudoLabels:
+        """How examples without a label get one."""
+        return PseudoLabels(self.model, self.threshold, self.weak, self.strong, self.augmented)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        self.pseudo_labels.check(data, self.server_examples)
+
     def init(self, key: jax.Array) -> FedMatchState:
-        state = super().init(key)
-        parts = Parts(state.params, tree.scale(state.params, self.psi_factor))
-        opt_state = self._server_optimizer().init(parts)
-        return FedMatchState(**{**state._asdict(), "params": parts.whole(), "opt_state": opt_state}, parts=parts)
+        params = self.model.init(key)
+        parts = Parts(params, tree.scale(params, self.psi_factor))
+        state = first_state(parts, self.server_optimizer)
+        return FedMatchState(parts.whole(), state.opt_state, state.round, server_seed(key), parts)
 
     def broadcast(self, state: FedMatchState) -> FedMatchShared:
         one = Candidates(state.parts.psi, jnp.zeros(self.model.num_classes or 0), jnp.int32(0), jnp.bool_(False))
@@ -201,22 +218,23 @@ class FedMatch(FixMatch):
         near, chosen = jax.lax.top_k(jnp.where(others, -squares, -jnp.inf), self.num_helpers)
         return Helpers(jax.tree.map(lambda x: x[chosen], psi), (near > -jnp.inf) & self.has_helpers(shared))
 
+    def local_training(self, shared: FedMatchShared, client: Client) -> LocalTraining:
+        return super().local_training(shared._replace(helpers=self.nearest(shared, client)), client)
+
     def train(self, shared: FedMatchShared, client: Client) -> Local:
-        return super().train(shared._replace(helpers=self.nearest(shared, client)), client)
+        local = super().train(shared, client)
+        return local._replace(params=local.params.whole())
 
-    def update_of(self, shared: FedMatchShared, client: Client, local: Local) -> ClientUpdate:
+    def client_update(self, shared: FedMatchShared, client: Client) -> ClientUpdate:
+        local = super().train(shared, client)
+        confident = self.pseudo_labels.confident(shared.params.whole(), client, self.batches)
+        info = {"loss": local.loss.result(), "confident": confident}
         memory = FedMatchMemory(local.params.psi, jnp.bool_(True))
-        return super().update_of(shared, client, local)._replace(memory=memory)
-
-    def confident(self, shared: FedMatchShared, client: Client) -> jax.Array:
-        return super().confident(Shared(shared.params.whole(), shared.round), client)
-
-    def local_params(self, shared: FedMatchShared, client: Client) -> Params:
-        return self.train(shared, client).params.whole()
+        return ClientUpdate(tree.subtract(shared.params, local.params), self.weight(client), info, memory)
 
     def client_loss(self, shared: FedMatchShared, params: Parts, batch: Batch) -> jax.Array:
         stopped, labelled = jax.lax.stop_gradient(params), batch.examples["y"] >= 0
-        logits = self.logits(params._replace(psi=stopped.psi).whole(), batch, "weak")
+        logits = self.pseudo_labels.logits(params._replace(psi=stopped.psi).whole(), batch, "weak")
         supervised = metrics.masked_mean(self.model.losses(batch.examples, logits), batch.mask & labelled)
         unlabelled = batch.mask & ~labelled
         unsupervised = self.unsupervised(shared, params._replace(sigma=stopped.sigma), batch, unlabelled)
@@ -224,27 +242,28 @@ class FedMatch(FixMatch):
 
     def unsupervised(self, shared: FedMatchShared, params: Parts, batch: Batch, unlabelled: jax.Array) -> jax.Array:
         """Returns the loss of the examples without label, ``float32 []``: equations 2 to 4, and 5 without its first term."""
-        logits = self.logits(params.whole(), batch, "weak")
-        label, confident = self.pseudo_labels(logits)
+        labels_of = self.pseudo_labels
+        logits = labels_of.logits(params.whole(), batch, "weak")
+        label, confident = labels_of.predicted(logits)
         votes, divergence = jax.nn.one_hot(label, logits.shape[1]), jnp.zeros(len(label))
         helpers, count = shared.helpers, jnp.maximum(jnp.sum(shared.helpers.there, dtype=jnp.float32), 1)
         for number, there in enumerate(helpers.there):
             theirs = params._replace(psi=jax.tree.map(lambda x, number=number: x[number], helpers.psi))
-            predicted = jax.lax.stop_gradient(self.logits(theirs.whole(), batch, "weak"))
+            predicted = jax.lax.stop_gradient(labels_of.logits(theirs.whole(), batch, "weak"))
             votes += jnp.where(there, jax.nn.one_hot(jnp.argmax(predicted, axis=1), votes.shape[1]), 0.0)
             divergence += jnp.where(there, _divergence(predicted, logits) / count, 0.0)
-        losses = metrics.cross_entropy({"y": jnp.argmax(votes, axis=1)}, self.logits(params.whole(), batch, "strong"))
+        losses = metrics.cross_entropy({"y": jnp.argmax(votes, axis=1)}, labels_of.logits(params.whole(), batch, "strong"))
         consistency = metrics.masked_mean(losses + divergence, unlabelled & confident)
         l1 = sum(jnp.sum(jnp.abs(leaf)) for leaf in jax.tree.leaves(params.psi))
         l2 = tree.squared_norm(tree.subtract(params.sigma, params.psi))
         return self.unlabelled_weight * consistency + self.l2 * l2 + self.l1 * l1
 
     def server_update(self, state: FedMatchState, update: Parts, info: RoundInfo) -> FedMatchState:
-        of_parts = GradientServer.server_update(self, state._replace(params=state.parts), update, info)
+        of_parts = after_step(state._replace(params=state.parts), update, self.server_optimizer)
         state = of_parts._replace(parts=of_parts.params)
         alone = Helpers(jax.tree.map(lambda x: x[None], state.parts.psi), jnp.zeros(1, bool))
-        shared = self.broadcast(state)._replace(helpers=alone)
-        parts = self.after_server_steps(shared, state.server_seed)
+        training = LocalTraining.of(self, self.broadcast(state)._replace(helpers=alone))
+        parts = after_server_steps(training, state.parts, self.server_examples, state.server_seed, state.round)
         return state._replace(params=parts.whole(), parts=parts)
 
 

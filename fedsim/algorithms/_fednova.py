@@ -20,17 +20,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from fedsim import tree
+from fedsim import checks, tree
 from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._distance import check_linear, train_measured
-from fedsim.algorithms._fedprox import FedProx
+from fedsim.algorithms._distance import check_linear, measured
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining
 from fedsim.data import FederatedData
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedNova(FedProx):
+class FedNova(FedAvg):
     """FedNova: FedAvg with normalized updates, so that clients with more local steps do not get more weight.
 
     More local steps of a client make the step of the server longer.
@@ -38,7 +39,7 @@ class FedNova(FedProx):
     Attributes:
       mu: coefficient of FedProx's proximal term. The default 0 means that there is no such term.
       client_optimizer: SGD, with or without momentum; see `FedAvg`.
-      model, server_optimizer, weighting: see `GradientServer`.
+      model, server_optimizer, weighting: see `FedAvg`.
 
     Raises:
       ValueError: ``mu`` is below 0. Before the first round: the client optimizer is not linear in the gradients.
@@ -59,13 +60,17 @@ class FedNova(FedProx):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.number(least=0, mu=self.mu)
         object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
 
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
+        return measured(super().local_training(shared, client).with_proximal_term(self.mu, shared.params), self.mu)
+
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        local, distance = train_measured(self, shared, client, self.mu)
-        result = self.update_of(shared, client, local)
-        update = WithAux(distance.mean_gradient(result.update), distance.length)
-        return result._replace(update=update, info={**result.info, "distance": distance.length})
+        local = self.train(shared, client)
+        distance = local.opt_state
+        update = WithAux(distance.mean_gradient(tree.subtract(shared.params, local.params)), distance.length)
+        return ClientUpdate(update, self.weight(client), {"loss": local.loss.result(), "distance": distance.length})
 
     def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         direction, distance = update
@@ -73,4 +78,4 @@ class FedNova(FedProx):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        check_linear("FedNova", self.optimizer_of)
+        check_linear("FedNova", self.client_optimizer)

@@ -19,7 +19,8 @@ default 10^-2 is in the middle of the paper's grid.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ import optax
 from fedsim import checks
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._server_step import from_fields
 from fedsim.model import Params
 
 
@@ -38,46 +40,35 @@ class Moments(NamedTuple):
     v: Params
 
 
+def adaptive(algorithm: Any, second_moment: Callable[[jax.Array, jax.Array], jax.Array]) -> optax.GradientTransformation:
+    """Returns Algorithm 2 with an algorithm's hyperparameters. ``second_moment`` returns the new v, given v and Δ²."""
+    rate, b1, tau = algorithm.server_learning_rate, algorithm.b1, algorithm.tau
+
+    def init(params: Params) -> Moments:
+        return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.full_like(x, tau**2), params))
+
+    def update(gradient: Params, state: Moments, params: Params | None = None) -> tuple[Params, Moments]:
+        m = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.m, gradient)
+        v = jax.tree.map(lambda v, g: second_moment(v, jnp.square(g)), state.v, gradient)
+        return jax.tree.map(lambda m, v: -rate * m / (jnp.sqrt(v) + tau), m, v), Moments(m, v)
+
+    return optax.GradientTransformation(init, update)
+
+
+def check_adaptive(algorithm: Any) -> None:
+    """Raises ``ValueError`` unless the hyperparameters are in their ranges."""
+    checks.positive(server_learning_rate=algorithm.server_learning_rate, tau=algorithm.tau)
+    checks.number(least=0, below=1, b1=algorithm.b1, b2=getattr(algorithm, "b2", 0.0))  # FedAdagrad has no b2
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class AdaptiveFedAvg(FedAvg):
-    """Algorithm 2 without the update of v, which subclasses define.
+class FedAdagrad(FedAvg):
+    """FedAvg with Adagrad as the server optimizer, whose effective learning rates only decrease.
 
     Attributes:
       server_learning_rate: η, the learning rate of the step along m / (sqrt(v) + tau).
       b1: decay of the first moment, in [0, 1).
       tau: degree of adaptivity τ, above 0. Smaller values are more adaptive.
-    """
-
-    server_learning_rate: float = 1e-2
-    b1: float = 0.9
-    tau: float = 1e-3
-    server_optimizer: optax.GradientTransformation = dataclasses.field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(server_learning_rate=self.server_learning_rate, tau=self.tau)
-        checks.number(least=0, below=1, b1=self.b1, b2=getattr(self, "b2", 0.0))  # FedAdagrad has no b2
-
-    def _server_optimizer(self) -> optax.GradientTransformation:
-        def init(params: Params) -> Moments:
-            return Moments(jax.tree.map(jnp.zeros_like, params), jax.tree.map(lambda x: jnp.full_like(x, self.tau**2), params))
-
-        def update(gradient: Params, state: Moments, params: Params | None = None) -> tuple[Params, Moments]:
-            m = jax.tree.map(lambda m, g: self.b1 * m + (1 - self.b1) * g, state.m, gradient)
-            v = jax.tree.map(lambda v, g: self.second_moment(v, jnp.square(g)), state.v, gradient)
-            step = jax.tree.map(lambda m, v: -self.server_learning_rate * m / (jnp.sqrt(v) + self.tau), m, v)
-            return step, Moments(m, v)
-
-        return optax.GradientTransformation(init, update)
-
-    def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
-        """Returns the new v for a movement whose square is ``square``."""
-        raise NotImplementedError
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedAdagrad(AdaptiveFedAvg):
-    """FedAvg with Adagrad as the server optimizer, whose effective learning rates only decrease.
 
     >>> import fedsim
     >>> FedAdagrad(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=2)).b1
@@ -86,17 +77,22 @@ class FedAdagrad(AdaptiveFedAvg):
 
     capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True)
 
+    server_learning_rate: float = 1e-2
     b1: float = 0.0
+    tau: float = 1e-3
+    server_optimizer: ClassVar[Any] = from_fields(lambda self: adaptive(self, lambda v, square: v + square))  # type: ignore[misc]
 
-    def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
-        return v + square
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_adaptive(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedAdam(AdaptiveFedAvg):
+class FedAdam(FedAvg):
     """FedAvg with Adam as the server optimizer, without bias correction.
 
     Attributes:
+      server_learning_rate, b1, tau: see `FedAdagrad`.
       b2: decay of the second moment, in [0, 1).
 
     >>> import optax, fedsim
@@ -108,19 +104,27 @@ class FedAdam(AdaptiveFedAvg):
 
     capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True)
 
+    server_learning_rate: float = 1e-2
+    b1: float = 0.9
+    tau: float = 1e-3
     b2: float = 0.99
+    server_optimizer: ClassVar[Any] = from_fields(  # type: ignore[misc]
+        lambda self: adaptive(self, lambda v, square: self.b2 * v + (1 - self.b2) * square)
+    )
 
-    def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
-        return self.b2 * v + (1 - self.b2) * square
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_adaptive(self)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedYogi(AdaptiveFedAvg):
+class FedYogi(FedAvg):
     """FedAvg with Yogi as the server optimizer, whose second moment v changes in steps proportional to Δ².
 
     The second moment v moves towards Δ² by a step that does not depend on its distance from Δ².
 
     Attributes:
+      server_learning_rate, b1, tau: see `FedAdagrad`.
       b2: in [0, 1). 1 - b2 is the size of this step relative to Δ².
 
     >>> import fedsim
@@ -130,7 +134,14 @@ class FedYogi(AdaptiveFedAvg):
 
     capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True)
 
+    server_learning_rate: float = 1e-2
+    b1: float = 0.9
+    tau: float = 1e-3
     b2: float = 0.99
+    server_optimizer: ClassVar[Any] = from_fields(  # type: ignore[misc]
+        lambda self: adaptive(self, lambda v, square: v - (1 - self.b2) * square * jnp.sign(v - square))
+    )
 
-    def second_moment(self, v: jax.Array, square: jax.Array) -> jax.Array:
-        return v - (1 - self.b2) * square * jnp.sign(v - square)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_adaptive(self)

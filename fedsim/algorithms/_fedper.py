@@ -10,19 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from fedsim import rng
+from fedsim import rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import Local
+from fedsim.algorithms._server_step import first_state
 from fedsim.data import FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate
 from fedsim.transfer import Head, head_of, module_names
+
+if TYPE_CHECKING:
+    Base = FedAvg
+else:  # A mixin: the classes that have it are subclasses of FedAvg.
+    Base = object
 
 
 class FedPerState(NamedTuple):
@@ -43,23 +50,11 @@ class FedPerShared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedPer(FedAvg):
-    """FedAvg of the body of a network, while every client keeps its own head, which is never sent.
-
-    Clients train both together. ``state.params`` holds only the body, so `fedsim.evaluate` cannot evaluate it.
-    `fedsim.evaluate_personalized` combines the body with each client's head.
+class OwnHead(Base):
+    """What `FedPer` and FedRep share: clients keep the head of a model, and train it with the body, which alone is sent.
 
     Attributes:
-      head: a function from a Haiku module's name and a parameter's name to whether the parameter belongs to the head, see
-        `fedsim.transfer.head_of`: ``lambda module, name: "norm" in module``. With None, the head is the module that the model
-        creates last, usually the output layer. If no parameter belongs to the head, the algorithm is FedAvg. If all do, clients
-        train alone.
-
-    >>> import optax, fedsim
-    >>> algorithm = FedPer(model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=3))
-    >>> state = algorithm.init(jax.random.key(0))
-    >>> sorted(state.params), sorted(algorithm.client_memory(algorithm.broadcast(state)))
-    (['linear', 'linear_1'], ['linear_2'])
+      head: see `FedPer`.
     """
 
     capabilities = Capabilities(scalable=True)
@@ -92,7 +87,7 @@ class FedPer(FedAvg):
     def init(self, key: jax.Array) -> FedPerState:
         body, _ = self.split(self.model.init(key))
         head_seed = jax.random.bits(rng.stream(key, "head"), dtype=jnp.uint32)
-        return FedPerState(body, self._server_optimizer().init(body), jnp.zeros((), jnp.int32), head_seed)
+        return FedPerState(*first_state(body, self.server_optimizer), head_seed)
 
     def broadcast(self, state: FedPerState) -> FedPerShared:
         return FedPerShared(state.params, state.round, state.head_seed)
@@ -104,10 +99,32 @@ class FedPer(FedAvg):
         """Returns the parameters of the client's personal model."""
         return hk.data_structures.merge(shared.params, client.memory)
 
-    def client_params(self, shared: FedPerShared, client: Client) -> Params:
-        return self.personal_params(shared, client)
+    def train(self, shared: FedPerShared, client: Client) -> Local:
+        return self.local_training(shared, client).run(client, self.personal_params(shared, client))
 
     def client_update(self, shared: FedPerShared, client: Client) -> ClientUpdate:
         local = self.train(shared, client)
         body, head = self.split(local.params)
-        return self.update_of(shared, client, local._replace(params=body))._replace(memory=head)
+        movement = tree.subtract(shared.params, body)
+        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()}, head)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class FedPer(OwnHead, FedAvg):
+    """FedAvg of the body of a network, while every client keeps its own head, which is never sent.
+
+    Clients train both together. ``state.params`` holds only the body, so `fedsim.evaluate` cannot evaluate it.
+    `fedsim.evaluate_personalized` combines the body with each client's head.
+
+    Attributes:
+      head: a function from a Haiku module's name and a parameter's name to whether the parameter belongs to the head, see
+        `fedsim.transfer.head_of`: ``lambda module, name: "norm" in module``. With None, the head is the module that the model
+        creates last, usually the output layer. If no parameter belongs to the head, the algorithm is FedAvg. If all do, clients
+        train alone.
+
+    >>> import optax, fedsim
+    >>> algorithm = FedPer(model=fedsim.models.digits_dense(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=3))
+    >>> state = algorithm.init(jax.random.key(0))
+    >>> sorted(state.params), sorted(algorithm.client_memory(algorithm.broadcast(state)))
+    (['linear', 'linear_1'], ['linear_2'])
+    """

@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
-from fedsim import checks, tree
+from fedsim import checks
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.data import Batch
-from fedsim.model import Params
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.rounds import Client
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -42,14 +40,5 @@ class FedProx(FedAvg):
         super().__post_init__()
         checks.number(least=0, mu=self.mu)
 
-    def mu_of(self, shared: Any) -> float | jax.Array:
-        """Returns the mu of the round."""
-        return self.mu
-
-    def objective(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
-        distance = tree.squared_norm(tree.subtract(params, shared.params))
-        return super().objective(shared, params, batch) + self.mu_of(shared) / 2 * distance
-
-    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient = super().client_gradient(shared, params, batch)
-        return loss, tree.add_proximal_gradient(gradient, self.mu_of(shared), params, shared.params)
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
+        return super().local_training(shared, client).with_proximal_term(self.mu, shared.params)

@@ -9,6 +9,7 @@ determines, so that it suits clients of any size. Clients are weighted by ``weig
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import haiku as hk
@@ -16,15 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import checks, tree
-from fedsim.algorithms._fedavg import Local
-from fedsim.algorithms._fedper import FedPer
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._fedper import OwnHead
+from fedsim.algorithms._local_training import Local
 from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedRep(FedPer):
+class FedRep(OwnHead, FedAvg):
     """FedPer in which a client first fits its head to the server's body, and then fits the body to its head.
 
     Attributes:
@@ -52,21 +54,31 @@ class FedRep(FedPer):
         """Runs the client's local steps: first the steps of the head, then the steps of the body. Each has its own optimizer
         state.
         """
-        body, head = self.split(self.client_params(shared, client))
+        training = self.local_training(shared, client)
+        body, head = self.split(self.personal_params(shared, client))
         # The small term corrects rounding: 0.7 of 10 steps must be 7, also if the product is slightly below 7.
         head_steps = jnp.floor(client.num_steps.astype(jnp.float32) * self.head_fraction + 1e-3).astype(jnp.int32)
 
         def step(local: tuple[Local, Local], batch: Batch) -> tuple[Local, Local]:
             body, head = local
 
-            def loss(body: Params, head: Params) -> jax.Array:
-                return self.client_loss(shared, hk.data_structures.merge(body, head), batch)
+            def value(body: Params, head: Params) -> jax.Array:
+                return training.step_value(hk.data_structures.merge(body, head), batch)
+
+            def step_of(part: Local, gradient: Params, value: Callable[[Params], jax.Array]) -> Local:
+                return dataclasses.replace(
+                    training,
+                    gradient=lambda params, batch: (loss, gradient),
+                    objective=lambda params, batch: value(params),
+                    terms=(),
+                ).step(part, batch)
 
             # One backward pass computes both gradients. The part that is not trained in this step does not change.
-            value, (of_body, of_head) = jax.value_and_grad(loss, argnums=(0, 1))(body.params, head.params)
-            new_head = self.step(shared, head, batch, (value, of_head), lambda head: loss(body.params, head))
-            new_body = self.step(shared, body, batch, (value, of_body), lambda body: loss(body, head.params))
+            loss, gradient = training.step_gradient(hk.data_structures.merge(body.params, head.params), batch)
+            of_body, of_head = self.split(gradient)
+            new_head = step_of(head, of_head, lambda head: value(body.params, head))
+            new_body = step_of(body, of_body, lambda body: value(body, head.params))
             return tree.select(batch.step < head_steps, (body, new_head), (new_body, head))
 
-        body, head = client.for_each_batch(self.batches, step, (self.start(shared, body), self.start(shared, head)))
+        body, head = client.for_each_batch(self.batches, step, (training.start(body), training.start(head)))
         return Local(hk.data_structures.merge(body.params, head.params), (), head.loss.merge(body.loss))

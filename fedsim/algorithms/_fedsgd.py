@@ -7,23 +7,33 @@ decentralized data", AISTATS 2017, section 2 (FedSGD): https://arxiv.org/abs/160
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
-from fedsim.algorithm import Capabilities
-from fedsim.algorithms._gradient_server import GradientServer
-from fedsim.data import Batches
-from fedsim.rounds import Client, ClientUpdate
+import jax
+import optax
+
+from fedsim import checks
+from fedsim.algorithm import Algorithm, Capabilities
+from fedsim.algorithms._descent import check_descent
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._server_step import Shared, Weighting, after_step, first_state, weight_of
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
+from fedsim.model import Model, Params
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FedSGD(GradientServer):
+class FedSGD(Algorithm):
     """FedSGD: each client sends the gradient of its mean loss at the server's parameters, and the server takes one step.
 
     The gradient is summed over batches. So ``batches.size`` limits the memory and does not change the result, unless the model
     combines the examples of a batch or uses random numbers.
 
     Attributes:
-      model, server_optimizer, weighting: see `GradientServer`. The learning rate is set by ``server_optimizer``.
+      model: the model.
+      server_optimizer: an optax transformation, which sets the learning rate. The default is SGD with learning rate 1.
+      weighting: ``"examples"`` weights a client by its number of examples, ``"uniform"`` by 1.
       batches: default: one pass, 256 examples at a time, in stored order.
 
     >>> import jax, numpy as np, optax, fedsim
@@ -37,8 +47,39 @@ class FedSGD(GradientServer):
 
     capabilities = Capabilities(ordered=False, scalable=True)
 
+    model: Model
+    server_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(1.0))
+    weighting: Weighting = "examples"
     batches: Batches = dataclasses.field(default_factory=lambda: Batches(size=256, shuffle=False))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
+        checks.optimizer(server_optimizer=self.server_optimizer)
+        checks.one_of("examples", "uniform", weighting=self.weighting)
+
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        check_descent(self.model, server_optimizer=self.server_optimizer)
+
+    def init(self, key: jax.Array) -> Any:
+        return first_state(self.model.init(key), self.server_optimizer)
+
+    def broadcast(self, state: Any) -> Any:
+        return Shared(state.params, state.round)
+
+    def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
+        """Returns the loss whose gradient clients send. Override this method to use another loss."""
+        return self.model.train_loss(params, batch)
+
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        loss, gradient = self.full_gradient(shared, client, self.batches)
+        training = LocalTraining(functools.partial(self.client_loss, shared), self.batches)
+        loss, gradient = training.full_gradient(client, shared.params, purpose=None)
         return ClientUpdate(gradient, self.weight(client), {"loss": loss})
+
+    def weight(self, client: Client) -> jax.Array:
+        """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""
+        return weight_of(client, self.weighting)
+
+    def server_update(self, state: Any, update: Any, info: RoundInfo) -> Any:
+        return after_step(state, update, self.server_optimizer)

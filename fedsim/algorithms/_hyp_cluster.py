@@ -14,7 +14,7 @@ twice, because this would produce two models that stay equal forever.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,33 +23,28 @@ from fedsim import checks, rng, tree
 from fedsim.aggregators import Grouped, Groups, Member
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._gradient_server import ServerState, Shared
+from fedsim.algorithms._local_training import Local
+from fedsim.algorithms._server_step import ServerState, Shared, first_state
 from fedsim.algorithms._spread_models import spread_models
 from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
+if TYPE_CHECKING:
+    Base = FedAvg
+else:  # A mixin: the classes that have it are subclasses of FedAvg.
+    Base = object
+
+# The axes of the models in a server's state.
+AXES = ServerState(0, 0, None)  # type: ignore[arg-type]
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class HypCluster(FedAvg):
-    """Trains several models by FedAvg. Each client trains the model that has the smallest loss on its examples.
-
-    All models are sent to every client. ``state.params`` holds them in stacked arrays, ``[num_clusters, ...]``. Clients keep
-    the number of the model that they chose. `fedsim.evaluate_personalized` lets every client choose again with its training
-    examples, and evaluates the chosen model. Besides training, a round computes the loss of each model on all of a client's
-    examples.
+class SeveralModels(Base):
+    """What `HypCluster` and `IFCA` share: several models, of which each client trains the one with the smallest loss.
 
     Attributes:
-      num_clusters: number of models, at least 1. With 1, the algorithm is FedAvg. `init` initializes them at random.
-        `init_from` is a better initialization.
-      aggregator: the aggregator of the updates of one cluster.
-
-    >>> import optax, fedsim
-    >>> algorithm = HypCluster(
-    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
-    ...     num_clusters=3)
-    >>> algorithm.init(jax.random.key(0)).params["linear"]["b"].shape
-    (3, 10)
+      num_clusters, aggregator: see `HypCluster`.
     """
 
     not_differentiable = "lets each client choose the model with the smallest loss"
@@ -68,7 +63,7 @@ class HypCluster(FedAvg):
         return self._initial_state(jax.vmap(self.model.init)(jax.random.split(key, self.num_clusters)))
 
     def _initial_state(self, params: Params) -> ServerState:
-        return ServerState(params, jax.vmap(self._server_optimizer().init)(params), jnp.zeros((), jnp.int32))
+        return jax.vmap(lambda params: first_state(params, self.server_optimizer), out_axes=AXES)(params)
 
     def init_from(self, data: FederatedData, *, seed: int | jax.Array = 0) -> ServerState:
         """Returns an initial state with models that differ, similar to k-means++: every model is trained on one client.
@@ -97,8 +92,8 @@ class HypCluster(FedAvg):
         """
         return _model(shared, jnp.where(client.num_examples > 0, _best(self.cluster_losses(shared, client)), client.memory))
 
-    def local_params(self, shared: Shared, client: Client) -> Params:
-        return super().local_params(shared._replace(params=self.personal_params(shared, client)), client)
+    def train(self, shared: Shared, client: Client) -> Local:
+        return super().train(shared._replace(params=self.personal_params(shared, client)), client)
 
     def cluster_losses(self, shared: Shared, client: Client) -> jax.Array:
         """Returns the sum of each model's losses over the client's examples, ``float32 [num_clusters]``."""
@@ -116,21 +111,59 @@ class HypCluster(FedAvg):
     def client_update(self, shared: Shared, client: Client) -> ClientUpdate:
         losses = self.cluster_losses(shared, client)
         cluster = _best(losses)
-        result = super().client_update(shared._replace(params=_model(shared, cluster)), client)
-        info = {**result.info, "cluster_losses": losses / jnp.maximum(client.num_examples, 1).astype(jnp.float32)}
-        return result._replace(update=Member(cluster, result.update), info=info, memory=cluster)
+        chosen = shared._replace(params=_model(shared, cluster))
+        local = super().train(chosen, client)
+        mean_losses = losses / jnp.maximum(client.num_examples, 1).astype(jnp.float32)
+        update = Member(cluster, tree.subtract(chosen.params, local.params))
+        info = {"loss": local.loss.result(), "cluster_losses": mean_losses}
+        return ClientUpdate(update, self.weight(client), info, cluster)
 
     def server_update(self, state: ServerState, update: Groups, info: RoundInfo) -> ServerState:
-        axes = ServerState(0, 0, None)  # type: ignore[arg-type]
-
         def one(state: ServerState, update: Params) -> ServerState:
-            return super(HypCluster, self).server_update(state, update, info)
+            return super(SeveralModels, self).server_update(state, update, info)
 
-        after = jax.vmap(one, in_axes=(axes, 0), out_axes=axes)(state, update.updates)
+        after = jax.vmap(one, in_axes=(AXES, 0), out_axes=AXES)(state, update.updates)
         # A cluster that no client chose does not change, and neither does its optimizer state.
         chosen, old = update.weights != 0, (state.params, state.opt_state)
         params, opt_state = jax.vmap(tree.select)(chosen, (after.params, after.opt_state), old)
         return after._replace(params=params, opt_state=opt_state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class HypCluster(SeveralModels, FedAvg):
+    """Trains several models by FedAvg. Each client trains the model that has the smallest loss on its examples.
+
+    All models are sent to every client. ``state.params`` holds them in stacked arrays, ``[num_clusters, ...]``. Clients keep
+    the number of the model that they chose. `fedsim.evaluate_personalized` lets every client choose again with its training
+    examples, and evaluates the chosen model. Besides training, a round computes the loss of each model on all of a client's
+    examples.
+
+    Attributes:
+      num_clusters: number of models, at least 1. With 1, the algorithm is FedAvg. `init` initializes them at random.
+        `init_from` is a better initialization.
+      aggregator: the aggregator of the updates of one cluster.
+
+    >>> import optax, fedsim
+    >>> algorithm = HypCluster(
+    ...     model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20),
+    ...     num_clusters=3)
+    >>> algorithm.init(jax.random.key(0)).params["linear"]["b"].shape
+    (3, 10)
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class IFCA(SeveralModels, FedAvg):
+    """The iterative federated clustering algorithm with model averaging: `HypCluster` with uniform client weights.
+
+    It is Algorithm 1 with option II of Ghosh et al. (2020), https://arxiv.org/abs/2006.04088.
+
+    >>> import optax, fedsim
+    >>> IFCA(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20)).weighting
+    'uniform'
+    """
+
+    weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="uniform")
 
 
 def _best(losses: jax.Array) -> jax.Array:
@@ -142,17 +175,3 @@ def _best(losses: jax.Array) -> jax.Array:
 
 def _model(shared: Shared, cluster: jax.Array) -> Params:
     return jax.tree.map(lambda models: models[cluster], shared.params)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class IFCA(HypCluster):
-    """The iterative federated clustering algorithm with model averaging: `HypCluster` with uniform client weights.
-
-    It is Algorithm 1 with option II of Ghosh et al. (2020), https://arxiv.org/abs/2006.04088.
-
-    >>> import optax, fedsim
-    >>> IFCA(model=fedsim.models.digits_logistic(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=20)).weighting
-    'uniform'
-    """
-
-    weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="uniform")

@@ -30,7 +30,9 @@ import optax
 
 from fedsim import tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import FedAvg, Local
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining, optimizer_of_round
+from fedsim.algorithms._server_step import ServerState
 from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
@@ -54,6 +56,17 @@ class MimeShared(NamedTuple):
     gradient: Params = ()
 
 
+def imitating(training: LocalTraining, statistics: optax.OptState) -> LocalTraining:
+    """Returns training whose optimizer takes every step from these statistics."""
+    optimizer = optax.with_extra_args_support(training.optimizer)
+
+    def update(gradient: Params, state: Any, params: Params, **extra: Any) -> tuple[Params, optax.OptState]:
+        return optimizer.update(gradient, state, params, **extra)[0], statistics
+
+    fixed = optax.GradientTransformationExtraArgs(lambda params: statistics, update)
+    return dataclasses.replace(training, optimizer=fixed)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MimeLite(FedAvg):
     """FedAvg whose clients use the server's optimizer statistics, which stay fixed during local training.
@@ -64,7 +77,7 @@ class MimeLite(FedAvg):
       client_optimizer: the base algorithm, an optax transformation such as ``optax.sgd(0.1, momentum=0.9)``. The server keeps
         its state. As in `FedAvg`, it may be a function from the round to a transformation, if all states have the same
         structure.
-      model, server_optimizer, weighting: see `GradientServer`.
+      model, server_optimizer, weighting: see `FedAvg`.
 
     >>> import fedsim, jax.numpy as jnp
     >>> algorithm = MimeLite(model=fedsim.models.emnist_logistic(), client_optimizer=optax.sgd(0.1, momentum=0.9),
@@ -78,31 +91,26 @@ class MimeLite(FedAvg):
     capabilities = Capabilities(scalable=False)
 
     def init(self, key: jax.Array) -> MimeState:
-        state = super().init(key)
-        return MimeState(**state._asdict(), statistics=self.optimizer_of(state.round).init(state.params))
+        return _first_state(self, super().init(key))
 
     def broadcast(self, state: MimeState) -> MimeShared:
         return MimeShared(state.params, state.round, state.statistics)
 
-    def start(self, shared: MimeShared, params: Params) -> Local:
-        return super().start(shared, params)._replace(opt_state=shared.statistics)
-
-    def step(self, shared: MimeShared, local: Local, *args: Any, **options: Any) -> Local:
-        return super().step(shared, local, *args, **options)._replace(opt_state=shared.statistics)
+    def local_training(self, shared: MimeShared, client: Client) -> LocalTraining:
+        return imitating(super().local_training(shared, client), shared.statistics)
 
     def client_update(self, shared: MimeShared, client: Client) -> ClientUpdate:
-        _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
+        _, gradient = self.local_training(shared, client).full_gradient(client, shared.params)
         result = super().client_update(shared, client)
         return result._replace(update=(result.update, gradient))
 
     def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
         movement, gradient = update
-        _, statistics = self.optimizer_of(state.round).update(gradient, state.statistics, state.params)
-        return super().server_update(state, movement, info)._replace(statistics=statistics)
+        return super().server_update(state, movement, info)._replace(statistics=_new_statistics(self, state, gradient))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Mime(MimeLite):
+class Mime(FedAvg):
     """MimeLite whose clients also correct every gradient with the cohort's full gradient c, as in SVRG: g(y) - g(x) + c.
 
     A round calls its clients twice, first to compute c and then to train, and they receive x both times. A step computes two
@@ -111,7 +119,7 @@ class Mime(MimeLite):
 
     Attributes:
       client_optimizer: see `MimeLite`.
-      model, server_optimizer, weighting: see `GradientServer`.
+      model, server_optimizer, weighting: see `FedAvg`.
 
     >>> import numpy as np, fedsim
     >>> data = fedsim.FederatedData.from_arrays(
@@ -125,6 +133,14 @@ class Mime(MimeLite):
     [[20800, 20800], [41600, 41600]]
     """
 
+    capabilities = Capabilities(scalable=False)
+
+    def init(self, key: jax.Array) -> MimeState:
+        return _first_state(self, super().init(key))
+
+    def broadcast(self, state: MimeState) -> MimeShared:
+        return MimeShared(state.params, state.round, state.statistics)
+
     def round(self, state: MimeState, clients: Clients) -> tuple[MimeState, RoundInfo]:
         shared = self.broadcast(state)
         gradient, _ = clients.aggregate(self.client_full_gradient, shared, name="gradient")
@@ -133,13 +149,30 @@ class Mime(MimeLite):
 
     def client_full_gradient(self, shared: MimeShared, client: Client) -> ClientUpdate:
         """Returns what a client sends in the first call: its full gradient at x."""
-        _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
+        _, gradient = super().local_training(shared, client).full_gradient(client, shared.params)
         return ClientUpdate(gradient, self.weight(client))
 
-    def client_update(self, shared: MimeShared, client: Client) -> ClientUpdate:
-        return FedAvg.client_update(self, shared, client)
+    def local_training(self, shared: MimeShared, client: Client) -> LocalTraining:
+        training = super().local_training(shared, client)
 
-    def client_gradient(self, shared: MimeShared, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, here = super().client_gradient(shared, params, batch)
-        _, there = super().client_gradient(shared, shared.params, batch)
-        return loss, tree.add(tree.subtract(here, there), shared.gradient)
+        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+            loss, here = training.step_gradient(params, batch)
+            _, there = training.step_gradient(shared.params, batch)
+            return loss, tree.add(tree.subtract(here, there), shared.gradient)
+
+        corrected = dataclasses.replace(training, gradient=gradient, objective=training.step_value, terms=())
+        return imitating(corrected, shared.statistics)
+
+    def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
+        movement, gradient = update
+        return super().server_update(state, movement, info)._replace(statistics=_new_statistics(self, state, gradient))
+
+
+def _first_state(algorithm: FedAvg, state: ServerState) -> MimeState:
+    statistics = optimizer_of_round(algorithm.client_optimizer, state.round).init(state.params)
+    return MimeState(**state._asdict(), statistics=statistics)
+
+
+def _new_statistics(algorithm: FedAvg, state: MimeState, gradient: Params) -> optax.OptState:
+    """Returns V(c, s), where ``gradient`` is c."""
+    return optimizer_of_round(algorithm.client_optimizer, state.round).update(gradient, state.statistics, state.params)[1]

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client
@@ -77,26 +78,32 @@ class PerFedAvg(FedAvg):
         examples.
         """
         once = Batches(size=self.batches.size, max_steps=1, shuffle=self.batches.shuffle)
+        training = super().local_training(shared, client)
 
         def step(params: Params, batch: Batch) -> Params:
-            _, gradient = self.loss_and_gradient(shared, params, batch)
+            _, gradient = training.loss_and_gradient(params, batch)
             return tree.subtract(params, tree.scale(gradient, self.alpha))
 
         return client.for_each_batch(once, step, shared.params)
 
-    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        def slope(params: Params, part: int) -> tuple[jax.Array, Params]:
-            return self.loss_and_gradient(shared, params, parts[part])
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
+        training = super().local_training(shared, client)
 
-        def moved(by: jax.Array | float, along: Params) -> Params:
-            return tree.add(params, tree.scale(along, by))
+        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+            def slope(params: Params, part: int) -> tuple[jax.Array, Params]:
+                return training.loss_and_gradient(params, parts[part])
 
-        parts = split_batch(batch, self._parts)
-        loss, gradient = slope(moved(-self.alpha, slope(params, 0)[1]), 1)
-        if self.variant == "first_order":
-            return loss, gradient
-        ahead, behind = (slope(moved(delta, gradient), 2)[1] for delta in (self.delta, -self.delta))
-        return loss, tree.add(gradient, tree.scale(tree.subtract(ahead, behind), -self.alpha / (2 * self.delta)))
+            def moved(by: jax.Array | float, along: Params) -> Params:
+                return tree.add(params, tree.scale(along, by))
+
+            parts = split_batch(batch, self._parts)
+            loss, gradient = slope(moved(-self.alpha, slope(params, 0)[1]), 1)
+            if self.variant == "first_order":
+                return loss, gradient
+            ahead, behind = (slope(moved(delta, gradient), 2)[1] for delta in (self.delta, -self.delta))
+            return loss, tree.add(gradient, tree.scale(tree.subtract(ahead, behind), -self.alpha / (2 * self.delta)))
+
+        return dataclasses.replace(training, gradient=gradient)
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:

@@ -21,14 +21,15 @@ import jax
 
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._personal_model import Models, PersonalModel
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._personal_model import Models, train_both
 from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class PFedMe(PersonalModel):
+class PFedMe(FedAvg):
     """Personal models theta_i close to a common w: min over w of mean_i min over theta of F_i(theta) + lam/2 ||theta - w||².
 
     `fedsim.evaluate_personalized` evaluates the last theta of each client. A step computes ``personal_steps`` gradients. The
@@ -48,6 +49,7 @@ class PFedMe(PersonalModel):
     """
 
     capabilities = Capabilities(scalable=True)
+    train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     lam: float = 15.0
     personal_learning_rate: float = 0.05
@@ -58,25 +60,34 @@ class PFedMe(PersonalModel):
         checks.positive(lam=self.lam, personal_learning_rate=self.personal_learning_rate)
         checks.whole(1, personal_steps=self.personal_steps)
 
-    def personal_loss(self, shared: Any, copy: Params, own: Params, batch: Batch) -> jax.Array:
-        return self.client_loss(shared, own, batch) + self.lam / 2 * tree.squared_norm(tree.subtract(own, copy))
+    def client_memory(self, shared: Any) -> Params:
+        return shared.params
+
+    def personal_params(self, shared: Any, client: Client) -> Params:
+        """Returns the client's last theta."""
+        return client.memory
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+
+        def step(models: Models, batch: Batch) -> Models:
+            copy, own = models
+            near = training.with_proximal_term(self.lam, copy.params)
+
+            def nearer(_: jax.Array, theta: Params) -> Params:
+                return tree.subtract(theta, tree.scale(near.step_gradient(theta, batch)[1], self.personal_learning_rate))
+
+            theta = jax.lax.fori_loop(0, self.personal_steps, nearer, own.params)
+
+            def envelope(w: Params, batch: Batch) -> jax.Array:
+                return training.loss(theta, batch) + self.lam / 2 * tree.squared_norm(tree.subtract(theta, w))
+
+            def gradient(w: Params, batch: Batch) -> tuple[jax.Array, Params]:
+                return training.loss(theta, batch), tree.scale(tree.subtract(w, theta), self.lam)
+
+            copy = dataclasses.replace(training, gradient=gradient, objective=envelope, terms=()).step(copy, batch)
+            return copy, own._replace(params=theta, loss=copy.loss)
+
         # In each round theta starts from the server's parameters, and not from the client's memory.
-        return super().client_update(shared, dataclasses.replace(client, memory=shared.params))
-
-    def two_steps(self, shared: Any, models: Models, batch: Batch) -> Models:
-        copy, own = models
-        w = copy.params
-
-        def nearer(_: jax.Array, theta: Params) -> Params:
-            _, gradient = self.client_gradient(shared, theta, batch)
-            return tree.subtract(
-                theta, tree.scale(tree.add_proximal_gradient(gradient, self.lam, theta, w), self.personal_learning_rate)
-            )
-
-        theta = jax.lax.fori_loop(0, self.personal_steps, nearer, own.params)
-        # The envelope f(theta) + lam/2 ||theta - w||² has the gradient lam (w - theta) with respect to w.
-        slope = self.client_loss(shared, theta, batch), tree.scale(tree.subtract(w, theta), self.lam)
-        copy = self.step(shared, copy, batch, slope, lambda w: self.personal_loss(shared, w, theta, batch))
-        return copy, own._replace(params=theta, loss=copy.loss)
+        start = training.start(shared.params)
+        return train_both(self, shared, client, step, (start, start))

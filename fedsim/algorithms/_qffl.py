@@ -24,60 +24,39 @@ from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
-from fedsim.algorithms._gradient_server import GradientServer
+from fedsim.algorithms._local_training import optimizer_of_round
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 _SMALLEST_LOSS = 1e-10
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class FairServer(GradientServer):
-    """Base class of `QFedSGD` and `QFedAvg`: the objective Σ p_k F_k^(q+1) / (q+1), and a step size that does not need to be
-    tuned for each q.
+def reweighted(gradient: Params, loss: jax.Array, q: jax.Array | float, lipschitz: jax.Array | float) -> WithAux:
+    """Returns Δ_k = F_k^q ∇_k, and h_k = q F_k^(q-1) |∇_k|² + L F_k^q as auxiliary data.
 
-    Attributes:
-      q: at least 0. With 0, clients have the same weights as in the algorithm without fairness. Larger values give more weight
-        to clients with large losses.
-
-    >>> import fedsim
-    >>> FairServer(model=fedsim.models.digits_logistic(), batches=fedsim.Batches(size=20), q=-1.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected q >= 0 and finite, got q=-1.0.
+    ``gradient`` is a gradient, or an update that is used as one.
     """
+    loss = jnp.maximum(loss, _SMALLEST_LOSS)
+    return WithAux(tree.scale(gradient, loss**q), q * loss ** (q - 1) * tree.squared_norm(gradient) + lipschitz * loss**q)
 
-    q: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
-        checks.number(least=0, q=self.q)
-
-    def reweighted(self, gradient: Params, loss: jax.Array, lipschitz: jax.Array | float) -> WithAux:
-        """Returns Δ_k = F_k^q ∇_k, and h_k = q F_k^(q-1) |∇_k|² + L F_k^q as auxiliary data.
-
-        ``gradient`` is a gradient, or an update that is used as one.
-        """
-        loss = jnp.maximum(loss, _SMALLEST_LOSS)
-        delta = tree.scale(gradient, loss**self.q)
-        return WithAux(delta, self.q * loss ** (self.q - 1) * tree.squared_norm(gradient) + lipschitz * loss**self.q)
-
-    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
-        """Takes a step along ΣΔ_k / Σh_k. There is no step if no client could move, so that Σh_k is 0."""
-        delta, h = update
-        return super().server_update(state, tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0)), info)
+def fair_step(update: WithAux) -> Params:
+    """Returns ΣΔ_k / Σh_k, the gradient for the server. It is 0 if no client could move, so that Σh_k is 0."""
+    delta, h = update
+    return tree.scale(delta, jnp.where(h > 0, 1 / jnp.where(h > 0, h, 1), 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class QFedSGD(FedSGD, FairServer):
+class QFedSGD(FedSGD):
     """q-FedSGD: FedSGD with gradients weighted by the q-th power of the clients' losses, for fairness.
 
     With q = 0, the algorithm is `FedSGD` with a learning rate of 1 / ``lipschitz``.
 
     Attributes:
+      q: at least 0. With 0, clients have the same weights as in the algorithm without fairness. Larger values give more weight
+        to clients with large losses.
       lipschitz: an estimate of the gradient's Lipschitz constant: 1 over the best learning rate for FedSGD.
-      q: see `FairServer`.
       model, batches, server_optimizer, weighting: see `FedSGD`.
 
     >>> import fedsim
@@ -89,19 +68,25 @@ class QFedSGD(FedSGD, FairServer):
 
     capabilities = Capabilities(ordered=False, scalable=False)
 
+    q: float = 1.0
     lipschitz: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
+        checks.number(least=0, q=self.q)
         checks.positive(lipschitz=self.lipschitz)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         result = super().client_update(shared, client)
-        return result._replace(update=self.reweighted(result.update, result.info["loss"], self.lipschitz))
+        return result._replace(update=reweighted(result.update, result.info["loss"], self.q, self.lipschitz))
+
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
+        return super().server_update(state, fair_step(update), info)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class QFedAvg(FedAvg, FairServer):
+class QFedAvg(FedAvg):
     """q-FedAvg: FedAvg with updates weighted by the q-th power of the clients' losses, for fairness.
 
     L times a client's update is used in place of its gradient in `QFedSGD`.
@@ -113,7 +98,7 @@ class QFedAvg(FedAvg, FairServer):
       lipschitz: L. None takes 1 over the client's learning rate, as in the paper. The learning rate is measured as the mean
         length of the client optimizer's first step along a gradient of ones. For SGD this is exact, also if the rate changes
         from round to round.
-      q: see `FairServer`.
+      q: see `QFedSGD`.
       model, batches, client_optimizer, server_optimizer, weighting: see `FedAvg`.
 
     >>> import numpy as np, optax, fedsim
@@ -128,22 +113,29 @@ class QFedAvg(FedAvg, FairServer):
 
     capabilities = Capabilities(scalable=False)
 
+    q: float = 1.0
     lipschitz: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "aggregator", AuxMean.wrap(self.aggregator))
+        checks.number(least=0, q=self.q)
         checks.positive(or_none=True, lipschitz=self.lipschitz)
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        before, result = self.mean_loss(shared, client), super().client_update(shared, client)
+        before = self.local_training(shared, client).mean_loss(client, shared.params)
+        result = super().client_update(shared, client)
         lipschitz = self._lipschitz(shared)
-        update = self.reweighted(tree.scale(result.update, lipschitz), before, lipschitz)
+        update = reweighted(tree.scale(result.update, lipschitz), before, self.q, lipschitz)
         return result._replace(update=update, info={**result.info, "loss_before": before})
+
+    def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
+        return super().server_update(state, fair_step(update), info)
 
     def _lipschitz(self, shared: Any) -> jax.Array | float:
         if self.lipschitz is not None:
             return self.lipschitz
-        optimizer = self.optimizer_of(shared.round)
+        optimizer = optimizer_of_round(self.client_optimizer, shared.round)
         ones, zeros = (jax.tree.map(lambda x, v=v: jnp.full_like(x, v), shared.params) for v in (1, 0))
         steps = jax.tree.leaves(optimizer.update(ones, optimizer.init(zeros), zeros)[0])
         rate = -sum(jnp.sum(x, dtype=jnp.float32) for x in steps) / sum(x.size for x in steps)

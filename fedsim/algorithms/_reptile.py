@@ -9,12 +9,13 @@ Only its purpose is different: it learns parameters from which to fine-tune.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import optax
 
 from fedsim import checks
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._server_step import from_fields
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,14 +41,15 @@ class Reptile(FedAvg):
     server_learning_rate: float = 1.0
     decay_rounds: int | None = None
     weighting: Literal["examples", "uniform"] = dataclasses.field(init=False, default="uniform")
-    server_optimizer: optax.GradientTransformation = dataclasses.field(init=False, repr=False)
+    server_optimizer: ClassVar[Any] = from_fields(lambda self: optax.sgd(self._learning_rate))  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.positive(server_learning_rate=self.server_learning_rate)
         checks.whole(1, or_none=True, decay_rounds=self.decay_rounds)
 
-    def _server_optimizer(self) -> optax.GradientTransformation:
+    @property
+    def _learning_rate(self) -> float | optax.Schedule:
         if self.decay_rounds is None:
-            return optax.sgd(self.server_learning_rate)
-        return optax.sgd(optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds))
+            return self.server_learning_rate
+        return optax.linear_schedule(self.server_learning_rate, 0.0, self.decay_rounds)

@@ -30,9 +30,11 @@ import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._distance import check_linear, train_measured
-from fedsim.algorithms._fedavg import FedAvg, Gradient
-from fedsim.data import Batch, FederatedData
+from fedsim.algorithms._distance import check_linear, measured
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.data import FederatedData
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
@@ -64,9 +66,9 @@ class SCAFFOLD(FedAvg):
     Attributes:
       option: how a client updates its control variate. ``"I"`` uses its full gradient at x, which takes one more pass over its
         examples. ``"II"`` uses the mean of its gradients during training, at no cost.
-      weighting: default ``"uniform"``, as in the paper; see `GradientServer`.
+      weighting: default ``"uniform"``, as in the paper; see `FedAvg`.
       client_optimizer: see `FedAvg`. Option II needs SGD, with or without momentum.
-      model, server_optimizer: see `GradientServer`.
+      model, server_optimizer: see `FedAvg`.
 
     Raises:
       ValueError: ``option`` has another value. Before the first round, with option II: the client optimizer is not linear in
@@ -99,28 +101,24 @@ class SCAFFOLD(FedAvg):
     def client_memory(self, shared: ScaffoldShared) -> Params:
         return jax.tree.map(jnp.zeros_like, shared.params)
 
-    def gradient_of(self, shared: ScaffoldShared, client: Client) -> Gradient:
+    def local_training(self, shared: ScaffoldShared, client: Client) -> LocalTraining:
         correction = tree.subtract(shared.control, client.memory)
-
-        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-            loss, gradient = self.client_gradient(shared, params, batch)
-            return loss, tree.add(gradient, correction)
-
-        return gradient
+        training = super().local_training(shared, client).with_term(None, lambda params: correction)
+        return training if self.option == "I" else measured(training)
 
     def client_update(self, shared: ScaffoldShared, client: Client) -> ClientUpdate:
+        training = self.local_training(shared, client)
+        local = training.run(client, shared.params)
+        movement = tree.subtract(shared.params, local.params)
         if self.option == "I":
-            _, gradient = self.full_gradient(shared, client, self.batches.one_pass(), "preview")
-            result = super().client_update(shared, client)
-            change = tree.subtract(gradient, client.memory)
+            change = tree.subtract(training.full_gradient(client, shared.params)[1], client.memory)
         else:
-            local, distance = train_measured(self, shared, client)
-            result = self.update_of(shared, client, local)
-            change = tree.subtract(distance.mean_gradient(result.update), shared.control)
+            distance = local.opt_state
+            change = tree.subtract(distance.mean_gradient(movement), shared.control)
             # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
             change = tree.select(distance.length == 0, jax.tree.map(jnp.zeros_like, change), change)
         memory = lambda arrived: tree.add(client.memory, tree.scale(arrived[1], client.arrival_weight))  # noqa: E731
-        return result._replace(update=(result.update, change), memory=memory)
+        return ClientUpdate((movement, change), self.weight(client), {"loss": local.loss.result()}, memory)
 
     def server_update(self, state: ScaffoldState, update: Any, info: RoundInfo) -> ScaffoldState:
         movement, change = update
@@ -130,4 +128,4 @@ class SCAFFOLD(FedAvg):
     def check(self, data: FederatedData) -> None:
         super().check(data)
         if self.option == "II":
-            check_linear("SCAFFOLD's option II", self.optimizer_of)
+            check_linear("SCAFFOLD's option II", self.client_optimizer)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from fedsim import checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
-from fedsim.algorithms._fedavg import FedAvg, Local
+from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import Local, LocalTraining
 from fedsim.compressors import Compressor, Identity
 from fedsim.data import Batch
 from fedsim.model import Params, SplitModel
@@ -84,37 +85,38 @@ class SplitFed(FedAvg):
         return self.cut_compressor.not_differentiable
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        local, traffic = self._train(shared, client)
+        training = self.local_training(shared, client)
+
+        def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
+            local, traffic = state
+            loss, gradient, sent = self.gradient_through_cuts(training, local.params, batch)
+            local = dataclasses.replace(training, gradient=lambda params, batch: (loss, gradient)).step(local, batch)
+            return local, tree.add(traffic, sent)
+
+        start = training.start(shared.params), Traffic(jnp.float32(0), jnp.float32(0))
+        local, traffic = client.for_each_batch(self.batches, step, start)
         steps = client.num_steps.astype(jnp.float32)
         parts = self.model.parts if isinstance(self.model, SplitModel) else {}
         own = {part: shared.params[part] for part in parts if part != "server"} or shared.params
         model_bits = jnp.where(steps > 0, jnp.float32(tree.num_bits(own)), 0.0)
         info = {f"step_bits_{way}": bits / jnp.maximum(steps, 1) for way, bits in traffic._asdict().items()}
         info |= {f"device_bits_{way}": bits + model_bits for way, bits in traffic._asdict().items()}
-        update = self.update_of(shared, client, local)
-        return update._replace(info={**update.info, **info})
+        movement = tree.subtract(shared.params, local.params)
+        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result(), **info})
 
-    def train(self, shared: Any, client: Client) -> Local:
-        return self._train(shared, client)[0]
+    def local_training(self, shared: Any, client: Client) -> LocalTraining:
+        training = super().local_training(shared, client)
 
-    def _train(self, shared: Any, client: Client) -> tuple[Local, Traffic]:
-        def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
-            local, traffic = state
-            loss, gradient, sent = self.gradient_through_cuts(shared, local.params, batch)
-            return self.step(shared, local, batch, (loss, gradient)), tree.add(traffic, sent)
+        def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+            return self.gradient_through_cuts(training, params, batch)[:2]
 
-        start = self.start(shared, self.client_params(shared, client))
-        return client.for_each_batch(self.batches, step, (start, Traffic(jnp.float32(0), jnp.float32(0))))
+        return dataclasses.replace(training, gradient=gradient)
 
-    def client_gradient(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
-        loss, gradient, _ = self.gradient_through_cuts(shared, params, batch)
-        return loss, gradient
-
-    def gradient_through_cuts(self, shared: Any, params: Params, batch: Batch) -> tuple[jax.Array, Params, Traffic]:
+    def gradient_through_cuts(self, training: LocalTraining, params: Params, batch: Batch) -> tuple[jax.Array, Params, Traffic]:
         """Returns the loss of a batch, the gradient of each part as its place computes it, and what was sent for this."""
         model = self.model
         if not isinstance(model, SplitModel):
-            return *super().client_gradient(shared, params, batch), Traffic(jnp.float32(0), jnp.float32(0))
+            return *training.step_gradient(params, batch), Traffic(jnp.float32(0), jnp.float32(0))
         first, *others = model.parts
         sent: list[list[jax.Array]] = [[], []]  # up and down
 

@@ -7,6 +7,7 @@ is the smallest of its losses under these models.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Cohort, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.execution import Jit
+from fedsim.rounds import Client
 from fedsim.model import Params
 
 
@@ -38,15 +40,18 @@ def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.A
     loss_model = dataclasses.replace(algorithm.model, metrics={"loss": algorithm.model.losses})
     start = algorithm.broadcast(algorithm.init(key))._replace(params=algorithm.model.init(key))
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
+
+    def train(shared: Any, client: Client) -> Params:
+        return algorithm.local_training(shared, client).run(client, shared.params).params
+
     models: list[Params] = []
     left = data.sizes > 0
     least, chances = np.full(data.num_clients, np.inf), left.astype(np.float64)
     for _ in range(count):
         one = draw.choice(data.num_clients, p=chances / chances.sum())
         cohort = Cohort(data, np.array([one]), 0, key)
-        # Not `local_params`, which first chooses one of several models in algorithms of clusters.
-        trained = map_clients(algorithm.train, start, cohort, batches=algorithm.batches, execution=algorithm.execution)
-        models.append(jax.tree.map(lambda x: x[0], trained.params))
+        trained = map_clients(train, start, cohort, batches=algorithm.batches, execution=algorithm.execution)
+        models.append(jax.tree.map(lambda x: x[0], trained))
         losses = np.asarray(evaluate(loss_model, models[-1], data, execution=execution).clients["loss"].result(), np.float64)
         least = np.fmin(least, losses)  # fmin ignores the NaN of a model that diverged.
         left[one] = False

@@ -15,16 +15,16 @@ from jax.sharding import Mesh
 
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Mean
-from fedsim.algorithm import Capabilities
-from fedsim.algorithms import FedAvg, Shared
-from fedsim.data import FederatedData
+from fedsim.algorithm import Algorithm, Capabilities
+from fedsim.algorithms import LocalTraining, Shared, check_client_optimizer
+from fedsim.data import Batch, FederatedData
 from fedsim.decentralized._local_noise import LocalNoise
 from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
 from fedsim.decentralized._robust_mixing import RobustMixing
 from fedsim.decentralized._topology import Topology
-from fedsim.model import Params
 from fedsim.rounds import Client, Clients
+from fedsim.model import Model, Params
 from fedsim.samplers import Sampler, UniformSampler
 from fedsim.systems import Devices
 from fedsim.transfer import Head
@@ -95,7 +95,7 @@ class NodeResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class DecentralizedAlgorithm(FedAvg):
+class DecentralizedAlgorithm(Algorithm):
     """Base class of algorithms without a server: the clients are the nodes 0 to n - 1 of a graph.
 
     In a round every node takes local steps from its own model, as a client of `FedAvg` does from the server's. Then the nodes
@@ -108,6 +108,7 @@ class DecentralizedAlgorithm(FedAvg):
     with `fedsim.attacks.SignFlip` a node sends -x. They keep their own values, which count in the mean, like those of others.
 
     Attributes:
+      model, client_optimizer: see `fedsim.algorithms.FedAvg`. A schedule counts rounds.
       topology: a `Topology` with as many nodes as the population has clients.
       weights: the mixing weights, see `Topology.matrices`.
       message_loss: the probability that a message is lost, which is everything that a node sends to a neighbour in a round. The
@@ -149,6 +150,8 @@ class DecentralizedAlgorithm(FedAvg):
     # The topology of ``fedsim run`` without ``--topology``.
     default_topology: ClassVar[str] = "ring"
 
+    model: Model
+    client_optimizer: optax.GradientTransformation | Callable[[jax.Array], optax.GradientTransformation]
     topology: Topology
     weights: str | Weights | Sequence[Matrix] = "auto"
     message_loss: float = 0.0
@@ -156,14 +159,13 @@ class DecentralizedAlgorithm(FedAvg):
     robust_mixing: RobustMixing | None = None
     local_noise: LocalNoise | None = None
     personal: Head | None = None
-    server_optimizer: optax.GradientTransformation = dataclasses.field(
-        init=False, repr=False, default_factory=lambda: optax.sgd(1.0)
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        checks.instance(Model, "fedsim.models.emnist_dense()", model=self.model)
+        checks.optimizer(or_schedule=True, client_optimizer=self.client_optimizer)
         checks.instance(Topology, "fedsim.decentralized.ring(16)", topology=self.topology)
-        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop", "weighting": "examples"}
+        defaults = {"downlink": None, "staleness": None, "nonfinite": "drop"}
         given = {name: value for name in defaults if (value := getattr(self, name)) != defaults[name]}
         given |= {} if type(self.aggregator) is Mean else {"aggregator": self.aggregator}
         if given:
@@ -216,6 +218,7 @@ class DecentralizedAlgorithm(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
+        check_client_optimizer(self.model, self.client_optimizer, self.batches, data)
         if data.num_clients != self.topology.nodes:
             raise ValueError(
                 f"The topology {self.topology.name!r} has {self.topology.nodes} nodes, and the population has "
@@ -313,14 +316,22 @@ class DecentralizedAlgorithm(FedAvg):
         attackers = jnp.zeros(self.topology.nodes, bool).at[at].set(True, mode="drop")
         return lambda values, key: attack.corrupt_all(values, attackers, key)
 
+    def client_loss(self, shared: Shared, params: Params, batch: Batch) -> jax.Array:
+        """Returns the loss that nodes minimize and report; ``shared.params`` is the node's model before its local steps."""
+        return self.model.train_loss(params, batch)
+
+    def local_training(self, shared: Shared, client: Client) -> LocalTraining:
+        """Returns how a node trains, see `fedsim.algorithms.FedAvg.local_training`."""
+        return LocalTraining.of(self, shared)
+
     def node_update(self, round: jax.Array, own: Params, client: Client) -> NodeResult:
         """Runs a node's local steps from its own model, personal parameters included."""
-        result = self.client_update(Shared(own, round), client)
-        movement, moved = self._split(result.update)
+        local = self.local_training(Shared(own, round), client).run(client, own)
+        movement, moved = self._split(tree.subtract(own, local.params))
         if self.local_noise is not None:
             movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
         finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(movement)])
-        return NodeResult(movement, moved, result.info["loss"], client.num_steps > 0, ~finite)
+        return NodeResult(movement, moved, local.loss.result(), client.num_steps > 0, ~finite)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.

@@ -46,7 +46,7 @@ def evaluate_personalized(
       training examples, which are those of the client with the same name in ``train``.
     - Without this method, the parameters that the server sends, ``shared.params``.
     - If ``fine_tune`` is given, the result of its local steps on the training examples, which start from the parameters above
-      (``fine_tune.local_params(shared, client)``).
+      (``fine_tune.train(shared, client).params``).
 
     The server's parameters are ``state.params``, which are averaged over rounds if the algorithm has ``averaging``. A client
     that is not in ``train`` gets the parameters of a client without memory and training examples, in most algorithms the
@@ -184,13 +184,14 @@ class _Work:
 
     def _params(self, shared: Shared, first: Any, client: Client) -> Params:
         if self.fine_tune is not None and self._continues:
-            return self.fine_tune.local_params(shared, client)
+            return self.fine_tune.train(shared, client).params
         personal = getattr(self.algorithm, "personal_params", None)
         params = personal(shared, client) if personal else shared.params
         if self.fine_tune is None:
             return params
         sent = first._replace(params=params)
-        return self.fine_tune.local_params(sent, dataclasses.replace(client, memory=self.fine_tune.client_memory(sent)))
+        client = dataclasses.replace(client, memory=self.fine_tune.client_memory(sent))
+        return self.fine_tune.train(sent, client).params
 
     def statistics(self, arguments: tuple[Params, jax.Array, Params, Statistics], client: Client) -> Statistics:
         """Returns the statistics of a client's metrics, summed over its test examples.
@@ -233,9 +234,9 @@ def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
         )
     if fine_tune is None:
         return
-    if not callable(getattr(fine_tune, "local_params", None)):
+    if not callable(getattr(fine_tune, "train", None)):
         raise ValueError(
-            "Expected fine_tune to be an algorithm with local_params, whose clients train one model, such as FedAvg, got "
+            "Expected fine_tune to be an algorithm with train, whose clients train one model, such as FedAvg, got "
             f"{type(fine_tune).__name__}."
         )
     key = jax.random.key(0)

@@ -200,7 +200,7 @@ def test_downloaded_parameters_replace_those_of_a_participant(size):
     leaves = [own[:2], own[2:, None]]
     participant = types.SimpleNamespace(model=types.SimpleNamespace(init=lambda key: leaves), theta_d=0.5)
     download = _dssgd.Download(values[chosen], np.packbits(chosen), jnp.int32(0), jnp.zeros(2, jnp.uint32))
-    arrived = algorithms.DSSGD.client_params(participant, download, types.SimpleNamespace(memory=leaves))
+    arrived = algorithms.DSSGD.downloaded(participant, download, types.SimpleNamespace(memory=leaves))
     expected = np.where(chosen, values, own)
     np.testing.assert_array_equal(arrived[0], expected[:2])
     np.testing.assert_array_equal(arrived[1], expected[2:, None])

@@ -1,6 +1,5 @@
 """Algorithms with personal models: agreement with NumPy, and special cases that equal other algorithms."""
 
-import dataclasses
 import types
 
 import federation
@@ -265,16 +264,6 @@ def test_a_constant_alpha_of_apfl_does_not_contribute_to_the_gradient_norm():
             lengths = np.sqrt(sum(np.sum(np.square(x.reshape(len(seen), -1)), 1) for x in jax.tree.leaves(moved)))
             np.testing.assert_allclose(lengths[seen], bound, rtol=1e-3)
         before = rows
-
-
-def test_a_personal_loss_without_its_gradient_is_refused():
-    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-    class Shrunk(algorithms.Ditto):
-        def personal_loss(self, shared, copy, own, batch):
-            return 1000 * fedsim.tree.squared_norm(own)
-
-    with pytest.raises(TypeError, match="Shrunk overrides personal_loss, .* from Ditto: override personal_gradient, too"):
-        make(Shrunk)
 
 
 class Broken(algorithms.APFL):

@@ -220,7 +220,6 @@ def test_lost_averages_of_adpsgd_leave_nodes_alone():
         ("ChocoSGD", {"message_loss": 0.1}, "links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"message_loss": 0.1}, "D2 needs links that lose nothing, got message_loss=0.1: leave it out"),
         ("D2", {"link_failures": 0.1, "weights": "lazy"}, "links that lose nothing, got link_failures=0.1: leave it out"),
-        ("DPSGD", {"weighting": "uniform"}, "has no server, got weighting='uniform'"),
         ("DPSGD", {"personal": "head"}, "a function of a module's and a parameter's name"),
     ],
 )

@@ -147,13 +147,13 @@ FIRST_PASS = fedsim.Batches(size=2, shuffle=False)
 class TwoPhases(algorithms.FedAvg):
     """Before its local steps, a client moves along the sum of gradients of a first pass, and by its number of steps."""
 
-    def client_params(self, shared, client):
+    def train(self, shared, client):
         def add(total, batch):
             return fedsim.tree.add(total, jax.grad(self.model.train_loss)(shared.params, batch))
 
         slope = client.for_each_batch(FIRST_PASS, add, jax.tree.map(jnp.zeros_like, shared.params), "first pass")
         by = jax.tree.map(lambda slope: 0.1 * slope + 0.01 * client.num_steps.astype(jnp.float32), slope)
-        return fedsim.tree.subtract(shared.params, by)
+        return self.local_training(shared, client).run(client, fedsim.tree.subtract(shared.params, by))
 
 
 @pytest.mark.slow
@@ -369,11 +369,11 @@ def test_errors_for_what_cannot_be_evaluated():
     with pytest.raises(ValueError, match="FedAvg has no personal_params.*fine_tune"):
         fedsim.evaluate_personalized(fedavg, state, data, data)
     sgd = algorithms.FedSGD(model=fedavg.model)
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with local_params, .*FedSGD"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*FedSGD"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=sgd)
     with pytest.raises(ValueError, match="Expected fine_tune .* whole model, such as FedAvg, or .* FedAvg, got IFCA"):
         fedsim.evaluate_personalized(fedavg, state, data, data, fine_tune=make(algorithms.IFCA))
-    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with local_params, .*Ditto"):
+    with pytest.raises(ValueError, match="Expected fine_tune to be an algorithm with train, .*Ditto"):
         fedsim.evaluate_personalized(make(), trained(make()), data, data, fine_tune=make())
     with pytest.raises(ValueError, match="Expected batch_size >= 1, or None, got batch_size=0"):
         fedsim.evaluate_personalized(make(), state, data, data, batch_size=0)

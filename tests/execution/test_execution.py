@@ -54,10 +54,10 @@ def test_executor_choice_at_apply_time_is_honoured():
 
 def test_debug_error_names_stage_client_and_shapes():
     class Broken(fedsim.algorithms.FedAvg):
-        def client_gradient(self, shared, params, batch):
+        def client_loss(self, shared, params, batch):
             if int(batch.step) == 1:
                 raise ArithmeticError("no luck")
-            return super().client_gradient(shared, params, batch)
+            return super().client_loss(shared, params, batch)
 
     algorithm = Broken(
         model=federation.model(), client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=4), execution=fedsim.Debug()

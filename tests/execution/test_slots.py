@@ -150,7 +150,7 @@ def test_a_python_loop_iterates_over_clients_only():
 
 def test_an_error_in_a_round_without_clients_names_the_method():
     class Broken(fedsim.algorithms.FedAvg):
-        def update_of(self, shared, client, local):
+        def client_update(self, shared, client):
             raise ArithmeticError("no luck")
 
     algorithm = Broken(**{f.name: getattr(fedavg(), f.name) for f in dataclasses.fields(fedavg()) if f.init})

@@ -207,8 +207,8 @@ def halved(x):
     return x / 2
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Mine(fedsim.algorithms.FedAvg):
-    def update_of(self, shared, params):
-        return halved(super().update_of(shared, params)) * FACTOR
+    def client_loss(self, shared, params, batch):
+        return halved(super().client_loss(shared, params, batch)) * FACTOR
 def unused(x):
     return x
 """
@@ -220,7 +220,7 @@ def test_the_code_of_a_notebook_that_an_algorithm_uses_is_part_of_the_run(make_a
         return code_of(_notebook(source)["Mine"](**fields))
 
     first = code(CELL)
-    assert {"__main__.Mine.update_of", "__main__.halved"} <= first.keys() and "__main__.unused" not in first
+    assert {"__main__.Mine.client_loss", "__main__.halved"} <= first.keys() and "__main__.unused" not in first
     assert code(CELL + "# a comment\n") == first == code(CELL.replace("return x\n", "return -x\n"))
     for old, new in (("x / 2", "x / 3"), ("1.0", "-0.5"), (" * FACTOR", " / FACTOR")):
         changed = code(CELL.replace(old, new))

@@ -193,8 +193,8 @@ def test_updates_of_an_own_algorithm_are_not_scaled_unless_it_declares_it():
 
 
 class Mixin:
-    def update_of(self, shared, client, local):
-        return super().update_of(shared, client, local)
+    def client_update(self, shared, client):
+        return super().client_update(shared, client)
 
 
 DECLARED = fedsim.Capabilities(scalable=True)
@@ -204,21 +204,21 @@ DECLARED = fedsim.Capabilities(scalable=True)
     ("bases", "body", "scaled"),
     [
         ((fedsim.algorithms.FedAvg,), {"client_loss": lambda self, shared, params, batch: 0.0}, True),
-        ((fedsim.algorithms.FedAvg,), {"client_update": Mixin.update_of}, False),
-        ((fedsim.algorithms.FedAvg,), {"server_update": Mixin.update_of, "capabilities": DECLARED}, True),
+        ((fedsim.algorithms.FedAvg,), {"client_update": Mixin.client_update}, False),
+        ((fedsim.algorithms.FedAvg,), {"server_update": Mixin.client_update, "capabilities": DECLARED}, True),
         ((Mixin, fedsim.algorithms.FedAvg), {}, False),
         ((Mixin, fedsim.algorithms.FedAvg), {"capabilities": DECLARED}, True),
-        ((fedsim.algorithms.Ditto,), {"broadcast": Mixin.update_of}, False),
+        ((fedsim.algorithms.Ditto,), {"broadcast": Mixin.client_update}, False),
         ((fedsim.algorithms.SCAFFOLD,), {}, False),
         ((fedsim.algorithms.FedAvg,), {"capabilities": fedsim.Capabilities(minimizes=False)}, False),
-        ((fedsim.Algorithm,), {"round": Mixin.update_of}, False),
+        ((fedsim.Algorithm,), {"round": Mixin.client_update}, False),
     ],
 )
 def test_a_class_declares_scales_only_for_the_methods_that_it_has(bases, body, scaled):
     cls = type("Mine", bases, body)
     assert is_scalable(object.__new__(cls)) == scaled
     assert is_scalable(object.__new__(type("Child", (cls,), {}))) == scaled
-    assert not is_scalable(object.__new__(type("Child", (cls,), {"round": Mixin.update_of})))
+    assert not is_scalable(object.__new__(type("Child", (cls,), {"round": Mixin.client_update})))
 
 
 def test_every_algorithm_declares_whether_it_has_scales():

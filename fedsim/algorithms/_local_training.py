@@ -1,0 +1,244 @@
+"""`LocalTraining`: how a client trains, as a value that algorithms make, change and run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedsim import metrics, tree
+from fedsim.aggregators import accumulation_dtype
+from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.rounds import Client
+from fedsim.model import Model, Params
+
+Schedule = Callable[[jax.Array], optax.GradientTransformation]
+Loss = Callable[[Params, Batch], jax.Array]
+Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]
+
+
+class Local(NamedTuple):
+    """A client's local parameters, the state of its optimizer, and its training loss over the examples so far.
+
+    >>> import fedsim
+    >>> training = LocalTraining(loss=lambda params, batch: params["w"], batches=fedsim.Batches(size=1))
+    >>> training.start({"w": jnp.float32(2)}).params["w"].item()
+    2.0
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    loss: metrics.MeanLoss
+
+
+class Term(NamedTuple):
+    """A term of the parameters that steps minimize besides the loss; ``value`` is None if it is linear in the parameters."""
+
+    value: Callable[[Params], jax.Array] | None
+    gradient: Callable[[Params], Params]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalTraining:
+    """How one client trains: a loss, an optimizer and batches. Use `dataclasses.replace` to change a part of it.
+
+    Attributes:
+      loss: a function from parameters and a batch to the loss, ``float32 []``, the mean over the examples where ``batch.mask``
+        is True. It is reported, and steps minimize it unless ``gradient`` is given.
+      batches: how the client cuts its examples into batches, and how many steps it takes.
+      optimizer: the optax transformation of this round. The default leaves the parameters as they are.
+      gradient: a function from parameters and a batch to the loss that is reported, and the gradient of a step without
+        ``terms``. None takes `loss_and_gradient`.
+      objective: a function from parameters and a batch to the value whose gradient this is, for optimizers that need it, as
+        Polyak steps and line searches do. Parts that are linear in the parameters may be left out, because they follow from the
+        gradient. None takes ``loss``.
+      terms: what `with_term` has added.
+
+    >>> import fedsim
+    >>> def loss(params, batch):
+    ...     return fedsim.metrics.masked_mean(jnp.square(batch.examples["x"] - params["w"]), batch.mask)
+    >>> training = LocalTraining(loss, fedsim.Batches(size=2), optax.sgd(0.25))
+    >>> batch = fedsim.Batch({"x": jnp.array([1.0, 3.0])}, jnp.array([True, True]), jax.random.key(0), 0)
+    >>> local = training.step(training.start({"w": jnp.float32(0)}), batch)
+    >>> local.params["w"].item(), local.loss.result().item()
+    (1.0, 5.0)
+    """
+
+    loss: Loss
+    batches: Batches
+    optimizer: optax.GradientTransformation = dataclasses.field(default_factory=optax.set_to_zero)
+    gradient: Gradient | None = None
+    objective: Loss | None = None
+    terms: tuple[Term, ...] = ()
+
+    @classmethod
+    def of(cls, algorithm: Any, shared: Any) -> LocalTraining:
+        """Returns training with the ``client_loss``, the ``batches`` and the ``client_optimizer`` of an algorithm.
+
+        Args:
+          algorithm: `FedAvg`, or another algorithm with these.
+          shared: what its clients receive, which has the number of the ``round``.
+        """
+        optimizer = optimizer_of_round(algorithm.client_optimizer, shared.round)
+        return cls(functools.partial(algorithm.client_loss, shared), algorithm.batches, optimizer)
+
+    def with_term(
+        self, value: Callable[[Params], jax.Array] | None, gradient: Callable[[Params], Params] | None = None
+    ) -> LocalTraining:
+        """Returns training that also minimizes a term of the parameters, which is not reported.
+
+        Args:
+          value: the term. None if it is linear in the parameters; then ``gradient`` is required.
+          gradient: the gradient of the term; default: that of ``value``.
+
+        >>> import fedsim
+        >>> training = LocalTraining(lambda params, batch: params["w"], fedsim.Batches(size=1), optax.sgd(1.0))
+        >>> pulled = training.with_term(lambda params: 0.5 * tree.squared_norm(params))
+        >>> loss, gradient = pulled.step_gradient({"w": jnp.float32(3)}, None)
+        >>> loss.item(), gradient["w"].item()
+        (3.0, 4.0)
+        """
+        term = Term(value, gradient or jax.grad(value))  # type: ignore[arg-type]  # One of the two is given.
+        return dataclasses.replace(self, terms=(*self.terms, term))
+
+    def with_proximal_term(self, strength: jax.Array | float, center: Params) -> LocalTraining:
+        """Returns training with the term ``strength / 2 * ||params - center||²``.
+
+        >>> import fedsim
+        >>> training = LocalTraining(lambda params, batch: params["w"], fedsim.Batches(size=1), optax.sgd(1.0))
+        >>> _, gradient = training.with_proximal_term(0.5, {"w": jnp.float32(2)}).step_gradient({"w": jnp.float32(6)}, None)
+        >>> gradient["w"].item()
+        3.0
+        """
+        return self.with_term(
+            lambda params: strength / 2 * tree.squared_norm(tree.subtract(params, center)),
+            lambda params: tree.scale(tree.subtract(params, center), strength),  # one pass over the parameters
+        )
+
+    def loss_and_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        """Returns ``loss`` and its gradient with respect to ``params``, without any other term.
+
+        Raises:
+          ValueError: ``loss`` does not return a scalar.
+        """
+
+        def loss(params: Params) -> jax.Array:
+            value = self.loss(params, batch)
+            if jnp.shape(value):
+                function = getattr(self.loss, "func", self.loss)
+                raise ValueError(
+                    f"Expected {getattr(function, '__qualname__', function)} to return a scalar, the mean loss of a batch, got "
+                    f"shape {list(jnp.shape(value))}. Average over the examples where batch.mask is True, as model.train_loss "
+                    "does."
+                )
+            return value
+
+        return jax.value_and_grad(loss)(params)
+
+    def step_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        """Returns the loss of a batch, which is reported, and the gradient of a step, which has all terms."""
+        loss, gradient = (self.gradient or self.loss_and_gradient)(params, batch)
+        for term in self.terms:
+            gradient = tree.add(gradient, term.gradient(params))
+        return loss, gradient
+
+    def step_value(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the value that steps minimize, without terms that are linear in the parameters."""
+        value = (self.objective or self.loss)(params, batch)
+        for term in self.terms:
+            value = value + term.value(params) if term.value else value
+        return value
+
+    def start(self, params: Params) -> Local:
+        """Returns the state before the first local step from these parameters, with a new state of the optimizer."""
+        return Local(params, self.optimizer.init(params), metrics.MeanLoss.zero())
+
+    def step(self, local: Local, batch: Batch) -> Local:
+        """Takes one step of the optimizer on a batch."""
+        (loss, gradient), extra = self.step_gradient(local.params, batch), {}
+        if needs_loss(self.optimizer, local.params):  # as Polyak steps and line searches do
+            descended = _with_gradient(lambda params: self.step_value(params, batch), gradient, local.params)
+            extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
+        updates, opt_state = self.optimizer.update(gradient, local.opt_state, local.params, **extra)
+        count = jnp.sum(batch.mask, dtype=jnp.float32)
+        return Local(optax.apply_updates(local.params, updates), opt_state, local.loss.add(loss, count))
+
+    def run(self, client: Client, params: Params) -> Local:
+        """Runs a client's local steps from these parameters."""
+        return client.for_each_batch(self.batches, self.step, self.start(params))
+
+    def mean_loss(self, client: Client, params: Params) -> jax.Array:
+        """Returns a client's mean loss over all its examples at these parameters, ``float32 []``. With dropout it is random."""
+
+        def add(losses: metrics.MeanLoss, batch: Batch) -> metrics.MeanLoss:
+            count = jnp.sum(batch.mask, dtype=jnp.float32)
+            return losses.add(self.loss(params, batch), count)
+
+        return client.for_each_batch(self.batches.one_pass(), add, metrics.MeanLoss.zero(), "preview").result()
+
+    def full_gradient(self, client: Client, params: Params, purpose: str | None = "preview") -> tuple[jax.Array, Params]:
+        """Returns a client's mean loss over its examples at these parameters, and the gradient of this loss, without terms.
+
+        Args:
+          client: the client.
+          params: the parameters.
+          purpose: of a pass over all examples. None takes the batches of the client's training in this round instead.
+        """
+
+        def add(sums: tuple[metrics.MeanLoss, Params], batch: Batch) -> tuple[metrics.MeanLoss, Params]:
+            losses, total = sums
+            loss, gradient = self.loss_and_gradient(params, batch)
+            count = jnp.sum(batch.mask, dtype=jnp.float32)
+            total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
+            return losses.add(loss, count), total
+
+        batches = self.batches if purpose is None else self.batches.one_pass()
+        # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), params)
+        losses, total = client.for_each_batch(batches, add, (metrics.MeanLoss.zero(), zeros), purpose)
+        mean = tree.scale(total, 1 / jnp.maximum(losses.num_examples.value(), 1))
+        return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
+
+
+def optimizer_of_round(
+    optimizer: optax.GradientTransformation | Schedule, round_number: jax.Array
+) -> optax.GradientTransformation:
+    """Returns an optimizer, or what a schedule of optimizers returns for a round.
+
+    >>> optimizer = optimizer_of_round(lambda round: optax.scale(-0.5 * round.astype(jnp.float32)), jnp.int32(2))
+    >>> optimizer.update(jnp.float32(4), optimizer.init(None))[0].item()
+    -4.0
+    """
+    return optimizer if isinstance(optimizer, optax.GradientTransformation) else optimizer(round_number)
+
+
+def check_client_optimizer(
+    model: Model, client_optimizer: optax.GradientTransformation | Schedule, batches: Batches, data: FederatedData
+) -> None:
+    """Raises ``ValueError`` if a client optimizer cannot train the model, and warns of gradients that it would lose.
+
+    >>> import fedsim
+    >>> data = fedsim.datasets.load("digits").train
+    >>> check_client_optimizer(fedsim.models.digits_logistic(), optax.sgd(0.1), fedsim.Batches(size=20), data)
+    """
+    # A schedule over rounds may start with learning rate 0. The optimizer of the first round alone then never moves.
+    scheduled = not isinstance(client_optimizer, optax.GradientTransformation)
+    optimizer = optimizer_of_round(client_optimizer, jnp.int32(0))
+    check_descent(model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
+    warn_of_lost_gradients(model, batches.num_steps(data.sizes[data.sizes > 0]), client_optimizer=optimizer)
+
+
+def _with_gradient(objective: Callable[[Params], jax.Array], gradient: Params, at: Params) -> Callable[[Params], jax.Array]:
+    """Returns ``objective`` plus the linear function with which its gradient at the parameters ``at`` is ``gradient``."""
+    missing = tree.subtract(gradient, jax.grad(objective)(at))
+
+    def descended(params: Params) -> jax.Array:
+        return objective(params).astype(jnp.float32) + tree.dot(missing, tree.subtract(params, at))
+
+    return descended

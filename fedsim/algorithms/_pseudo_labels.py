@@ -1,0 +1,107 @@
+"""What FixMatch and FedMatch share: pseudo-labels of augmented examples, and supervised steps at the server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import checks, rng, tree
+from fedsim.algorithms._local_training import LocalTraining
+from fedsim.augmentations import Augmentation
+from fedsim.data import Batch, Batches, FederatedData
+from fedsim.rounds import Client
+from fedsim.execution._client import streams
+from fedsim.metrics import divide
+from fedsim.model import Model, Params
+from fedsim.primitives import bounded_loop
+
+Examples = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PseudoLabels:
+    """Predictions of a model for augmented examples, which are labels if the model is confident. See `FixMatch`."""
+
+    model: Model
+    threshold: float
+    weak: Augmentation
+    strong: Augmentation
+    augmented: str
+
+    def check(self, data: FederatedData, server_examples: Examples | None) -> None:
+        """Raises ``ValueError`` if nobody has a label, or if the feature to augment is missing."""
+        known = data.label_range("y")
+        if known is not None and known[1] < 0 and (server_examples is None or not len(server_examples["y"])):
+            raise ValueError(
+                f"Expected labels at the clients or the server, got y=-1, a hidden label, for all {data.num_examples} examples "
+                "of the clients, and no server_examples: hide fewer labels, or give server_examples."
+            )
+        if self.augmented not in data.columns:
+            raise ValueError(
+                f"There is no feature {self.augmented!r} to augment; the data has {sorted(data.columns)}: set augmented."
+            )
+        column = data.columns[self.augmented]
+        example = jax.ShapeDtypeStruct((1, *column.shape[1:]), jax.dtypes.canonicalize_dtype(column.dtype))
+        for augmentation in (self.weak, self.strong):
+            jax.eval_shape(augmentation, jax.random.key(0), example)
+
+    def logits(self, params: Params, batch: Batch, augmentation: Literal["weak", "strong"]) -> jax.Array:
+        """Returns the logits ``float32 [n, classes]`` of the augmented examples of a batch."""
+        key, augment = rng.stream(batch.key, augmentation), getattr(self, augmentation)
+        examples = {**batch.examples, self.augmented: augment(key, batch.examples[self.augmented])}
+        return self.model.apply_for_train(params, examples, rng.stream(key, "model"))
+
+    def predicted(self, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the predicted classes ``int32 [n]``, and whether their probabilities reach the threshold, ``bool [n]``."""
+        probabilities = jax.nn.softmax(jax.lax.stop_gradient(logits))
+        return jnp.argmax(probabilities, axis=1).astype(jnp.int32), jnp.max(probabilities, axis=1) >= self.threshold
+
+    def confident(self, params: Params, client: Client, batches: Batches) -> jax.Array:
+        """Returns the fraction of a client's unlabelled examples whose pseudo-labels reach the threshold, ``float32 []``."""
+
+        def add(total: tree.Total, batch: Batch) -> tree.Total:
+            unlabelled = batch.mask & (batch.examples["y"] < 0)
+            reached = unlabelled & self.predicted(self.logits(params, batch, "weak"))[1]
+            return total.add(tuple(jnp.sum(each, dtype=jnp.float32) for each in (reached, unlabelled)))
+
+        none = tree.Total.of((jnp.float32(0), jnp.float32(0)))
+        return divide(*client.for_each_batch(batches.one_pass(), add, none, "preview").value())
+
+
+def check_classifier(model: Model, threshold: float, unlabelled_weight: float, server_examples: Examples | None) -> None:
+    """Raises ``ValueError`` if a field of FixMatch or FedMatch is out of its range."""
+    checks.number(least=0, most=1, threshold=threshold)
+    checks.number(least=0, unlabelled_weight=unlabelled_weight)
+    if model.num_classes is None:
+        raise ValueError("Expected a classifier, got a model with num_classes=None: give its number of classes.")
+    if server_examples is not None:
+        model.check(FederatedData.from_clients({"server": server_examples}))
+
+
+def server_seed(key: jax.Array) -> jax.Array:
+    """Returns the seed of the server's own steps, ``uint32 []``."""
+    return jax.random.bits(rng.stream(key, "server"), dtype=jnp.uint32)
+
+
+def after_server_steps(
+    training: LocalTraining, params: Params, examples: Examples | None, seed: jax.Array, round_number: jax.Array
+) -> Params:
+    """Returns the parameters after the server's steps on its own examples, which are those of a client with these examples."""
+    if examples is None:
+        return params
+    columns = {name: jnp.asarray(column) for name, column in examples.items()}
+    size = len(columns["y"])
+    words, step_key = streams(jax.random.fold_in(jax.random.key(seed), round_number))
+
+    def step(t: jax.Array, local: Any) -> Any:
+        index, mask = training.batches.indices(words, size, t)
+        drawn = {name: column[index] for name, column in columns.items()}
+        return training.step(local, Batch(drawn, mask, jax.random.fold_in(step_key, t), t))
+
+    steps = training.batches.num_steps(size)
+    return bounded_loop(steps, step, training.start(params), most_steps=max(1, steps)).params
