@@ -97,6 +97,9 @@ class LocalTraining:
           value: the term. None if it is linear in the parameters; then ``gradient`` is required.
           gradient: the gradient of the term; default: that of ``value``.
 
+        Raises:
+          ValueError: both are None.
+
         >>> import fedsim
         >>> training = LocalTraining(lambda params, batch: params["w"], fedsim.Batches(size=1), optax.sgd(1.0))
         >>> pulled = training.with_term(lambda params: 0.5 * tree.squared_norm(params))
@@ -104,7 +107,11 @@ class LocalTraining:
         >>> loss.item(), gradient["w"].item()
         (3.0, 4.0)
         """
-        term = Term(value, gradient or jax.grad(value))  # type: ignore[arg-type]  # One of the two is given.
+        if gradient is None:
+            if value is None:
+                raise ValueError("Expected a value or a gradient of the term, got value=None and gradient=None: give one.")
+            gradient = jax.grad(value)
+        term = Term(value, gradient)
         return dataclasses.replace(self, terms=(*self.terms, term))
 
     def with_proximal_term(self, strength: jax.Array | float, center: Params) -> LocalTraining:

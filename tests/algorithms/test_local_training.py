@@ -60,6 +60,11 @@ def test_steps_minimize_the_loss_and_its_terms_and_report_the_loss(training, exp
     np.testing.assert_allclose(after_steps(training), expected, rtol=1e-6)
 
 
+def test_a_term_without_value_and_gradient_is_refused():
+    with pytest.raises(ValueError, match="Expected a value or a gradient of the term, got value=None"):
+        TRAINING.with_term(None)
+
+
 def test_another_loss_replaces_the_gradient_too():
     doubled = dataclasses.replace(TRAINING, loss=lambda params, batch: 2 * loss(params, batch), optimizer=optax.sgd(RATE / 2))
     w, reported = numpy_steps()
