@@ -22,7 +22,6 @@ from fedsim.aggregators import AuxMean, WithAux
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 

@@ -19,7 +19,6 @@ import optax
 from fedsim import tree
 from fedsim.algorithms._local_training import LocalTraining, Schedule, optimizer_of_round
 from fedsim.model import Params
-from fedsim.rounds import Client
 
 # The gradients of two different training runs.
 _TRAININGS = np.array([[1.0, 0.0, 2.0, -1.0], [0.5, -3.0, 1.0, 4.0]])

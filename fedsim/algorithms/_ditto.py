@@ -17,8 +17,8 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._personal_model import Models, train_both
 from fedsim.data import Batch
-from fedsim.rounds import Client, ClientUpdate
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

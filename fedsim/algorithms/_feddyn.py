@@ -31,7 +31,6 @@ from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 

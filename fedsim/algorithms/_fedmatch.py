@@ -30,7 +30,6 @@ from fedsim.algorithms._pseudo_labels import Examples, PseudoLabels, after_serve
 from fedsim.algorithms._server_step import after_step, first_state
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
-from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 

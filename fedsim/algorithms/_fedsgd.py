@@ -19,8 +19,8 @@ from fedsim.algorithms._descent import check_descent
 from fedsim.algorithms._local_training import LocalTraining
 from fedsim.algorithms._server_step import Shared, Weighting, after_step, first_state, weight_of
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Model, Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -26,8 +26,8 @@ from fedsim.algorithms._local_training import LocalTraining
 from fedsim.algorithms._pseudo_labels import Examples, PseudoLabels, after_server_steps, check_classifier, server_seed
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, FederatedData
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
+from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
 
 class FixMatchState(NamedTuple):

@@ -15,8 +15,8 @@ from fedsim import metrics, tree
 from fedsim.aggregators import accumulation_dtype
 from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.rounds import Client
 from fedsim.model import Model, Params
+from fedsim.rounds import Client
 
 Schedule = Callable[[jax.Array], optax.GradientTransformation]
 Loss = Callable[[Params, Batch], jax.Array]

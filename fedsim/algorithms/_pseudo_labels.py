@@ -14,11 +14,10 @@ from fedsim import checks, rng, tree
 from fedsim.algorithms._local_training import LocalTraining
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.rounds import Client
-from fedsim.execution._client import streams
 from fedsim.metrics import divide
 from fedsim.model import Model, Params
 from fedsim.primitives import bounded_loop
+from fedsim.rounds import Client, streams
 
 Examples = Mapping[str, np.ndarray]
 

@@ -25,7 +25,6 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._fedsgd import FedSGD
 from fedsim.algorithms._local_training import optimizer_of_round
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 

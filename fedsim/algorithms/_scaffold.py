@@ -34,7 +34,6 @@ from fedsim.algorithms._distance import check_linear, measured
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining
 from fedsim.data import FederatedData
-from fedsim.rounds import Client, ClientUpdate, RoundInfo
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 

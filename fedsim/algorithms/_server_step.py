@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedsim.rounds import Client
 from fedsim.model import Params
+from fedsim.rounds import Client
 
 Weighting = Literal["examples", "uniform"]
 

@@ -18,8 +18,8 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.data import Cohort, FederatedData
 from fedsim.evaluation import evaluate
 from fedsim.execution import Jit
-from fedsim.rounds import Client
 from fedsim.model import Params
+from fedsim.rounds import Client
 
 
 def spread_models(algorithm: FedAvg, data: FederatedData, count: int, key: jax.Array) -> list[Params]:

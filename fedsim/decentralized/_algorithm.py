@@ -23,8 +23,8 @@ from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
 from fedsim.decentralized._robust_mixing import RobustMixing
 from fedsim.decentralized._topology import Topology
-from fedsim.rounds import Client, Clients
 from fedsim.model import Model, Params
+from fedsim.rounds import Client, Clients
 from fedsim.samplers import Sampler, UniformSampler
 from fedsim.systems import Devices
 from fedsim.transfer import Head
