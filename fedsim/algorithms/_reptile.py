@@ -44,9 +44,9 @@ class Reptile(FedAvg):
     server_optimizer: ClassVar[Any] = from_fields(lambda self: optax.sgd(self._learning_rate))  # type: ignore[misc]
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         checks.positive(server_learning_rate=self.server_learning_rate)
         checks.whole(1, or_none=True, decay_rounds=self.decay_rounds)
+        super().__post_init__()  # It makes the server's optimizer from these fields.
 
     @property
     def _learning_rate(self) -> float | optax.Schedule:
