@@ -70,6 +70,7 @@ def test_every_example_is_tested():
         "custom_synchronization",
         "traces",
         "custom_gossip",
+        "moon",
     }
 
 
@@ -139,6 +140,46 @@ def test_tuned_rates_are_better_than_a_grid_of_few_runs(capsys):
     tuned, best = load("tune_rates").main(rounds=10, steps=4, grid=(0.01, 0.1), picture=None)
     assert tuned < best
     assert "grid: loss" in capsys.readouterr().out
+
+
+def test_moon_trains_and_is_fedavg_without_its_contrast(capsys):
+    moon = load("moon")
+    assert moon.main(rounds=10) > 0.6 and "MOON, 10 rounds" in capsys.readouterr().out
+    data = dict(model=moon.MODEL, batches=fedsim.Batches(size=10), client_optimizer=optax.sgd(0.1))
+    train = fedsim.datasets.load("digits").train
+    cohorts = [fedsim.Cohort.of(train, train.client_ids[:3], round=round, seed=3) for round in range(2)]
+
+    def params(algorithm):
+        state = algorithm.init(jax.random.key(3))
+        for cohort in cohorts:
+            state, _ = algorithm.apply(state, cohort)
+        return fedsim.execution.server_state(state).params
+
+    fedavg = params(fedsim.algorithms.FedAvg(**data))
+    assert_close(params(moon.MOON(**data, mu=0.0)), fedavg)
+    assert fedsim.tree.squared_norm(fedsim.tree.subtract(params(moon.MOON(**data)), fedavg)) > 1e-6
+
+
+def test_the_loss_of_moon_against_numpy():
+    """Equation 3 of the paper, as it is written there, over the real examples of a batch."""
+    moon = load("moon")
+    algorithm = moon.MOON(
+        model=moon.MODEL, batches=fedsim.Batches(size=10), client_optimizer=optax.sgd(0.1), mu=5.0, temperature=0.5
+    )
+    own, server, last = (jax.device_get(moon.MODEL.init(jax.random.key(seed))) for seed in range(3))
+    draw, mask = np.random.default_rng(0), np.arange(6) < 4
+    examples = {"x": draw.integers(0, 17, (6, 8, 8)).astype(np.uint8), "y": np.arange(6, dtype=np.int32)}
+    loss = algorithm.client_loss(moon.SharedAndLast(server, 0, last), own, fedsim.Batch(examples, mask, jax.random.key(0), 0))
+
+    x = examples["x"].reshape(6, 64) / 16
+    z, z_server, z_last = (
+        np.maximum(x @ p["linear"]["w"] + p["linear"]["b"], 0) @ p["linear_1"]["w"] + p["linear_1"]["b"]
+        for p in (own, server, last)
+    )
+    a, b = (np.exp(np.sum(z * o, 1) / np.linalg.norm(z, axis=1) / np.linalg.norm(o, axis=1) / 0.5) for o in (z_server, z_last))
+    logits = z @ own["linear_2"]["w"] + own["linear_2"]["b"]
+    cross_entropy = np.log(np.exp(logits).sum(1)) - logits[np.arange(6), examples["y"]]
+    assert loss == pytest.approx((cross_entropy - 5 * np.log(a / (a + b)))[mask].mean(), rel=1e-5)
 
 
 def test_hierarchical_example_against_numpy(capsys):

@@ -26,7 +26,7 @@ def run_blocks(blocks, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical", "few_labels"])
+@pytest.mark.parametrize("name", ["primitives", "migration", "systems", "decentralized", "vertical", "few_labels", "models"])
 def test_the_blocks_of_a_page_print_what_their_comments_say(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     _, blocks = page(name)
@@ -44,7 +44,7 @@ def test_the_blocks_of_a_short_page_print_what_their_comments_say(name, count, c
 
 
 @pytest.mark.parametrize(
-    "name", ["primitives", "migration", "systems", "decentralized", "four_ways", "hooks", "vertical", "few_labels"]
+    "name", ["primitives", "migration", "systems", "decentralized", "four_ways", "hooks", "vertical", "few_labels", "models"]
 )
 def test_links_of_a_page_have_targets(name):
     text, _ = page(name)

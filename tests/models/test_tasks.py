@@ -187,7 +187,7 @@ class OtherLibrary:
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        (OtherLibrary(), r"got a OtherLibrary: for a network of another library, such as Flax, give fedsim.Model\(init=..., "),
+        (OtherLibrary(), r"got a OtherLibrary: for functions of your own .*, use fedsim.Model.from_functions\(init, apply\)"),
         (
             hk.transform_with_state(lambda x: x),
             "got a TransformedWithState: models with state are not .*hk.GroupNorm or hk.Layer",
@@ -207,13 +207,7 @@ def test_a_network_that_haiku_has_not_transformed_is_refused_with_a_remedy(netwo
 
 def test_the_remedy_for_a_network_of_another_library_works():
     module = OtherLibrary()
-    model = fedsim.Model(
-        init=lambda key: module.init(key, None),
-        apply_for_train=lambda params, examples, key: module.apply(params, examples["x"]),
-        apply_for_eval=lambda params, examples: module.apply(params, examples["x"]),
-        loss=fedsim.metrics.cross_entropy,
-        metrics={},
-        features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
-    )
+    features = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+    model = fedsim.Model.from_functions(lambda key: module.init(key, None), module.apply, features=features)
     batch = fedsim.Batch({"x": jnp.ones([4, 2]), "y": jnp.zeros(4, jnp.int32)}, jnp.ones(4, bool), jax.random.key(0), 0)
     assert np.isclose(model.train_loss(model.init(jax.random.key(0)), batch), np.log(3))

@@ -1,0 +1,367 @@
+"""`Model`: the functions of a neural network that algorithms call, made from a network of one of several libraries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Required, Self, TypedDict, Unpack
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim import metrics as metrics_lib
+from fedsim.model import _haiku
+from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
+
+if TYPE_CHECKING:
+    from fedsim.data import Batch, FederatedData
+
+
+class Options(TypedDict, total=False):
+    """The arguments that the constructors of `Model` have in common, described in `Model.from_haiku`."""
+
+    features: Required[Mapping[str, Feature]]
+    inputs: str | tuple[str, ...] | None
+    train_kwargs: Mapping[str, Any] | None
+    eval_kwargs: Mapping[str, Any] | None
+    loss: Callable[[Examples, Any], jax.Array]
+    metrics: Mapping[str, metrics_lib.Metric] | None
+    num_classes: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Model:
+    """A neural network as pure functions of parameters and examples. Models are compared by identity.
+
+    ``examples`` is a dict of arrays whose first axis is the example, for instance
+    ``{"x": uint8 [n, 28, 28, 1], "y": int32 [n]}``.
+
+    Attributes:
+      init: ``key -> params``.
+      apply_for_train: ``(params, examples, key) -> outputs``; the key is for dropout and other random draws.
+      apply_for_eval: ``(params, examples) -> outputs``; deterministic.
+      loss: ``(examples, outputs) -> float32 [n]``, one loss per example.
+      metrics: the metrics of an evaluation by name: functions ``(examples, outputs)`` that return one number per example,
+        ``[n]``, or another statistic of `fedsim.metrics`.
+      features: the features that the model reads, by name: the ``jax.ShapeDtypeStruct`` of one example, or a tuple of them if
+        the model accepts several dtypes.
+      num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None checks them only if the loss is the
+        cross-entropy, by the number of logits.
+
+    >>> model = Model.from_haiku(
+    ...     hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
+    ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+    ...     num_classes=3)
+    >>> params = model.init(jax.random.key(0))
+    >>> model.apply_for_eval(params, {"x": jnp.ones([5, 2])}).shape
+    (5, 3)
+    """
+
+    init: Callable[[jax.Array], Params]
+    apply_for_train: Callable[[Params, Examples, jax.Array], Any]
+    apply_for_eval: Callable[[Params, Examples], Any]
+    loss: Callable[[Examples, Any], jax.Array]
+    metrics: Mapping[str, metrics_lib.Metric]
+    features: Mapping[str, Feature]
+    num_classes: int | None = None
+
+    @classmethod
+    def from_haiku(cls, transformed: hk.Transformed, **options: Unpack[Options]) -> Model:
+        """Returns a model from a Haiku transform.
+
+        Parameters are drawn by one compiled program, so initializers must draw with JAX. An initializer that draws with NumPy
+        draws once, and gives the same parameters for every key.
+
+        Args:
+          transformed: the result of ``hk.transform`` for a function of ``examples`` and of keyword arguments.
+          features: see the attributes.
+          inputs: what the function gets. None, the default, is the dict of all features, ``examples``. The name of a feature is
+            its array alone, and a tuple of names is one positional argument for each.
+          train_kwargs: keyword arguments of the function in training, and when parameters are drawn.
+          eval_kwargs: keyword arguments of the function in evaluation.
+          loss: see the attributes. The default is the cross-entropy of logits ``[n, num_classes]``.
+          metrics: see the attributes. The default is "loss", and with the default loss also "accuracy".
+          num_classes: see the attributes.
+
+        Raises:
+          ValueError: ``transformed`` is not the result of ``hk.transform``: it has state (``hk.transform_with_state``), which
+            algorithms do not support, or it is of another library, whose constructor the message names.
+        """
+        options.setdefault("inputs", None)
+        return cls._of(functools.partial(_haiku.network, transformed), **options)
+
+    @classmethod
+    def from_flax(cls, module: Any, **options: Unpack[Options]) -> Model:
+        """Returns a model from a module of Flax Linen. It needs the extra ``flax``.
+
+        Parameters are the collection "params", a nested dict with the names of the modules. Every stream of random numbers,
+        such as "dropout", draws from the key of the step. There is none in evaluation.
+
+        Args:
+          module: an instance of ``flax.linen.Module``.
+          **options: those of `from_haiku`. The default of ``inputs`` is ``"x"``.
+
+        Raises:
+          ImportError: flax is not installed.
+          ValueError: ``module`` is no instance of ``flax.linen.Module``, or it has state, such as batch statistics, whose
+            variables the message names.
+
+        >>> import flax.linen as nn
+        >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+        >>> model = Model.from_flax(nn.Dense(3), features=spec)
+        >>> jax.tree.map(jnp.shape, model.init(jax.random.key(0)))
+        {'bias': (3,), 'kernel': (2, 3)}
+        """
+        from fedsim.model import _linen
+
+        return cls._of(functools.partial(_linen.network, module), **options)
+
+    @classmethod
+    def from_nnx(cls, make: Callable[[Any], Any], **options: Unpack[Options]) -> Model:
+        """Returns a model from modules of Flax NNX. It needs the extra ``flax``.
+
+        Parameters are the values of ``nnx.Param``, a nested dict with the names of the attributes;
+        ``nnx.update(module, params)`` writes them into a module. Random streams of the module draw from the key of the step. If
+        its ``__call__`` has an argument ``rngs``, it gets an ``nnx.Rngs`` of this key in training. ``module.train()`` and
+        ``module.eval()`` are called before training and evaluation.
+
+        Args:
+          make: ``rngs -> module``, for an ``nnx.Rngs``, such as the class of the module.
+          **options: see `from_flax`.
+
+        Raises:
+          ImportError: flax is not installed.
+          ValueError: ``make`` does not make an ``nnx.Module``, or this has other variables than parameters and random streams,
+            such as batch statistics, which the message names.
+
+        >>> from flax import nnx
+        >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+        >>> model = Model.from_nnx(lambda rngs: nnx.Linear(2, 3, rngs=rngs), features=spec)
+        >>> jax.tree.map(jnp.shape, model.init(jax.random.key(0)))
+        {'bias': (3,), 'kernel': (2, 3)}
+        """
+        from fedsim.model import _nnx
+
+        return cls._of(functools.partial(_nnx.network, make), **options)
+
+    @classmethod
+    def from_equinox(cls, make: Callable[[jax.Array], Any], **options: Unpack[Options]) -> Model:
+        """Returns a model from modules of Equinox. It needs the extra ``equinox``.
+
+        As usual in Equinox, a module is a function of one example, which is mapped over the batch by ``jax.vmap``. Parameters
+        are the module with its arrays of floats, and None for everything else; ``eqx.combine(params, make(key))`` is a module
+        with these parameters. If the module has an argument ``key``, it gets a key for each example in training. In evaluation
+        ``eqx.nn.inference_mode`` switches dropout off.
+
+        Args:
+          make: ``key -> module``.
+          **options: see `from_flax`.
+
+        Raises:
+          ImportError: equinox is not installed.
+          ValueError: ``make`` does not make an ``eqx.Module``, or this has state (``eqx.nn.State``), which the message names.
+
+        >>> import equinox as eqx
+        >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+        >>> model = Model.from_equinox(lambda key: eqx.nn.Linear(2, 3, key=key), features=spec)
+        >>> model.init(jax.random.key(0)).weight.shape
+        (3, 2)
+        """
+        from fedsim.model import _equinox
+
+        return cls._of(functools.partial(_equinox.network, make), **options)
+
+    @classmethod
+    def from_keras(cls, make: Callable[[], Any], **options: Unpack[Options]) -> Model:
+        """Returns a model from a Keras 3 model. It needs the extra ``keras``, and the JAX backend (``KERAS_BACKEND=jax``).
+
+        Parameters are ``{layer: {variable: array}}`` with Keras's paths, such as ``{"sequential/dense": {"kernel": ...}}``.
+        Automatic names are numbered as in a process that makes no other model. The model is called with ``training=True`` or
+        ``False``, and its seed generators (dropout) get new states from the key of the step. An initializer that has a seed
+        of its own gives the same values for every key.
+
+        Args:
+          make: a function without arguments that returns a ``keras.Model``.
+          **options: see `from_flax`. A functional model gets several inputs as one list.
+
+        Raises:
+          ImportError: keras is not installed.
+          ValueError: Keras has another backend; ``make`` does not make a ``keras.Model``; this has variables that are not
+            trained, such as moving averages, which the message names; or it has losses of its own.
+        """
+        from fedsim.model import _keras
+
+        return cls._of(functools.partial(_keras.network, make), **options)
+
+    @classmethod
+    def from_functions(
+        cls, init: Callable[[jax.Array], Params], apply: Callable[..., Any], **options: Unpack[Options]
+    ) -> Model:
+        """Returns a model from plain functions.
+
+        Args:
+          init: ``key -> params``, any pytree of arrays of floats.
+          apply: ``(params, *inputs) -> outputs``. If it has an argument ``key``, it gets the key of the step in training, by
+            name.
+          **options: see `from_flax`.
+
+        Raises:
+          ValueError: one of them is not a function.
+
+        >>> model = Model.from_functions(
+        ...     lambda key: {"w": jax.random.normal(key, (2,))},
+        ...     lambda params, x: x @ params["w"],
+        ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.float32)},
+        ...     loss=metrics_lib.squared_error)
+        >>> model.apply_for_eval({"w": jnp.array([1.0, 2.0])}, {"x": jnp.array([[3.0, 4.0]])}).tolist()
+        [11.0]
+        """
+        from fedsim.model import _functions
+
+        return cls._of(functools.partial(_functions.network, init, apply), **options)
+
+    @classmethod
+    def _of(
+        cls,
+        network: Callable[[Call], Network],
+        *,
+        features: Mapping[str, Feature],
+        inputs: str | tuple[str, ...] | None = "x",
+        train_kwargs: Mapping[str, Any] | None = None,
+        eval_kwargs: Mapping[str, Any] | None = None,
+        loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
+        metrics: Mapping[str, metrics_lib.Metric] | None = None,
+        num_classes: int | None = None,
+        **fields: Any,
+    ) -> Self:
+        """Returns a model of a network, which is made for the way it is called. ``fields`` are those of a subclass."""
+        init, train, evaluate = network(Call.of(features, inputs, train_kwargs, eval_kwargs))
+        return cls(
+            init=jax.jit(init),  # Compiled one by one, the operations take twice as long.
+            apply_for_train=train,
+            apply_for_eval=evaluate,
+            loss=loss,
+            metrics=default_metrics(loss) if metrics is None else dict(metrics),
+            features=dict(features),
+            num_classes=num_classes,
+            **fields,
+        )
+
+    def outputs(self, params: Params, batch: Batch) -> Any:
+        """Returns the outputs in training for a batch, with the batch's random draws.
+
+        They are what the network returns: an array, or for instance a dict that has the features of an inner layer, too, for
+        losses that need them. With the same batch, other parameters have the same dropout.
+
+        >>> model = Model.from_haiku(
+        ...     hk.transform(lambda examples: {"features": examples["x"], "logits": hk.Linear(3)(examples["x"])}),
+        ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)},
+        ...     loss=lambda examples, outputs: metrics_lib.cross_entropy(examples, outputs["logits"]))
+        >>> from fedsim.data import Batch
+        >>> batch = Batch({"x": jnp.ones([5, 2]), "y": jnp.zeros(5, jnp.int32)}, jnp.ones(5, bool), jax.random.key(1), 0)
+        >>> jax.tree.map(jnp.shape, model.outputs(model.init(jax.random.key(0)), batch))
+        {'features': (5, 2), 'logits': (5, 3)}
+        """
+        return self.apply_for_train(params, batch.examples, batch.key)
+
+    def mean_loss(self, batch: Batch, outputs: Any) -> jax.Array:
+        """Returns the mean loss of these outputs over the batch, a scalar ``float32``; 0 if all rows are padding."""
+        return metrics_lib.masked_mean(self.losses(batch.examples, outputs), batch.mask)
+
+    def train_loss(self, params: Params, batch: Batch) -> jax.Array:
+        """Returns the mean training loss over the examples of ``batch``, a scalar ``float32``; 0 if all rows are padding."""
+        return self.mean_loss(batch, self.outputs(params, batch))
+
+    def losses(self, examples: Examples, outputs: Any) -> jax.Array:
+        """Returns the loss of each example, ``float32 [n]``.
+
+        Raises:
+          ValueError: ``loss`` returns an array of another shape, such as ``[n, 1]`` or a mean over the batch, with which the
+            mean over the real examples of a padded batch would be wrong.
+        """
+        losses, n = self.loss(examples, outputs), len(next(iter(examples.values())))
+        if jnp.shape(losses) != (n,):
+            raise ValueError(
+                f"Expected the model's loss to return one number per example, shape [{n}] for a batch of {n}, got shape "
+                f"{list(jnp.shape(losses))}. Return losses that are not yet averaged over the batch, with a single axis."
+            )
+        return losses
+
+    def check_trainable(self) -> None:
+        """Raises ``ValueError`` unless the model has parameters and all of them are floats, as `jax.grad` needs them."""
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(self.init, jax.random.key(0)))
+        if not leaves:
+            raise ValueError("The model has no parameters, so there is nothing to train. Check what its init returns.")
+        for path, leaf in leaves:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"Expected all parameters of the model to be floats, got params{jax.tree_util.keystr(path)} of dtype "
+                    f"{leaf.dtype}, which has no gradient. Make it a constant of the model instead of a parameter."
+                )
+
+    def dummy_examples(self, count: int) -> dict[str, np.ndarray]:
+        """Returns ``count`` examples of zeros, in the shapes and dtypes that the model reads."""
+        return zeros(self.features, count)
+
+    def check(self, data: FederatedData, *, unlabelled: bool = False) -> None:
+        """Checks that ``data`` fits the model.
+
+        Args:
+          data: the population.
+          unlabelled: whether labels may be hidden, which is -1, see `fedsim.partitioners.hide_labels`.
+
+        Raises:
+          ValueError: a feature is missing, has another shape or dtype, or has values that are not finite or that a device
+            changes (`FederatedData.check_range`); or a label is not of a class.
+        """
+        for name, feature in self.features.items():
+            specs = accepted(feature)
+            if name not in data.columns:
+                raise ValueError(
+                    f"The model reads feature {name!r}, which the data does not have; it has {sorted(data.columns)}. "
+                    "Rename a column, or choose a model for this dataset."
+                )
+            column = data.columns[name]
+            if tuple(column.shape[1:]) not in {tuple(spec.shape) for spec in specs}:
+                raise ValueError(
+                    f"Feature {name!r} has shape {list(column.shape[1:])} per example, and the model expects "
+                    f"{list(specs[0].shape)}. Reshape the column, or choose a model for this dataset."
+                )
+            if _kind(column.dtype) not in {_kind(spec.dtype) for spec in specs}:
+                raise ValueError(
+                    f"Feature {name!r} has dtype {column.dtype}, and the model expects "
+                    f"{' or '.join(str(np.dtype(spec.dtype)) for spec in specs)}. Convert the column before packing it."
+                )
+        data.check_finite()
+        if self._classes is not None and "y" in self.features:
+            data.check_labels("y", self._classes, unlabelled=unlabelled)
+        data.check_range(self.features)
+
+    @functools.cached_property
+    def _classes(self) -> int | None:
+        """The number of classes that labels may have; None if any labels are possible."""
+        if self.num_classes is not None or self.loss is not metrics_lib.cross_entropy:
+            return self.num_classes
+        params = jax.eval_shape(self.init, jax.random.key(0))
+        logits = jax.eval_shape(self.apply_for_eval, params, self.dummy_examples(1))
+        return logits.shape[1] if getattr(logits, "ndim", 0) == 2 else None
+
+
+def default_metrics(loss: Callable[[Examples, Any], jax.Array]) -> dict[str, metrics_lib.Metric]:
+    """Returns the metric "loss", and with the cross-entropy of labels also "accuracy".
+
+    >>> list(default_metrics(metrics_lib.cross_entropy))
+    ['loss', 'accuracy']
+    """
+    metrics: dict[str, metrics_lib.Metric] = {
+        "loss": lambda examples, outputs: metrics_lib.per_example(loss(examples, outputs))
+    }
+    return metrics | ({"accuracy": metrics_lib.accuracy} if loss is metrics_lib.cross_entropy else {})
+
+
+def _kind(dtype: Any) -> str:
+    """Returns the kind of a dtype: "f" for floats, "i" for signed and unsigned integers."""
+    return np.dtype(dtype).kind.replace("u", "i")

@@ -1,0 +1,184 @@
+"""What the constructors of `Model` have in common: a network of any library as three functions, its inputs, and its errors."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = Any
+Examples = Mapping[str, jax.Array]
+Feature = jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...]
+
+_CONSTRUCTORS = {
+    "haiku": "from_haiku(hk.transform(function))",
+    "flax.linen": "from_flax(module)",
+    "flax.nnx": "from_nnx(lambda rngs: ...)",
+    "equinox": "from_equinox(lambda key: ...)",
+    "keras": "from_keras(lambda: ...)",
+}
+
+
+class Network(NamedTuple):
+    """A network as pure functions.
+
+    Attributes:
+      init: ``key -> params``.
+      train: ``(params, examples, key) -> outputs``.
+      evaluate: ``(params, examples) -> outputs``.
+    """
+
+    init: Callable[[jax.Array], Params]
+    train: Callable[[Params, Examples, jax.Array], Any]
+    evaluate: Callable[[Params, Examples], Any]
+
+
+class Call(NamedTuple):
+    """How a network is called.
+
+    Attributes:
+      read: the function from examples to the positional arguments.
+      features: those of the model.
+      train_kwargs: keyword arguments in training, and when parameters are drawn.
+      eval_kwargs: keyword arguments in evaluation.
+    """
+
+    read: Callable[[Examples], tuple[Any, ...]]
+    features: Mapping[str, Feature]
+    train_kwargs: dict[str, Any]
+    eval_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        features: Mapping[str, Feature],
+        inputs: str | tuple[str, ...] | None,
+        train_kwargs: Mapping[str, Any] | None = None,
+        eval_kwargs: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Returns the call with these inputs: the name of a feature, or several; None for the dict of all features.
+
+        Raises:
+          ValueError: ``inputs`` names something else.
+
+        >>> spec = jax.ShapeDtypeStruct((), jnp.float32)
+        >>> Call.of({"x": spec, "z": spec}, ("x", "z")).read({"x": 1.0, "y": 2.0, "z": 3.0})
+        (1.0, 3.0)
+        """
+        names = (inputs,) if isinstance(inputs, str) else inputs
+        if names is not None and (not isinstance(names, tuple) or not names or any(name not in features for name in names)):
+            raise ValueError(
+                f"Expected inputs to be the name of a feature or a tuple of names, of {sorted(features)}, got "
+                f"inputs={inputs!r}: name the features that the network gets, in the order of its arguments."
+            )
+
+        def read(examples: Examples) -> tuple[Any, ...]:
+            return (examples,) if names is None else tuple(examples[name] for name in names)
+
+        return cls(read, features, dict(train_kwargs or {}), dict(eval_kwargs or {}))
+
+    def example(self) -> tuple[Any, ...]:
+        """Returns the positional arguments for one example of zeros."""
+        return jax.tree.map(jnp.asarray, self.read(zeros(self.features, 1)))
+
+
+def zeros(features: Mapping[str, Feature], count: int) -> dict[str, Any]:
+    """Returns ``count`` examples of zeros. Of a feature with several dtypes, it takes the first.
+
+    >>> zeros({"x": jax.ShapeDtypeStruct((2,), jnp.int8)}, 3)["x"].shape
+    (3, 2)
+    """
+    first = {name: accepted(feature)[0] for name, feature in features.items()}
+    return {name: np.zeros((count, *spec.shape), spec.dtype) for name, spec in first.items()}
+
+
+def accepted(feature: Feature) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes and dtypes that a feature may have."""
+    return feature if isinstance(feature, tuple) else (feature,)
+
+
+def accepts(function: Callable, name: str) -> bool:
+    """Returns whether a function has an argument that can be given by this name.
+
+    >>> accepts(lambda params, x, key=None: x, "key"), accepts(lambda params, x: x, "key")
+    (True, False)
+    """
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def imported(module: str, *, extra: str, constructor: str) -> Any:
+    """Imports a library that is optional.
+
+    Raises:
+      ImportError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"Model.{constructor} needs {module}: pip install 'fedsim-jax[{extra}]'.") from error
+
+
+def library_of(value: Any) -> str | None:
+    """Returns the library of a network or of its class, such as "flax.linen"; None if it is of none that is known.
+
+    >>> import haiku as hk
+    >>> library_of(hk.transform(lambda x: x)), library_of(hk.Linear), library_of(print)
+    ('haiku', 'haiku', None)
+    """
+    for base in (value if isinstance(value, type) else type(value)).__mro__:
+        for library in _CONSTRUCTORS:
+            if f"{base.__module__}.".startswith(f"{library}."):
+                return library
+    return None
+
+
+def unexpected(argument: str, value: Any, expected: str, library: str, remedy: str) -> ValueError:
+    """Returns the error for a network that a constructor does not take; of another library, it names the right constructor."""
+    name = value.__name__ if isinstance(value, type) else type(value).__name__
+    other = library_of(value)
+    if other not in (None, library):
+        remedy = f"it is of {other}, so use fedsim.Model.{_CONSTRUCTORS[other]}"
+    return ValueError(f"Expected {argument} to be {expected}, got a {name}: {remedy}.")
+
+
+def check_maker(make: Any, library: str, remedy: str) -> None:
+    """Raises ``ValueError`` unless ``make`` is a function, or a class of the library, that makes networks.
+
+    A network that was made before is refused, because its parameters would be the same for every seed.
+    """
+    other = library_of(make)
+    is_network = other is not None and not isinstance(make, type)
+    if not callable(make) or is_network or other not in (None, library):
+        raise unexpected("make", make, f"a function that makes a network of {library}", library, remedy)
+
+
+def refuse_state(library: str, variables: list[str], remedy: str) -> None:
+    """Raises ``ValueError`` if a network has variables that are no parameters, which are given by name.
+
+    >>> refuse_state("flax.linen", path_names({"batch_stats": {"norm": {"mean": 0.0}}}), "nn.GroupNorm")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a network of flax.linen without state, got the variables batch_stats/norm/mean, which are no \
+parameters: algorithms train parameters only, so use nn.GroupNorm.
+    """
+    if variables:
+        raise ValueError(
+            f"Expected a network of {library} without state, got the variables {', '.join(variables)}, which are no "
+            f"parameters: algorithms train parameters only, so use {remedy}."
+        )
+
+
+def path_names(a: Any, only: Callable[[Any], bool] | None = None) -> list[str]:
+    """Returns the paths of a pytree's leaves, or only of those nodes for which a function is true.
+
+    >>> path_names({"a": [1, 2]})
+    ['a/0', 'a/1']
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(a, is_leaf=only)
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if only is None or only(leaf)]
