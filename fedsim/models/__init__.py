@@ -9,6 +9,7 @@ from fedsim.models._cifar import cifar10_cnn as cifar10_cnn
 from fedsim.models._cifar import cifar100_logistic as cifar100_logistic
 from fedsim.models._cifar import cifar100_resnet18 as cifar100_resnet18
 from fedsim.models._convolution import Conv2D as Conv2D
+from fedsim.models._convolution import DepthwiseConv2D as DepthwiseConv2D
 from fedsim.models._convolution import conv2d as conv2d
 from fedsim.models._dense import dense as dense
 from fedsim.models._dense import logistic as logistic
@@ -24,11 +25,17 @@ from fedsim.models._generated import toy_regression as toy_regression
 from fedsim.models._group_norm import GroupNorm as GroupNorm
 from fedsim.models._mnist import mnist_2nn as mnist_2nn
 from fedsim.models._mnist import mnist_cnn as mnist_cnn
+from fedsim.models._mobilenet import mobilenet_v2 as mobilenet_v2
 from fedsim.models._pooling import max_pool as max_pool
 from fedsim.models._recurrent import LSTM as LSTM
 from fedsim.models._registry import MODELS as MODELS
 from fedsim.models._registry import get as get
+from fedsim.models._resnet import resnet8 as resnet8
+from fedsim.models._resnet import resnet18 as resnet18
+from fedsim.models._resnet import resnet20 as resnet20
 from fedsim.models._shakespeare import shakespeare_lstm as shakespeare_lstm
+from fedsim.models._shakespeare import shakespeare_transformer as shakespeare_transformer
 from fedsim.models._stackoverflow import stackoverflow_logistic as stackoverflow_logistic
 from fedsim.models._stackoverflow import stackoverflow_lstm as stackoverflow_lstm
 from fedsim.models._stackoverflow import stackoverflow_transformer as stackoverflow_transformer
+from fedsim.models._vision_transformer import vit_tiny as vit_tiny

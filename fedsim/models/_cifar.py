@@ -8,21 +8,18 @@ https://arxiv.org/abs/2003.00295, appendix C, and of their code (google-research
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
 
 from fedsim import checks
-from fedsim.model import Examples, Model
-from fedsim.models._augmentation import center_crop, random_crop_and_flip, standardize
+from fedsim.model import Model
 from fedsim.models._convolution import Conv2D
-from fedsim.models._dense import image_features
 from fedsim.models._group_norm import GroupNorm
+from fedsim.models._photographs import classifier
 from fedsim.models._pooling import max_pool
 
-_SHAPE, _CROP = (32, 32, 3), 24
+_WINDOW = 24
 
 
 def cifar100_logistic(num_classes: int = 100) -> Model:
@@ -34,7 +31,7 @@ def cifar100_logistic(num_classes: int = 100) -> Model:
     >>> cifar100_logistic().features["x"][0].shape
     (32, 32, 3)
     """
-    return _classifier(lambda x: x.reshape(x.shape[0], -1), num_classes)
+    return classifier(lambda x, training: x.reshape(x.shape[0], -1), num_classes, window=_WINDOW)
 
 
 def cifar10_cnn(num_classes: int = 10) -> Model:
@@ -56,14 +53,14 @@ def cifar10_cnn(num_classes: int = 10) -> Model:
     1068298
     """
 
-    def body(x: jax.Array) -> jax.Array:
+    def body(x: jax.Array, training: bool) -> jax.Array:
         x = max_pool(jax.nn.relu(Conv2D(64, 5)(x)), 2)
         x = max_pool(jax.nn.relu(Conv2D(64, 5)(x)), 2)
         x = x.reshape(x.shape[0], -1)
         x = jax.nn.relu(hk.Linear(384)(x))
         return jax.nn.relu(hk.Linear(192)(x))
 
-    return _classifier(body, num_classes)
+    return classifier(body, num_classes, window=_WINDOW)
 
 
 def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bool = False) -> Model:
@@ -109,7 +106,7 @@ def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bo
             x = normalize(convolve(x, channels, 1, stride))
         return x + residual
 
-    def body(x: jax.Array) -> jax.Array:
+    def body(x: jax.Array, training: bool) -> jax.Array:
         x = _overlapping_max_pool(jax.nn.relu(normalize(convolve(x, 64, 7, 2))))
         for stage, channels in enumerate((64, 128, 256, 512)):
             for number in range(2):
@@ -117,28 +114,7 @@ def cifar100_resnet18(num_classes: int = 100, *, groups: int = 2, downsample: bo
                 x = block(x, channels, 2 if halve else 1, first=stage == number == 0)
         return jnp.mean(jax.nn.relu(normalize(x)), (1, 2))
 
-    return _classifier(body, num_classes, w_init=hk.initializers.RandomNormal(0.01))
-
-
-def _classifier(
-    body: Callable[[jax.Array], jax.Array], num_classes: int, *, w_init: hk.initializers.Initializer | None = None
-) -> Model:
-    """Returns a classifier with a linear layer on ``body``, which maps crops ``float32 [n, 24, 24, 3]`` to features."""
-    checks.whole(1, num_classes=num_classes)
-
-    def logits(examples: Examples, training: bool) -> jax.Array:
-        x = examples["x"].astype(jnp.float32)
-        x = random_crop_and_flip(hk.next_rng_key(), x, _CROP) if training else center_crop(x, _CROP)
-        x = body(standardize(x))
-        return hk.Linear(num_classes, w_init=w_init)(x)
-
-    return Model.from_haiku(
-        hk.transform(logits),
-        features=image_features(_SHAPE),
-        num_classes=num_classes,
-        train_kwargs={"training": True},
-        eval_kwargs={"training": False},
-    )
+    return classifier(body, num_classes, window=_WINDOW, w_init=hk.initializers.RandomNormal(0.01))
 
 
 def _overlapping_max_pool(x: jax.Array) -> jax.Array:

@@ -105,6 +105,54 @@ class Conv2D(hk.Module):
         return outputs if inputs.ndim == 4 else outputs[0]
 
 
+class DepthwiseConv2D(hk.Module):
+    """`hk.DepthwiseConv2D` with one output channel for each input channel, SAME padding, and the same parameters and results.
+
+    The parameters are ``w float [*kernel_shape, 1, channels]`` and ``b float [channels]``, as in `Conv2D`. The convolution is a
+    sum of products of shifted images and weights, which is fast in loops and under ``vmap`` over weights, as XLA's grouped
+    convolution is not.
+
+    >>> net = hk.without_apply_rng(hk.transform(lambda x: DepthwiseConv2D(3, 2)(x)))
+    >>> params = net.init(jax.random.key(0), jnp.ones([20, 28, 28, 8]))
+    >>> jax.tree.map(jnp.shape, params)
+    {'depthwise_conv2_d': {'b': (8,), 'w': (3, 3, 1, 8)}}
+    >>> net.apply(params, jnp.ones([20, 28, 28, 8])).shape
+    (20, 14, 14, 8)
+    """
+
+    def __init__(
+        self,
+        kernel_shape: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        *,
+        with_bias: bool = True,
+        name: str | None = None,
+    ):
+        super().__init__(name=name)
+        self.kernel_shape = _pair("kernel_shape", kernel_shape)
+        self.stride = _pair("stride", stride)
+        self.with_bias = with_bias
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Maps ``inputs float [n, h, w, c]`` to ``float [n, ho, wo, c]``."""
+        n, height, width, c = inputs.shape
+        (kh, kw), (sh, sw) = self.kernel_shape, self.stride
+        init = hk.initializers.TruncatedNormal(stddev=1 / np.sqrt(kh * kw))
+        w = hk.get_parameter("w", (kh, kw, 1, c), inputs.dtype, init=init)
+        pads = lax.padtype_to_pads((height, width), (kh, kw), self.stride, "SAME")
+        # Padded to a multiple of the stride, a reshape takes every second pixel: the transpose of a strided slice is slow.
+        ho, wo = -(-height // sh), -(-width // sw)
+        rows, columns = ho + (kh - 1) // sh, wo + (kw - 1) // sw
+        more = rows * sh - height - pads[0][0], columns * sw - width - pads[1][0]
+        x = jnp.pad(inputs, ((0, 0), (pads[0][0], more[0]), (pads[1][0], more[1]), (0, 0)))
+        x = x.reshape(n, rows, sh, columns, sw, c)
+        shifted = [[x[:, i // sh : i // sh + ho, i % sh, j // sw : j // sw + wo, j % sw] for j in range(kw)] for i in range(kh)]
+        outputs = sum(shifted[i][j] * w[i, j][None, None] for i in range(kh) for j in range(kw))
+        if self.with_bias:
+            outputs = outputs + hk.get_parameter("b", (c,), inputs.dtype, init=jnp.zeros)[None, None, None]
+        return outputs
+
+
 def conv2d(x: jax.Array, w: jax.Array, *, stride: int | Sequence[int] = 1, padding: str = "SAME") -> jax.Array:
     """Convolves images ``x float [n, h, w, c]`` with a kernel ``w float [kh, kw, c, o]``.
 

@@ -13,8 +13,11 @@ from fedsim.models._digits import digits_dense, digits_logistic, digits_split
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
 from fedsim.models._generated import synthetic_logistic, toy_regression
 from fedsim.models._mnist import mnist_2nn, mnist_cnn
-from fedsim.models._shakespeare import shakespeare_lstm
+from fedsim.models._mobilenet import mobilenet_v2
+from fedsim.models._resnet import resnet8, resnet18, resnet20
+from fedsim.models._shakespeare import shakespeare_lstm, shakespeare_transformer
 from fedsim.models._stackoverflow import stackoverflow_logistic, stackoverflow_lstm, stackoverflow_transformer
+from fedsim.models._vision_transformer import vit_tiny
 from fedsim.names import make
 
 MODELS: dict[str, Callable[..., Model]] = {
@@ -35,12 +38,18 @@ MODELS: dict[str, Callable[..., Model]] = {
         logistic,
         mnist_2nn,
         mnist_cnn,
+        mobilenet_v2,
+        resnet8,
+        resnet18,
+        resnet20,
         shakespeare_lstm,
+        shakespeare_transformer,
         stackoverflow_logistic,
         stackoverflow_lstm,
         stackoverflow_transformer,
         synthetic_logistic,
         toy_regression,
+        vit_tiny,
     )
 }
 """The models of `fedsim.models` by the names of their functions."""

@@ -24,7 +24,7 @@ from fedsim.metrics import Examples, RecallAtK
 from fedsim.model import Feature, Model
 from fedsim.models._recurrent import LSTM
 from fedsim.models._tokens import language_model
-from fedsim.models._transformer import encode
+from fedsim.models._transformer import token_logits
 
 
 def stackoverflow_lstm(
@@ -87,6 +87,7 @@ def stackoverflow_transformer(
     feedforward: int = 1536,
     layers: int = 3,
     dropout: float = 0.1,
+    remat: bool = False,
     expected_length: float | None = None,
 ) -> Model:
     """A causal transformer whose output layer shares the weights of the embedding: 1,962,912 parameters.
@@ -107,6 +108,7 @@ def stackoverflow_transformer(
       feedforward: the width of the hidden layer of a block.
       layers: the number of blocks.
       dropout: the dropout rate in training, after the embedding and before each residual sum.
+      remat: whether to compute the activations inside of blocks again for the gradient, instead of storing them.
       expected_length: a divisor of the loss of a sentence. None means 1.
 
     Raises:
@@ -116,20 +118,9 @@ def stackoverflow_transformer(
     >>> sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
     1962912
     """
-    checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets, embedding=embedding, heads=heads)
-    checks.whole(1, feedforward=feedforward, layers=layers)
-    checks.number(least=0, below=1, dropout=dropout)
-    if embedding % heads or embedding % 2:
-        raise ValueError(
-            f"Expected an even embedding that heads divides, got embedding={embedding}, heads={heads}. Use 96 and 8."
-        )
+    checks.whole(1, vocabulary=vocabulary, length=length, oov_buckets=oov_buckets)
     num_ids = vocabulary + 3 + oov_buckets
-
-    def logits(tokens: jax.Array, training: bool) -> jax.Array:
-        embed = hk.Embed(num_ids, embedding, w_init=hk.initializers.RandomUniform(-0.05, 0.05))
-        x = encode(embed(tokens), heads, feedforward, layers, dropout if training else 0.0)
-        return x @ embed.embeddings.T
-
+    logits = token_logits(num_ids, embedding, heads, feedforward, layers, dropout, remat=remat)
     divisor = _divisor(expected_length)
     return language_model(logits, length=length, num_ids=num_ids, oov_buckets=oov_buckets, divisor=divisor, truncates=True)
 

@@ -1,5 +1,7 @@
 """Language and tag models: published parameter counts, forward passes against NumPy, losses and metrics by hand."""
 
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,8 @@ def test_parameter_counts_are_the_published_ones():
     assert count(models.stackoverflow_transformer()) == 1_962_912  # pfl-research
     block = 4 * (96 * 96 + 96) + 96 * 1536 + 1536 + 1536 * 96 + 96 + 4 * 96
     assert count(models.stackoverflow_transformer(oov_buckets=3)) == 10_006 * 96 + 3 * block
+    block = 4 * (128 * 128 + 128) + 128 * 512 + 512 + 512 * 128 + 128 + 4 * 128
+    assert count(models.shakespeare_transformer()) == 90 * 128 + 4 * block == 804_608
 
 
 @pytest.mark.parametrize("tanh", [False, True])
@@ -95,8 +99,15 @@ def test_shakespeare_lstm_equals_numpy():
     np.testing.assert_allclose(jax.jit(model.apply_for_eval)(params, examples), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_transformer_equals_numpy():
-    model = models.stackoverflow_transformer(**SMALL, embedding=8, heads=2, feedforward=20, layers=2)
+SMALL_BLOCKS = {"embedding": 8, "heads": 2, "feedforward": 20, "layers": 2}
+TRANSFORMERS = [
+    models.stackoverflow_transformer(**SMALL, **SMALL_BLOCKS),
+    models.shakespeare_transformer(30, length=6, **SMALL_BLOCKS),
+]
+
+
+@pytest.mark.parametrize("model", TRANSFORMERS, ids=["words", "characters"])
+def test_transformer_equals_numpy(model):
     params, examples = initial(model), sequences(34)
     embeddings = np.float64(params["embed"]["embeddings"])
     n, length, width, heads = 4, 6, 8, 2
@@ -131,6 +142,16 @@ def test_transformer_equals_numpy():
         x = norm(x + layer(attended))
         x = norm(x + layer(np.maximum(layer(x), 0)))
     np.testing.assert_allclose(jax.jit(model.apply_for_eval)(params, examples), x @ embeddings.T, atol=1e-5, rtol=1e-5)
+
+
+def test_remat_changes_no_gradient():
+    """Also with dropout, whose draws are the same."""
+    plain, again = (models.shakespeare_transformer(30, length=6, **SMALL_BLOCKS, remat=remat) for remat in (False, True))
+    params, examples = initial(plain), {name: jnp.asarray(tokens) for name, tokens in sequences(34).items()}
+    batch = fedsim.Batch(examples, jnp.ones(4, bool), jax.random.key(0), 0)
+    gradients = [jax.jit(jax.grad(model.train_loss))(params, batch) for model in (plain, again)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *gradients)
+    assert re.search("remat|checkpoint", str(jax.make_jaxpr(again.train_loss)(params, batch)))
 
 
 def test_transformer_has_dropout_in_training_only():
