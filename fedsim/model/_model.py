@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import metrics as metrics_lib
-from fedsim.model import _haiku
+from fedsim.model import _haiku, _precision
 from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
 
 if TYPE_CHECKING:
@@ -249,6 +249,38 @@ class Model:
             num_classes=num_classes,
             **fields,
         )
+
+    def with_precision(self, compute: str, *, loss_scale: float = 1.0) -> Model:
+        """Returns this model with a network that computes in half precision. Parameters, outputs and losses stay float32.
+
+        Gradients are float32, too, and so are the normalizations of Haiku networks. Keras models and Flax modules with a
+        ``dtype`` of their own have other means for this. Derivatives in forward mode are not supported.
+
+        Args:
+          compute: "bfloat16" or "float16".
+          loss_scale: a constant factor of the gradient inside of the network, so that small values do not become 0 in
+            float16, such as 1024.0. The gradient of the parameters is divided by it. If it overflows, the client's update is
+            not finite and is dropped, which a warning says.
+
+        Raises:
+          ValueError: ``compute`` is another name, ``loss_scale`` is not positive, the model has parts, or (in the first round)
+            the network computes outputs in another precision nevertheless.
+
+        >>> model = Model.from_haiku(
+        ...     hk.transform(lambda examples: hk.Linear(1, w_init=jnp.ones, with_bias=False)(examples["x"])),
+        ...     features={"x": jax.ShapeDtypeStruct((2,), jnp.float32)}, loss=metrics_lib.squared_error)
+        >>> x, params = {"x": jnp.array([[1.0, 0.001]])}, model.init(jax.random.key(0))
+        >>> model.apply_for_eval(params, x).item(), model.with_precision("bfloat16").apply_for_eval(params, x).item()
+        (1.0010000467300415, 1.0)
+        """
+        if type(self) is not Model:
+            raise ValueError(
+                f"Expected a model without parts, got a {type(self).__name__}: convert activations inside of its parts."
+            )
+        train, evaluate = (
+            _precision.in_precision(apply, compute, loss_scale) for apply in (self.apply_for_train, self.apply_for_eval)
+        )
+        return dataclasses.replace(self, apply_for_train=train, apply_for_eval=evaluate)
 
     def outputs(self, params: Params, batch: Batch) -> Any:
         """Returns the outputs in training for a batch, with the batch's random draws.

@@ -1,0 +1,73 @@
+"""Networks that compute in half precision, with parameters, outputs and losses in float32.
+
+P. Micikevicius et al., "Mixed Precision Training", ICLR 2018, https://arxiv.org/abs/1710.03740. Here the
+scale of the loss is constant.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import haiku as hk
+import jax
+import numpy as np
+
+from fedsim import checks, tree
+
+
+def in_precision(apply: Callable[..., Any], compute: str, loss_scale: float) -> Callable[..., Any]:
+    """Returns ``apply(params, examples, *key)`` with parameters, examples and outputs of Haiku modules in another dtype.
+
+    Modules whose names end in "Norm" compute in float32, because a mean over many values loses too much in half precision.
+
+    Args:
+      apply: the function, whose outputs must be of the dtype ``compute`` then.
+      compute: "bfloat16" or "float16".
+      loss_scale: a factor of the gradient inside of the network, by which the gradient of the parameters is divided.
+
+    Raises:
+      ValueError: the function computes in another dtype nevertheless (when it is called).
+    """
+    checks.one_of("bfloat16", "float16", compute=compute)
+    checks.positive(loss_scale=loss_scale)
+    half, single = (functools.partial(_cast, dtype=dtype) for dtype in (compute, "float32"))
+
+    def intercept(next_f: Callable, args: tuple, kwargs: dict[str, Any], context: hk.MethodContext) -> Any:
+        if context.method_name != "__call__":
+            return next_f(*args, **kwargs)
+        if not type(context.module).__name__.endswith("Norm"):
+            return next_f(*half(args), **half(kwargs))
+        with hk.custom_getter(lambda next_getter, value, _: single(next_getter(value))):
+            return half(next_f(*single(args), **single(kwargs)))
+
+    @functools.wraps(apply)
+    def computed(params: Any, examples: Any, *key: jax.Array) -> Any:
+        params = half(_scale_gradient(params, 1 / loss_scale))
+        with hk.intercept_methods(intercept):
+            outputs = apply(params, half(dict(examples)), *key)
+        other = {str(leaf.dtype) for leaf in jax.tree.leaves(outputs) if tree.is_float(leaf)} - {compute}
+        if other:
+            raise ValueError(
+                f"Expected a network whose outputs are {compute} if its parameters and inputs are, got "
+                f"{', '.join(sorted(other))}: remove what converts values inside of the network, or use the means of its "
+                "library, such as dtype arguments."
+            )
+        return _scale_gradient(single(outputs), loss_scale)
+
+    return computed
+
+
+def _cast(a: Any, dtype: str) -> Any:
+    """Returns a pytree with its arrays of floats in another dtype."""
+    return jax.tree.map(lambda x: x.astype(dtype) if isinstance(x, jax.Array | np.ndarray) and tree.is_float(x) else x, a)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scale_gradient(a: Any, factor: float) -> Any:
+    """Returns ``a``, with ``factor`` times its gradient."""
+    return a
+
+
+_scale_gradient.defvjp(lambda a, factor: (a, None), lambda factor, _, gradient: (jax.tree.map(lambda g: g * factor, gradient),))
