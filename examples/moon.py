@@ -69,7 +69,7 @@ def main(rounds=30):
     state = moon.init(jax.random.key(0))
     for cohort in fedsim.UniformSampler(data.train, clients=20, seed=0).rounds(rounds):
         state, _ = moon.apply(state, cohort)
-    accuracy = fedsim.evaluate(MODEL, fedsim.execution.server_state(state).params, data.test).overall["accuracy"]
+    accuracy = fedsim.evaluate(MODEL, fedsim.rounds.server_state(state).params, data.test).overall["accuracy"]
     print(f"MOON, {rounds} rounds: accuracy {accuracy:.3f}")
     return accuracy
 

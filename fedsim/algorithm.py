@@ -14,7 +14,7 @@ from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
-from fedsim.model import Model
+from fedsim.model import Model, ModelParts
 from fedsim.rounds import Client, Clients, ClientUpdate, FederatedState, RoundInfo, Staleness
 
 State = Any
@@ -35,6 +35,9 @@ class Capabilities:
         weight may scale it. Updates are not scalable if they are no step, such as a mean, if their parts enter the server's
         state in different ways, or if clients also store them. A class that overrides `client_update`,
         `server_update`, `broadcast` or `round` must declare it again.
+      model_parts: the model may have other parts than the parameters that the algorithm sees, such as running statistics or
+        parameters that each client keeps, see `fedsim.Model.with_parts`. Clients train by `LocalTraining.run` from what the
+        server sent, and return the parts in `fedsim.ClientUpdate`.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
@@ -48,6 +51,7 @@ class Capabilities:
     aggregators: bool = True
     scalable: bool = False
     unlabelled: bool = False
+    model_parts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,6 +138,18 @@ class Algorithm:
         """Returns what is copied and pickled. Compiled programs are left out."""
         return {name: value for name, value in vars(self).items() if name != "_execution"}
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "init" in vars(cls):
+            cls.init = _with_model_parts(cls.init)  # type: ignore[method-assign, assignment]
+
+    def model_parts(self, key: jax.Array) -> ModelParts | tuple[()]:
+        """Returns the parts of the model that are not among the algorithm's parameters, before the first round; () if there
+        are none. They are drawn from the same key as the parameters.
+        """
+        parts = getattr(getattr(self, "model", None), "init_parts", None)
+        return () if parts is None else parts(key)
+
     def _check_aggregator(self, own: Aggregator) -> None:
         """Raises ``ValueError`` if the innermost aggregator is of another class than ``own``'s."""
         if type(self.aggregator.innermost) is not type(own.innermost):
@@ -190,12 +206,20 @@ class Algorithm:
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
+            if model.init_parts is not None and not self.capabilities.model_parts:
+                raise ValueError(
+                    f"{type(self).__name__} trains whole models without running statistics, got a model with "
+                    f"{model.parts_in_words}: use FedAvg, for example, or a model without them, such as one with GroupNorm."
+                )
+            model.check_padding(self.batches, data.sizes)
         else:
             data.check_range(data.columns)
 
     @property
     def has_memory(self) -> bool:
         """Whether clients, the aggregator or the downlink may keep a memory between rounds."""
+        if getattr(getattr(self, "model", None), "init_parts", None) is not None:
+            return True
         own_memory = any(getattr(type(self), name) is not getattr(Algorithm, name) for name in ("client_memory", "round"))
         cls = type(self.aggregator)
         aggregator_memory = cls.init is not Aggregator.init or cls.client_memory is not Aggregator.client_memory
@@ -247,6 +271,19 @@ class Algorithm:
         state, stacked = self.execution.run(self, state, cohorts, max_rounds=max_rounds)
         watch_problems(self, stacked, cohorts)
         return state, stacked
+
+
+def _with_model_parts(init: Callable[[Any, jax.Array], State]) -> Callable[[Any, jax.Array], State]:
+    """Adds the parts of the model to the state that ``init`` returns, which the algorithm itself does not see."""
+
+    @functools.wraps(init)
+    def with_parts(self: Any, key: jax.Array) -> State:
+        state = init(self, key)
+        # A subclass that calls ``super().init`` gets the server's state alone.
+        parts = self.model_parts(key) if type(self).init is with_parts else ()
+        return state if parts == () else FederatedState(state, parts=parts)
+
+    return with_parts
 
 
 def map_clients(

@@ -326,3 +326,38 @@ def strong(a: Tree) -> Tree:
         return jax.lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
 
     return jax.tree.map(of_leaf, a)
+
+
+def merge(*parts: Tree) -> Tree:
+    """Returns the pytree whose leaves are those of all parts. Every part has None in place of the leaves of the others.
+
+    >>> merge({"w": 1.0, "b": None}, {"w": None, "b": 2.0})
+    {'b': 2.0, 'w': 1.0}
+    """
+
+    def first(*values: Any) -> Any:
+        return next((value for value in values if value is not None), None)
+
+    return jax.tree.map(first, *parts, is_leaf=lambda x: x is None)
+
+
+def add_where(a: Tree, b: Tree) -> Tree:
+    """Returns ``a + b``, and ``a`` where ``b`` has None.
+
+    >>> add_where({"w": 1.0, "b": 2.0}, {"w": 3.0, "b": None})
+    {'b': 2.0, 'w': 4.0}
+    """
+    return jax.tree.map(lambda y, x: x if y is None else x + y, b, a, is_leaf=lambda x: x is None)
+
+
+def masked(a: Tree, like: Tree, *, inverted: bool = False) -> Tree:
+    """Returns ``a`` with None in place of the leaves that are None in ``like``; ``inverted``: that are not None in it.
+
+    >>> masked({"w": 1.0, "b": 2.0}, {"w": 3.0, "b": None}), masked({"w": 1.0, "b": 2.0}, {"w": 3.0, "b": None}, inverted=True)
+    ({'b': None, 'w': 1.0}, {'b': 2.0, 'w': None})
+    """
+
+    def of_leaf(mark: Any, x: Any) -> Any:
+        return x if (mark is None) == inverted else None
+
+    return jax.tree.map(of_leaf, like, a, is_leaf=lambda x: x is None)

@@ -153,7 +153,7 @@ def test_moon_trains_and_is_fedavg_without_its_contrast(capsys):
         state = algorithm.init(jax.random.key(3))
         for cohort in cohorts:
             state, _ = algorithm.apply(state, cohort)
-        return fedsim.execution.server_state(state).params
+        return fedsim.rounds.server_state(state).params
 
     fedavg = params(fedsim.algorithms.FedAvg(**data))
     assert_close(params(moon.MOON(**data, mu=0.0)), fedavg)

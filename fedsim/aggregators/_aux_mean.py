@@ -117,4 +117,4 @@ def with_aux_of(other: Update, update: Update) -> Update:
     >>> with_aux_of(WithAux(1.0, aux=7.0), WithAux(-1.0, aux=-7.0))
     WithAux(update=-1.0, aux=7.0)
     """
-    return update._replace(aux=other.aux) if isinstance(update, WithAux) else update
+    return WithAux(with_aux_of(other.update, update.update), other.aux) if isinstance(update, WithAux) else update

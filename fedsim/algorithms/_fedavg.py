@@ -52,7 +52,7 @@ class FedAvg(Algorithm):
     ([2, 1], [4.0, 2.0])
     """
 
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, model_parts=True)
 
     model: Model
     client_optimizer: optax.GradientTransformation | Schedule
@@ -99,7 +99,7 @@ class FedAvg(Algorithm):
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         local = self.train(shared, client)
         movement = tree.subtract(shared.params, local.params)
-        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()})
+        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()}, parts=local.parts)
 
     def weight(self, client: Client) -> jax.Array:
         """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""

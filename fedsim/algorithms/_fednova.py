@@ -54,7 +54,7 @@ class FedNova(FedAvg):
     ['0.9049', '0.2900']
     """
 
-    capabilities = Capabilities(scalable=False)
+    capabilities = Capabilities(scalable=False, model_parts=True)
 
     mu: float = 0.0
 
@@ -70,7 +70,8 @@ class FedNova(FedAvg):
         local = self.train(shared, client)
         distance = local.opt_state
         update = WithAux(distance.mean_gradient(tree.subtract(shared.params, local.params)), distance.length)
-        return ClientUpdate(update, self.weight(client), {"loss": local.loss.result(), "distance": distance.length})
+        info = {"loss": local.loss.result(), "distance": distance.length}
+        return ClientUpdate(update, self.weight(client), info, parts=local.parts)
 
     def server_update(self, state: Any, update: WithAux, info: RoundInfo) -> Any:
         direction, distance = update

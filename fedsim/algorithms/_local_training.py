@@ -15,7 +15,7 @@ from fedsim import metrics, tree
 from fedsim.aggregators import accumulation_dtype
 from fedsim.algorithms._descent import check_descent, needs_loss, warn_of_lost_gradients
 from fedsim.data import Batch, Batches, FederatedData
-from fedsim.model import Model, Params
+from fedsim.model import Model, ModelParts, Params, current_scope, scope_of
 from fedsim.rounds import Client
 
 Schedule = Callable[[jax.Array], optax.GradientTransformation]
@@ -24,7 +24,7 @@ Gradient = Callable[[Params, Batch], tuple[jax.Array, Params]]
 
 
 class Local(NamedTuple):
-    """A client's local parameters, the state of its optimizer, and its training loss over the examples so far.
+    """A client's local parameters, the state of its optimizer, its training loss so far, and the other parts of the model.
 
     >>> import fedsim
     >>> training = LocalTraining(loss=lambda params, batch: params["w"], batches=fedsim.Batches(size=1))
@@ -35,6 +35,7 @@ class Local(NamedTuple):
     params: Params
     opt_state: optax.OptState
     loss: metrics.MeanLoss
+    parts: ModelParts | tuple[()] = ()
 
 
 class Term(NamedTuple):
@@ -135,8 +136,11 @@ class LocalTraining:
           ValueError: ``loss`` does not return a scalar.
         """
 
-        def loss(params: Params) -> jax.Array:
-            value = self.loss(params, batch)
+        outer = current_scope()
+
+        def loss(params: Params) -> tuple[jax.Array, Any]:
+            with scope_of(outer.parts, getattr(batch, "mask", None)) as scope:
+                value = self.loss(params, batch)
             if jnp.shape(value):
                 function = getattr(self.loss, "func", self.loss)
                 raise ValueError(
@@ -144,48 +148,62 @@ class LocalTraining:
                     f"shape {list(jnp.shape(value))}. Average over the examples where batch.mask is True, as model.train_loss "
                     "does."
                 )
-            return value
+            return value, scope.new
 
-        return jax.value_and_grad(loss)(params)
+        (value, outer.new), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        return value, gradient
 
     def step_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         """Returns the loss of a batch, which is reported, and the gradient of a step, which has all terms."""
         loss, gradient = (self.gradient or self.loss_and_gradient)(params, batch)
         for term in self.terms:
-            gradient = tree.add(gradient, term.gradient(params))
+            gradient = tree.add_where(gradient, term.gradient(_sent(params)))
         return loss, gradient
 
     def step_value(self, params: Params, batch: Batch) -> jax.Array:
         """Returns the value that steps minimize, without terms that are linear in the parameters."""
         value = (self.objective or self.loss)(params, batch)
         for term in self.terms:
-            value = value + term.value(params) if term.value else value
+            value = value + term.value(_sent(params)) if term.value else value
         return value
 
-    def start(self, params: Params) -> Local:
-        """Returns the state before the first local step from these parameters, with a new state of the optimizer."""
-        return Local(params, self.optimizer.init(params), metrics.MeanLoss.zero())
+    def start(self, params: Params, parts: ModelParts | tuple[()] = ()) -> Local:
+        """Returns the state before the first local step from these parameters, with a new state of the optimizer.
+
+        Args:
+          params: the parameters, which the server sends.
+          parts: the other parts of the model, see `Client.parts`. Those that the client keeps are trained with the parameters:
+            ``loss``, ``gradient``, ``objective`` and ``optimizer`` get both in one pytree, and ``terms`` the parameters alone.
+        """
+        return Local(params, self.optimizer.init(_with_kept(params, parts)), metrics.MeanLoss.zero(), parts)
 
     def step(self, local: Local, batch: Batch) -> Local:
         """Takes one step of the optimizer on a batch."""
-        (loss, gradient), extra = self.step_gradient(local.params, batch), {}
-        if needs_loss(self.optimizer, local.params):  # as Polyak steps and line searches do
-            descended = _with_gradient(lambda params: self.step_value(params, batch), gradient, local.params)
-            extra = {"value": descended(local.params), "grad": gradient, "value_fn": descended}
-        updates, opt_state = self.optimizer.update(gradient, local.opt_state, local.params, **extra)
-        count = jnp.sum(batch.mask, dtype=jnp.float32)
-        return Local(optax.apply_updates(local.params, updates), opt_state, local.loss.add(loss, count))
+        params = _with_kept(local.params, local.parts)
+        with scope_of(local.parts, batch.mask) as scope:
+            (loss, gradient), extra = self.step_gradient(params, batch), {}
+            statistics = scope.new
+            if needs_loss(self.optimizer, params):  # as Polyak steps and line searches do
+                descended = _with_gradient(lambda params: self.step_value(params, batch), gradient, params)
+                extra = {"value": descended(params), "grad": gradient, "value_fn": descended}
+        updates, opt_state = self.optimizer.update(gradient, local.opt_state, params, **extra)
+        params, count = optax.apply_updates(params, updates), jnp.sum(batch.mask, dtype=jnp.float32)
+        losses, parts = local.loss.add(loss, count), local.parts
+        if isinstance(parts, ModelParts):
+            params, parts = tree.masked(params, like=local.params), parts.after_step(params, statistics)
+        return Local(params, opt_state, losses, parts)
 
     def run(self, client: Client, params: Params) -> Local:
         """Runs a client's local steps from these parameters."""
-        return client.for_each_batch(self.batches, self.step, self.start(params))
+        return client.for_each_batch(self.batches, self.step, self.start(params, client.parts))
 
     def mean_loss(self, client: Client, params: Params) -> jax.Array:
         """Returns a client's mean loss over all its examples at these parameters, ``float32 []``. With dropout it is random."""
 
         def add(losses: metrics.MeanLoss, batch: Batch) -> metrics.MeanLoss:
             count = jnp.sum(batch.mask, dtype=jnp.float32)
-            return losses.add(self.loss(params, batch), count)
+            with scope_of(client.parts, batch.mask):
+                return losses.add(self.loss(params, batch), count)
 
         return client.for_each_batch(self.batches.one_pass(), add, metrics.MeanLoss.zero(), "preview").result()
 
@@ -200,7 +218,8 @@ class LocalTraining:
 
         def add(sums: tuple[metrics.MeanLoss, Params], batch: Batch) -> tuple[metrics.MeanLoss, Params]:
             losses, total = sums
-            loss, gradient = self.loss_and_gradient(params, batch)
+            with scope_of(client.parts, batch.mask):
+                loss, gradient = self.loss_and_gradient(params, batch)
             count = jnp.sum(batch.mask, dtype=jnp.float32)
             total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
             return losses.add(loss, count), total
@@ -211,6 +230,17 @@ class LocalTraining:
         losses, total = client.for_each_batch(batches, add, (metrics.MeanLoss.zero(), zeros), purpose)
         mean = tree.scale(total, 1 / jnp.maximum(losses.num_examples.value(), 1))
         return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
+
+
+def _with_kept(params: Params, parts: ModelParts | tuple[()]) -> Params:
+    """Returns all parameters that a client trains: those that are sent, and those that it keeps."""
+    return tree.merge(params, parts.kept) if isinstance(parts, ModelParts) and parts.kept != () else params
+
+
+def _sent(params: Params) -> Params:
+    """Returns those of the parameters that the server sends."""
+    kept = current_scope().parts.kept
+    return params if kept == () else tree.masked(params, kept, inverted=True)
 
 
 def optimizer_of_round(

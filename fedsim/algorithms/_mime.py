@@ -88,7 +88,7 @@ class MimeLite(FedAvg):
     True
     """
 
-    capabilities = Capabilities(scalable=False)
+    capabilities = Capabilities(scalable=False, model_parts=True)
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
@@ -133,7 +133,7 @@ class Mime(FedAvg):
     [[20800, 20800], [41600, 41600]]
     """
 
-    capabilities = Capabilities(scalable=False)
+    capabilities = Capabilities(scalable=False, model_parts=True)
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))

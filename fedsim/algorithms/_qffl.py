@@ -110,7 +110,7 @@ class QFedAvg(FedAvg):
     True
     """
 
-    capabilities = Capabilities(scalable=False)
+    capabilities = Capabilities(scalable=False, model_parts=True)
 
     q: float = 1.0
     lipschitz: float | None = None

@@ -81,7 +81,7 @@ class SCAFFOLD(FedAvg):
     ValueError: Expected option to be 'I' or 'II', got option=2.
     """
 
-    capabilities = Capabilities(scalable=False)
+    capabilities = Capabilities(scalable=False, model_parts=True)
 
     option: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"
@@ -117,7 +117,7 @@ class SCAFFOLD(FedAvg):
             # A client with learning rate 0 does not move, so its movement contains no information about its gradients.
             change = tree.select(distance.length == 0, jax.tree.map(jnp.zeros_like, change), change)
         memory = lambda arrived: tree.add(client.memory, tree.scale(arrived[1], client.arrival_weight))  # noqa: E731
-        return ClientUpdate((movement, change), self.weight(client), {"loss": local.loss.result()}, memory)
+        return ClientUpdate((movement, change), self.weight(client), {"loss": local.loss.result()}, memory, local.parts)
 
     def server_update(self, state: ScaffoldState, update: Any, info: RoundInfo) -> ScaffoldState:
         movement, change = update

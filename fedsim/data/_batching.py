@@ -102,6 +102,14 @@ class Batches:
             steps = (num_examples * self.epochs + spare) // self.size
         return steps if self.max_steps is None else smaller(steps, self.max_steps)
 
+    def has_padding(self, sizes: np.ndarray) -> np.ndarray:
+        """Returns whether a batch of clients with ``sizes`` examples is partial and filled up with padding, ``bool [clients]``.
+
+        >>> Batches(size=20, max_steps=2).has_padding(np.array([0, 19, 40, 41])).tolist()
+        [False, True, False, False]
+        """
+        return np.zeros(len(sizes), bool) if self.steps is not None else self.num_steps(sizes) * self.size > sizes * self.epochs
+
     def one_pass(self) -> Batches:
         """Returns batches of the same size that read every example once, in stored order.
 

@@ -17,9 +17,19 @@ from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
 from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
 from fedsim.execution import Execution, check_alike, num_remembered, row_shapes
-from fedsim.model import Model, Params
+from fedsim.model import Model, ModelParts, Params, keeps_parts, scope_of
 from fedsim.primitives import without_mesh_of_context
-from fedsim.rounds import Client, FederatedState, Shared, kept_with, parts_of, with_params
+from fedsim.rounds import (
+    Client,
+    FederatedState,
+    Shared,
+    first_memory,
+    kept_with,
+    parts_of,
+    server_state,
+    with_memory_of,
+    with_params,
+)
 
 _CHUNK_BYTES_ON_CPU = 2**27
 _CHUNK_BYTES = 2**30
@@ -111,10 +121,10 @@ def evaluate_personalized(
         )
     slots = max(1, min(_clients_at_once(algorithm, shared), len(clients), train.num_clients))
     run = functools.partial(map_clients, batches=work.batches, execution=execution or algorithm.execution)
-    absent: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.model.init, root))
+    absent: Any = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(algorithm.model.init_whole, root))
     if np.any(in_train < 0):
         anyone = Cohort(train, np.zeros(1, np.int32), 0, root)
-        absent = jax.tree.map(lambda x: x[0], run(work.absent_params, (shared, first), anyone))
+        absent = jax.tree.map(lambda x: x[0], run(work.absent_params, (shared, first, parts.parts), anyone))
     forms = _sum_forms(algorithm.model, test)
     none = zeros(forms)
     sums = on_host(jax.tree.map(lambda total: np.zeros((test.num_clients, *total.shape), total.dtype), none))
@@ -122,8 +132,8 @@ def evaluate_personalized(
         # All chunks have the same number of slots, so that they share programs.
         chunk, at = clients[start : start + slots], in_train[start : start + slots]
         present = np.flatnonzero(at >= 0)
-        memories = _memories(parts.clients, algorithm, shared, at[present], slots)
-        params = run(work.params, (shared, first, *memories), Cohort(train, at[present], 0, root, slots))
+        memories = _memories(parts, algorithm, shared, at[present], slots)
+        params = run(work.params, (shared, first, parts.parts, *memories), Cohort(train, at[present], 0, root, slots))
         index = np.full(slots, -1, np.int32)
         index[present] = np.arange(len(present))
         found = run(work.statistics, (params, index, absent, none), Cohort(test, chunk, 0, rng.root(0), slots))
@@ -137,7 +147,7 @@ def _sum_forms(model: Model, data: FederatedData) -> Statistics:
     kept = kept_with(model).setdefault("sum forms", {})
     form = tuple((name, tuple(column.shape[1:]), str(column.dtype)) for name, column in data.columns.items())
     if form not in kept:
-        kept[form] = sum_forms(model, jax.eval_shape(model.init, jax.random.key(0)), data.columns)
+        kept[form] = sum_forms(model, jax.eval_shape(model.init_whole, jax.random.key(0)), data.columns)
     return kept[form]
 
 
@@ -165,33 +175,42 @@ class _Work:
         sent = _first_sent(self.fine_tune, jax.random.key(0))
         return sent._replace(round=getattr(shared, "round", sent.round))
 
-    def params(self, arguments: tuple[Shared, Any, Any, jax.Array], client: Client) -> Params:
-        """Returns a client's own parameters.
+    def params(self, arguments: tuple[Shared, Any, Any, Any, jax.Array], client: Client) -> Params:
+        """Returns a client's own parameters, with all parts of the model.
 
         Args:
-          arguments: what the server sends, `first_round`, memories ``[slots, ...]``, and whether each exists, ``bool [slots]``.
+          arguments: what the server sends, `first_round`, the parts of the model at the server, memories ``[slots, ...]``, and
+            whether each exists, ``bool [slots]``.
           client: the client of the training data.
         """
-        shared, first, memories, seen = arguments
-        start = self.algorithm.client_memory(shared)
-        memory = tree.select(seen[client.slot], jax.tree.map(lambda rows: rows[client.slot], memories), start)
-        return self._params(shared, first, dataclasses.replace(client, memory=memory))
+        shared, first, parts, memories, seen = arguments
+        start = first_memory(self.algorithm, shared, parts)
+        kept = tree.select(seen[client.slot], jax.tree.map(lambda rows: rows[client.slot], memories), start)
+        memory, parts = with_memory_of(parts, kept)
+        return self._params(shared, first, dataclasses.replace(client, memory=memory, parts=parts))
 
-    def absent_params(self, arguments: tuple[Shared, Any], client: Client) -> Params:
+    def absent_params(self, arguments: tuple[Shared, Any, Any], client: Client) -> Params:
         """Returns the parameters of a client without memory and training examples."""
-        none, memory = jnp.zeros_like(client.num_examples), self.algorithm.client_memory(arguments[0])
-        return self._params(*arguments, dataclasses.replace(client, num_examples=none, num_steps=none, memory=memory))
+        shared, first, parts = arguments
+        none, memory = jnp.zeros_like(client.num_examples), self.algorithm.client_memory(shared)
+        client = dataclasses.replace(client, num_examples=none, num_steps=none, memory=memory, parts=parts)
+        return self._params(shared, first, client)
 
     def _params(self, shared: Shared, first: Any, client: Client) -> Params:
-        if self.fine_tune is not None and self._continues:
-            return self.fine_tune.train(shared, client).params
-        personal = getattr(self.algorithm, "personal_params", None)
-        params = personal(shared, client) if personal else shared.params
-        if self.fine_tune is None:
-            return params
-        sent = first._replace(params=params)
-        client = dataclasses.replace(client, memory=self.fine_tune.client_memory(sent))
-        return self.fine_tune.train(sent, client).params
+        def whole(params: Params, parts: Any) -> Params:
+            return parts.join(params) if isinstance(parts, ModelParts) else params
+
+        with scope_of(client.parts):
+            if self.fine_tune is not None and self._continues:
+                local = self.fine_tune.train(shared, client)
+                return whole(local.params, local.parts)
+            personal = getattr(self.algorithm, "personal_params", None)
+            params = personal(shared, client) if personal else shared.params
+            if self.fine_tune is None:
+                return whole(params, client.parts)
+            sent = first._replace(params=params)
+            local = self.fine_tune.train(sent, dataclasses.replace(client, memory=self.fine_tune.client_memory(sent)))
+            return whole(local.params, local.parts)
 
     def statistics(self, arguments: tuple[Params, jax.Array, Params, Statistics], client: Client) -> Statistics:
         """Returns the statistics of a client's metrics, summed over its test examples.
@@ -227,7 +246,7 @@ def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
             raise ValueError(
                 f"Expected {name} to be an algorithm that trains a model, such as FedAvg(...), got {name}={value!r}."
             )
-    if fine_tune is None and not hasattr(algorithm, "personal_params"):
+    if fine_tune is None and not hasattr(algorithm, "personal_params") and not keeps_parts(algorithm.model):
         raise ValueError(
             f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's. Use fedsim.evaluate, "
             "or set fine_tune to an algorithm such as FedAvg, whose local steps train a model for each client."
@@ -254,11 +273,13 @@ def _check_state(algorithm: Any, parts: FederatedState) -> None:
     kept = kept_with(algorithm)
     if "first forms" not in kept:  # Cached, because this takes longer than the evaluation of a few clients.
         try:
-            first = jax.eval_shape(algorithm.init, jax.random.key(0))
+            first = server_state(jax.eval_shape(algorithm.init, jax.random.key(0)))
         except jax.errors.ConcretizationTypeError:  # The algorithm's init cannot be traced.
             return
         expected = jax.eval_shape(algorithm.broadcast, first)
-        kept["first forms"] = type(first), expected, jax.eval_shape(algorithm.client_memory, expected)
+        model_parts = jax.eval_shape(algorithm.model_parts, jax.random.key(0))
+        own = jax.eval_shape(functools.partial(first_memory, algorithm), expected, model_parts)
+        kept["first forms"] = type(first), expected, own
     (kind, expected, own), state = kept["first forms"], _evaluated(parts)
     sent, row = jax.eval_shape(algorithm.broadcast, state) if isinstance(state, kind) else (), own
     if parts.clients != () and jax.tree.leaves(own):
@@ -269,7 +290,7 @@ def _check_state(algorithm: Any, parts: FederatedState) -> None:
 
 def _first_sent(algorithm: Any, key: jax.Array) -> Any:
     """Returns what the server sends in an algorithm's first round."""
-    return algorithm.broadcast(algorithm.init(key))
+    return algorithm.broadcast(server_state(algorithm.init(key)))
 
 
 def _evaluated(parts: FederatedState) -> Any:
@@ -297,14 +318,14 @@ def _positions(test: FederatedData, train: FederatedData, clients: np.ndarray) -
 
 def _clients_at_once(algorithm: Any, shared: Any) -> int:
     """Returns the number of clients whose memories and parameters fit in a chunk."""
-    row = jax.eval_shape(algorithm.client_memory, shared), jax.eval_shape(algorithm.model.init, jax.random.key(0))
+    row = jax.eval_shape(algorithm.client_memory, shared), jax.eval_shape(algorithm.model.init_whole, jax.random.key(0))
     chunk_bytes = _CHUNK_BYTES_ON_CPU if jax.default_backend() == "cpu" else _CHUNK_BYTES
     return max(1, min(_LARGEST_CHUNK, 8 * chunk_bytes // tree.num_bits(row)))
 
 
-def _memories(clients: Any, algorithm: Any, shared: Any, at: np.ndarray, slots: int) -> tuple[Any, Any]:
+def _memories(parts: FederatedState, algorithm: Any, shared: Any, at: np.ndarray, slots: int) -> tuple[Any, Any]:
     """Returns the memories of the clients at these positions, ``[slots, ...]``, and which of them exist, ``bool [slots]``."""
-    own = jax.eval_shape(algorithm.client_memory, shared)
+    clients, own = parts.clients, jax.eval_shape(functools.partial(first_memory, algorithm), shared, parts.parts)
     if clients == () or not jax.tree.leaves(own):
         return jax.tree.map(lambda x: np.zeros((slots, *x.shape), x.dtype), own), np.zeros(slots, bool)
     if isinstance(clients, ClientRows):

@@ -123,7 +123,8 @@ class _PythonClients(Clients):
     ) -> None:  # fmt: skip
         super().__init__(algorithm, plan, key, cohort.attack)
         self.cohort, self.before, self.table, self.first_memories = cohort, before, table, first_memories
-        self.past = before.past
+        self.past, self.parts = before.past, before.parts
+        self.new_statistics = self._statistics
 
     def _downlink_memory(self, name: str, downlink: Any, shared: Any) -> Any:
         return self.before.downlink.get(name, ())

@@ -23,6 +23,7 @@ from fedsim.rounds import (
     form_of,
     kept_with,
     parts_of,
+    server_state,
 )
 
 _RESIDENT_BYTES_ON_CPU = 2**22
@@ -56,7 +57,7 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
     """
     kept = kept_with(algorithm)
     known_forms = kept.setdefault("forms of states", set())
-    if isinstance(state, FederatedState):
+    if isinstance(state, FederatedState) and not _is_from_init(state):
         if state.clients != () and (known := num_remembered(state.clients)) != data.num_clients:
             raise ValueError(
                 f"Expected a state with the memories of {data.num_clients} clients, as many as the population has, got one of "
@@ -65,22 +66,34 @@ def remembered(algorithm: FederatedAlgorithm, state: State, data: FederatedData)
         given = state._replace(clients=row_shapes(state.clients) if state.clients != () else ())
         if (form := form_of(given)) not in known_forms:
             server = jax.eval_shape(algorithm.init, jax.random.key(0))
-            check_alike(algorithm, given, _first(algorithm, server, traced_rounds(algorithm, server, data)[0].trace()))
+            first = _first(algorithm, server_state(server), traced_rounds(algorithm, server_state(server), data)[0].trace())
+            check_alike(algorithm, given, first._replace(parts=parts_of(server).parts))
             known_forms.add(form)
         return state
     if kept.get("remembers nothing"):
         return state
+    state, parts = server_state(state), parts_of(state).parts
+    if parts == () and (expected := jax.eval_shape(algorithm.model_parts, jax.random.key(0))) != ():
+        names = [name for name, part in zip(expected._fields, expected, strict=True) if part != ()]
+        raise ValueError(
+            f"Expected a state with all parts of the model, got one without {', '.join(names)}: start with a state from init."
+        )
     if algorithm.averaging is not None and not hasattr(state, "params"):
         raise ValueError(
             f"averaging={algorithm.averaging} averages state.params, but the state of {type(algorithm).__name__} has no "
             "params: set averaging=None."
         )
-    first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())
+    first = _first(algorithm, state, traced_rounds(algorithm, state, data)[0].trace())._replace(parts=parts)
     if not jax.tree.leaves(first._replace(server=())):
         kept["remembers nothing"] = True
         return state
     known_forms.add(form_of(first))
     return first._replace(clients=ClientRows.empty(first.clients, data.num_clients) if first.clients != () else ())
+
+
+def _is_from_init(state: FederatedState) -> bool:
+    """Returns whether a state has the server's state and the parts of the model alone, and memories are still to be added."""
+    return state.parts != () and state.clients == () and not jax.tree.leaves(state._replace(server=(), parts=()))
 
 
 def _first(algorithm: FederatedAlgorithm, server: State, program: RoundProgram) -> FederatedState:

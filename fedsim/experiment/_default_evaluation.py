@@ -13,6 +13,7 @@ from fedsim.data import FederatedData
 from fedsim.evaluation import Evaluation, evaluate_personalized
 from fedsim.evaluation import evaluate as evaluate_model
 from fedsim.execution import Jit
+from fedsim.model import keeps_parts
 
 State = Any
 Scores = Evaluation | Mapping[str, float]
@@ -20,7 +21,7 @@ Scores = Evaluation | Mapping[str, float]
 
 def is_personal(algorithm: Algorithm) -> bool:
     """Returns whether clients have models of their own."""
-    return hasattr(algorithm, "personal_params")
+    return hasattr(algorithm, "personal_params") or keeps_parts(getattr(algorithm, "model", None))
 
 
 def default_evaluation(
@@ -62,7 +63,7 @@ def default_evaluation(
         )
     model.check(data)
     execution = algorithm.execution if isinstance(algorithm.execution, Jit) else Jit()
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init, rng.root(0)))]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(of)] for of in (params, jax.eval_shape(model.init_whole, rng.root(0)))]
 
     def evaluation(state: State) -> Evaluation:
         # A server with only a part of the model, or with several models, has no model of its own to evaluate.

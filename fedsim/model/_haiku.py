@@ -8,7 +8,15 @@ from typing import Any
 import haiku as hk
 import jax
 
-from fedsim.model._network import Call, Network, library_of, path_names, unexpected
+from fedsim.model._network import (
+    Call,
+    Examples,
+    Network,
+    check_same_form,
+    check_statistics,
+    library_of,
+    unexpected,
+)
 
 _REMEDY = "give hk.transform(function), where the function calls the Haiku modules"
 
@@ -16,11 +24,11 @@ _REMEDY = "give hk.transform(function), where the function calls the Haiku modul
 def network(transformed: hk.Transformed, call: Call) -> Network:
     """Returns the functions of a Haiku transform."""
     read, _, train_kwargs, eval_kwargs = call
-    state: list[str] = []
     if isinstance(transformed, hk.TransformedWithState):
-        initial = jax.eval_shape(functools.partial(transformed.init, **train_kwargs), jax.random.key(0), *call.example())
-        state = path_names(initial[1])
-    check_transformed(state, transformed=transformed)
+        if jax.eval_shape(functools.partial(transformed.init, **train_kwargs), jax.random.key(0), *call.example())[1]:
+            return _with_state(transformed, call)
+        transformed = hk.without_state(transformed)
+    check_transformed(transformed=transformed)
     return Network(
         init=lambda key: transformed.init(key, *call.example(), **train_kwargs),
         train=lambda params, examples, key: transformed.apply(params, key, *read(examples), **train_kwargs),
@@ -28,12 +36,40 @@ def network(transformed: hk.Transformed, call: Call) -> Network:
     )
 
 
-def check_transformed(state: list[str] | None = None, **values: Any) -> None:
-    """Raises ``ValueError`` unless the values, given by name, are results of ``hk.transform``.
+def _with_state(transformed: hk.TransformedWithState, call: Call) -> Network:
+    """Returns the functions of a network with state. The leaves of parameters and state are one dict by module and name."""
+    read, _, train_kwargs, eval_kwargs = call
 
-    Args:
-      state: the names of the state's variables, if they are known.
-      **values: the values.
+    def init(key: jax.Array) -> Any:
+        return _joined(*transformed.init(key, *call.example(), **train_kwargs))
+
+    make = functools.partial(transformed.init, **train_kwargs)
+    params, state = jax.eval_shape(make, jax.random.key(0), *call.example())
+    check_statistics("haiku", state)
+
+    def divided(whole: Any) -> tuple[Any, Any]:
+        first, second = ({m: {n: whole[m][n] for n in names} for m, names in part.items()} for part in (params, state))
+        return first, second
+
+    def train(whole: Any, examples: Examples, key: jax.Array) -> tuple[Any, Any]:
+        outputs, new = transformed.apply(*divided(whole), key, *read(examples), **train_kwargs)
+        check_same_form(state, new)
+        return outputs, _joined(jax.tree.map(lambda _: None, params), new)
+
+    return Network(
+        init=init,
+        train=train,
+        evaluate=lambda whole, examples: transformed.apply(*divided(whole), None, *read(examples), **eval_kwargs)[0],
+        is_statistic=_joined(jax.tree.map(lambda _: False, params), jax.tree.map(lambda _: True, state)),
+    )
+
+
+def _joined(params: Any, state: Any) -> Any:
+    return {module: {**params.get(module, {}), **state.get(module, {})} for module in [*params, *state]}
+
+
+def check_transformed(**values: Any) -> None:
+    """Raises ``ValueError`` unless the values, given by name, are results of ``hk.transform``.
 
     >>> check_transformed(top="linear")
     Traceback (most recent call last):
@@ -46,11 +82,7 @@ calls the Haiku modules.
             continue
         remedy = _REMEDY
         if isinstance(value, hk.TransformedWithState | hk.MultiTransformedWithState):
-            variables = f" ({', '.join(state)})" if state else ""
-            remedy = (
-                f"models with state{variables} are not supported, so replace batch normalization "
-                "and its running averages by hk.GroupNorm or hk.LayerNorm, and give hk.transform(function)"
-            )
+            remedy = "a model in parts has no state, so use hk.GroupNorm or hk.LayerNorm, and give hk.transform(function)"
         elif library_of(value) is None and callable(getattr(value, "init", None)) and callable(getattr(value, "apply", None)):
             remedy = (
                 "for functions of your own or of a library without a constructor, use fedsim.Model.from_functions(init, apply)"

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from fedsim.model._network import Call, Examples, Network, Params, imported, path_names, refuse_state, unexpected
+from fedsim.model._network import Call, Examples, Network, accepts, check_same_form, check_statistics, imported, unexpected
+from fedsim.model._parts import current_scope
 
 
 def network(module: Any, call: Call) -> Network:
@@ -21,15 +22,46 @@ def network(module: Any, call: Call) -> Network:
     def variables(key: jax.Array) -> dict[str, Any]:
         return module.init(key, *call.example(), **train_kwargs)
 
-    shapes = jax.eval_shape(variables, jax.random.key(0))
-    state = path_names({name: each for name, each in shapes.items() if name != "params"})
-    refuse_state("flax.linen", state, "nn.GroupNorm or nn.LayerNorm")
+    shapes = nn.meta.unbox(jax.eval_shape(variables, jax.random.key(0)))
+    state = {name: each for name, each in shapes.items() if name != "params"}
+    check_statistics("flax.linen", state)
 
-    def apply(params: Params, examples: Examples, kwargs: Mapping[str, Any], key: jax.Array | None = None) -> Any:
-        return module.apply({"params": params}, *read(examples), rngs=key, **kwargs)
+    def init(key: jax.Array) -> Any:
+        drawn = nn.meta.unbox(variables(key))
+        return _joined(*(drawn[name] for name in ("params", *state) if name in drawn))
+
+    def divided(whole: Any) -> dict[str, Any]:
+        """Returns the collections: "params", and those of the state."""
+        return {name: _chosen(whole, like) for name, like in {"params": shapes.get("params", {}), **state}.items()}
+
+    def train(whole: Any, examples: Examples, key: jax.Array) -> Any:
+        if not state:
+            return module.apply(divided(whole), *read(examples), rngs=key, **train_kwargs)
+        mask = {"mask": current_scope().mask} if accepts(module.__call__, "mask") else {}
+        outputs, new = module.apply(divided(whole), *read(examples), rngs=key, mutable=list(state), **mask, **train_kwargs)
+        check_same_form(state, new)
+        none = jax.tree.map(lambda _: None, shapes.get("params", {}))
+        return outputs, _joined(none, *(new[name] for name in state))
 
     return Network(
-        init=lambda key: nn.meta.unbox(variables(key).get("params", {})),
-        train=lambda params, examples, key: apply(params, examples, train_kwargs, key),
-        evaluate=lambda params, examples: apply(params, examples, eval_kwargs),
+        init=init,
+        train=train,
+        evaluate=lambda whole, examples: module.apply(divided(whole), *read(examples), **eval_kwargs),
+        is_statistic=_joined(*(jax.tree.map(lambda _, name=name: name in state, each) for name, each in shapes.items()))
+        if state
+        else None,
     )
+
+
+def _joined(*collections: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested dicts as one, which has the leaves of all of them."""
+    joined: dict[str, Any] = {}
+    for collection in collections:
+        for name, value in collection.items():
+            joined[name] = _joined(joined.get(name, {}), value) if isinstance(value, Mapping) else value
+    return joined
+
+
+def _chosen(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those leaves of a nested dict that another one has."""
+    return {name: _chosen(whole[name], each) if isinstance(each, Mapping) else whole[name] for name, each in like.items()}

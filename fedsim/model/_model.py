@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Required, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
 
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import checks
 from fedsim import metrics as metrics_lib
 from fedsim.model import _haiku, _precision
 from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
+from fedsim.model._parts import ModelParts, Names, assigned, divide, named, scope_of
 
 if TYPE_CHECKING:
-    from fedsim.data import Batch, FederatedData
+    from fedsim.data import Batch, Batches, FederatedData
 
 
 class Options(TypedDict, total=False):
@@ -30,6 +32,7 @@ class Options(TypedDict, total=False):
     loss: Callable[[Examples, Any], jax.Array]
     metrics: Mapping[str, metrics_lib.Metric] | None
     num_classes: int | None
+    statistics: Literal["average", "client", "frozen"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,6 +53,9 @@ class Model:
         the model accepts several dtypes.
       num_classes: labels ``examples["y"]`` must be in ``[0, num_classes)``. None checks them only if the loss is the
         cross-entropy, by the number of logits.
+      init_parts: ``key -> ModelParts`` if the model has other parts than the parameters of algorithms, which ``init`` returns:
+        running statistics, or what `with_parts` has taken out. None if it has none.
+      network, roles: the functions of the whole network, and which part each leaf belongs to, if there are such parts.
 
     >>> model = Model.from_haiku(
     ...     hk.transform(lambda examples: hk.Linear(3)(examples["x"])),
@@ -67,6 +73,9 @@ class Model:
     metrics: Mapping[str, metrics_lib.Metric]
     features: Mapping[str, Feature]
     num_classes: int | None = None
+    init_parts: Callable[[jax.Array], ModelParts] | None = None
+    network: Network | None = dataclasses.field(default=None, repr=False)
+    roles: Any = dataclasses.field(default=None, repr=False)
 
     @classmethod
     def from_haiku(cls, transformed: hk.Transformed, **options: Unpack[Options]) -> Model:
@@ -85,10 +94,14 @@ class Model:
           loss: see the attributes. The default is the cross-entropy of logits ``[n, num_classes]``.
           metrics: see the attributes. The default is "loss", and with the default loss also "accuracy".
           num_classes: see the attributes.
+          statistics: for a network with state (``hk.transform_with_state``), such as the running statistics of
+            `fedsim.models.BatchNorm`. With ``"average"``, clients receive them, change them in their local steps, and send the
+            change; the server takes the mean with the clients' weights. With ``"client"``, every client keeps its own, and with
+            ``"frozen"`` they stay as they were initialized.
 
         Raises:
-          ValueError: ``transformed`` is not the result of ``hk.transform``: it has state (``hk.transform_with_state``), which
-            algorithms do not support, or it is of another library, whose constructor the message names.
+          ValueError: ``transformed`` is not the result of ``hk.transform`` or ``hk.transform_with_state``, but for example of
+            another library, whose constructor the message names; or its state has other numbers than floats.
         """
         options.setdefault("inputs", None)
         return cls._of(functools.partial(_haiku.network, transformed), **options)
@@ -235,14 +248,20 @@ class Model:
         loss: Callable[[Examples, Any], jax.Array] = metrics_lib.cross_entropy,
         metrics: Mapping[str, metrics_lib.Metric] | None = None,
         num_classes: int | None = None,
+        statistics: Literal["average", "client", "frozen"] = "average",
         **fields: Any,
     ) -> Self:
         """Returns a model of a network, which is made for the way it is called. ``fields`` are those of a subclass."""
-        init, train, evaluate = network(Call.of(features, inputs, train_kwargs, eval_kwargs))
+        made = network(Call.of(features, inputs, train_kwargs, eval_kwargs))
+        made = made._replace(init=jax.jit(made.init))  # Compiled one by one, the operations take twice as long.
+        functions: dict[str, Any] = {"init": made.init, "apply_for_train": made.train, "apply_for_eval": made.evaluate}
+        if made.is_statistic is not None:
+            checks.one_of("average", "client", "frozen", statistics=statistics)
+            role = {"average": "statistics", "client": "own_statistics", "frozen": "frozen"}[statistics]
+            roles = jax.tree.map(lambda is_one: role if is_one else "params", made.is_statistic)
+            functions = {**divide(made, roles)._asdict(), "network": made, "roles": roles}
         return cls(
-            init=jax.jit(init),  # Compiled one by one, the operations take twice as long.
-            apply_for_train=train,
-            apply_for_eval=evaluate,
+            **functions,
             loss=loss,
             metrics=default_metrics(loss) if metrics is None else dict(metrics),
             features=dict(features),
@@ -277,10 +296,47 @@ class Model:
             raise ValueError(
                 f"Expected a model without parts, got a {type(self).__name__}: convert activations inside of its parts."
             )
+        if self.init_parts is not None:
+            raise ValueError(
+                f"Expected a model without {self.parts_in_words}, got one with: call with_precision before with_parts; running "
+                "statistics need float32, so convert activations inside of the network."
+            )
         train, evaluate = (
             _precision.in_precision(apply, compute, loss_scale) for apply in (self.apply_for_train, self.apply_for_eval)
         )
         return dataclasses.replace(self, apply_for_train=train, apply_for_eval=evaluate)
+
+    def with_parts(self, *, frozen: Names = (), kept: Names = ()) -> Self:
+        """Returns the model with some of its parameters frozen, and some kept by each client, which trains them for itself.
+
+        An algorithm then sees the other parameters only: these are sent, trained and averaged. Frozen parameters are neither
+        sent nor differentiated. ``state.params`` has all of them. See `fedsim.evaluate_personalized` for each client's own
+        model.
+
+        Args:
+          frozen: the parameters that do not change: a pattern of `fnmatch` for names such as ``"linear_1/w"``, several
+            patterns, or a function from a name to whether it is meant.
+          kept: the parameters that clients keep, in the same way.
+
+        Raises:
+          ValueError: a pattern matches no parameter, a parameter is meant twice, or none is left for the algorithm.
+
+        >>> import fedsim
+        >>> model = fedsim.models.digits_dense().with_parts(frozen="linear/*", kept=["linear_2/*"])
+        >>> [name for name, values in model.init(jax.random.key(0)).items() if values["w"] is not None]
+        ['linear_1']
+        """
+        network = self.network or Network(self.init, self.apply_for_train, self.apply_for_eval)
+        roles = self.roles
+        if roles is None:
+            roles = jax.tree.map(lambda _: "params", jax.eval_shape(network.init, jax.random.key(0)))
+        roles = assigned(roles, {"frozen": frozen, "kept": kept})
+        return dataclasses.replace(self, **divide(network, roles)._asdict(), network=network, roles=roles)
+
+    def init_whole(self, key: jax.Array) -> Params:
+        """Returns the parameters together with the other parts of the model, as ``state.params`` has them."""
+        params = self.init(key)
+        return params if self.init_parts is None else self.init_parts(key).join(params)
 
     def outputs(self, params: Params, batch: Batch) -> Any:
         """Returns the outputs in training for a batch, with the batch's random draws.
@@ -334,6 +390,41 @@ class Model:
                     f"{leaf.dtype}, which has no gradient. Make it a constant of the model instead of a parameter."
                 )
 
+    @property
+    def parts_in_words(self) -> str:
+        """The other parts of the model, for messages; "" if there are none."""
+        words = {"statistics": "running statistics", "own_statistics": "running statistics that clients keep"}
+        words |= {"frozen": "frozen parts", "kept": "parameters that clients keep"}
+        present = set(jax.tree.leaves(self.roles))
+        return " and ".join(text for role, text in words.items() if role in present)
+
+    def check_padding(self, batches: Batches, sizes: np.ndarray) -> None:
+        """Raises ``ValueError`` if running statistics would contain the padding of the last batches of clients.
+
+        Args:
+          batches: how clients cut their examples into batches.
+          sizes: the clients' numbers of examples, ``int [clients]``.
+        """
+        if not {"statistics", "own_statistics"} & set(jax.tree.leaves(self.roles)):
+            return
+        partial = np.flatnonzero(batches.has_padding(sizes))
+        if not len(partial):
+            return
+
+        def train(params: Params, key: jax.Array) -> Any:  # A function of its own, since JAX does not trace one again.
+            return self.apply_for_train(params, jax.tree.map(jnp.asarray, self.dummy_examples(2)), key)
+
+        key = jax.random.key(0)
+        with scope_of(ModelParts(), jnp.array([True, False])) as scope:
+            jax.eval_shape(train, jax.eval_shape(self.init_whole, key), key)
+        if not scope.reads_mask:
+            names = [name for name, role in named(self.roles) if "statistics" in role]
+            raise ValueError(
+                f"The last batch of {len(partial)} of {len(sizes)} clients is filled up with padding, which would enter the "
+                f"running statistics ({', '.join(names[:4])}): normalize with fedsim.models.BatchNorm, which leaves padding "
+                "out, or set drop_remainder=True in Batches."
+            )
+
     def dummy_examples(self, count: int) -> dict[str, np.ndarray]:
         """Returns ``count`` examples of zeros, in the shapes and dtypes that the model reads."""
         return zeros(self.features, count)
@@ -377,7 +468,7 @@ class Model:
         """The number of classes that labels may have; None if any labels are possible."""
         if self.num_classes is not None or self.loss is not metrics_lib.cross_entropy:
             return self.num_classes
-        params = jax.eval_shape(self.init, jax.random.key(0))
+        params = jax.eval_shape(self.init_whole, jax.random.key(0))
         logits = jax.eval_shape(self.apply_for_eval, params, self.dummy_examples(1))
         return logits.shape[1] if getattr(logits, "ndim", 0) == 2 else None
 

@@ -31,11 +31,14 @@ class Network(NamedTuple):
       init: ``key -> params``.
       train: ``(params, examples, key) -> outputs``.
       evaluate: ``(params, examples) -> outputs``.
+      is_statistic: for a network with running statistics, which ``init`` returns, too, a pytree of that structure: whether a
+        leaf is one of them. ``train`` then returns the outputs and the new statistics, with None in place of other leaves.
     """
 
     init: Callable[[jax.Array], Params]
     train: Callable[[Params, Examples, jax.Array], Any]
     evaluate: Callable[[Params, Examples], Any]
+    is_statistic: Any = None
 
 
 class Call(NamedTuple):
@@ -182,3 +185,47 @@ def path_names(a: Any, only: Callable[[Any], bool] | None = None) -> list[str]:
     """
     leaves = jax.tree_util.tree_leaves_with_path(a, is_leaf=only)
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if only is None or only(leaf)]
+
+
+def check_statistics(library: str, state: Any) -> None:
+    """Raises ``ValueError`` unless all variables of a network's state are floats, which can be averaged.
+
+    >>> check_statistics("haiku", {"ema": {"counter": jnp.int32(0)}})
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected the state of a network of haiku to be floats, which can be averaged over clients, got \
+ema/counter of dtype int32: use fedsim.models.BatchNorm in place of hk.BatchNorm, or keep counts out of the state.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise ValueError(
+                f"Expected the state of a network of {library} to be floats, which can be averaged over clients, got "
+                f"{name} of dtype {leaf.dtype}: use fedsim.models.BatchNorm in place of hk.BatchNorm, or keep counts out of "
+                "the state."
+            )
+
+
+def check_same_form(before: Any, after: Any) -> None:
+    """Raises ``ValueError`` if a network's state after a step has other variables, shapes or dtypes than before.
+
+    >>> check_same_form({"seen": jnp.zeros(2)}, {"seen": jnp.zeros(3)})
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected the state of a network to have the same shapes after a step, got seen of float32[3] after \
+float32[2]: keep a state of fixed shapes.
+    """
+    forms = [
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+        }
+        for state in (before, after)
+    ]
+    for name in [*forms[0], *forms[1]]:
+        old, new = (form.get(name, "nothing") for form in forms)
+        if old != new:
+            raise ValueError(
+                f"Expected the state of a network to have the same shapes after a step, got {name} of {new} after {old}: keep "
+                "a state of fixed shapes."
+            )

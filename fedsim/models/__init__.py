@@ -5,6 +5,7 @@ from fedsim.models._augmentation import random_crop_and_flip as random_crop_and_
 from fedsim.models._augmentation import standardize as standardize
 from fedsim.models._autoencoder import digits_autoencoder as digits_autoencoder
 from fedsim.models._autoencoder import emnist_autoencoder as emnist_autoencoder
+from fedsim.models._batch_norm import BatchNorm as BatchNorm
 from fedsim.models._cifar import cifar10_cnn as cifar10_cnn
 from fedsim.models._cifar import cifar100_logistic as cifar100_logistic
 from fedsim.models._cifar import cifar100_resnet18 as cifar100_resnet18

@@ -30,7 +30,7 @@ def mobilenet_v2(
     Args:
       num_classes: labels are in ``[0, num_classes)``.
       width: the factor of the numbers of channels, the paper's width multiplier. They are rounded to multiples of 8.
-      norm: "group" for group normalization, "none" for no normalization.
+      norm: "group" for group normalization, "batch" for batch normalization, "none" for no normalization.
       groups: the number of groups of each normalization, which divides 8.
       remat: whether to compute the activations inside of blocks again for the gradient, instead of storing them.
 
@@ -46,23 +46,23 @@ def mobilenet_v2(
     normalize = normalization(norm, groups, 8)
     he_normal = hk.initializers.VarianceScaling(2.0, "fan_in", "truncated_normal")
 
-    def pointwise(x: jax.Array, channels: int) -> jax.Array:
-        return normalize(Conv2D(channels, 1, with_bias=norm == "none", w_init=he_normal)(x))
+    def pointwise(x: jax.Array, training: bool, channels: int) -> jax.Array:
+        return normalize(Conv2D(channels, 1, with_bias=norm == "none", w_init=he_normal)(x), training)
 
-    def block(x: jax.Array, expansion: int, channels: int, stride: int) -> jax.Array:
-        y = jax.nn.relu6(pointwise(x, expansion * x.shape[-1])) if expansion > 1 else x
-        y = jax.nn.relu6(normalize(DepthwiseConv2D(3, stride, with_bias=norm == "none")(y)))
-        y = pointwise(y, channels)
+    def block(x: jax.Array, training: bool, expansion: int, channels: int, stride: int) -> jax.Array:
+        y = jax.nn.relu6(pointwise(x, training, expansion * x.shape[-1])) if expansion > 1 else x
+        y = jax.nn.relu6(normalize(DepthwiseConv2D(3, stride, with_bias=norm == "none")(y), training))
+        y = pointwise(y, training, channels)
         return x + y if x.shape == y.shape else y
 
     def body(x: jax.Array, training: bool) -> jax.Array:
-        x = jax.nn.relu6(normalize(Conv2D(_rounded(32 * width), 3, with_bias=norm == "none", w_init=he_normal)(x)))
+        x = jax.nn.relu6(normalize(Conv2D(_rounded(32 * width), 3, with_bias=norm == "none", w_init=he_normal)(x), training))
         for expansion, channels, blocks, stride in _STAGES:
             for number in range(blocks):
                 shape = expansion, _rounded(channels * width), 1 if number else stride
-                step = lambda x, shape=shape: block(x, *shape)  # noqa: E731
+                step = lambda x, shape=shape: block(x, training, *shape)  # noqa: E731
                 x = hk.remat(step)(x) if remat else step(x)
-        return jnp.mean(jax.nn.relu6(pointwise(x, _rounded(1280 * max(1.0, width)))), (1, 2))
+        return jnp.mean(jax.nn.relu6(pointwise(x, training, _rounded(1280 * max(1.0, width)))), (1, 2))
 
     return classifier(body, num_classes, margin=4)
 

@@ -56,7 +56,7 @@ def classifier(
         return hk.Linear(num_classes, w_init=w_init)(x)
 
     return Model.from_haiku(
-        hk.transform(logits),
+        hk.transform_with_state(logits),
         features=image_features((size, size, 3)),
         num_classes=num_classes,
         train_kwargs={"training": True},

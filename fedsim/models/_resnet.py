@@ -44,7 +44,7 @@ def resnet20(num_classes: int = 10, *, norm: Norm = "group", groups: int = 2, re
 
     Args:
       num_classes: labels are in ``[0, num_classes)``.
-      norm: "group" for group normalization, "none" for no normalization.
+      norm: "group" for group normalization, "batch" for batch normalization, "none" for no normalization.
       groups: the number of groups of each normalization, which divides 16.
       remat: whether to compute the activations inside of blocks again for the gradient, instead of storing them.
 
@@ -84,24 +84,24 @@ def _resnet(
     checks.truth(remat=remat)
     normalize = normalization(norm, groups, widths[0])
 
-    def convolve(x: jax.Array, channels: int, kernel: int, stride: int, *, last: bool = False) -> jax.Array:
+    def convolve(x: jax.Array, training: bool, channels: int, kernel: int, stride: int, *, last: bool = False) -> jax.Array:
         zero = last and norm == "none"
         w_init = jnp.zeros if zero else hk.initializers.VarianceScaling(2.0, "fan_in", "truncated_normal")
-        return normalize(Conv2D(channels, kernel, stride, with_bias=norm == "none", w_init=w_init)(x))
+        return normalize(Conv2D(channels, kernel, stride, with_bias=norm == "none", w_init=w_init)(x), training)
 
-    def block(x: jax.Array, channels: int, stride: int) -> jax.Array:
-        residual = jax.nn.relu(convolve(x, channels, 3, stride))
-        residual = convolve(residual, channels, 3, 1, last=True)
+    def block(x: jax.Array, training: bool, channels: int, stride: int) -> jax.Array:
+        residual = jax.nn.relu(convolve(x, training, channels, 3, stride))
+        residual = convolve(residual, training, channels, 3, 1, last=True)
         if x.shape[-1] != channels:
-            x = shortcut(x, channels) if shortcut else convolve(x, channels, 1, stride)
+            x = shortcut(x, channels) if shortcut else convolve(x, training, channels, 1, stride)
         return jax.nn.relu(x + residual)
 
     def body(x: jax.Array, training: bool) -> jax.Array:
-        x = jax.nn.relu(convolve(x, widths[0], 3, 1))
+        x = jax.nn.relu(convolve(x, training, widths[0], 3, 1))
         for stage, channels in enumerate(widths):
             for number in range(blocks):
                 stride = 2 if stage and not number else 1
-                step = lambda x, channels=channels, stride=stride: block(x, channels, stride)  # noqa: E731
+                step = lambda x, channels=channels, stride=stride: block(x, training, channels, stride)  # noqa: E731
                 x = hk.remat(step)(x) if remat else step(x)
         return jnp.mean(x, (1, 2))
 

@@ -21,7 +21,7 @@ from fedsim.planning._collectives import collectives_of
 from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan
 from fedsim.planning._timing import seconds_of_round
-from fedsim.rounds import FederatedState, TracedCall, parts_of, send_down
+from fedsim.rounds import FederatedState, TracedCall, parts_of, send_down, server_state
 from fedsim.samplers import check_is_cohort
 
 _MANY = 4  # memory is determined for a second cohort that is this many times as large
@@ -62,7 +62,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     checks.instance(Algorithm, "fedsim.algorithms.FedAvg(...)", algorithm=algorithm)
     check_is_cohort(cohort, "fedsim.plan got")
     checks.truth(measure=measure)
-    state = jax.eval_shape(algorithm.init, rng.root(0))
+    state = server_state(jax.eval_shape(algorithm.init, rng.root(0)))
     execution = algorithm.execution
     mesh = execution.mesh() if isinstance(execution, Jit) else Jit().mesh()
     numbers = jax.tree.leaves(getattr(state, "params", state))
@@ -113,13 +113,14 @@ def _bits_up(call: TracedCall) -> tuple[float, bool]:
 
 
 def _bits_down(call: TracedCall) -> tuple[float, bool]:
+    statistics = tree.num_bits(call.statistics)
     if call.downlink is None:
-        return float(tree.num_bits(call.shared)), True
+        return float(tree.num_bits(call.shared) + statistics), True
     floats = [x for x in jax.tree.leaves(getattr(call.shared, "params", call.shared)) if tree.is_float(x)]
     memory = jax.eval_shape(call.downlink.init, floats)
 
     def bits(shared: Any, memory: Any, key: jax.Array) -> jax.Array:
-        return send_down(call.downlink, shared, memory, key)[2]
+        return tree.add_bits(send_down(call.downlink, shared, memory, key)[2], statistics)
 
     return _size(bits, call.shared, memory, jax.eval_shape(lambda: rng.root(0)))
 

@@ -37,8 +37,10 @@ from fedsim.rounds._state import FederatedState as FederatedState
 from fedsim.rounds._state import RoundInfo as RoundInfo
 from fedsim.rounds._state import Shared as Shared
 from fedsim.rounds._state import State as State
+from fedsim.rounds._state import first_memory as first_memory
 from fedsim.rounds._state import parts_of as parts_of
 from fedsim.rounds._state import server_state as server_state
+from fedsim.rounds._state import with_memory_of as with_memory_of
 from fedsim.rounds._state import with_params as with_params
 from fedsim.rounds._trace import TraceOptions as TraceOptions
 from fedsim.rounds._trace import finished as finished

@@ -12,6 +12,7 @@ import numpy as np
 from fedsim import rng, tree
 from fedsim.aggregators import Aggregator, with_aux_of
 from fedsim.attacks import Attack
+from fedsim.model import ModelParts
 from fedsim.rounds._client import Client, ClientPlan, ClientUpdate
 from fedsim.rounds._state import Shared, with_params
 
@@ -74,7 +75,7 @@ class Received(NamedTuple):
     Attributes:
       update: zeros if the client took no step or what it sent is not finite.
       entries: what the client adds to the round's info; its ``weight`` is 0 if the update does not count.
-      memory: what the client keeps, for the algorithm.
+      memory: what the client keeps for the algorithm; with parts of the model that it keeps, a pair of the two.
       aggregator_memory: what the client keeps for the aggregator of this call.
     """
 
@@ -158,7 +159,9 @@ def send_up(
     took_part = client.num_steps > 0
     # The selection comes before the norm: XLA on a CPU takes four times as long for the norm of a difference.
     arrived = tree.select(took_part, sent, zeros)
-    finite = _is_finite((arrived, () if callable(memory) else memory)) & jnp.isfinite(weight)
+    parts = client.parts if result.parts is None else result.parts
+    of_client = parts.of_client if isinstance(parts, ModelParts) else ()
+    finite = _is_finite((arrived, () if callable(memory) else memory, of_client)) & jnp.isfinite(weight)
     arrived = tree.select(finite, arrived, zeros)
     if not aggregator.sends_unchanged:
         message = aggregator.send(arrived, server_memory, aggregator_memory, rng.stream(client.key, "send"))
@@ -187,7 +190,7 @@ def send_up(
     # These are floats, like updates, so that one all-reduce over devices suffices.
     entries["weight"] = jnp.where(took_part & finite, weight, 0.0)
     entries["dropped"] = (took_part & ~finite).astype(jnp.float32)
-    return Received(arrived, entries, kept, aggregator_memory)
+    return Received(arrived, entries, (kept, of_client) if jax.tree.leaves(of_client) else kept, aggregator_memory)
 
 
 def _is_finite(a: Any) -> jax.Array:

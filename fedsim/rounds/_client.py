@@ -31,6 +31,7 @@ class ClientUpdate(NamedTuple):
       memory: what the client keeps for its next round, in the structure of ``client_memory``. It may be a function that
         computes this from the update as the server received it (after compression, say). None keeps the old memory. The old
         memory is also kept if the update does not count: the client took no step, its update is not finite or its weight is 0.
+      parts: the parts of the model after training, see `Client.parts`. None leaves them as they are.
 
     >>> ClientUpdate(update={"w": jnp.ones(2)}, weight=jnp.float32(20), info={"loss": jnp.float32(0.5)}).memory is None
     True
@@ -40,6 +41,7 @@ class ClientUpdate(NamedTuple):
     weight: jax.Array
     info: Mapping[str, jax.Array] = {}
     memory: Any = None
+    parts: Any = None
 
 
 class ClientPlan(NamedTuple):
@@ -115,6 +117,7 @@ class Client:
         ``client_memory`` returns.
       arrival_weight: the factor of its weight in the aggregate, ``float32 []``, see `fedsim.data.Arrivals`; 1 without arrivals.
         What an algorithm keeps as the sum of its clients' memories remains so if a memory changes by this times the update.
+      parts: the parts of the model that are not among the algorithm's parameters, `ModelParts`; () if there are none.
     """
 
     position: jax.Array
@@ -124,6 +127,7 @@ class Client:
     key: jax.Array
     memory: Any = ()
     arrival_weight: jax.Array
+    parts: Any = ()
     reader: BatchReader = dataclasses.field(repr=False)
 
     def for_each_batch(self, batches: Batches, step: Step, state: T, purpose: str | None = None) -> T:
@@ -188,7 +192,13 @@ def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
 
 
 def client_of(
-    own: ClientPlan, batches: Batches, columns: Mapping[str, jax.Array], loop: RunLoop, memory: Any = (), poison: Any = None
+    own: ClientPlan,
+    batches: Batches,
+    columns: Mapping[str, jax.Array],
+    loop: RunLoop,
+    memory: Any = (),
+    poison: Any = None,
+    parts: Any = (),
 ) -> Client:
     """Returns the client that its work gets.
 
@@ -197,6 +207,7 @@ def client_of(
       batches: what its ``num_steps`` counts.
       columns, loop, poison: see `BatchReader`.
       memory: what the client kept last.
+      parts: see `Client`.
     """
     return Client(
         position=own.position,
@@ -206,6 +217,7 @@ def client_of(
         key=own.key,
         memory=memory,
         arrival_weight=own.weight,
+        parts=parts,
         reader=BatchReader(columns, own.start, own.streams, own.most_steps, loop, poison),
     )
 

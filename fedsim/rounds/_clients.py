@@ -10,14 +10,22 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedsim import primitives, rng, tree
-from fedsim.aggregators import Aggregator
+from fedsim.aggregators import Aggregator, AuxMean, WithAux
 from fedsim.attacks import Attack
 from fedsim.data import Batch
+from fedsim.model import ModelParts, scope_of
 from fedsim.primitives import Placed, Placement
 from fedsim.rounds._call import Call, check_update, send_down, send_up
 from fedsim.rounds._client import Client, ClientPlan, ClientUpdate, batch_loop, client_of, client_plans, training_steps
 from fedsim.rounds._plan import RoundPlan
-from fedsim.rounds._state import FederatedAlgorithm, FederatedState, RoundInfo, Shared
+from fedsim.rounds._state import (
+    FederatedAlgorithm,
+    FederatedState,
+    RoundInfo,
+    Shared,
+    first_memory,
+    with_memory_of,
+)
 
 # (name, value before the first round) -> what was kept under this name: "memory" by the client, "aggregator memory" by the
 # client for the aggregator, "server memory" by the server for the aggregator.
@@ -66,6 +74,11 @@ class Clients:
     rows_mesh: Mesh | None = None
     # What the server kept before the round.
     before: FederatedState
+    # The parts of the model before the round, () without any, and its running statistics after the round.
+    parts: ModelParts | tuple[()] = ()
+    new_statistics: Any = ()
+    # Whether the work of a call returned the parts of the model.
+    returns_parts = False
 
     def __init__(
         self,
@@ -118,6 +131,7 @@ class Clients:
             the algorithm has ``staleness`` and its round has another call.
         """
         aggregator, downlink = aggregator or self.algorithm.aggregator, downlink or self.algorithm.downlink
+        aggregator = AuxMean(inner=aggregator) if self._statistics != () else aggregator
         call = self._begin(self._name("update", name), work, shared, aggregator, downlink)
         return self._aggregate(call, work), self.info  # type: ignore[return-value]
 
@@ -191,6 +205,11 @@ class Clients:
         call = self._begin(self._name("map", name), work, shared, None, None)
         return self._map(call._replace(rows=rows, is_divisible=divisible), work)
 
+    @property
+    def _statistics(self) -> Any:
+        """The running statistics that are sent, () without any."""
+        return self.parts.statistics if isinstance(self.parts, ModelParts) else ()
+
     def _name(self, kind: str, name: str | None) -> str:
         if name is None:
             others = sum(known == kind or known.startswith(f"{kind} ") for known in self.names)
@@ -206,6 +225,7 @@ class Clients:
         received, memory, bits_down = send_down(downlink, shared, memory, rng.round_key(key, self.plan.round, "downlink"))
         if jax.tree.leaves(memory):
             self.downlink_states[name] = memory
+        bits_down = tree.add_bits(bits_down, tree.num_bits(self._statistics), most=tree.num_bits((shared, self._statistics)))
         fold = aggregator
         if aggregator is not None and self.attack is not None:
             fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker))
@@ -214,7 +234,7 @@ class Clients:
             self._check_staleness(aggregator)
             key_rounds = self.plan.key_round
             self._current = received
-            self._keep_sent(received)
+            self._keep_sent((received, self._statistics))
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
         clients = client_plans(self.plan, rng.client_keys(key, key_rounds, self.plan.client))
         return Call(
@@ -274,15 +294,19 @@ class Clients:
         if jax.tree.leaves(memory):
             self.aggregator_states[call.name] = memory
         self.info = self._round_info(call, tree.num_bits(update), entries)
-        return aggregate
+        if self._statistics == ():
+            return aggregate
+        self.new_statistics = tree.add(self._statistics, aggregate.aux)
+        return aggregate.update
 
     def result_of(
         self, call: Call, work: Callable[..., Any], own: ClientPlan, columns: Any, kept: Kept, row: Any = None
     ) -> Any:
         """Returns the result of a client's work in a call of `map`, or of `map_rows` with a ``row``."""
-        received = self._received(call, own)
-        given = (received,) if row is None else (received, row)
-        return jax.tree.map(jnp.asarray, work(*given, self._client(received, own, columns, kept)))
+        received, parts = self._received(call, own)
+        client = self._client(received, parts, own, columns, kept)
+        with scope_of(client.parts):
+            return jax.tree.map(jnp.asarray, work(received, *(() if row is None else (row,)), client))
 
     def update_of(
         self, call: Call, work: Callable[..., ClientUpdate], own: ClientPlan, columns: Any, kept: Kept
@@ -301,10 +325,19 @@ class Clients:
           what the client sent.
         """
         assert call.aggregator is not None
-        received = self._received(call, own)
-        client = self._client(received, own, columns, kept)
-        result = work(received, client)
+        received, parts = self._received(call, own)
+        client = self._client(received, parts, own, columns, kept)
+        with scope_of(client.parts):
+            result = work(received, client)
         check_update(call.work_name, result)
+        self.returns_parts |= result.parts is not None
+        if self._statistics != ():  # What is sent is the difference, which a staleness weight may scale.
+            trained = client.parts if result.parts is None else result.parts
+            moved = tree.subtract(trained.statistics, client.parts.statistics)
+            memory = result.memory
+            if callable(memory):  # It is a function of what arrives of the algorithm's own update.
+                memory = lambda arrived, of_update=memory: of_update(arrived.update)  # noqa: E731
+            result = result._replace(update=WithAux(result.update, moved), memory=memory)
         of_server = kept("server memory", call.aggregator.init(jax.tree.map(jnp.zeros_like, result.update)))
         of_client = kept("aggregator memory", call.aggregator.client_memory(tree.shapes(result.update)))
         message = send_up(call, client, result, of_server, of_client, self.attack, own.attacker)
@@ -312,29 +345,32 @@ class Clients:
         if (staleness := self.algorithm.staleness) is not None:
             entries = {**entries, "weight": entries["weight"] * own.weight}
             scale = jnp.where(entries["weight"] != 0, own.scale, 0)
-            arrived = staleness.arrived(arrived, scale, self._current, received)
+            plain = (arrived, ()) if self._statistics == () else arrived
+            taken = staleness.arrived(plain[0], scale, self._current, received)
+            arrived = taken if self._statistics == () else WithAux(taken, tree.scale(arrived.aux, scale))
         return arrived, entries, message.memory, message.aggregator_memory, result.update
 
-    def _received(self, call: Call, own: ClientPlan) -> Shared:
-        """Returns what a client received, in this round or when it started."""
-        if self.algorithm.staleness is None:
-            return call.shared
-        return self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
+    def _received(self, call: Call, own: ClientPlan) -> tuple[Shared, ModelParts | tuple[()]]:
+        """Returns what a client received, in this round or when it started, and the parts of the model."""
+        received, statistics = call.shared, self._statistics
+        if self.algorithm.staleness is not None:
+            received, statistics = self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
+        return received, self.parts._replace(statistics=statistics) if isinstance(self.parts, ModelParts) else ()
 
-    def _client(self, received: Shared, own: ClientPlan, columns: Any, kept: Kept) -> Client:
+    def _client(self, received: Shared, parts: ModelParts | tuple[()], own: ClientPlan, columns: Any, kept: Kept) -> Client:
         def poison(batch: Batch) -> dict[str, jax.Array]:
             assert self.attack is not None
             return tree.select(own.attacker, self.attack.poison(batch), batch.examples)
 
-        memory = kept("memory", self.algorithm.client_memory(received))
-        return client_of(own, self.algorithm.batches, columns, self.loop, memory, poison if self.attack else None)
+        memory, parts = with_memory_of(parts, kept("memory", first_memory(self.algorithm, received, parts)))
+        return client_of(own, self.algorithm.batches, columns, self.loop, memory, poison if self.attack else None, parts)
 
     def _round_info(self, call: Call, plain: int, entries: dict[str, Any]) -> RoundInfo:
         """Builds the info from the plan, the size of an update in bits, and all clients' entries ``[slots, ...]``."""
         plan, before = self.plan, self.info
         # The largest number of bits that a client may send and receive determines the dtype of these counts.
         self._most_up += plain
-        self._most_down += tree.num_bits(call.shared)
+        self._most_down += tree.num_bits((call.shared, self._statistics))
         num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:

@@ -109,7 +109,8 @@ class TracedCall:
     Attributes:
       name: unique in the round.
       shared: the shapes of what clients receive.
-      downlink: compresses it; None sends it as it is.
+      statistics: the shapes of the running statistics of the model that they receive besides; () if there are none.
+      downlink: compresses what clients receive; None sends it as it is.
       update: the shapes of what a client sends; () for `Clients.map`.
       arrived: the shapes of what the server receives of it.
       entries: the shapes of what a client adds to the round's info; for `Clients.map` those of its result.
@@ -138,6 +139,7 @@ class TracedCall:
 
     name: str
     shared: Any
+    statistics: Any
     downlink: Any
     update: Any
     arrived: Any
@@ -330,7 +332,7 @@ class RoundProgram:
     def start(self, numbers: Numbers, state: FederatedState, key: jax.Array, plan: RoundPlan) -> Values:
         """Begins a round that runs piece by piece: returns the values of its arguments, see `run`."""
         args = jax.tree.leaves((numbers, state.server, key, plan.of_clients()))
-        kept = {"past": state.past, "average": state.average}
+        kept = {"past": state.past, "average": state.average, "parts": state.parts}
         kept |= {f"aggregator {name}": memory for name, memory in state.aggregator.items()}
         kept |= {f"downlink {name}": memory for name, memory in state.downlink.items()}
         inputs = jax.tree.leaves([kept[name] for name in self._inputs])

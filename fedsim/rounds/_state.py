@@ -12,6 +12,7 @@ import jax
 from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
+from fedsim.model import ModelParts
 from fedsim.rounds._staleness import Staleness
 
 # Pytrees of arrays: the state of the server, or a `FederatedState`; and what the server sends to clients.
@@ -67,6 +68,10 @@ class FederatedAlgorithm(Protocol):
         """Returns the server's state before the first round."""
         ...
 
+    def model_parts(self, key: jax.Array) -> ModelParts | tuple[()]:
+        """Returns the parts of the model that are not among the algorithm's parameters; () if there are none."""
+        ...
+
     def check(self, data: FederatedData) -> None:
         """Raises ``ValueError`` if the algorithm cannot read ``data``."""
         ...
@@ -116,6 +121,8 @@ class FederatedState(NamedTuple):
       downlink: a dict from the name of an ``aggregate`` call to the state of its downlink compressor.
       average: the `Average` of the server's parameters, if the algorithm has ``averaging``.
       past: what the server sent in the last rounds, leaves ``[bound + 1, ...]``, if the algorithm has ``staleness``.
+      parts: the other parts of the model, `fedsim.model.ModelParts`, if it has some. What a client keeps for the algorithm is
+        then a pair, with the parts that it keeps.
 
     >>> from fedsim.algorithms import ServerState
     >>> server = ServerState(params={"w": 3.0}, opt_state=(), round=0)
@@ -129,11 +136,13 @@ class FederatedState(NamedTuple):
     downlink: Mapping[str, Any] = {}
     average: Any = ()
     past: Any = ()
+    parts: Any = ()
 
     @property
     def params(self) -> Any:
-        """Returns the average of the server's parameters if there is one, else the server's parameters."""
-        return (self.average or self.server).params
+        """The average of the server's parameters if there is one, else the server's parameters, with all parts of the model."""
+        params = (self.average or self.server).params
+        return params if self.parts == () else self.parts.join(params)
 
 
 class RoundInfo(NamedTuple):
@@ -197,6 +206,30 @@ def parts_of(state: State) -> FederatedState:
     ({'w': 1.0}, ())
     """
     return state if isinstance(state, FederatedState) else FederatedState(state)
+
+
+def first_memory(algorithm: Any, shared: Shared, parts: Any) -> Any:
+    """Returns what a client keeps before its first round: the algorithm's ``client_memory``; with parts of the model that it
+    keeps, a pair of the two.
+
+    >>> import fedsim
+    >>> first_memory(fedsim.algorithms.Histogram(bins=2, batches=Batches(size=1)), (), ())
+    ()
+    """
+    memory = algorithm.client_memory(shared)
+    return (memory, parts.of_client) if isinstance(parts, ModelParts) and jax.tree.leaves(parts.of_client) else memory
+
+
+def with_memory_of(parts: Any, kept: Any) -> tuple[Any, Any]:
+    """Returns the algorithm's memory, and the parts of the model, from what a client keeps, see `first_memory`.
+
+    >>> with_memory_of((), 3)
+    (3, ())
+    """
+    if not isinstance(parts, ModelParts) or not jax.tree.leaves(parts.of_client):
+        return kept, parts
+    memory, own = kept
+    return memory, parts.with_client(own)
 
 
 def with_params(state: Any, params: Any) -> Any:

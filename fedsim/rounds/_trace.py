@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from fedsim import rng, tree
 from fedsim.attacks import Attack
 from fedsim.data import Batch, Batches
+from fedsim.model import ModelParts
 from fedsim.rounds._call import Call, compressed_floats
 from fedsim.rounds._client import ClientPlan, ClientUpdate, Step, batch_loop
 from fedsim.rounds._clients import Clients
@@ -85,6 +86,10 @@ class _TracedClients(Clients):
         self._aggregator_memories: dict[str, Any] = {}
         self.loop = self._recorded_loop
         self._loops: list[Loop] = []
+        parts = jax.eval_shape(algorithm.model_parts, jax.random.key(0))
+        if parts != ():
+            self.parts = ask_for("parts", parts)
+            self.new_statistics = self._statistics
 
     @property
     def row(self) -> Any:
@@ -179,6 +184,7 @@ class _TracedClients(Clients):
         traced = TracedCall(
             name=call.name,
             shared=tree.shapes(call.shared),
+            statistics=tree.shapes(self._statistics),
             downlink=call.downlink,
             update=update,
             arrived=arrived,
@@ -324,15 +330,24 @@ def finished(
         )
     # Sums are computed in a wider dtype than parameters in half precision.
     server = jax.tree.map(_in_dtype_of, server, before)
+    parts = clients.parts
+    if isinstance(parts, ModelParts):
+        if not clients.returns_parts and clients.info is not None:
+            raise ValueError(
+                f"Expected a client of {type(algorithm).__name__} to return the parts of the model after training, got none in "
+                "its ClientUpdate: train by LocalTraining.run, and give parts=local.parts of its result."
+            )
+        parts = parts._replace(statistics=jax.tree.map(_in_dtype_of, clients.new_statistics, parts.statistics))
     after = FederatedState(
         server,
         (),
         clients.aggregator_states,
         clients.downlink_states,
         new_average(algorithm.averaging, average, getattr(server, "params", ())),
+        parts=parts,
     )
     if isinstance(info, RoundInfo):
-        kept = clients.before._replace(server=before, average=average, past=())
+        kept = clients.before._replace(server=before, average=average, past=(), parts=clients.parts)
         after = tree.select(info.num_aggregated > 0, after, kept)
     return after._replace(past=clients.past)
 

@@ -422,8 +422,8 @@ def test_groups_must_divide_the_channels():
 
 @pytest.mark.parametrize("make", [models.resnet8, models.resnet18, models.resnet20, models.mobilenet_v2])
 def test_another_normalization_is_refused(make):
-    with pytest.raises(ValueError, match="Expected norm to be 'group' or 'none', got norm='batch'"):
-        make(norm="batch")
+    with pytest.raises(ValueError, match="Expected norm to be 'batch', 'group' or 'none', got norm='layer'"):
+        make(norm="layer")
 
 
 def test_overlapping_pool_equals_reduce_window():

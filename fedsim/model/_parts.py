@@ -1,0 +1,243 @@
+"""`ModelParts`: what a model has besides the parameters that an algorithm sees, such as running statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import fnmatch
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from fedsim import tree
+from fedsim.model._network import Network
+from fedsim.names import did_you_mean
+
+
+class ModelParts(NamedTuple):
+    """The arrays of a model that are not among the parameters of an algorithm, which the server sends and clients train.
+
+    Each field is a pytree with the structure of the whole model, and None in place of the leaves that are not of this part, or
+    () if there are none at all.
+
+    Attributes:
+      frozen: never change. They are not sent.
+      kept: are trained by each client, which keeps them. For the server, they are those of a client that has not trained.
+      statistics: running statistics, such as those of batch normalization, which a client receives and changes in its local
+        steps. The server takes the weighted mean of the results.
+      own_statistics: running statistics that each client keeps.
+
+    >>> parts = ModelParts(frozen={"w": 1.0, "b": None, "mean": None}, statistics={"w": None, "b": None, "mean": 0.5})
+    >>> parts.join({"w": None, "b": 2.0, "mean": None})
+    {'b': 2.0, 'mean': 0.5, 'w': 1.0}
+    """
+
+    frozen: Any = ()
+    kept: Any = ()
+    statistics: Any = ()
+    own_statistics: Any = ()
+
+    def join(self, params: Any) -> Any:
+        """Returns the whole model with these parameters, some of which may be those of a part."""
+        return tree.merge(params, *(part for part in self if part != ()))
+
+    def after_step(self, params: Any, statistics: Any) -> ModelParts:
+        """Returns the parts after a local step.
+
+        Args:
+          params: the parameters after it, with those that the client keeps.
+          statistics: what the model computed for all running statistics; None if it was not called.
+        """
+        after = self if self.kept == () else self._replace(kept=tree.masked(params, like=self.kept))
+        if statistics is None:
+            return after
+        new = {
+            name: jax.tree.map(lambda old, x: x.astype(old.dtype), part, tree.masked(statistics, like=part))
+            for name in ("statistics", "own_statistics")
+            if (part := getattr(self, name)) != ()
+        }
+        return after._replace(**new)
+
+    @property
+    def of_client(self) -> ModelParts:
+        """What a client keeps."""
+        return ModelParts(kept=self.kept, own_statistics=self.own_statistics)
+
+    def with_client(self, own: ModelParts) -> ModelParts:
+        """Returns the parts with those that a client keeps."""
+        return self._replace(kept=own.kept, own_statistics=own.own_statistics)
+
+
+class Scope:
+    """The parts that functions of a model use for what their parameters lack, and the statistics that they compute.
+
+    Args:
+      parts: the parts.
+      mask: see `mask`.
+
+    Attributes:
+      parts: the parts.
+      new: the running statistics after the last call of the model in training, a pytree of the whole model with None in place
+        of the other leaves; None before.
+      reads_mask: whether a network has read the mask.
+    """
+
+    def __init__(self, parts: ModelParts, mask: jax.Array | None = None) -> None:
+        self.parts, self._mask = parts, mask
+        self.new: Any = None
+        self.reads_mask = False
+
+    @property
+    def mask(self) -> jax.Array | None:
+        """Which rows of the batch are real, ``bool [n]``; None if all are."""
+        self.reads_mask = True
+        return self._mask
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", default=None)
+
+
+@contextlib.contextmanager
+def scope_of(parts: Any, mask: jax.Array | None = None) -> Iterator[Scope]:
+    """A context in which functions of a model get these parts, () for a model without parts."""
+    scope = Scope(parts or ModelParts(), mask)
+    token = _SCOPE.set(scope)
+    try:
+        yield scope
+    finally:
+        _SCOPE.reset(token)
+
+
+def current_scope() -> Scope:
+    """Returns the scope of the innermost context; outside of all, one without parts."""
+    return _SCOPE.get() or Scope(ModelParts())
+
+
+# The parts that the leaves of a model belong to: "params" are the parameters of the algorithm.
+Role = Literal["params", "frozen", "kept", "statistics", "own_statistics"]
+
+
+Names = str | Sequence[str] | Callable[[str], bool]
+
+
+class Divided(NamedTuple):
+    """The functions of a `fedsim.Model` whose leaves are divided into parts, see there."""
+
+    init: Callable[[jax.Array], Any]
+    init_parts: Callable[[jax.Array], ModelParts]
+    apply_for_train: Callable[[Any, Any, jax.Array], Any]
+    apply_for_eval: Callable[[Any, Any], Any]
+
+
+def divide(network: Network, roles: Any) -> Divided:
+    """Divides a network's leaves into parts.
+
+    Args:
+      network: the functions of the whole network.
+      roles: a pytree of the structure of the leaves, with a `Role` for each.
+    """
+    structure = jax.tree.structure(roles)
+
+    def part(whole: Any, name: str) -> Any:
+        return jax.tree.map(lambda role, x: x if role == name else None, roles, whole)
+
+    def init_parts(key: jax.Array) -> ModelParts:
+        whole, present = network.init(key), set(jax.tree.leaves(roles))
+        return ModelParts(**{name: part(whole, name) for name in ModelParts._fields if name in present})
+
+    def whole(params: Any, scope: Scope) -> Any:
+        joined = scope.parts.join(params)
+        if jax.tree.structure(joined) != structure:  # type: ignore[operator]
+            names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in leaves_or_none(joined) if x is None]
+            missing = ", ".join(names) or "one of another structure"
+            raise ValueError(
+                f"Expected all parameters of the model, got none for {missing}: give state.params, which has all parts of it."
+            )
+        return joined
+
+    def train(params: Any, examples: Any, key: jax.Array) -> Any:
+        scope = current_scope()
+        if network.is_statistic is None:
+            return network.train(whole(params, scope), examples, key)
+        outputs, scope.new = network.train(whole(params, scope), examples, key)
+        return outputs
+
+    return Divided(
+        init=lambda key: part(network.init(key), "params"),
+        init_parts=init_parts,
+        apply_for_train=train,
+        apply_for_eval=lambda params, examples: network.evaluate(whole(params, current_scope()), examples),
+    )
+
+
+def keeps_parts(model: Any) -> bool:
+    """Returns whether clients keep parts of a model, so that each has a model of its own.
+
+    >>> import fedsim
+    >>> keeps_parts(fedsim.models.digits_dense().with_parts(kept="linear_2/*")), keeps_parts(fedsim.models.digits_dense())
+    (True, False)
+    """
+    return bool({"kept", "own_statistics"} & set(jax.tree.leaves(getattr(model, "roles", None))))
+
+
+def named(a: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves of a pytree with their names.
+
+    >>> named({"linear": {"w": 1.0}})
+    [('linear/w', 1.0)]
+    """
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in jax.tree_util.tree_leaves_with_path(a)]
+
+
+def leaves_or_none(a: Any) -> list[tuple[Any, Any]]:
+    """Returns the leaves of a pytree with their paths, and the places that are None.
+
+    >>> leaves_or_none({"b": None})[0][1] is None
+    True
+    """
+    return jax.tree_util.tree_leaves_with_path(a, is_leaf=lambda x: x is None)
+
+
+def assigned(roles: Any, names: Mapping[str, Names]) -> Any:
+    """Returns roles in which the parameters with some names have others.
+
+    Args:
+      roles: a pytree with a `Role` for each leaf.
+      names: which parameters have a role, see `fedsim.Model.with_parts`.
+
+    Raises:
+      ValueError: see `fedsim.Model.with_parts`.
+
+    >>> assigned({"body": {"w": "params"}, "head": {"w": "params"}}, {"kept": "head/*"})
+    {'body': {'w': 'params'}, 'head': {'w': 'kept'}}
+    >>> assigned({"body": {"w": "params"}}, {"kept": "bodi/*"})
+    Traceback (most recent call last):
+    ...
+    ValueError: There is no parameter 'bodi/*' to be kept. Did you mean 'body/w'? The parameters are body/w.
+    """
+    known, structure = dict(named(roles)), jax.tree.structure(roles)
+    free = [name for name, role in known.items() if role in ("params", "frozen", "kept")]
+    new = dict(known)
+    for role, meant in names.items():
+        if callable(meant):
+            found = [name for name in free if meant(name)]
+        else:
+            found = []
+            for pattern in (meant,) if isinstance(meant, str) else meant:
+                matches = fnmatch.filter(free, pattern)
+                if not matches:
+                    raise ValueError(
+                        f"There is no parameter {pattern!r} to be {role}.{did_you_mean(pattern, free)} The parameters are "
+                        f"{', '.join(free)}."
+                    )
+                found += matches
+        for name in found:
+            if new[name] not in ("params", role):
+                raise ValueError(f"Expected each parameter to have one role, got {name} as {new[name]} and {role}.")
+            new[name] = role
+    if "params" not in new.values():
+        raise ValueError(
+            f"Expected some parameters to be trained and sent, got {len(new)} frozen or kept ones: leave some out."
+        )
+    return jax.tree.unflatten(structure, new.values())

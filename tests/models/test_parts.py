@@ -1,0 +1,309 @@
+"""Models with running statistics, and models with parts that are frozen or kept by clients."""
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedsim
+from fedsim import aggregators, algorithms, models
+
+SIZES = [7, 1, 12, 5]
+FEATURES = {"x": jax.ShapeDtypeStruct((4,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
+
+
+def network(examples, is_training, norm=None):
+    hidden = (norm or models.BatchNorm(name="norm"))(hk.Linear(8, name="body")(examples["x"]), is_training)
+    return hk.Linear(3, name="head")(jax.nn.relu(hidden))
+
+
+def make_model(function=network, **options):
+    kwargs = {"train_kwargs": {"is_training": True}, "eval_kwargs": {"is_training": False}}
+    return fedsim.Model.from_haiku(hk.transform_with_state(function), features=FEATURES, **kwargs, **options)
+
+
+@pytest.fixture(scope="module")
+def data():
+    draw = np.random.default_rng(0)
+    columns = {"x": draw.normal(size=(25, 4)).astype(np.float32), "y": draw.integers(0, 3, 25).astype(np.int32)}
+    return fedsim.FederatedData.from_arrays(columns, sizes=SIZES)
+
+
+def fedavg(model, cls=algorithms.FedAvg, **options):
+    batches = options.pop("batches", fedsim.Batches(size=4, shuffle=False))
+    return cls(model=model, client_optimizer=optax.sgd(0.1), batches=batches, **options)
+
+
+def trained(algorithm, data, rounds=1):
+    state = algorithm.init(jax.random.key(0))
+    for number in range(rounds):
+        state, info = algorithm.apply(state, cohort(data, number))
+    return state, info
+
+
+def cohort(data, number):
+    return fedsim.UniformSampler(data, clients=4, seed=0).cohort(number)
+
+
+def local_steps(params, mean, var, x, y, batch_size=4, rate=0.1):
+    """One client's epoch of SGD on the network, in float64. Returns the parameters and the running statistics."""
+    p = {module: {name: np.asarray(v, np.float64) for name, v in of.items() if v is not None} for module, of in params.items()}
+    for start in range(0, len(x), batch_size):
+        xb, yb = x[start : start + batch_size].astype(np.float64), y[start : start + batch_size]
+        n = len(xb)
+        before = xb @ p["body"]["w"] + p["body"]["b"]
+        of_batch, spread = before.mean(0), before.var(0)
+        normal = (before - of_batch) / np.sqrt(spread + 1e-5)
+        after = normal * p["norm"]["scale"] + p["norm"]["offset"]
+        hidden = np.maximum(after, 0)
+        logits = hidden @ p["head"]["w"] + p["head"]["b"]
+        slope = np.exp(logits - logits.max(1, keepdims=True))
+        slope = slope / slope.sum(1, keepdims=True)
+        slope[np.arange(n), yb] -= 1
+        slope /= n
+        of_after = (slope @ p["head"]["w"].T) * (after > 0)
+        of_normal = of_after * p["norm"]["scale"]
+        of_before = (of_normal - of_normal.mean(0) - normal * (of_normal * normal).mean(0)) / np.sqrt(spread + 1e-5)
+        gradients = {
+            "head": {"w": hidden.T @ slope, "b": slope.sum(0)},
+            "norm": {"scale": (of_after * normal).sum(0), "offset": of_after.sum(0)},
+            "body": {"w": xb.T @ of_before, "b": of_before.sum(0)},
+        }
+        for module, of in gradients.items():
+            for name, gradient in of.items():
+                p[module][name] = p[module][name] - rate * gradient
+        mean, var = 0.9 * mean + 0.1 * of_batch, 0.9 * var + 0.1 * spread * n / max(n - 1, 1)
+    return p, mean, var
+
+
+def reference(params, data):
+    """One round of FedAvg: the weighted means of parameters and running statistics."""
+    results = []
+    for number in range(len(SIZES)):
+        own = data.client(number).examples
+        results.append(local_steps(params, np.zeros(8), np.ones(8), np.asarray(own["x"]), np.asarray(own["y"])))
+    weights = np.array(SIZES) / sum(SIZES)
+    return jax.tree.map(lambda *of_clients: sum(w * x for w, x in zip(weights, of_clients, strict=True)), *results)
+
+
+def assert_close(ours, theirs, tolerance=1e-5):
+    for module, of in theirs.items():
+        for name, value in of.items():
+            np.testing.assert_allclose(ours[module][name], value, atol=tolerance, err_msg=f"{module}/{name}")
+
+
+@pytest.mark.parametrize(
+    "execution",
+    [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Debug()],
+    ids=["jit", "lanes", "two", "debug"],
+)
+def test_fedavg_with_batch_normalization_against_numpy(execution, data):
+    """Sizes are no multiples of the batch size, and a client has a single example."""
+    algorithm = fedavg(make_model(), execution=execution)
+    state = algorithm.init(jax.random.key(0))
+    params, mean, var = reference(state.server.params, data)
+    after, info = algorithm.apply(state, cohort(data, 0))
+    assert_close(after.server.params, params)
+    assert_close(after.parts.statistics, {"norm": {"mean": mean, "var": var}})
+    sent = sum(x.size for x in jax.tree.leaves((after.server.params, after.parts.statistics)))
+    assert info.clients["bits_up"][:4].tolist() == [32 * sent] * 4
+
+
+def test_evaluation_uses_running_statistics(data):
+    model = make_model()
+    state, _ = trained(fedavg(model), data, rounds=2)
+    whole = jax.tree.map(np.asarray, state.params)
+    one = {name: column[:1] for name, column in data.columns.items()}
+    x = one["x"] @ whole["body"]["w"] + whole["body"]["b"]
+    norm = whole["norm"]
+    x = (x - norm["mean"]) / np.sqrt(norm["var"] + 1e-5) * norm["scale"] + norm["offset"]
+    expected = np.maximum(x, 0) @ whole["head"]["w"] + whole["head"]["b"]
+    np.testing.assert_allclose(model.apply_for_eval(state.params, one), expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r"got none for norm/mean, norm/var: give state\.params"):
+        fedsim.evaluate(model, state.server.params, data)
+
+
+@pytest.mark.parametrize("statistics", ["client", "frozen"])
+def test_statistics_that_are_not_sent(statistics, data):
+    state, info = trained(fedavg(make_model(statistics=statistics)), data)
+    assert info.clients["bits_up"][0] == 32 * sum(x.size for x in jax.tree.leaves(state.server.params))
+    first = {"norm": {"mean": np.zeros(8), "var": np.ones(8)}}
+    assert_close(state.params, first, 0)  # for the server, those of a client that has not trained
+    if statistics == "client":
+        (memory, kept), _ = state.clients.rows
+        assert memory == () and np.ptp(kept.own_statistics["norm"]["mean"], axis=0).min() > 0
+
+
+ALGORITHMS = [
+    (algorithms.FedProx, {"mu": 0.1}),
+    (algorithms.SCAFFOLD, {}),
+    (algorithms.SCAFFOLD, {"option": "I"}),
+    (algorithms.FedDyn, {}),
+    (algorithms.FedNova, {}),
+    (algorithms.QFedAvg, {"q": 1.0}),
+    (algorithms.AdaptiveFedProx, {}),
+    (algorithms.FedAdam, {"server_learning_rate": 0.01}),
+    (algorithms.FedMGDA, {}),
+    (algorithms.MimeLite, {}),
+    (algorithms.Mime, {}),
+    (algorithms.FedAvg, {"averaging": 0.9}),
+    (algorithms.FedAvg, {"aggregator": aggregators.CoordinateMedian()}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "options"), ALGORITHMS, ids=lambda value: value.__name__ if isinstance(value, type) else ",".join(value)
+)
+def test_compiled_and_python_agree(cls, options, data):
+    model = make_model()
+    states = [trained(fedavg(model, cls, execution=each, **options), data, 2)[0] for each in (fedsim.Jit(), fedsim.Debug())]
+    leaves = [jax.tree.leaves(state.params) for state in states]
+    for x, y in zip(*leaves, strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6)
+    assert np.abs(states[0].params["norm"]["mean"]).min() > 0
+
+
+def test_server_optimizers_and_robust_rules_see_parameters_only(data):
+    """Frozen statistics give the same parameters, because training does not read the running statistics."""
+    for options in ({"aggregator": aggregators.Krum(attackers=0)}, {"server_optimizer": optax.sgd(0.5, momentum=0.9)}):
+        averaged, frozen = (
+            trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "frozen")
+        )
+        for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(frozen), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def plain_norm(examples, is_training):
+    def normalize(x, is_training):
+        mean = hk.get_state("mean", x.shape[1:], init=jnp.zeros)
+        if is_training:
+            hk.set_state("mean", 0.9 * mean + 0.1 * jnp.mean(x, axis=0))
+        return x - mean[None]
+
+    return network(examples, is_training, normalize)
+
+
+def test_padding_must_not_enter_statistics(data):
+    algorithm = fedavg(make_model(plain_norm))
+    with pytest.raises(ValueError, match=r"of 3 of 4 clients.*running statistics \(.*mean\).*drop_remainder=True"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), cohort(data, 0))
+    whole = fedavg(make_model(plain_norm), batches=fedsim.Batches(size=4, drop_remainder=True))
+    with pytest.warns(UserWarning, match="never take a step"):
+        state, _ = trained(whole, data)
+    assert np.isfinite(state.params["head"]["w"]).all()
+
+
+def test_state_that_is_not_a_statistic_is_refused():
+    def counts(examples, is_training):
+        hk.set_state("calls", hk.get_state("calls", (), jnp.int32, jnp.zeros) + 1)
+        return network(examples, is_training)
+
+    with pytest.raises(ValueError, match="got ~/calls of dtype int32"):
+        make_model(counts)
+
+    def grows(examples, is_training):
+        hk.set_state("seen", jnp.zeros(len(examples["x"])) if not hk.running_init() else jnp.zeros(1))
+        return network(examples, is_training)
+
+    model = make_model(grows)
+    with pytest.raises(ValueError, match=r"got ~/seen of float32\[5\] after float32\[1\]"):
+        model.apply_for_train(model.init_whole(jax.random.key(0)), model.dummy_examples(5), jax.random.key(0))
+
+
+def test_algorithms_without_parts_refuse_them(data):
+    algorithm = algorithms.FedSGD(model=make_model(), batches=fedsim.Batches(size=4))
+    with pytest.raises(ValueError, match="FedSGD trains whole models.*running statistics: use FedAvg"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), cohort(data, 0))
+
+
+def test_frozen_parts_are_neither_sent_nor_differentiated(data):
+    model = dense()
+    algorithm = fedavg(model.with_parts(frozen="body/*"))
+    state, info = trained(algorithm, data, 2)
+    start = model.init(jax.random.key(0))
+    assert_close(state.params, {"body": start["body"]}, 0)
+    assert np.abs(state.params["head"]["w"] - start["head"]["w"]).max() > 1e-3
+    assert info.clients["bits_up"][0] == 32 * (8 * 3 + 3) == info.clients["bits_down"][0] - 32  # and the round
+
+
+def dense():
+    function = hk.transform(lambda examples: hk.Linear(3, name="head")(jax.nn.relu(hk.Linear(8, name="body")(examples["x"]))))
+    return fedsim.Model.from_haiku(function, features=FEATURES)
+
+
+@pytest.mark.parametrize("cls", [algorithms.FedAvg, algorithms.SCAFFOLD, algorithms.FedDyn])
+def test_clients_keep_their_heads(cls, data):
+    model = dense()
+    algorithm = fedavg(model.with_parts(kept="head/*"), cls)
+    state, info = trained(algorithm, data, 2)
+    heads = state.clients.rows[0][1].kept["head"]["w"]
+    assert np.ptp(heads, axis=0).max() > 1e-3 and heads.shape == (4, 8, 3)
+    assert_close(state.params, {"head": model.init(jax.random.key(0))["head"]}, 0)
+    per_model = {algorithms.FedAvg: 1, algorithms.SCAFFOLD: 2, algorithms.FedDyn: 1}[cls]
+    assert info.clients["bits_up"][0] == 32 * per_model * (4 * 8 + 8)
+
+
+def test_kept_heads_are_those_of_fedper(data):
+    """FedPer draws its first head from another key, so the model here starts with that head."""
+    model, head = dense(), {"kept": "head/*"}
+    theirs = fedavg(model, algorithms.FedPer, head=lambda module, name: module == "head")
+    first = theirs.init(jax.random.key(0))
+    initial = theirs.client_memory(theirs.broadcast(first))
+    start = {**model.init(jax.random.key(0)), **initial}
+    fixed = fedsim.Model(
+        **{name: getattr(model, name) for name in ("apply_for_train", "apply_for_eval", "loss", "metrics", "features")},
+        init=lambda key: start,
+    )
+    ours, _ = trained(fedavg(fixed.with_parts(**head)), data, 2)
+    theirs, _ = trained(theirs, data, 2)
+    assert_close(ours.server.params, {"body": theirs.server.params["body"]}, 1e-6)
+
+
+def test_names_of_parts():
+    model = dense()
+    with pytest.raises(ValueError, match=r"no parameter 'haed/\*' to be kept\. Did you mean 'head/w' or 'head/b'\?"):
+        model.with_parts(kept="haed/*")
+    with pytest.raises(ValueError, match="got head/b as frozen and kept"):
+        model.with_parts(frozen="head/b", kept=lambda name: name.startswith("head"))
+    with pytest.raises(ValueError, match="some parameters to be trained and sent, got 4 frozen or kept ones"):
+        model.with_parts(frozen="*")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_batch_normalization_of_flax_takes_the_mask(data):
+    """Its running variance is that of the batch, with n in place of n - 1."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x, train, mask=None):
+            x = nn.Dense(8, name="body")(x)
+            mask = None if mask is None else mask[:, None]
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="norm")(x, mask=mask)
+            return nn.Dense(3, name="head")(nn.relu(x))
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        flags = {"train_kwargs": {"train": True}, "eval_kwargs": {"train": False}}
+        algorithm = fedavg(fedsim.Model.from_flax(Network(), features=FEATURES, **flags))
+        state = algorithm.init(jax.random.key(0))
+        names = {"body": {"kernel": "w", "bias": "b"}, "norm": {"scale": "scale", "bias": "offset"}}
+        names["head"] = names["body"]
+        start = state.server.params
+        like_haiku = {module: {new: start[module][old] for old, new in of.items()} for module, of in names.items()}
+        params, mean, _ = reference(like_haiku, data)
+        state, _ = algorithm.apply(state, cohort(data, 0))
+        ours = {module: {new: state.params[module][old] for old, new in of.items()} for module, of in names.items()}
+    assert_close(ours, params)
+    np.testing.assert_allclose(state.params["norm"]["mean"], mean, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [models.resnet8, models.mobilenet_v2])
+def test_vision_models_with_batch_normalization(make):
+    group, batch = (jax.eval_shape(make(norm=norm).init_whole, jax.random.key(0)) for norm in ("group", "batch"))
+    statistics = jax.eval_shape(make(norm="batch").init_parts, jax.random.key(0)).statistics
+    count = lambda a: sum(x.size for x in jax.tree.leaves(a))  # noqa: E731
+    scales = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(group) if "scale" in str(path))
+    assert count(batch) - count(group) == count(statistics) == 2 * scales
