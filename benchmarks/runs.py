@@ -112,9 +112,6 @@ def train(name: str, data: Path, seed: int) -> dict[str, Any]:
             evaluate_every=config.evaluate_every,
             config=dataclasses.replace(config, data=below),
         )
-        picture = DOCS / "runs" / f"{name}.png"
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_bytes((Path(folder) / "run" / "learning_curve.png").read_bytes())
     tested = [line for line in result.history if "test_accuracy" in line]
     return {
         "run": name,
@@ -168,9 +165,16 @@ def page(records: list[dict[str, Any]]) -> str:
             f"{record['train'][0]:,} clients with {record['train'][1]:,} training examples; {record['test'][1]:,} test "
             f"examples. {record['cpu']}, {record['cores']} cores, {record['date'][:10]}, commit {record['commit'][:7]}.",
             "",
-            f"![{record['title']}: loss and accuracy over rounds](runs/{record['run']}.png)",
+            f"![{record['title']}: test accuracy over rounds](runs/{record['run']}.png)",
         ]
     return "\n".join(lines) + "\n"
+
+
+def draw(record: dict[str, Any]) -> None:
+    """Draws the test accuracy of a run into ``docs/runs/``."""
+    lines = [{"round": int(number), "test_accuracy": accuracy} for number, accuracy in record["accuracy"].items()]
+    (DOCS / "runs").mkdir(parents=True, exist_ok=True)
+    fedsim.experiment.draw_learning_curve(lines, DOCS / "runs" / f"{record['run']}.png", record["title"])
 
 
 def _shell(value: Any) -> str:
@@ -181,7 +185,10 @@ def _shell(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.runs", description=__doc__)
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="folder with one folder per dataset; without it, only the page is written"
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder with one folder per dataset; without it, the page and its pictures are drawn again",
     )
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--seed", type=int, default=0)
@@ -192,6 +199,8 @@ def main() -> None:
         (RESULTS / f"run-{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     written = [RESULTS / f"run-{name}.json" for name in RUNS]
     records = [json.loads(path.read_text()) for path in written if path.exists()]
+    for record in records:
+        draw(record)
     (DOCS / "runs.md").write_text(page(records), encoding="utf-8")
 
 
