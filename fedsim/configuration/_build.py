@@ -275,7 +275,8 @@ class _WithRates:
 
     @classmethod
     def of(cls, algorithm: Algorithm, config: RunConfig, numbers: Mapping[str, Any]) -> _WithRates:
-        left_out = [*numbers, "client_optimizer", "server_optimizer", "execution", "nonfinite"]
+        fields = {field.name for field in dataclasses.fields(algorithm)}
+        left_out = [*numbers, *({"client_optimizer", "server_optimizer", "execution", "nonfinite"} & fields)]
         names = options_that_build("client_optimizer")
         if config.client_schedule == "constant":
             names.remove("rounds")
