@@ -97,15 +97,18 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
 
     @functools.cache
-    def model_of(algorithm: str, dataset: str, model: str | None) -> Model | None:
+    def model_of(algorithm: str, dataset: str, model: str | None, frozen: str | None, kept: str | None) -> Model | None:
         if "model" not in _fields(class_of(algorithm)):
             return None
         own = getattr(class_of(algorithm), "default_models", {}).get(dataset)
-        return _model(model or own or datasets.describe(dataset).default_model, dataset)
+        whole = _model(model or own or datasets.describe(dataset).default_model, dataset)
+        parts = {name: text.split(",") for name, text in {"frozen": frozen, "kept": kept}.items() if text}
+        return whole.with_parts(**parts) if parts else whole
 
     made = []
     for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
-        cls, model = class_of(config.algorithm), model_of(config.algorithm, parse_call(config.dataset)[0], config.model)
+        cls, dataset = class_of(config.algorithm), parse_call(config.dataset)[0]
+        model = model_of(config.algorithm, dataset, config.model, config.frozen, config.kept)
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
         made.append(_algorithm(cls, model, config, settings, nodes))
     samplers: dict[Any, Sampler] = {}

@@ -87,6 +87,19 @@ class RunConfig:
         names="code",
         builds="model",
     )
+    frozen: str | None = _option(
+        None,
+        "data and model",
+        "Patterns of names of parameters that do not change, separated by commas, such as 'linear/*': they are neither trained "
+        "nor sent.",
+        builds="model",
+    )
+    kept: str | None = _option(
+        None,
+        "data and model",
+        "Patterns of names of parameters that every client trains and keeps for itself, such as 'linear_2/*'.",
+        builds="model",
+    )
     labels: float | None = _option(
         None,
         "data and model",
