@@ -139,7 +139,7 @@ class LocalTraining:
         outer = current_scope()
 
         def loss(params: Params) -> tuple[jax.Array, Any]:
-            with scope_of(outer.parts, getattr(batch, "mask", None)) as scope:
+            with scope_of(outer.parts, getattr(batch, "mask", None), params) as scope:
                 value = self.loss(params, batch)
             if jnp.shape(value):
                 function = getattr(self.loss, "func", self.loss)
@@ -150,7 +150,8 @@ class LocalTraining:
                 )
             return value, scope.new
 
-        (value, outer.new), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        (value, new), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        outer.record(params, new)
         return value, gradient
 
     def step_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
@@ -180,13 +181,13 @@ class LocalTraining:
     def step(self, local: Local, batch: Batch) -> Local:
         """Takes one step of the optimizer on a batch."""
         params = _with_kept(local.params, local.parts)
-        with scope_of(local.parts, batch.mask) as scope:
+        with scope_of(local.parts, batch.mask, params) as scope:
             (loss, gradient), extra = self.step_gradient(params, batch), {}
             statistics = scope.new
             if needs_loss(self.optimizer, params):  # as Polyak steps and line searches do
                 descended = _with_gradient(lambda params: self.step_value(params, batch), gradient, params)
                 extra = {"value": descended(params), "grad": gradient, "value_fn": descended}
-        updates, opt_state = self.optimizer.update(gradient, local.opt_state, params, **extra)
+            updates, opt_state = self.optimizer.update(gradient, local.opt_state, params, **extra)
         params, count = optax.apply_updates(params, updates), jnp.sum(batch.mask, dtype=jnp.float32)
         losses, parts = local.loss.add(loss, count), local.parts
         if isinstance(parts, ModelParts):
@@ -198,7 +199,10 @@ class LocalTraining:
         return client.for_each_batch(self.batches, self.step, self.start(params, client.parts))
 
     def mean_loss(self, client: Client, params: Params) -> jax.Array:
-        """Returns a client's mean loss over all its examples at these parameters, ``float32 []``. With dropout it is random."""
+        """Returns a client's mean loss over all its examples at these parameters, ``float32 []``. With dropout it is random.
+
+        Other parts of the model are those with which the client started.
+        """
 
         def add(losses: metrics.MeanLoss, batch: Batch) -> metrics.MeanLoss:
             count = jnp.sum(batch.mask, dtype=jnp.float32)

@@ -33,7 +33,7 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining, optimizer_of_round
 from fedsim.algorithms._server_step import ServerState
-from fedsim.data import Batch
+from fedsim.data import Batch, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
 
@@ -90,6 +90,10 @@ class MimeLite(FedAvg):
 
     capabilities = Capabilities(scalable=False, model_parts=True)
 
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        _check_parts(self)
+
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
 
@@ -135,6 +139,10 @@ class Mime(FedAvg):
 
     capabilities = Capabilities(scalable=False, model_parts=True)
 
+    def check(self, data: FederatedData) -> None:
+        super().check(data)
+        _check_parts(self)
+
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
 
@@ -166,6 +174,15 @@ class Mime(FedAvg):
     def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
         movement, gradient = update
         return super().server_update(state, movement, info)._replace(statistics=_new_statistics(self, state, gradient))
+
+
+def _check_parts(algorithm: FedAvg) -> None:
+    """Raises ``ValueError`` if clients keep parameters, which the server's statistics do not have."""
+    if "kept" in jax.tree.leaves(algorithm.model.roles):
+        raise ValueError(
+            f"{type(algorithm).__name__} trains with statistics of the server, which parameters that clients keep do not "
+            "have: use a model without kept parameters, or another algorithm, such as SCAFFOLD."
+        )
 
 
 def _first_state(algorithm: FedAvg, state: ServerState) -> MimeState:

@@ -97,7 +97,7 @@ class Model:
           statistics: for a network with state (``hk.transform_with_state``), such as the running statistics of
             `fedsim.models.BatchNorm`. With ``"average"``, clients receive them, change them in their local steps, and send the
             change; the server takes the mean with the clients' weights. With ``"client"``, every client keeps its own, and with
-            ``"frozen"`` they stay as they were initialized.
+            ``"frozen"`` they stay as they were initialized, and `fedsim.models.BatchNorm` normalizes by them in training, too.
 
         Raises:
           ValueError: ``transformed`` is not the result of ``hk.transform`` or ``hk.transform_with_state``, but for example of

@@ -75,18 +75,30 @@ class Scope:
     Args:
       parts: the parts.
       mask: see `mask`.
+      trained: the parameters that are trained. A loss may call the model with others, too, whose statistics do not count.
 
     Attributes:
       parts: the parts.
-      new: the running statistics after the last call of the model in training, a pytree of the whole model with None in place
-        of the other leaves; None before.
+      new: the running statistics after a call of the model in training with ``trained``, or with other parameters if there was
+        none; a pytree of the whole model with None in place of the other leaves. None before.
       reads_mask: whether a network has read the mask.
+      frozen_statistics: whether training normalizes by the running statistics, as evaluation does.
     """
 
-    def __init__(self, parts: ModelParts, mask: jax.Array | None = None) -> None:
-        self.parts, self._mask = parts, mask
+    def __init__(self, parts: ModelParts, mask: jax.Array | None = None, trained: Any = None) -> None:
+        self.parts, self._mask, self._trained = parts, mask, trained
         self.new: Any = None
         self.reads_mask = False
+        self.frozen_statistics = False
+
+    def inner(self) -> contextlib.AbstractContextManager[Scope]:
+        """A context like this one, with a scope of its own."""
+        return scope_of(self.parts, self._mask, self._trained)
+
+    def record(self, params: Any, new: Any) -> None:
+        """Stores the statistics after a call of the model with these parameters."""
+        if self.new is None or params is self._trained:
+            self.new = new
 
     @property
     def mask(self) -> jax.Array | None:
@@ -99,9 +111,9 @@ _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("scope", d
 
 
 @contextlib.contextmanager
-def scope_of(parts: Any, mask: jax.Array | None = None) -> Iterator[Scope]:
-    """A context in which functions of a model get these parts, () for a model without parts."""
-    scope = Scope(parts or ModelParts(), mask)
+def scope_of(parts: Any, mask: jax.Array | None = None, trained: Any = None) -> Iterator[Scope]:
+    """A context in which functions of a model get these parts, () for a model without parts; see `Scope`."""
+    scope = Scope(parts or ModelParts(), mask, trained)
     token = _SCOPE.set(scope)
     try:
         yield scope
@@ -118,6 +130,7 @@ def current_scope() -> Scope:
 Role = Literal["params", "frozen", "kept", "statistics", "own_statistics"]
 
 
+# Patterns of `fnmatch` for the names of leaves, such as "linear/*", or a function of a name.
 Names = str | Sequence[str] | Callable[[str], bool]
 
 
@@ -137,20 +150,21 @@ def divide(network: Network, roles: Any) -> Divided:
       network: the functions of the whole network.
       roles: a pytree of the structure of the leaves, with a `Role` for each.
     """
-    structure = jax.tree.structure(roles)
+    structure, present = jax.tree.structure(roles), set(jax.tree.leaves(roles))
+    frozen_statistics = not present & {"statistics", "own_statistics"}
 
     def part(whole: Any, name: str) -> Any:
         return jax.tree.map(lambda role, x: x if role == name else None, roles, whole)
 
     def init_parts(key: jax.Array) -> ModelParts:
-        whole, present = network.init(key), set(jax.tree.leaves(roles))
-        return ModelParts(**{name: part(whole, name) for name in ModelParts._fields if name in present})
+        drawn = network.init(key)
+        return ModelParts(**{name: part(drawn, name) for name in ModelParts._fields if name in present})
 
     def whole(params: Any, scope: Scope) -> Any:
         joined = scope.parts.join(params)
         if jax.tree.structure(joined) != structure:  # type: ignore[operator]
-            names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in leaves_or_none(joined) if x is None]
-            missing = ", ".join(names) or "one of another structure"
+            given = dict(named(joined))
+            missing = ", ".join(name for name, _ in named(roles) if name not in given) or "one of another structure"
             raise ValueError(
                 f"Expected all parameters of the model, got none for {missing}: give state.params, which has all parts of it."
             )
@@ -160,7 +174,11 @@ def divide(network: Network, roles: Any) -> Divided:
         scope = current_scope()
         if network.is_statistic is None:
             return network.train(whole(params, scope), examples, key)
-        outputs, scope.new = network.train(whole(params, scope), examples, key)
+        with scope.inner() as inner:
+            inner.frozen_statistics = frozen_statistics
+            outputs, new = network.train(whole(params, scope), examples, key)
+        scope.reads_mask |= inner.reads_mask
+        scope.record(params, new)
         return outputs
 
     return Divided(
@@ -190,15 +208,6 @@ def named(a: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in jax.tree_util.tree_leaves_with_path(a)]
 
 
-def leaves_or_none(a: Any) -> list[tuple[Any, Any]]:
-    """Returns the leaves of a pytree with their paths, and the places that are None.
-
-    >>> leaves_or_none({"b": None})[0][1] is None
-    True
-    """
-    return jax.tree_util.tree_leaves_with_path(a, is_leaf=lambda x: x is None)
-
-
 def assigned(roles: Any, names: Mapping[str, Names]) -> Any:
     """Returns roles in which the parameters with some names have others.
 
@@ -222,6 +231,8 @@ def assigned(roles: Any, names: Mapping[str, Names]) -> Any:
     for role, meant in names.items():
         if callable(meant):
             found = [name for name in free if meant(name)]
+            if not found:
+                raise ValueError(f"The function for {role} is False for all parameters, which are {', '.join(free)}.")
         else:
             found = []
             for pattern in (meant,) if isinstance(meant, str) else meant:

@@ -16,8 +16,8 @@ from fedsim.model import current_scope
 class BatchNorm(hk.Module):
     """Batch normalization of the last axis, with running statistics for evaluation. Use it under ``hk.transform_with_state``.
 
-    In training it reads which rows of a batch are padding, and leaves these out. A client with a single example has no variance
-    if the other axes have one entry only: then the outputs are the offset, and the running variance tends to 0.
+    In training it reads which rows of a batch are padding, and leaves these out. A batch with a single real example has no
+    variance if the other axes have one entry only: then the outputs are the offset, and the running variance stays.
 
     Args:
       decay: of the running statistics; 0.9 is a momentum of 0.1 in PyTorch.
@@ -39,7 +39,11 @@ class BatchNorm(hk.Module):
         self.decay, self.epsilon = decay, epsilon
 
     def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
-        """Returns the normalized ``x``, ``[n, ..., channels]``, in its dtype."""
+        """Returns the normalized ``x``, ``[n, ..., channels]``, in its dtype.
+
+        Raises:
+          ValueError: the first axis of ``x`` is not that of the examples.
+        """
         channels = x.shape[-1:]
         scale = hk.get_parameter("scale", channels, jnp.float32, jnp.ones)
         offset = hk.get_parameter("offset", channels, jnp.float32, jnp.zeros)
@@ -50,10 +54,15 @@ class BatchNorm(hk.Module):
         def wide_of(values: jax.Array) -> jax.Array:
             return values[None, None]
 
-        if is_training:
+        if is_training and not current_scope().frozen_statistics:
             mask = current_scope().mask
-            if mask is None or len(mask) != len(x):  # The network is initialized, or it normalizes something else.
+            if mask is None:  # as when the network is initialized
                 mask = jnp.ones(len(x), bool)
+            if len(mask) != len(x):
+                raise ValueError(
+                    f"Expected x [n, ..., channels] with the {len(mask)} examples of the batch as its first axis, got shape "
+                    f"{list(x.shape)}: normalize before the examples are reshaped, or use GroupNorm."
+                )
             real = mask[:, None, None]
             count = jnp.sum(mask, dtype=jnp.float32) * wide.shape[1]
             of_batch = jnp.sum(wide, (0, 1), where=real) / jnp.maximum(count, 1)
@@ -61,6 +70,7 @@ class BatchNorm(hk.Module):
             rate = jnp.where(count > 0, 1 - self.decay, 0.0)
             # The running variance is that of the population, with n - 1, as in PyTorch.
             hk.set_state("mean", mean + rate * (of_batch - mean))
+            rate = jnp.where(count > 1, rate, 0.0)  # One value has no variance.
             hk.set_state("var", var + rate * (spread / jnp.maximum(count - 1, 1) - var))
             mean, var = of_batch, spread / jnp.maximum(count, 1)
         factor = scale * jax.lax.rsqrt(var + self.epsilon)

@@ -1,5 +1,7 @@
 """Models with running statistics, and models with parts that are frozen or kept by clients."""
 
+import dataclasses
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,8 @@ def local_steps(params, mean, var, x, y, batch_size=4, rate=0.1):
         for module, of in gradients.items():
             for name, gradient in of.items():
                 p[module][name] = p[module][name] - rate * gradient
-        mean, var = 0.9 * mean + 0.1 * of_batch, 0.9 * var + 0.1 * spread * n / max(n - 1, 1)
+        mean = 0.9 * mean + 0.1 * of_batch
+        var = var if n == 1 else 0.9 * var + 0.1 * spread * n / (n - 1)
     return p, mean, var
 
 
@@ -167,12 +170,12 @@ def test_compiled_and_python_agree(cls, options, data):
 
 
 def test_server_optimizers_and_robust_rules_see_parameters_only(data):
-    """Frozen statistics give the same parameters, because training does not read the running statistics."""
+    """Statistics that are not sent give the same parameters, because training does not read the running statistics."""
     for options in ({"aggregator": aggregators.Krum(attackers=0)}, {"server_optimizer": optax.sgd(0.5, momentum=0.9)}):
-        averaged, frozen = (
-            trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "frozen")
+        averaged, own = (
+            trained(fedavg(make_model(statistics=each), **options), data)[0].server for each in ("average", "client")
         )
-        for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(frozen), strict=True):
+        for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(own), strict=True):
             np.testing.assert_array_equal(x, y)
 
 
@@ -307,3 +310,54 @@ def test_vision_models_with_batch_normalization(make):
     count = lambda a: sum(x.size for x in jax.tree.leaves(a))  # noqa: E731
     scales = sum(x.size for path, x in jax.tree_util.tree_leaves_with_path(group) if "scale" in str(path))
     assert count(batch) - count(group) == count(statistics) == 2 * scales
+
+
+def test_the_statistics_are_those_of_the_trained_parameters(data):
+    """A loss may also call the server's model, before or after the client's."""
+
+    def distilled(teacher_first):
+        @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+        class Distilled(algorithms.FedAvg):
+            def client_loss(self, shared, params, batch):
+                order = (shared.params, params) if teacher_first else (params, shared.params)
+                outputs = [self.model.outputs(each, batch) for each in order]
+                teacher, student = outputs if teacher_first else outputs[::-1]
+                return self.model.mean_loss(batch, student) + 0 * jnp.sum(teacher)
+
+        return trained(fedavg(make_model(), Distilled), data)[0].params
+
+    alone = trained(fedavg(make_model()), data)[0].params
+    for ours in (distilled(True), distilled(False)):
+        assert_close(ours, jax.tree.map(np.asarray, alone), 1e-6)
+
+
+def test_frozen_statistics_normalize_in_training_too():
+    model = make_model(statistics="frozen")
+    params, x = model.init_whole(jax.random.key(0)), {"x": jnp.array([[1.0, 2.0, 3.0, 4.0]])}
+    np.testing.assert_array_equal(model.apply_for_train(params, x, jax.random.key(0)), model.apply_for_eval(params, x))
+
+
+def test_batch_normalization_of_reshaped_examples_is_refused(data):
+    def folded(examples, is_training):
+        norm = lambda x, is_training: models.BatchNorm()(x.reshape(-1, 2), is_training).reshape(x.shape)  # noqa: E731
+        return network(examples, is_training, norm)
+
+    with pytest.raises(ValueError, match="with the .* examples of the batch as its first axis, got shape"):
+        trained(fedavg(make_model(folded)), data)
+
+
+def test_functions_and_algorithms_that_do_not_fit_parts_are_refused(data):
+    with pytest.raises(ValueError, match="The function for frozen is False for all parameters, which are body/b"):
+        dense().with_parts(frozen=lambda name: name.startswith("Body"))
+    algorithm = fedavg(dense().with_parts(kept="head/*"), algorithms.Mime)
+    with pytest.raises(ValueError, match="Mime trains with statistics of the server, which parameters that clients keep"):
+        trained(algorithm, data)
+
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Forgets(algorithms.FedAvg):
+        def client_update(self, shared, client):
+            local = self.train(shared, client)
+            return fedsim.ClientUpdate(fedsim.tree.subtract(shared.params, local.params), 1.0)
+
+    with pytest.raises(ValueError, match=r"client of Forgets to return the parts.*give parts=local\.parts"):
+        trained(fedavg(make_model(), Forgets), data)
