@@ -160,9 +160,14 @@ def divide(network: Network, roles: Any) -> Divided:
         drawn = network.init(key)
         return ModelParts(**{name: part(drawn, name) for name in ModelParts._fields if name in present})
 
+    def is_whole(params: Any) -> bool:
+        return jax.tree.structure(params) == structure  # type: ignore[operator]
+
     def whole(params: Any, scope: Scope) -> Any:
+        if is_whole(params):
+            return params
         joined = scope.parts.join(params)
-        if jax.tree.structure(joined) != structure:  # type: ignore[operator]
+        if not is_whole(joined):
             given = dict(named(joined))
             missing = ", ".join(name for name, _ in named(roles) if name not in given) or "one of another structure"
             raise ValueError(
@@ -178,7 +183,8 @@ def divide(network: Network, roles: Any) -> Divided:
             inner.frozen_statistics = frozen_statistics
             outputs, new = network.train(whole(params, scope), examples, key)
         scope.reads_mask |= inner.reads_mask
-        scope.record(params, new)
+        if not is_whole(params):  # Otherwise it is another model, such as a teacher, which is not trained.
+            scope.record(params, new)
         return outputs
 
     return Divided(

@@ -326,8 +326,19 @@ def test_the_statistics_are_those_of_the_trained_parameters(data):
 
         return trained(fedavg(make_model(), Distilled), data)[0].params
 
+    def taught_by_another_model():
+        other = make_model()
+        whole = other.init_whole(jax.random.key(1))
+
+        @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+        class Taught(algorithms.FedAvg):
+            def client_loss(self, shared, params, batch):
+                return 0 * jnp.sum(other.outputs(whole, batch)) + self.model.train_loss(params, batch)
+
+        return trained(fedavg(make_model(), Taught), data)[0].params
+
     alone = trained(fedavg(make_model()), data)[0].params
-    for ours in (distilled(True), distilled(False)):
+    for ours in (distilled(True), distilled(False), taught_by_another_model()):
         assert_close(ours, jax.tree.map(np.asarray, alone), 1e-6)
 
 
