@@ -22,8 +22,8 @@ class ModelParts(NamedTuple):
     () if there are none at all.
 
     Attributes:
-      frozen: never change. They are not sent.
-      kept: are trained by each client, which keeps them. For the server, they are those of a client that has not trained.
+      frozen: parameters that never change. They are not sent.
+      kept: parameters that each client trains and keeps. The server has those of a client that has not trained.
       statistics: running statistics, such as those of batch normalization, which a client receives and changes in its local
         steps. The server takes the weighted mean of the results.
       own_statistics: running statistics that each client keeps.

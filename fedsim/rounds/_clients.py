@@ -234,7 +234,7 @@ class Clients:
             self._check_staleness(aggregator)
             key_rounds = self.plan.key_round
             self._current = received
-            self._keep_sent((received, self._statistics))
+            self._keep_sent(received if self._statistics == () else (received, self._statistics))
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
         clients = client_plans(self.plan, rng.client_keys(key, key_rounds, self.plan.client))
         return Call(
@@ -262,7 +262,10 @@ class Clients:
         raise NotImplementedError
 
     def _keep_sent(self, received: Shared) -> None:
-        """Stores what the server sends in this round, for clients that start from it in a later one."""
+        """Stores what the server sends in this round, for clients that start from it in a later one.
+
+        With running statistics, it is a pair of the rest and of these.
+        """
         raise NotImplementedError
 
     def _aggregate(self, call: Call, work: Callable[..., ClientUpdate]) -> Any:
@@ -345,16 +348,20 @@ class Clients:
         if (staleness := self.algorithm.staleness) is not None:
             entries = {**entries, "weight": entries["weight"] * own.weight}
             scale = jnp.where(entries["weight"] != 0, own.scale, 0)
-            plain = (arrived, ()) if self._statistics == () else arrived
-            taken = staleness.arrived(plain[0], scale, self._current, received)
-            arrived = taken if self._statistics == () else WithAux(taken, tree.scale(arrived.aux, scale))
+            if self._statistics == ():
+                arrived = staleness.arrived(arrived, scale, self._current, received)
+            else:
+                update = staleness.arrived(arrived.update, scale, self._current, received)
+                arrived = WithAux(update, tree.scale(arrived.aux, scale))
         return arrived, entries, message.memory, message.aggregator_memory, result.update
 
     def _received(self, call: Call, own: ClientPlan) -> tuple[Shared, ModelParts | tuple[()]]:
         """Returns what a client received, in this round or when it started, and the parts of the model."""
         received, statistics = call.shared, self._statistics
         if self.algorithm.staleness is not None:
-            received, statistics = self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
+            received = self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
+            if self._statistics != ():
+                received, statistics = received
         return received, self.parts._replace(statistics=statistics) if isinstance(self.parts, ModelParts) else ()
 
     def _client(self, received: Shared, parts: ModelParts | tuple[()], own: ClientPlan, columns: Any, kept: Kept) -> Client:
