@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from fedsim.execution import Execution as Execution
     from fedsim.execution import Jit as Jit
     from fedsim.execution import Pmap as Pmap
+    from fedsim.execution import Sharded as Sharded
     from fedsim.execution import place_clients as place_clients
     from fedsim.execution import use_all_cores as use_all_cores
     from fedsim.model import Model as Model
@@ -80,7 +81,7 @@ else:  # At run time, `__getattr__` imports the submodules, and these names from
         "data": "Batch Batches ClientDataset Cohort FederatedData",
         "differentiation": "differentiable tune",
         "evaluation": "Evaluation evaluate evaluate_personalized",
-        "execution": "Auto Debug Execution Jit Pmap place_clients use_all_cores",
+        "execution": "Auto Debug Execution Jit Pmap Sharded place_clients use_all_cores",
         "model": "Model SplitModel",
         "planning": "Audit Plan audit plan",
         "rounds": "Client ClientUpdate Clients RoundInfo Staleness",

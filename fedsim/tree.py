@@ -189,7 +189,7 @@ def dot(a: Tree, b: Tree) -> jax.Array:
         x, y = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
         if x.shape != y.shape:
             raise ValueError(f"Expected leaves of equal shapes, got {x.shape} and {y.shape}.")
-        return jnp.vdot(x, y)
+        return jnp.tensordot(x, y, x.ndim)
 
     return sum(jax.tree.leaves(jax.tree.map(of_leaves, a, b)), jnp.zeros((), jnp.float32))
 
@@ -201,7 +201,8 @@ def squared_norm(a: Tree) -> jax.Array:
     25.0
     """
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), a)
-    squares = jax.tree.map(lambda x: jnp.vdot(x, x), wide)  # `vdot` of an array with itself reads it only once.
+    # Without a reshape, an array that is divided over devices stays where it is. An array times itself is read only once.
+    squares = jax.tree.map(lambda x: jnp.tensordot(x, x, x.ndim), wide)
     return sum(jax.tree.leaves(squares), jnp.zeros((), jnp.float32))
 
 

@@ -13,7 +13,7 @@ def main(arguments: list[str]) -> int:
     """Runs ``fedsim plan`` with these arguments and returns the exit status."""
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
     config, settings, *_ = configured(arguments, "fedsim plan", about)
-    use_devices(settings.devices)
+    use_devices(settings.num_devices)
     algorithm, sampler, _ = experiment.build(config, settings)
     plan = fedsim.plan(algorithm, sampler.cohort(0))
     print(plan)

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 0 if {"-h", "--help"} & set(arguments) else 2
     folder, *rest = arguments
     stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
-    names = "execution", "devices", "lanes", "memory", "deterministic"
+    names = "execution", "devices", "mesh", "lanes", "memory", "deterministic"
     speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
     chosen = parse(_OPTIONS | speed, rest, "fedsim replay FOLDER", _ABOUT)
     if "hyperparameters" in stored.get("config", {}):
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     if "config" in stored and not chosen["trust"]:
         check_trusted(folder, stored)
     settings = Settings(**{name: chosen[name] for name in speed})
-    use_devices(settings.devices)
+    use_devices(settings.num_devices)
     of_run = RunRound.read(folder, chosen["round"], settings)
     print(of_run.table() if chosen["client"] is None else of_run.replay(chosen["client"]))
     return 0

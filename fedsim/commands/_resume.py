@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     how, rounds = chosen.pop("how", None), chosen.pop("rounds")
     settings = Settings(**chosen, folder=folder)
     if rounds is not None:
-        use_devices(settings.devices)
+        use_devices(settings.num_devices)
         change_rounds(folder, rounds, settings)
         stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config, _ = stored_run(folder, stored)

@@ -25,7 +25,7 @@ def train(
     how: experiment.How | None,
 ) -> int:  # fmt: skip
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""
-    use_devices(settings.devices)
+    use_devices(settings.num_devices)
     result: Any
     if varied or seeds:
         result = sweep(config, settings, varied, seeds or 1, how, table=True)

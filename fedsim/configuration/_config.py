@@ -11,12 +11,15 @@ from fedsim import checks
 from fedsim.configuration._pinned import pinned
 from fedsim.data import Batches
 from fedsim.datasets import with_seed
-from fedsim.execution import Auto, Debug, Execution, Jit, Pmap
-from fedsim.names import look_up
+from fedsim.execution import Auto, Debug, Execution, Jit, Pmap, Sharded
+from fedsim.names import did_you_mean, look_up, parse_call
 
 Value = float | int | str | bool | None
 # How the members of a sweep or a population run, see `fedsim.population`.
 How = Literal["vmap", "devices", "sequential"]
+
+# The axes of a mesh, see `fedsim.Sharded`.
+_AXES = ("clients", "model", "data")
 
 
 def _option(
@@ -386,6 +389,12 @@ class Settings:
     devices: int | None = _option(
         None, "execution (speed only)", "Number of devices; default: all, which for a CPU are its cores.", builds="execution"
     )
+    mesh: str | None = _option(
+        None,
+        "execution (speed only)",
+        "Several devices for each client, such as 'clients=4, model=2' or 'clients=2, data=2': see fedsim.Sharded.",
+        builds="execution",
+    )
     lanes: int | None = _option(
         None,
         "execution (speed only)",
@@ -415,6 +424,7 @@ class Settings:
         counts = ("checkpoint_every", "devices", "lanes", "rounds_per_dispatch")
         given = {name: getattr(self, name) for name in counts}
         checks.whole(1, or_none=True, **given, remedy="give a positive whole number, or leave it out")
+        self._axes()
 
     def executor(self) -> Execution:
         """Returns the execution that these settings name.
@@ -422,6 +432,13 @@ class Settings:
         Raises:
           ValueError: the execution does not have one of the options.
         """
+        if self.mesh is not None:
+            if self.execution != "auto" or self.devices is not None:
+                raise ValueError(
+                    f"Expected mesh without execution and devices, got mesh={self.mesh!r}, execution={self.execution!r}, "
+                    f"devices={self.devices}: leave these out."
+                )
+            return Sharded(**self._axes(), lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
         if self.execution == "debug":
             if (self.devices, self.lanes, self.memory, self.deterministic) != (None, None, "auto", False):
                 raise ValueError(
@@ -434,6 +451,27 @@ class Settings:
             return Jit(lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
         kind = Auto if self.execution == "auto" else Pmap
         return kind(devices=self.devices, lanes=self.lanes, memory=self.memory, deterministic=self.deterministic)
+
+    @property
+    def num_devices(self) -> int | None:
+        """The number of devices that are asked for; None for all."""
+        axes = self._axes()
+        if "clients" not in axes:
+            return self.devices
+        return axes["clients"] * axes.get("model", 1) * axes.get("data", 1)
+
+    def _axes(self) -> dict[str, Any]:
+        """Returns the axes of the mesh with their sizes."""
+        if self.mesh is None:
+            return {}
+        axes = parse_call(f"mesh({self.mesh})")[1]
+        for name in axes:
+            if name not in _AXES:
+                raise ValueError(
+                    f"Expected mesh to name {', '.join(_AXES)}, got {name!r} in {self.mesh!r}.{did_you_mean(name, _AXES)}"
+                )
+        checks.whole(1, **axes, remedy="give the number of devices of each axis, as in mesh='clients=4, model=2'")
+        return axes
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:

@@ -128,7 +128,7 @@ def evaluate(
     mesh = execution.mesh()
     resident = _placement.is_resident(data, mesh, execution.memory)
     program = _compiled(model, mesh, resident, batch_size, data.num_clients, execution.deterministic)
-    params = _placement.replicate(params, mesh)
+    params = _placement.moved(params, _placement.shardings_of(params, mesh, division=execution.division(model)))
     if resident:
         everything = _placement.resident_columns(data, mesh), _resident_owner(data, mesh), data.num_examples
         chunks: Iterable[_Chunk] = [everything]
@@ -184,8 +184,9 @@ def _compile(
 
     def sums(columns: Mapping[str, jax.Array], rank: jax.Array, params: Params, rows: jax.Array) -> Any:
         forms = sum_forms(model, params, columns)
-        device = jax.lax.axis_index(AXIS) if mesh.size > 1 else jnp.int32(0)
-        share = -(-rows // mesh.size)
+        devices = mesh.shape[AXIS]
+        device = jax.lax.axis_index(AXIS) if devices > 1 else jnp.int32(0)
+        share = -(-rows // devices)
         start = device * share if resident else jnp.int32(0)
         stop = start + jnp.clip(rows - device * share, 0, share)
 
@@ -225,18 +226,19 @@ def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterat
     A chunk is divided over the devices, each of which gets equally many of its rows, followed by padding.
     """
     row_bytes = max(1, data.nbytes // max(1, data.num_examples))
-    per_device = batch_size * max(1, _CHUNK_BYTES // (mesh.size * row_bytes * batch_size))
-    per_device = min(per_device, max(1, -(-data.num_examples // mesh.size)))  # A single chunk needs no padding.
-    chunk, sharded = per_device * mesh.size, NamedSharding(mesh, P(AXIS))
+    devices = mesh.shape[AXIS]
+    per_device = batch_size * max(1, _CHUNK_BYTES // (devices * row_bytes * batch_size))
+    per_device = min(per_device, max(1, -(-data.num_examples // devices)))  # A single chunk needs no padding.
+    chunk, sharded = per_device * devices, NamedSharding(mesh, P(AXIS))
     for start in range(0, max(1, data.num_examples), chunk):
         stop = min(start + chunk, data.num_examples)
-        share = -(-(stop - start) // mesh.size)
+        share = -(-(stop - start) // devices)
 
         def divided(rows: np.ndarray, share: int = share) -> np.ndarray:
             if len(rows) == chunk:
                 return rows
-            padded = np.zeros((mesh.size, per_device, *rows.shape[1:]), rows.dtype)
-            for device in range(mesh.size):
+            padded = np.zeros((devices, per_device, *rows.shape[1:]), rows.dtype)
+            for device in range(devices):
                 own = rows[device * share : (device + 1) * share]
                 padded[device, : len(own)] = own
             return padded.reshape(chunk, *rows.shape[1:])

@@ -35,6 +35,7 @@ from fedsim.execution._placement import memory_limit as memory_limit
 from fedsim.execution._placement import release as release
 from fedsim.execution._reports import report_problems as report_problems
 from fedsim.execution._reports import watch_problems as watch_problems
+from fedsim.execution._sharded import Sharded as Sharded
 from fedsim.execution._traced_rounds import arguments_of as arguments_of
 from fedsim.execution._traced_rounds import share_programs as share_programs
 from fedsim.execution._traced_rounds import traced_rounds as traced_rounds

@@ -16,6 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from fedsim.execution._devices import is_gpu
+from fedsim.execution._placement import AXIS, shardings_of
+from fedsim.model import WHOLE, Division
 
 _DETERMINISTIC = "xla_gpu_deterministic_ops"
 # Settings of JAX that change the program of a function, or how it is run.
@@ -40,6 +42,7 @@ def compiled(
     specs: tuple[Any, Any] | None,
     donated: int | None = None,
     deterministic: bool = False,
+    division: Division = WHOLE,
 ) -> CompiledFunction:
     """Compiles a function for all devices of a mesh, when it is first called.
 
@@ -55,6 +58,7 @@ def compiled(
         `jax.shard_map`; None if the function gets whole arrays.
       donated: the index of an argument whose memory may be reused.
       deterministic: for a GPU; ``XLA_FLAGS`` take precedence if they set this.
+      division: how those results are divided that have the name or the shape of a model's parameter.
 
     Returns:
       A function of the same arguments. Its method ``lower`` lowers it for arguments, without a call.
@@ -68,10 +72,15 @@ def compiled(
     """
     if specs is None:
         function = _without_shardings(function)
-    elif mesh.size > 1:
+    elif mesh.shape[AXIS] > 1:
         in_specs, out_specs = specs
         # check_vma cannot prove that results are equal on all devices, because the bounds of loops differ between devices.
-        function = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        # Axes that divide a client's model or batch are left to XLA.
+        function = jax.shard_map(
+            function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={AXIS}, check_vma=False
+        )
+    if division.parameters:
+        function = _with_shardings(function, mesh, division)
     options = {}
     if deterministic and is_gpu(mesh) and _DETERMINISTIC not in os.environ.get("XLA_FLAGS", ""):
         options[_DETERMINISTIC] = True
@@ -156,6 +165,17 @@ def _form(leaf: Any) -> Hashable:
     if isinstance(leaf, jax.Array):
         return leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False), leaf.sharding
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf))
+
+
+def _with_shardings(function: Callable[..., Any], mesh: Mesh, division: Division) -> Callable[..., Any]:
+    """Returns the function with results that are divided like the arguments they take the place of."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        results = function(*args)
+        return jax.lax.with_sharding_constraint(results, shardings_of(results, mesh, division=division))
+
+    return run
 
 
 def _without_shardings(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class CompiledRounds:
         of_columns = P() if self.options.resident else P(AXIS)
         given = [of_columns if name == "columns" else P() for name in _ARGUMENTS]
         divided = None if self.options.is_divided else ((*given, *specs), out)
-        return compiled(function, self.options.mesh, divided, donated, self.options.deterministic)
+        return compiled(function, self.options.mesh, divided, donated, self.options.deterministic, self.options.division)
 
     def run_in_parts(self, arguments: tuple[Any, ...], windows_of_calls: Sequence[Sequence[Any]]) -> Any:
         """Runs one long round as several programs, which run the windows of each of its calls."""
@@ -98,7 +98,7 @@ class CompiledRounds:
         state = after if isinstance(before, FederatedState) else after.server
         if not self.options.is_divided:
             return state
-        return jax.lax.with_sharding_constraint(state, shardings_of(state, self.options.mesh, self.options.layout))
+        return jax.lax.with_sharding_constraint(state, shardings_of(state, self.options.mesh, self.options.layout.block))
 
     def _begun(self, number: int, arguments: Sequence[Any], kept: Sequence[Any]) -> tuple[Values, DeviceRound]:
         """Returns the values at a call, the arguments included, and the clients of the round on this device."""

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.attacks import Attack
 from fedsim.execution._layout import Layout
-from fedsim.execution._placement import AXIS
+from fedsim.execution._placement import AXIS, batch_sharding
+from fedsim.model import WHOLE, Division
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
 from fedsim.rounds import ClientPlan, ClientTable, Operands, RoundPlan, RoundProgram, TracedCall, TraceOptions, training_steps
@@ -40,6 +41,7 @@ class CompileOptions(NamedTuple):
       deterministic: whether a GPU adds numbers in a fixed order.
       rows: the number of rows of the columns on a device.
       key: the dtype of the root key.
+      division: how the model is divided over devices that train a client together.
     """
 
     mesh: Mesh
@@ -50,11 +52,12 @@ class CompileOptions(NamedTuple):
     deterministic: bool
     rows: int
     key: Any
+    division: Division = WHOLE
 
     @property
     def axis(self) -> str | None:
         """The name of the axis of devices, each of which runs the program; None if one program describes the work of all."""
-        return AXIS if self.mesh.size > 1 and not self.is_divided else None
+        return AXIS if self.mesh.shape[AXIS] > 1 and not self.is_divided else None
 
     @property
     def is_divided(self) -> bool:
@@ -69,9 +72,10 @@ class CompileOptions(NamedTuple):
             rows=self.rows,
             attack=self.attack,
             most_examples=self.layout.most_examples,
-            axis=(AXIS, self.mesh.size) if self.axis else None,
+            axis=(AXIS, self.mesh.shape[AXIS]) if self.axis else None,
             rows_mesh=self.mesh if self.is_divided else None,
             key=self.key,
+            batch_sharding=batch_sharding(self.mesh),
         )
 
 

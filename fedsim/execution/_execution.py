@@ -24,6 +24,7 @@ from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS, Memory
 from fedsim.execution._tracebacks import WithoutInternalFrames
 from fedsim.execution._traced_rounds import TracedRounds, traced_rounds
+from fedsim.model import WHOLE, Division, Model
 from fedsim.primitives import without_mesh_of_context
 from fedsim.rounds import (
     ClientTable,
@@ -125,6 +126,10 @@ class Jit(Execution):
         """Returns the devices in use."""
         return _mesh(tuple(jax.local_devices()[:1]))
 
+    def division(self, model: Model | None) -> Division:
+        """Returns how a model is divided over devices that train one client together; here it is not."""
+        return WHOLE
+
     def run(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], *, max_rounds: int | None = None
     ) -> tuple[State, RoundInfo]:
@@ -187,14 +192,15 @@ class Jit(Execution):
         arguments = numbers, columns, table or (), state, key, RoundPlan.stacked([plan], 1), np.int32(1)
         everywhere = NamedSharding(mesh, P())
         shardings = [jax.tree.map(lambda _: everywhere, argument) for argument in arguments]
-        shardings[3] = _placement.shardings_of(state, mesh, layout)
+        division = self.division(getattr(algorithm, "model", None))
+        shardings[2:4] = _placement.shardings_of((table or (), state), mesh, layout.block, division)
         shapes = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type),
             jax.eval_shape(lambda *arguments: arguments, *arguments),
             tuple(shardings),
         )
         rows = next(iter(columns.values())).shape[0]
-        options = CompileOptions(mesh, layout, True, False, cohort.attack, self.deterministic, rows, key.dtype)
+        options = CompileOptions(mesh, layout, True, False, cohort.attack, self.deterministic, rows, key.dtype, division)
         return traced.compiled(options).rounds.lower(*shapes)
 
     def _trace_options(self, cohort: Cohort, mesh: Mesh) -> TraceOptions:
@@ -204,8 +210,9 @@ class Jit(Execution):
             rows=max(1, cohort.data.num_examples),
             attack=cohort.attack,
             most_examples=self._most_examples(cohort),
-            axis=(AXIS, mesh.size) if mesh.size > 1 else None,
+            axis=(AXIS, mesh.shape[AXIS]) if mesh.shape[AXIS] > 1 else None,
             key=rng.typed(cohort.key).dtype,
+            batch_sharding=_placement.batch_sharding(mesh),
         )
 
     def _most_examples(self, cohort: Cohort) -> int | None:
@@ -214,12 +221,13 @@ class Jit(Execution):
     def _layout(self, traced: TracedRounds, cohort: Cohort, mesh: Mesh) -> Layout:
         slots, calls, state_bytes = rounded_slots(cohort.slots), traced.trace().calls, traced.trace().state_bytes
         lanes = self.lanes or (1 if mesh.devices.flat[0].platform == "cpu" else lanes_for(state_bytes))
-        lanes = min(lanes, -(-slots // mesh.size), traced.fewer_lanes.get(mesh, lanes))
+        devices = mesh.shape[AXIS]
+        lanes = min(lanes, -(-slots // devices), traced.fewer_lanes.get(mesh, lanes))
         overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
         most_examples = self._most_examples(cohort)
-        block, rest = divmod(cohort.data.num_clients, mesh.size)
-        is_divided = mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
-        return Layout(slots, mesh.size, widths_for(lanes), overhead, most_examples, block if is_divided else None)
+        block, rest = divmod(cohort.data.num_clients, devices)
+        is_divided = devices == mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
+        return Layout(slots, devices, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
     def _dispatch(
         self, algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None
@@ -237,7 +245,9 @@ class Jit(Execution):
         """
         mesh, data = self.mesh(), cohorts[0].data
         traced, numbers = traced_rounds(algorithm, server_state(state), data, self._trace_options(cohorts[0], mesh))
-        state = _memory.placed(remembered(algorithm, state, data), mesh, "resident" if self.differentiable else self.memory)
+        division = self.division(getattr(algorithm, "model", None))
+        memory: Memory = "resident" if self.differentiable else self.memory
+        state = _memory.placed(remembered(algorithm, state, data), mesh, memory, division)
         while True:
             layout = self._layout(traced, cohorts[0], mesh)
             try:
@@ -258,6 +268,7 @@ class Jit(Execution):
         cohorts: Sequence[Cohort], rounds: int | None,
     ) -> tuple[State, Any, int]:  # fmt: skip
         first, data, clients = cohorts[0], cohorts[0].data, parts_of(state).clients
+        division = self.division(getattr(algorithm, "model", None))
         is_gathered = isinstance(clients, ClientRows)
         # Gathered memories are written back after each round.
         may_split = mesh.devices.flat[0].platform == "cpu" and not self.differentiable
@@ -265,17 +276,19 @@ class Jit(Execution):
         plans, parts = _plans(layout, algorithm.batches, traced.trace(), together, may_split)
         count, table = len(plans), clients
         if is_gathered:
-            table, plans[0] = _memory.gathered(clients, plans[0], len(first), mesh)
+            table, plans[0] = _memory.gathered(clients, plans[0], len(first), mesh, division)
         if resident := self.differentiable or _placement.is_resident(data, mesh, self.memory):
             columns = _placement.resident_columns(data, mesh)
         else:
             columns, plans = _placement.streamed_columns(data, plans, mesh, rounds or 1)
-        rows = next(iter(columns.values())).shape[0] // (1 if resident else mesh.size)
+        rows = next(iter(columns.values())).shape[0] // (1 if resident else mesh.shape[AXIS])
         key = rng.typed(first.key)
-        options = CompileOptions(mesh, layout, resident, rounds is not None, first.attack, self.deterministic, rows, key.dtype)
+        options = CompileOptions(
+            mesh, layout, resident, rounds is not None, first.attack, self.deterministic, rows, key.dtype, division
+        )
         traced.check(first, options)
         state = state._replace(clients=()) if clients != () else state
-        state = _placement.moved(state, _placement.shardings_of(state, mesh, layout))
+        state = _placement.moved(state, _placement.shardings_of(state, mesh, layout.block, division))
         arguments = numbers, columns, table, state, _placement.replicate(key, mesh), RoundPlan.stacked(plans, rounds or 1)
         if not resident or _placement.must_wait(mesh):
             # For streamed data, so that the examples of at most two dispatches are on the device.
@@ -357,9 +370,10 @@ class Pmap(Jit):
             object.__setattr__(self, "devices", tuple(devices))
         else:
             checks.whole(1, or_none=True, devices=devices, remedy="None uses all local devices")
-        if self.differentiable and type(self) is Pmap:
+        if self.differentiable and not isinstance(self, Auto):
             raise ValueError(
-                "Pmap does not support differentiable=True, which runs on one device: use Jit(differentiable=True)."
+                f"{type(self).__name__} does not support differentiable=True, which runs on one device: use "
+                "Jit(differentiable=True)."
             )
 
     def mesh(self) -> Mesh:

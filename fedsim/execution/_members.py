@@ -74,6 +74,8 @@ def obstacle(algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> str
     if not isinstance(execution, Jit) or execution.differentiable:
         return f"their execution is {execution}"
     mesh = execution.mesh()
+    if mesh.size > mesh.shape[AXIS]:
+        return "several devices train each of their clients"
     if not _placement.is_resident(data, mesh, execution.memory):
         return "the examples are not all on the device"
     state = remembered(algorithm, state, data)

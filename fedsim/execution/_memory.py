@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedsim.data import ClientRows, FederatedData
-from fedsim.execution._placement import Memory, memory_limit, replicate
+from fedsim.execution._placement import Memory, memory_limit, moved, shardings_of
 from fedsim.execution._traced_rounds import traced_rounds
+from fedsim.model import WHOLE, Division
 from fedsim.rounds import (
     Average,
     ClientTable,
@@ -152,7 +153,7 @@ def row_shapes(clients: ClientRows | ClientTable) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), clients.rows)
 
 
-def placed(state: State, mesh: Mesh, memory: Memory) -> State:
+def placed(state: State, mesh: Mesh, memory: Memory, division: Division = WHOLE) -> State:
     """Moves the clients' memories to where they are used: a `ClientTable` on every device, or `ClientRows` on the host.
 
     A table is copied once per dispatch. On a GPU or TPU this is fast, and the table may take an eighth of the memory. On a CPU
@@ -163,6 +164,7 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
       mesh: the devices.
       memory: ``"resident"`` moves them to the devices, ``"stream"`` to the host. ``"auto"`` moves them to the devices if they
         are small, and leaves them there if they are there.
+      division: how the model is divided over devices, and memories like it.
 
     >>> import fedsim
     >>> memories = ClientRows.empty({"w": jax.ShapeDtypeStruct((2,), np.float32)}, num_clients=5)
@@ -182,7 +184,7 @@ def placed(state: State, mesh: Mesh, memory: Memory) -> State:
         return state._replace(
             clients=ClientRows.empty(row_shapes(clients), len(seen)).written(np.arange(len(seen)), clients.rows, seen)
         )
-    return state._replace(clients=replicate(clients, mesh))
+    return state._replace(clients=moved(clients, shardings_of(clients, mesh, division=division)))
 
 
 def stay_on_host(clients: ClientRows, mesh: Mesh, memory: Memory) -> bool:
@@ -192,12 +194,14 @@ def stay_on_host(clients: ClientRows, mesh: Mesh, memory: Memory) -> bool:
     return memory == "stream" or (memory == "auto" and table_bytes > limit)
 
 
-def gathered(clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh) -> tuple[ClientTable, RoundPlan]:
-    """Gathers the rows of a cohort of ``count`` clients into a table on every device; returns it and a plan for this table."""
+def gathered(
+    clients: ClientRows, plan: RoundPlan, count: int, mesh: Mesh, division: Division = WHOLE
+) -> tuple[ClientTable, RoundPlan]:
+    """Gathers the rows of a cohort of ``count`` clients into a table on the devices; returns it and a plan for this table."""
     slots = len(plan.client)
     table = ClientTable(*clients.gather(plan.client[:count].astype(np.int64), slots))
     memory = np.where(np.arange(slots) < count, np.arange(slots), slots).astype(np.int32)
-    return replicate(table, mesh), plan._replace(memory=memory)
+    return moved(table, shardings_of(table, mesh, division=division)), plan._replace(memory=memory)
 
 
 def written_back(clients: ClientRows, table: Any, plan: RoundPlan, count: int) -> ClientRows:

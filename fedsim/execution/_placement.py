@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import FederatedData
-from fedsim.execution._layout import Layout
+from fedsim.model import WHOLE, Division
 from fedsim.rounds import RoundPlan
 
 Memory = Literal["auto", "resident", "stream"]
 
-AXIS = "devices"  # the name of the axis of the meshes of all executions
+AXIS = "devices"  # the name of the axis of the meshes of all executions that clients are divided over
 _RESIDENT_SHARE = 0.25
 _ONE_SHAPE_BYTES = 256 * 2**20
 
@@ -112,8 +112,9 @@ def streamed_columns(
     The number of rows is rounded up, so that few programs are compiled: to the largest number that cohorts of this size can
     have if that takes little memory (then there is one program), else to a power of two.
     """
-    clients: list[list[np.ndarray]] = [[] for _ in range(mesh.size)]
-    rows = np.zeros(mesh.size, np.int64)
+    devices = mesh.shape[AXIS]
+    clients: list[list[np.ndarray]] = [[] for _ in range(devices)]
+    rows = np.zeros(devices, np.int64)
     new_plans = []
     for plan in plans:
         start = np.zeros_like(plan.start)
@@ -124,13 +125,13 @@ def streamed_columns(
             rows[device] += sizes.sum()
             clients[device].append(plan.client[slots])
         new_plans.append(plan._replace(start=start))
-    capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, mesh.size)
+    capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, devices)
     columns = {}
     # On a single device all arrays have the same sharding. Otherwise it would be propagated to results, and programs that get
     # these would be compiled again.
-    divided = NamedSharding(mesh, P(AXIS) if mesh.size > 1 else P())
+    divided = NamedSharding(mesh, P(AXIS) if devices > 1 else P())
     for name, column in data.columns.items():
-        host = np.zeros((mesh.size, capacity, *column.shape[1:]), column.dtype)
+        host = np.zeros((devices, capacity, *column.shape[1:]), column.dtype)
         for device, of_device in enumerate(clients):
             data.gather(name, np.concatenate(of_device), out=host[device])
         columns[name] = jax.device_put(host.reshape(-1, *column.shape[1:]), divided)
@@ -188,15 +189,35 @@ def must_wait(mesh: Mesh) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
-def shardings_of(state: Any, mesh: Mesh, layout: Layout) -> Any:
-    """Returns where a state's arrays are: on every device, or in blocks if they have an entry per client, see `Layout`."""
+def shardings_of(state: Any, mesh: Mesh, block: int | None = None, division: Division = WHOLE) -> Any:
+    """Returns where a state's arrays are: whole on every device, or divided.
+
+    Args:
+      state: a pytree of arrays or ``jax.ShapeDtypeStruct``.
+      mesh: the devices.
+      block: arrays with an entry for each client are divided into blocks of so many, see `Layout`; None divides none.
+      division: how a model's arrays are divided.
+    """
     everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 
-    def sharding(leaf: Any) -> NamedSharding:
-        is_divided = layout.block is not None and np.shape(leaf)[:1] == (layout.block * mesh.size,)
-        return divided if is_divided else everywhere
+    def sharding(path: Any, leaf: Any) -> NamedSharding:
+        if block is not None:
+            return divided if np.shape(leaf)[:1] == (block * mesh.size,) else everywhere
+        if not division.parameters:
+            return everywhere
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return NamedSharding(mesh, division.spec_of(name, tuple(np.shape(leaf))))
 
-    return jax.tree.map(sharding, state)
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding | None:
+    """Returns how the rows of a client's batches are divided over its devices; None if they are not."""
+    if mesh.shape.get("data", 1) == 1:
+        return None
+    # In a `jax.shard_map` over clients, a constraint may name the other axes only.
+    manual = {AXIS: jax.sharding.AxisType.Manual} if mesh.shape[AXIS] > 1 else {}
+    return NamedSharding(mesh.abstract_mesh.update_axis_types(manual) if manual else mesh, P("data"))
 
 
 def replicate(values: Any, mesh: Mesh) -> Any:

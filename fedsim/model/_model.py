@@ -17,6 +17,7 @@ from fedsim import metrics as metrics_lib
 from fedsim.model import _haiku, _precision
 from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
 from fedsim.model._parts import ModelParts, Names, assigned, divide, named, scope_of
+from fedsim.model._shardings import Division, Shardings, division_of
 
 if TYPE_CHECKING:
     from fedsim.data import Batch, Batches, FederatedData
@@ -55,6 +56,7 @@ class Model:
         cross-entropy, by the number of logits.
       init_parts: ``key -> ModelParts`` if the model has other parts than the parameters of algorithms, which ``init`` returns:
         running statistics, or what `with_parts` has taken out. None if it has none.
+      shardings: how the parameters are divided over devices, see `with_shardings`.
       network, roles: the functions of the whole network, and which part each leaf belongs to, if there are such parts.
 
     >>> model = Model.from_haiku(
@@ -74,6 +76,7 @@ class Model:
     features: Mapping[str, Feature]
     num_classes: int | None = None
     init_parts: Callable[[jax.Array], ModelParts] | None = None
+    shardings: Shardings | None = None
     network: Network | None = dataclasses.field(default=None, repr=False)
     roles: Any = dataclasses.field(default=None, repr=False)
 
@@ -332,6 +335,38 @@ class Model:
             roles = jax.tree.map(lambda _: "params", jax.eval_shape(network.init, jax.random.key(0)))
         roles = assigned(roles, {"frozen": frozen, "kept": kept})
         return dataclasses.replace(self, **divide(network, roles)._asdict(), network=network, roles=roles)
+
+    def with_shardings(self, shardings: Shardings) -> Self:
+        """Returns the model with parameters that are divided in this way where `fedsim.Sharded` trains it.
+
+        Tensor parallelism divides the output axis of a layer and the input axis of the next one over ``"model"``. With axes
+        that are divided over ``"data"``, as the batches are, each layer is gathered when it is computed (fully sharded data
+        parallelism).
+
+        Args:
+          shardings: patterns of `fnmatch` for names of parameters, with the ``jax.P`` of their axes, which names ``"model"``
+            and ``"data"``. The first pattern that matches counts, and parameters that none matches are whole on every device.
+
+        Raises:
+          ValueError: a pattern matches no parameter.
+
+        >>> import fedsim
+        >>> rule = {"linear/w": jax.P(None, "model"), "linear/b": jax.P("model"), "linear_1/w": jax.P("model", None)}
+        >>> model = fedsim.models.digits_dense().with_shardings(rule)
+        >>> model.division({"model": 2, "data": 1}).spec_of("linear_1/w", (200, 200))
+        PartitionSpec('model', None)
+        """
+        model = dataclasses.replace(self, shardings=dict(shardings))
+        model.division({"data": 1, "model": 1})
+        return model
+
+    def division(self, sizes: Mapping[str, int]) -> Division:
+        """Returns how the model is divided over the axes of a mesh, by name with their numbers of devices.
+
+        Raises:
+          ValueError: its shardings do not fit it, or the mesh.
+        """
+        return division_of(jax.eval_shape(self.init_whole, jax.random.key(0)), self.shardings, sizes)
 
     def init_whole(self, key: jax.Array) -> Params:
         """Returns the parameters together with the other parts of the model, as ``state.params`` has them."""

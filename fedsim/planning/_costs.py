@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from fedsim import checks, rng, tree
 from fedsim.algorithm import Algorithm
 from fedsim.data import ClientRows, Cohort, FederatedData
-from fedsim.execution import Jit, check_cohorts, is_resident, memory_limit, placed, rounded_slots, traced_rounds
+from fedsim.execution import AXIS, Jit, check_cohorts, is_resident, memory_limit, placed, rounded_slots, traced_rounds
 from fedsim.planning._collectives import collectives_of
 from fedsim.planning._flops import flops_of
 from fedsim.planning._plan import Plan
@@ -83,7 +83,7 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     if isinstance(execution, Jit):
         fields |= _compiled(algorithm, execution, cohort, mesh)
     if measure:
-        fields["seconds"] = seconds_of_round(algorithm, calls, memory, cohort, mesh.size)
+        fields["seconds"] = seconds_of_round(algorithm, calls, memory, cohort, mesh.shape[AXIS])
     return dataclasses.replace(known, **fields)
 
 
@@ -171,7 +171,7 @@ def _compiled(algorithm: Algorithm, execution: Jit, cohort: Cohort, mesh: Mesh) 
         memory: Any = compiled.memory_analysis()
         own = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
         # Streamed examples are divided among the devices, and those of two dispatches are there at a time.
-        examples = cohort.data.nbytes if are_resident else 2 * stand_in.data.nbytes // mesh.size
+        examples = cohort.data.nbytes if are_resident else 2 * stand_in.data.nbytes // mesh.shape[AXIS]
         needed.append(own - memory.alias_size_in_bytes - stand_in.data.nbytes + examples)
     is_cpu = device.platform == "cpu"
     free = psutil.virtual_memory().available // mesh.size if is_cpu else memory_limit(device)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from fedsim import rng, tree
 from fedsim.attacks import Attack
@@ -43,6 +43,7 @@ class TraceOptions(NamedTuple):
       axis: the name and the size of the axis of devices that run the round together; None for a single device.
       rows_mesh: the devices that the rows of `Clients.map_rows` are divided over; None if they are on every device.
       key: the dtype of the root key; None for that of `fedsim.rng.root`.
+      batch_sharding: how the rows of a client's batches are divided over devices; None leaves them whole.
 
     Rounds with equal options share one trace, for example cohorts of 8 and of 10 clients:
 
@@ -58,6 +59,7 @@ class TraceOptions(NamedTuple):
     axis: tuple[str, int] | None = None
     rows_mesh: Mesh | None = None
     key: Any = None
+    batch_sharding: NamedSharding | None = None
 
 
 class _TracedClients(Clients):
@@ -228,6 +230,8 @@ class _TracedClients(Clients):
     ) -> Any:  # fmt: skip
         """Runs a loop in the trace of a client, and records it."""
         state = tree.strong(state)
+        if self.options.batch_sharding is not None:
+            batch_at = _divided_batches(batch_at, self.options.batch_sharding)
         batch = jax.eval_shape(batch_at, jnp.int32(0))
         traced, after = jax.make_jaxpr(step, return_shape=True)(state, batch)
         self._loops.append(Loop(batches, purpose, traced.jaxpr, tree.shapes(traced.consts), tree.shapes(state)))
@@ -237,6 +241,24 @@ class _TracedClients(Clients):
             return jax.tree.unflatten(structure, jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch))))
 
         return batch_loop(self.options.most_examples)(batches, purpose, num_steps, batch_at, run, state)
+
+
+def _divided_batches(batch_at: Callable[[jax.Array], Batch], sharding: NamedSharding) -> Callable[[jax.Array], Batch]:
+    """Returns the function with batches whose rows are divided over devices."""
+    (axis,) = sharding.spec
+    devices = sharding.mesh.shape[axis]
+
+    def divided(step: jax.Array) -> Batch:
+        batch = batch_at(step)
+        if (rows := len(batch.mask)) % devices:
+            raise ValueError(
+                f"Expected sizes of batches that are multiples of data={devices}, the devices that each batch is divided over, "
+                f"got size={rows}: choose another size or another number of devices."
+            )
+        examples, mask = jax.lax.with_sharding_constraint((batch.examples, batch.mask), sharding)
+        return batch._replace(examples=examples, mask=mask)
+
+    return divided
 
 
 def trace_round(

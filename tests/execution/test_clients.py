@@ -350,3 +350,25 @@ def test_rounds_run_without_compilation_if_jax_says_so():
     with jax.disable_jit():
         state, _ = algorithm.apply(start, cohort)
     np.testing.assert_array_equal(state.server, expected.server)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_client_with_a_weight_that_is_not_finite_does_not_count(wrong):
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Sizes(fedsim.Algorithm):
+        def init(self, key):
+            return jnp.zeros(())
+
+        def round(self, state, clients):
+            def work(shared, client):
+                size = jnp.asarray(client.num_examples, jnp.float32)
+                return fedsim.ClientUpdate(size, weight=jnp.where(size == 12, wrong, 1.0))
+
+            return clients.aggregate(work, ())
+
+    algorithm = Sizes(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
+    with pytest.warns(UserWarning, match="1 client update"):
+        state, info = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
+        jax.block_until_ready(algorithm.apply(state, federation.cohort(round=1))[0])  # reports the round before
+    assert info.num_dropped == 1 and info.clients["weight"].sum() == 6
+    np.testing.assert_allclose(state, (7 + 3 + 1 + 5 + 9 + 2) / 6, rtol=1e-6)
