@@ -37,8 +37,8 @@ class MOON(fedsim.algorithms.FedAvg):
         return shared.params
 
     def client_update(self, shared, client):
-        local = self.train(SharedAndLast(*shared, client.memory), client)
-        return self.update_of(shared, client, local)._replace(memory=local.params)
+        result = super().client_update(SharedAndLast(*shared, client.memory), client)
+        return result._replace(memory=fedsim.tree.subtract(shared.params, result.update))
 
     def client_loss(self, shared, params, batch):
         own, server, last = (self.model.outputs(each, batch) for each in (params, shared.params, shared.last))

@@ -116,7 +116,7 @@ class Staleness:
 
 
 # The methods that make an update a step: a class that overrides one of them may send or do something else.
-_STEP = ("broadcast", "client_update", "update_of", "server_update", "round")
+_STEP = ("broadcast", "client_update", "server_update", "round")
 
 
 def is_scalable(algorithm: Any) -> bool:
