@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.attacks import Attack
 from fedsim.execution._layout import Layout
-from fedsim.execution._placement import AXIS, batch_sharding
+from fedsim.execution._placement import AXIS, batch_sharding, in_lockstep
 from fedsim.model import WHOLE, Division
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
@@ -76,6 +76,7 @@ class CompileOptions(NamedTuple):
             rows_mesh=self.mesh if self.is_divided else None,
             key=self.key,
             batch_sharding=batch_sharding(self.mesh),
+            lockstep=in_lockstep(self.mesh),
         )
 
 
@@ -156,12 +157,15 @@ class DeviceRound:
         for number, width in enumerate(self.layout.widths):
             first, last = (0, groups[number]) if window is None else window[device, number]
 
-            def run(i: jax.Array, carry: Carry, number: int = number, width: int = width, first: Any = first) -> Carry:
+            def run(
+                i: jax.Array, carry: Carry, number: int = number, width: int = width, first: Any = first, last: Any = last
+            ) -> Carry:
                 at = starts[number, first + i] + jnp.arange(width, dtype=jnp.int32)
                 slots = queue[jnp.minimum(at, len(queue) - 1)]
-                return self._run_group(call, operands, first_row, slots, at < length, carry)
+                return self._run_group(call, operands, first_row, slots, (at < length) & (first + i < last), carry)
 
-            carry = bounded_loop(last - first, run, carry, most_steps=self.layout.slots)
+            count = jax.lax.pmax(last - first, AXIS) if in_lockstep(self.options.mesh) else last - first
+            carry = bounded_loop(count, run, carry, most_steps=self.layout.slots)
         return carry
 
     def _run_group(

@@ -213,6 +213,7 @@ class Jit(Execution):
             axis=(AXIS, mesh.shape[AXIS]) if mesh.shape[AXIS] > 1 else None,
             key=rng.typed(cohort.key).dtype,
             batch_sharding=_placement.batch_sharding(mesh),
+            lockstep=_placement.in_lockstep(mesh),
         )
 
     def _most_examples(self, cohort: Cohort) -> int | None:

@@ -211,6 +211,16 @@ def shardings_of(state: Any, mesh: Mesh, block: int | None = None, division: Div
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
+def in_lockstep(mesh: Mesh) -> bool:
+    """Returns whether all devices of a mesh take equally many steps.
+
+    XLA's CPU devices exchange parts of a client's arrays (collective-permute) only if all of them take part. If several devices
+    train each client, one that ends earlier would block the others forever (observed with jax 0.10.2). GPUs and TPUs need the
+    devices of the client alone.
+    """
+    return mesh.size > mesh.shape[AXIS] > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding | None:
     """Returns how the rows of a client's batches are divided over its devices; None if they are not."""
     if mesh.shape.get("data", 1) == 1:

@@ -44,6 +44,7 @@ class TraceOptions(NamedTuple):
       rows_mesh: the devices that the rows of `Clients.map_rows` are divided over; None if they are on every device.
       key: the dtype of the root key; None for that of `fedsim.rng.root`.
       batch_sharding: how the rows of a client's batches are divided over devices; None leaves them whole.
+      lockstep: whether all devices take as many steps as the one that takes most, and keep their state after their own.
 
     Rounds with equal options share one trace, for example cohorts of 8 and of 10 clients:
 
@@ -60,6 +61,7 @@ class TraceOptions(NamedTuple):
     rows_mesh: Mesh | None = None
     key: Any = None
     batch_sharding: NamedSharding | None = None
+    lockstep: bool = False
 
 
 class _TracedClients(Clients):
@@ -238,8 +240,12 @@ class _TracedClients(Clients):
         structure = jax.tree.structure(after)
 
         def run(state: Any, batch: Batch) -> Any:
-            return jax.tree.unflatten(structure, jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch))))
+            after = jax.tree.unflatten(structure, jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch))))
+            return tree.select(batch.step < own_steps, after, state) if self.options.lockstep else after
 
+        own_steps = num_steps
+        if self.options.lockstep:
+            num_steps = jax.lax.pmax(num_steps, self.axis)
         return batch_loop(self.options.most_examples)(batches, purpose, num_steps, batch_at, run, state)
 
 
