@@ -35,9 +35,9 @@ class Capabilities:
         weight may scale it. Updates are not scalable if they are no step, such as a mean, if their parts enter the server's
         state in different ways, or if clients also store them. A class that overrides `client_update`,
         `server_update`, `broadcast` or `round` must declare it again.
-      model_parts: the model may have other parts than the parameters that the algorithm sees, such as running statistics or
-        parameters that each client keeps, see `fedsim.Model.with_parts`. Clients train by `LocalTraining.run` from what the
-        server sent, and return the parts in `fedsim.ClientUpdate`.
+      model_parts: clients may change other parts of the model than the parameters that the algorithm sees, such as running
+        statistics, or parameters that each client keeps, see `fedsim.Model.with_parts`. Frozen parts are no such parts.
+        Clients train by `LocalTraining.run` from what the server sent, and return the parts in `fedsim.ClientUpdate`.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
@@ -140,7 +140,7 @@ class Algorithm:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "init" in vars(cls):
+        if not hasattr(cls.init, "adds_model_parts"):  # It may be that of a mixin.
             cls.init = _with_model_parts(cls.init)  # type: ignore[method-assign, assignment]
 
     def model_parts(self, key: jax.Array) -> ModelParts | tuple[()]:
@@ -206,10 +206,10 @@ class Algorithm:
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
-            if model.init_parts is not None and not self.capabilities.model_parts:
+            if model.has_changing_parts and not self.capabilities.model_parts:
                 raise ValueError(
-                    f"{type(self).__name__} trains whole models without running statistics, got a model with "
-                    f"{model.parts_in_words}: use FedAvg, for example, or a model without them, such as one with GroupNorm."
+                    f"{type(self).__name__} takes models whose other parts are frozen, got one with {model.parts_in_words}: "
+                    "use FedAvg, for example, or a model without them, such as one with GroupNorm."
                 )
             model.check_padding(self.batches, data.sizes)
         else:
@@ -283,6 +283,7 @@ def _with_model_parts(init: Callable[[Any, jax.Array], State]) -> Callable[[Any,
         parts = self.model_parts(key) if type(self).init is with_parts else ()
         return state if parts == () else FederatedState(state, parts=parts)
 
+    with_parts.adds_model_parts = True  # type: ignore[attr-defined]
     return with_parts
 
 

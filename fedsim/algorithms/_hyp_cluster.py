@@ -133,10 +133,10 @@ class SeveralModels(Base):
 class HypCluster(SeveralModels, FedAvg):
     """Trains several models by FedAvg. Each client trains the model that has the smallest loss on its examples.
 
-    All models are sent to every client. ``state.params`` holds them in stacked arrays, ``[num_clusters, ...]``. Clients keep
-    the number of the model that they chose. `fedsim.evaluate_personalized` lets every client choose again with its training
-    examples, and evaluates the chosen model. Besides training, a round computes the loss of each model on all of a client's
-    examples.
+    All models are sent to every client. ``state.params`` holds them in stacked arrays, ``[num_clusters, ...]``; frozen
+    parameters, which they have in common, are not stacked. Clients keep the number of the model that they chose.
+    `fedsim.evaluate_personalized` lets every client choose again with its training examples, and evaluates the chosen model.
+    Besides training, a round computes the loss of each model on all of a client's examples.
 
     Attributes:
       num_clusters: number of models, at least 1. With 1, the algorithm is FedAvg. `init` initializes them at random.

@@ -181,7 +181,8 @@ class LocalTraining:
     def step(self, local: Local, batch: Batch) -> Local:
         """Takes one step of the optimizer on a batch."""
         params = _with_kept(local.params, local.parts)
-        with scope_of(local.parts, batch.mask, params) as scope:
+        # Steps from parameters that the client keeps may have no parts of their own: then these are frozen ones.
+        with scope_of(local.parts or current_scope().parts, batch.mask, params) as scope:
             (loss, gradient), extra = self.step_gradient(params, batch), {}
             statistics = scope.new
             if needs_loss(self.optimizer, params):  # as Polyak steps and line searches do

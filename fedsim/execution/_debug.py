@@ -87,7 +87,7 @@ class Debug(Execution):
     def run_one(self, algorithm: FederatedAlgorithm, state: State, cohort: Cohort) -> tuple[State, RoundInfo]:
         state, kept, plan, clients = _begun(algorithm, state, cohort, _PythonClients)
         before = clients.before
-        server, info = _stage("round", "the server", algorithm.round, before.server, clients)
+        server, info = _stage("round", "the server", clients.run_round, before.server)
         after = finished(algorithm, before.server, before.average, clients, server, info)
         if not isinstance(state, FederatedState):
             return after.server, info
@@ -288,7 +288,7 @@ def run_client(algorithm: FederatedAlgorithm, state: State, cohort: Cohort, slot
     """
     _, _, _, clients = _begun(algorithm, state, cohort, functools.partial(_OneClient, slot, call))
     with contextlib.suppress(_ClientFinishedError):
-        algorithm.round(clients.before.server, clients)
+        clients.run_round(clients.before.server)
     return clients.done
 
 

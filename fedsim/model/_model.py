@@ -426,6 +426,11 @@ class Model:
                 )
 
     @property
+    def has_changing_parts(self) -> bool:
+        """Whether clients change other parts of the model than the parameters: not if it has frozen ones only."""
+        return not set(jax.tree.leaves(self.roles)) <= {"params", "frozen"}
+
+    @property
     def parts_in_words(self) -> str:
         """The other parts of the model, for messages; "" if there are none."""
         words = {"statistics": "running statistics", "own_statistics": "running statistics that clients keep"}

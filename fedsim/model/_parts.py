@@ -60,6 +60,11 @@ class ModelParts(NamedTuple):
         return after._replace(**new)
 
     @property
+    def are_changed(self) -> bool:
+        """Whether clients change some of them."""
+        return any(part != () for part in self._replace(frozen=()))
+
+    @property
     def of_client(self) -> ModelParts:
         """What a client keeps."""
         return ModelParts(kept=self.kept, own_statistics=self.own_statistics)

@@ -23,6 +23,7 @@ from fedsim.rounds._state import (
     FederatedState,
     RoundInfo,
     Shared,
+    State,
     first_memory,
     with_memory_of,
 )
@@ -103,6 +104,11 @@ class Clients:
     def num_clients(self) -> jax.Array:
         """The number of clients in the cohort, ``int32 []``."""
         return jnp.asarray(self.plan.count, jnp.int32)
+
+    def run_round(self, state: State) -> tuple[State, Any]:
+        """Runs the algorithm's round with these clients. The server may call the model, too, whose parts are in scope."""
+        with scope_of(self.parts):
+            return self.algorithm.round(state, self)
 
     def aggregate(
         self,

@@ -303,7 +303,7 @@ def trace_round(
         average: Any = ()
         if own.averaging is not None:
             average = ask_for("average", Average(tree.shapes(before.params), jax.ShapeDtypeStruct((), np.float32)))
-        server, info = own.round(before, clients)
+        server, info = clients.run_round(before)
         return finished(own, before, average, clients, server, info), info
 
     plan = RoundPlan.shapes(options.slots)
@@ -360,7 +360,7 @@ def finished(
     server = jax.tree.map(_in_dtype_of, server, before)
     parts = clients.parts
     if isinstance(parts, ModelParts):
-        if not clients.returns_parts and clients.info is not None:
+        if parts.are_changed and not clients.returns_parts and clients.info is not None:
             raise ValueError(
                 f"Expected a client of {type(algorithm).__name__} to return the parts of the model after training, got none in "
                 "its ClientUpdate: train by LocalTraining.run, and give parts=local.parts of its result."

@@ -426,3 +426,37 @@ def test_registry_and_docs_list_every_algorithm_module(name):
     assert cls.__doc__
     cited = __import__(cls.__module__, fromlist=["_"]).__doc__
     assert "https://arxiv.org" in cited or "https://doi.org" in cited
+
+
+def deep_model(first=None):
+    """Returns a model of two layers; with the parameters of the first one, these are constants of the network."""
+
+    def network(examples):
+        layer = hk.Linear(5, name="first") if first is None else lambda x: x @ first["w"] + first["b"][None]
+        return hk.Linear(federation.NUM_CLASSES, name="second")(jax.nn.tanh(layer(examples["x"])))
+
+    return fedsim.Model.from_haiku(hk.transform(network), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+
+
+def trains_frozen_models(cls):
+    return "model" in {field.name for field in dataclasses.fields(cls)} and not hasattr(cls, "head")
+
+
+@pytest.mark.parametrize("name", together([name for name, (cls, _) in CASES.items() if trains_frozen_models(cls)]))
+def test_frozen_parameters_are_constants_of_the_model(name):
+    """Training with a frozen layer is training a network in which this layer is a constant, also in the bits of messages."""
+    whole, population = deep_model(), federation.data()
+    drawn = whole.init(jax.random.key(1))
+    constant = dataclasses.replace(deep_model(drawn["first"]), init=lambda key: {"second": whole.init(key)["second"]})
+    results = []
+    for model in (whole.with_parts(frozen="first/*"), constant):
+        algorithm = make(name, model=model)
+        state = algorithm.init(jax.random.key(1))
+        for cohort in rounds(population):
+            state, info = algorithm.apply(state, cohort)
+        results.append((state, info))
+    (frozen, info), (expected, expected_info) = results
+    federation.assert_trees_close(frozen.params["second"], expected.params["second"])
+    federation.assert_trees_close(info.clients, expected_info.clients)
+    federation.assert_trees_equal(jax.device_get(frozen.params["first"]), jax.device_get(drawn["first"]))
+    assert np.abs(np.asarray(expected.params["second"]["w"]) - np.asarray(drawn["second"]["w"])).max() > 1e-4

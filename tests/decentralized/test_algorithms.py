@@ -1,5 +1,7 @@
 """Decentralized algorithms against loops in NumPy, and where their theory says that they go."""
 
+import dataclasses
+
 import federation
 import haiku as hk
 import jax
@@ -399,3 +401,26 @@ def test_a_node_whose_training_is_not_finite_does_not_disturb_the_others(name):
     state, info = run(make(name), 3, broken)
     assert int(info["dropped"]) == 1 and np.isfinite(thetas(state.models)).all() and np.isfinite(info["loss"])
     assert not np.allclose(thetas(state.models)[0], thetas(make(name).init(jax.random.key(1)).models)[0])  # it mixes
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("name", sorted(decentralized.ALGORITHMS))
+def test_frozen_parameters_are_constants_of_the_model(name):
+    """Nodes that train with a frozen layer are nodes that train a network in which this layer is a constant."""
+
+    def model(first=None):
+        def network(examples):
+            layer = hk.Linear(5, name="first") if first is None else lambda x: x @ first["w"] + first["b"][None]
+            return hk.Linear(federation.NUM_CLASSES, name="second")(jax.nn.tanh(layer(examples["x"])))
+
+        return fedsim.Model.from_haiku(hk.transform(network), features=federation.FEATURES, num_classes=federation.NUM_CLASSES)
+
+    whole = model()
+    drawn = whole.init(jax.random.key(1))
+    constant = dataclasses.replace(model(drawn["first"]), init=lambda key: {"second": whole.init(key)["second"]})
+    cls = decentralized.ALGORITHMS[name]
+    settings = {"client_optimizer": optax.sgd(RATE), "batches": linear_models.ONE_STEP, "execution": fedsim.Jit()}
+    settings |= {"topology": decentralized.line(6)} if cls is decentralized.RelaySGD else {"topology": RING}
+    frozen, expected = (run(cls(model=each, **settings), 2)[0] for each in (whole.with_parts(frozen="first/*"), constant))
+    federation.assert_trees_close(frozen.params["second"], expected.params["second"])
+    federation.assert_trees_equal(jax.device_get(frozen.params["first"]), jax.device_get(drawn["first"]))

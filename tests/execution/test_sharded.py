@@ -91,10 +91,11 @@ def test_clients_exchange_one_update_and_their_devices_what_local_steps_need():
     )
     text = algorithm.execution.lower(algorithm, federation.cohort()).compile().as_text()
     messages = [line for line in text.splitlines() if re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter)\(", line)]
-    in_loops = [line for line in messages if "while/body" in line]
+    # The devices of a CPU agree on their numbers of steps, see `fedsim.execution._placement.in_lockstep`.
+    in_loops = [line for line in messages if "while/body" in line and "/pmax" not in line]
     # Devices 0 and 1 train one client; 0 and 2 have the same part of the model.
     assert in_loops and {groups(line) for line in in_loops} == {"{{0,1},{2,3}}"}
-    assert [groups(line) for line in messages if " all-reduce(" in line and line not in in_loops].count("{{0,2},{1,3}}") == 1
+    assert [groups(line) for line in messages if " all-reduce(" in line and "/psum" in line].count("{{0,2},{1,3}}") == 1
     # The sum of squares of an update, which tells whether it is finite, does not gather the update.
     assert not any("all-gather(" in line and "while/body/reshape" in line for line in in_loops)
 

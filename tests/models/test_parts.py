@@ -218,7 +218,7 @@ def test_state_that_is_not_a_statistic_is_refused():
 
 def test_algorithms_without_parts_refuse_them(data):
     algorithm = algorithms.FedSGD(model=make_model(), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="FedSGD trains whole models.*running statistics: use FedAvg"):
+    with pytest.raises(ValueError, match="FedSGD takes models whose other parts are frozen.*running statistics: use FedAvg"):
         algorithm.apply(algorithm.init(jax.random.key(0)), cohort(data, 0))
 
 
@@ -230,6 +230,23 @@ def test_frozen_parts_are_neither_sent_nor_differentiated(data):
     assert_close(state.params, {"body": start["body"]}, 0)
     assert np.abs(state.params["head"]["w"] - start["head"]["w"]).max() > 1e-3
     assert info.clients["bits_up"][0] == 32 * (8 * 3 + 3) == info.clients["bits_down"][0] - 32  # and the round
+
+
+def test_frozen_layers_are_not_differentiated(data):
+    """Products of a step: forward through both layers, and the gradient of the one that is trained alone."""
+
+    def products(model):
+        algorithm = fedavg(model)
+        state = fedsim.rounds.server_state(algorithm.init(jax.random.key(0)))
+        traced, _ = fedsim.execution.traced_rounds(algorithm, state, data)
+        return str(traced.trace().calls[0].loops[0].jaxpr).count("dot_general")
+
+    # Trained: 2 forward, 2 gradients of weights, 1 of the activations between the layers.
+    assert products(dense()) == 5
+    assert products(dense().with_parts(frozen="body/*")) == 3
+    assert products(dense().with_parts(frozen="head/*")) == 4
+    with pytest.raises(ValueError, match="FedPer divides a model by its own field head, got one with frozen parts: use"):
+        trained(fedavg(dense().with_parts(frozen="body/*"), algorithms.FedPer), data)
 
 
 def dense():
