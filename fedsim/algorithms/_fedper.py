@@ -71,7 +71,7 @@ class OwnHead(Base):
         if self.model.init_parts is not None:
             raise ValueError(
                 f"{type(self).__name__} divides a model by its own field head, got one with {self.model.parts_in_words}: use a "
-                "model without, or FedAvg with model.with_parts(frozen=..., kept=...), where clients keep these parameters, too."
+                "model without, or FedAvg with model.with_parts(frozen=..., kept=...), where clients keep parameters, too."
             )
         modules = module_names(self.model)
         if self.head is None and len(modules) == 1:
