@@ -1,7 +1,8 @@
 """Transfer: a federation that starts from the model of another one, with a new head, which is trained first.
 
 The head of a network is its last part, by default the output layer, and the body is the rest. `transfer_body` copies the body.
-`probe_then_tune` trains the head alone (linear probing) and then everything (fine-tuning), the order that A. Kumar, A.
+`with_rates` gives parts rates of their own. `probe_then_tune` trains the head alone (linear probing) and then everything
+(fine-tuning), the order that A. Kumar, A.
 Raghunathan, R. Jones, T. Ma, P. Liang, "Fine-tuning can distort pretrained features and underperform out-of-distribution", ICLR
 2022, https://arxiv.org/abs/2202.10054, recommend. For heads that clients keep for themselves, see `fedsim.algorithms.FedPer`,
 which chooses the head in the same way.
@@ -9,7 +10,8 @@ which chooses the head in the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import haiku as hk
@@ -18,7 +20,8 @@ import jax.numpy as jnp
 import optax
 
 from fedsim import checks
-from fedsim.model import Model, Params
+from fedsim.model import Model, Params, named
+from fedsim.names import did_you_mean
 
 Head = Callable[[str, str], bool]
 
@@ -147,3 +150,45 @@ def probe_then_tune(
         return optax.chain(optimizer, optax.stateless(frozen))
 
     return client_optimizer
+
+
+def with_rates(optimizer: optax.GradientTransformation, rates: Mapping[str, float]) -> optax.GradientTransformation:
+    """Returns an optimizer whose steps are multiplied by a number for some parameters, so that these have rates of their own.
+
+    It is a ``client_optimizer`` of any algorithm that takes optax transformations, and a ``server_optimizer``.
+
+    Args:
+      optimizer: the optimizer of all parameters.
+      rates: positive factors by patterns of `fnmatch` for names of parameters, such as ``{"linear_2/*": 0.1}``. The first
+        pattern that matches counts; parameters that none matches have the factor 1.
+
+    Raises:
+      ValueError: a factor is not positive; or, when the first round is traced, a pattern matches no parameter.
+
+    >>> import fedsim
+    >>> params = fedsim.models.digits_dense().init(jax.random.key(0))
+    >>> optimizer = with_rates(optax.sgd(0.1), {"linear_2/*": 10.0, "*/b": 0.5})
+    >>> step, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), optimizer.init(params))
+    >>> [round(float(step[module]["b"][0]), 3) for module in ("linear", "linear_2")]
+    [-0.05, -1.0]
+    """
+    checks.optimizer(optimizer=optimizer)
+    for pattern, rate in rates.items():
+        checks.number(above=0, **{f"rates[{pattern!r}]": rate})
+
+    def scaled(updates: Params, params: Params | None) -> Params:
+        names = [name for name, _ in named(updates)]
+        for pattern in rates:
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(
+                    f"There is no parameter {pattern!r} to have a rate of its own.{did_you_mean(pattern, names)} The "
+                    f"parameters are {', '.join(names)}."
+                )
+
+        def step(path: Any, update: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return update * next((rate for pattern, rate in rates.items() if fnmatch.fnmatch(name, pattern)), 1.0)
+
+        return jax.tree_util.tree_map_with_path(step, updates)
+
+    return optax.chain(optimizer, optax.stateless(scaled))

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import fedsim
+from fedsim import transfer
 from fedsim.transfer import head_of, probe_then_tune, transfer_body
 
 
@@ -93,3 +94,27 @@ def test_the_last_module_is_that_which_the_model_creates_last():
 
     model = fedsim.Model.from_haiku(hk.transform(network), features=network_models.federation.FEATURES, num_classes=4)
     assert head_of(model)("a", "w") and not head_of(model)("b", "w")
+
+
+@pytest.mark.parametrize("cls", [fedsim.algorithms.FedAvg, fedsim.algorithms.FedProx])
+def test_a_rate_of_the_body_against_an_optimizer_for_each_part(cls):
+    """`optax.multi_transform` with plain gradient descent at two rates does the same."""
+    model, found = network_models.network(), []
+    labels = lambda params: {module: dict.fromkeys(of, module) for module, of in params.items()}  # noqa: E731
+    by_part = optax.multi_transform({"linear": optax.sgd(0.02), "linear_1": optax.sgd(0.2)}, labels)
+    for optimizer in (transfer.with_rates(optax.sgd(0.2), {"linear/*": 0.1}), by_part):
+        algorithm = cls(model=model, batches=network_models.BATCHES, client_optimizer=optimizer)
+        found.append(trained(algorithm, 2)[-1])
+    network_models.federation.assert_trees_close(*found)
+
+
+def test_rates_that_fit_no_parameter_are_named():
+    with pytest.raises(ValueError, match=r"rates\['linear/w'\] > 0"):
+        transfer.with_rates(optax.sgd(0.1), {"linear/w": 0.0})
+    algorithm = fedsim.algorithms.FedAvg(
+        model=network_models.network(),
+        batches=network_models.BATCHES,
+        client_optimizer=transfer.with_rates(optax.sgd(0.1), {"linear_2/*": 2.0}),
+    )
+    with pytest.raises(ValueError, match=r"no parameter 'linear_2/\*' to have a rate of its own. Did you mean"):
+        trained(algorithm, 1)
