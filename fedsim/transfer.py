@@ -174,7 +174,8 @@ def with_rates(optimizer: optax.GradientTransformation, rates: Mapping[str, floa
     """
     checks.optimizer(optimizer=optimizer)
     for pattern, rate in rates.items():
-        checks.number(above=0, **{f"rates[{pattern!r}]": rate})
+        given: dict[str, Any] = {f"rates[{pattern!r}]": rate}
+        checks.number(above=0, **given)
 
     def scaled(updates: Params, params: Params | None) -> Params:
         names = [name for name, _ in named(updates)]
