@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from fedsim.rounds import RoundInfo as RoundInfo
     from fedsim.rounds import Staleness as Staleness
     from fedsim.samplers import UniformSampler as UniformSampler
+    from fedsim.saved_arrays import read_params as read_params
     from fedsim.sweeps import population as population
 else:  # At run time, `__getattr__` imports the submodules, and these names from them.
     _SUBMODULES = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
@@ -86,6 +87,7 @@ else:  # At run time, `__getattr__` imports the submodules, and these names from
         "planning": "Audit Plan audit plan",
         "rounds": "Client ClientUpdate Clients RoundInfo Staleness",
         "samplers": "UniformSampler",
+        "saved_arrays": "read_params",
         "sweeps": "population",
     }
     _EXPORTED_BY = {name: module for module, names in _EXPORTS.items() for name in names.split()}

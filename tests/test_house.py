@@ -28,7 +28,7 @@ LAYERS: list[set[str]] = [
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
     {"text_files"},
-    {"aggregators", "formats", "text", "transfer"},
+    {"aggregators", "formats", "saved_arrays", "text", "transfer"},
     {"attacks", "heterogeneity", "partitioners", "samplers"},
     {"systems"},
     {"plots"},

@@ -13,7 +13,7 @@ import tyro
 import fedsim
 from fedsim import checks, datasets, experiment
 from fedsim.commands._options import HOW, TRUST, Option, options_of, parse
-from fedsim.configuration import algorithm_hyperparameters, fields_that_name
+from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
 from fedsim.names import absolute
@@ -142,7 +142,9 @@ def _defaults(
 def _left_out(cls: type[fedsim.Algorithm]) -> list[str]:
     """Returns the fields of `RunConfig` that have no meaning for an algorithm."""
     fields = {field.name for field in dataclasses.fields(cls)}
-    left_out = ["hyperparameters"] + [name for name in ("model", "weighting") if name not in fields]
+    left_out = ["hyperparameters"] + [name for name in ("weighting",) if name not in fields]
+    if "model" not in fields:
+        left_out += options_that_build("model")
     if "client_optimizer" not in fields:
         left_out += [
             field.name

@@ -16,6 +16,7 @@ from fedsim.configuration._config import RunConfig as RunConfig
 from fedsim.configuration._config import Settings as Settings
 from fedsim.configuration._config import Value as Value
 from fedsim.configuration._config import fields_that_name as fields_that_name
+from fedsim.configuration._config import options_that_build as options_that_build
 from fedsim.configuration._published import Published as Published
 from fedsim.configuration._published import published as published
 from fedsim.configuration._scheduled import scheduled as scheduled

@@ -27,6 +27,7 @@ from fedsim.names import did_you_mean, import_reference, look_up, make, parse_ca
 from fedsim.partitioners import hide_labels, only_labelled
 from fedsim.rounds import are_alike, numbers_of, with_numbers
 from fedsim.samplers import Attacked, Sampler, Stragglers, UniformSampler
+from fedsim.saved_arrays import read_params
 
 _SIMPLE = (float, int, str, bool)
 
@@ -96,19 +97,11 @@ def build_members(configs: Sequence[RunConfig], settings: Settings) -> list[Expe
     """
     class_of, load = functools.cache(algorithm_class), functools.cache(functools.partial(_load, configs))
 
-    @functools.cache
-    def model_of(algorithm: str, dataset: str, model: str | None, frozen: str | None, kept: str | None) -> Model | None:
-        if "model" not in _fields(class_of(algorithm)):
-            return None
-        own = getattr(class_of(algorithm), "default_models", {}).get(dataset)
-        whole = _model(model or own or datasets.describe(dataset).default_model, dataset)
-        parts = {name: text.split(",") for name, text in {"frozen": frozen, "kept": kept}.items() if text}
-        return whole.with_parts(**parts) if parts else whole
-
+    models_of: Callable[..., Model | None] = functools.cache(_model_of)
     made = []
     for i, config in enumerate(configs):  # Wrong options of an algorithm are reported before a dataset is downloaded.
         cls, dataset = class_of(config.algorithm), parse_call(config.dataset)[0]
-        model = model_of(config.algorithm, dataset, config.model, config.frozen, config.kept)
+        model = models_of(cls, dataset, **{name: getattr(config, name) for name in options_that_build("model")})
         nodes = load()[i].train.num_clients if "topology" in _fields(cls) else None
         made.append(_algorithm(cls, model, config, settings, nodes))
     samplers: dict[Any, Sampler] = {}
@@ -419,6 +412,41 @@ def algorithm_hyperparameters(cls: type[Algorithm]) -> dict[str, Hyperparameter]
     if any(field.name == "server_optimizer" for field in fields):
         found.setdefault("server_learning_rate", Hyperparameter(float, 1.0))
     return found
+
+
+def _model_of(
+    cls: type[Algorithm],
+    dataset: str,
+    *,
+    model: str | None,
+    init_from: str | None,
+    init_map: str | None,
+    init_partly: bool,
+    precision: str | None,
+    loss_scale: float,
+    frozen: str | None,
+    kept: str | None,
+) -> Model | None:
+    """Returns the model of an algorithm, by the options that build it; None if the algorithm has none."""
+    if "model" not in _fields(cls):
+        given = {"init_from": init_from, "precision": precision, "frozen": frozen, "kept": kept}
+        if names := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{cls.__name__} has no model, so it takes no {' or '.join(names)}: leave them out.")
+        return None
+    own = getattr(cls, "default_models", {}).get(dataset)
+    whole = _model(model or own or datasets.describe(dataset).default_model, dataset)
+    if init_from is not None:
+        if hasattr(cls, "init_from"):
+            raise ValueError(
+                f"{cls.__name__} starts from several models that must differ, so it takes no init_from: use "
+                "Model.starting_from in Python, and begin with the state that the algorithm's method init_from returns."
+            )
+        rules = dict(rule.partition("=")[::2] for rule in init_map.split(",")) if init_map else {}
+        whole = whole.starting_from(read_params(pinned_path(init_from)), names=rules, partly=init_partly)
+    if precision in ("bfloat16", "float16"):
+        whole = whole.with_precision(precision, loss_scale=loss_scale)
+    parts = {name: text.split(",") for name, text in {"frozen": frozen, "kept": kept}.items() if text}
+    return whole.with_parts(**parts) if parts else whole
 
 
 def _model(name: str | Callable[..., Model] | None, dataset: str) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fedsim import checks
@@ -13,6 +14,7 @@ from fedsim.data import Batches
 from fedsim.datasets import with_seed
 from fedsim.execution import Auto, Debug, Execution, Jit, Pmap, Sharded
 from fedsim.names import did_you_mean, look_up, parse_call
+from fedsim.saved_arrays import newest_checkpoint
 
 Value = float | int | str | bool | None
 # How the members of a sweep or a population run, see `fedsim.population`.
@@ -56,7 +58,8 @@ class RunConfig:
     A dataset with an option ``seed`` is drawn with the field ``seed`` unless its own is given: with ``dataset="digits"`` and
     ``seed=1``, `build` loads ``digits(seed=1)``.
 
-    The names of files (``faults``, ``client_traces``) become absolute paths with a hash of the content, ``PATH#sha256=HASH``.
+    The names of files (``init_from``, ``faults``, ``client_traces``) become absolute paths with a hash of the content,
+    ``PATH#sha256=HASH``.
 
     Attributes:
       hyperparameters: fields of the algorithm by name, e.g. ``{"server_learning_rate": 0.1}``. Others keep their defaults.
@@ -90,6 +93,28 @@ class RunConfig:
         names="code",
         builds="model",
     )
+    init_from: str | None = _option(
+        None,
+        "data and model",
+        "Start from these parameters: a run folder (its last checkpoint), or a .safetensors or .npz file of arrays with "
+        "names such as 'linear/w'.",
+        names="file",
+        builds="model",
+    )
+    init_map: str | None = _option(
+        None,
+        "data and model",
+        "New names of arrays of --init-from, separated by commas: 'encoder/*=body/*' (old name = new name, * is any text); "
+        "'head/*=' leaves them out.",
+        builds="model",
+    )
+    init_partly: bool = _option(
+        False,
+        "data and model",
+        "Parameters that --init-from does not have keep their initial values, and other arrays in it are left out; a warning "
+        "names both.",
+        builds="model",
+    )
     frozen: str | None = _option(
         None,
         "data and model",
@@ -101,6 +126,19 @@ class RunConfig:
         None,
         "data and model",
         "Patterns of names of parameters that every client trains and keeps for itself, such as 'linear_2/*'.",
+        builds="model",
+    )
+    precision: Literal["bfloat16", "float16", "float32"] | None = _option(
+        None,
+        "data and model",
+        "Precision in which the network computes; parameters, losses and updates stay float32. Default: that of the model.",
+        builds="model",
+    )
+    loss_scale: float = _option(
+        1.0,
+        "data and model",
+        "With --precision: a factor of the gradient inside of the network, such as 1024, so that small values do not become 0 "
+        "in float16.",
         builds="model",
     )
     labels: float | None = _option(
@@ -310,6 +348,12 @@ class RunConfig:
         checks.whole(0, retries=self.retries)
         given = {"response_timeout": self.response_timeout, "client_traces_period": self.client_traces_period}
         checks.positive(or_none=True, **given, remedy="give seconds")
+        checks.positive(loss_scale=self.loss_scale, remedy="1 does not scale")
+        if self.loss_scale != 1 and self.precision not in ("bfloat16", "float16"):
+            raise ValueError(
+                f"Expected loss_scale with half precision, got loss_scale={self.loss_scale} and precision={self.precision!r}: "
+                "choose precision='float16', or leave loss_scale out."
+            )
         self._check_files()
         checks.positive(or_none=True, clip=self.clip, remedy="None does not clip updates")
         if self.error_feedback and not self.compressor:
@@ -330,7 +374,20 @@ class RunConfig:
                 f"Expected client_traces with client_traces_period={self.client_traces_period}, got none: give the file, or "
                 "leave the period out."
             )
-        for name in ("faults", "client_traces"):
+        for rule in self.init_map.split(",") if self.init_map else ():
+            if rule.count("=") != 1:
+                raise ValueError(
+                    f"Expected init_map to be rules OLD=NEW separated by commas, got {rule!r} in init_map={self.init_map!r}: "
+                    "write 'encoder/*=body/*', or 'head/*=' to leave arrays out."
+                )
+        if self.init_from is None and (self.init_map is not None or self.init_partly):
+            raise ValueError(
+                f"Expected init_from with init_map={self.init_map!r} and init_partly={self.init_partly}, got none: give the "
+                "run or the file, or leave these out."
+            )
+        if self.init_from is not None and (folder := Path(self.init_from).expanduser()).is_dir():
+            object.__setattr__(self, "init_from", str(newest_checkpoint(folder)))
+        for name in ("init_from", "faults", "client_traces"):
             if (file := getattr(self, name)) is not None:
                 object.__setattr__(self, name, pinned(file))
 
@@ -492,7 +549,7 @@ def fields_that_name(what: Literal["code", "file"]) -> list[str]:
     """Returns the fields of `RunConfig` and `Settings` whose texts may name Python code, or a file or folder.
 
     >>> fields_that_name("file")
-    ['data', 'client_traces', 'faults', 'folder']
+    ['data', 'init_from', 'client_traces', 'faults', 'folder']
     """
     fields = [*dataclasses.fields(RunConfig), *dataclasses.fields(Settings)]
     return [field.name for field in fields if field.metadata.get("names") == what]
@@ -533,10 +590,11 @@ def _check_choices(config: RunConfig | Settings) -> None:
     """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if get_origin(kind) is Literal and isinstance(value, str):
-            look_up(f"choice of {name}", value, dict.fromkeys(get_args(kind)))
-        elif get_origin(kind) is Literal:
-            checks.one_of(*get_args(kind), **{name: value})
+        literal = next((each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None)
+        if literal and isinstance(value, str):
+            look_up(f"choice of {name}", value, dict.fromkeys(get_args(literal)))
+        elif literal and not (value is None and literal is not kind):
+            checks.one_of(*get_args(literal), **{name: value})
         elif kind is bool:
             checks.truth(**{name: value})
         elif kind is str or (kind == str | None and value is not None):

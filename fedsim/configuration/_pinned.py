@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedsim.descriptions import hash_of
+from fedsim.saved_arrays import FILES
 
 _MARK = "#sha256="
 
 
 def pinned(text: str) -> str:
     """Returns the absolute path of a file with a hash of its content, ``PATH#sha256=HASH``; a text with a hash as it is.
+
+    The file may also be the folder of a checkpoint.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -46,6 +49,7 @@ def pinned_path(text: str) -> Path:
 
 def _hash(path: Path) -> str:
     try:
-        return hash_of(path.read_bytes())
+        # A checkpoint has a list of the checksums of its files, by which they are verified when they are read.
+        return hash_of((path / FILES if path.is_dir() else path).read_bytes())
     except (FileNotFoundError, IsADirectoryError) as error:
         raise FileNotFoundError(f"There is no file {path}, which the configuration of the run names.") from error

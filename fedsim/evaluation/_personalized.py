@@ -299,7 +299,7 @@ def _evaluated(parts: FederatedState) -> Any:
     If the parameters are computed from models of the clients, the average is none of theirs.
     """
     is_computed = isinstance(getattr(type(parts.server), "params", None), property)
-    return parts.server if parts.average == () or is_computed else with_params(parts.server, parts.params)
+    return parts.server if parts.average == () or is_computed else with_params(parts.server, parts.average.params)
 
 
 def _suitable_batch_size(sizes: np.ndarray) -> int:

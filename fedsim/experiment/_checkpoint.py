@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import warnings
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +14,12 @@ import numpy as np
 
 from fedsim.data import ClientRows, FormatError, is_rows
 from fedsim.data._row_store import RowFile
-from fedsim.durable_files import replace_text, sync_files, sync_folder, writing
+from fedsim.durable_files import writing
 from fedsim.rounds import ClientTable, FederatedState
-from fedsim.text_files import read_json
+from fedsim.saved_arrays import FILES, Leaves, checkpoint_folder, checkpoint_rounds, is_complete, read_arrays, write_arrays
 
 State = Any
-Leaves = dict[str, np.ndarray]
 
-_FILES = "files.json"
 _ROWS = "clients.rows"
 
 
@@ -78,7 +74,7 @@ class Checkpoints:
 
     def rounds(self) -> list[int]:
         """Returns the rounds that have a checkpoint, in increasing order."""
-        return sorted(int(path.parent.name) for path in self.folder.glob(f"*/{_FILES}") if path.parent.name.isdigit())
+        return checkpoint_rounds(self.folder)
 
     def with_row_file(self, state: State) -> State:
         """Returns the state with its `ClientRows` moved into the row file of the checkpoints, where saving copies nothing.
@@ -102,19 +98,16 @@ class Checkpoints:
         """
         path, state = self._path(round), self.with_row_file(state)
         rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
-        if _is_complete(path) and _same_rows(rows, self._referenced.get(round, [])):
+        if is_complete(path) and _same_rows(rows, self._referenced.get(round, [])):
             return
         with writing(path):
-            (path / _FILES).unlink(missing_ok=True)  # while it is overwritten, it is not a checkpoint
+            (path / FILES).unlink(missing_ok=True)  # while it is overwritten, it is not a checkpoint
             self._referenced[round] = rows
             # Left by a process that was killed or found the disk full; orbax would log a warning about it.
             shutil.rmtree(path.with_name(f"{path.name}.orbax-checkpoint-tmp"), ignore_errors=True)
             if self._file and rows:
                 self._file.sync()
-            _orbax().save(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)) or {"": np.zeros(1)}, force=True)
-            sync_files(path)
-            sync_folder(self.folder)
-            replace_text(path / _FILES, json.dumps(_checksums(path)))
+            write_arrays(path, to_leaves(jax.tree.map(_saved, state, is_leaf=is_rows)))
 
     def load(self, round: int, like: State, *, separate_rows: bool = False) -> State:
         """Returns the state after ``round`` rounds.
@@ -168,23 +161,15 @@ class Checkpoints:
         """Deletes all other checkpoints, and files that a killed process left incomplete."""
         for path in self.folder.iterdir():
             if path.name != _ROWS and not (path.name.isdigit() and int(path.name) in rounds):
-                (path / _FILES).unlink(missing_ok=True)  # first, so that it is never an incomplete checkpoint
+                (path / FILES).unlink(missing_ok=True)  # first, so that it is never an incomplete checkpoint
                 shutil.rmtree(path, ignore_errors=True)
         self._referenced = {round: rows for round, rows in self._referenced.items() if round in rounds}
 
     def _path(self, round: int) -> Path:
-        return self.folder / f"{round:08d}"
+        return checkpoint_folder(self.folder, round)
 
     def _read(self, round: int) -> Leaves:
-        path = self._path(round)
-        expected = read_json(path / _FILES, '{"manifest.ocdbt": 123}')
-        # orbax never reads damaged files: it raises many kinds of errors for them, some of them in threads.
-        for name, checksum in _checksums(path).items():
-            if expected.pop(name, None) != checksum:
-                raise ValueError(f"{name} is truncated or changed")
-        if expected:
-            raise ValueError(f"{', '.join(expected)} is missing")
-        return {name: np.asarray(leaf) for name, leaf in _orbax().restore(path).items() if name}
+        return read_arrays(self._path(round))
 
     def _row_file(self, like: ClientRows) -> RowFile:
         """Returns the row file, which is created if it does not exist."""
@@ -315,22 +300,3 @@ def from_leaves(leaves: Mapping[str, np.ndarray], like: State) -> State:
 
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the CRC-32 of each file except the list of files."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(_FILES))
-    return {path.relative_to(folder).as_posix(): zlib.crc32(path.read_bytes()) for path in files}
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        return read_json(path / _FILES) == _checksums(path)
-    except (OSError, ValueError):
-        return False
-
-
-def _orbax() -> Any:
-    import orbax.checkpoint as ocp  # takes half a second to import, and is optional
-
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, Unpack
 
@@ -15,6 +16,7 @@ import numpy as np
 from fedsim import checks
 from fedsim import metrics as metrics_lib
 from fedsim.model import _haiku, _precision
+from fedsim.model._initial import fitted, init_with, renamed
 from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
 from fedsim.model._parts import ModelParts, Names, assigned, divide, named, scope_of
 from fedsim.model._shardings import Division, Shardings, division_of
@@ -329,12 +331,55 @@ class Model:
         >>> [name for name, values in model.init(jax.random.key(0)).items() if values["w"] is not None]
         ['linear_1']
         """
-        network = self.network or Network(self.init, self.apply_for_train, self.apply_for_eval)
-        roles = self.roles
+        network, roles = self._whole_network, self.roles
         if roles is None:
             roles = jax.tree.map(lambda _: "params", jax.eval_shape(network.init, jax.random.key(0)))
         roles = assigned(roles, {"frozen": frozen, "kept": kept})
         return dataclasses.replace(self, **divide(network, roles)._asdict(), network=network, roles=roles)
+
+    def starting_from(self, params: Any, *, names: Mapping[str, str] | None = None, partly: bool = False) -> Self:
+        """Returns the model with an ``init`` that returns given values, such as those of another run or of a file.
+
+        Every algorithm then starts from these; one that draws several models (`fedsim.algorithms.HypCluster`) gets equal ones.
+        Running statistics and parts of the model count as parameters here. Floats are converted to the dtypes of the
+        parameters. Algorithms that call ``init`` in rounds, such as FedPer, have the values in their programs.
+
+        Args:
+          params: a pytree of arrays, such as ``state.params`` or what `fedsim.read_params` returns. Names of arrays are their
+            paths, ``"linear/w"``.
+          names: new names of arrays by their old names, which may have one ``*`` for any text: ``{"encoder/*": "body/*"}``. An
+            empty new name leaves arrays out. The first that matches counts, and other arrays keep their names.
+          partly: whether parameters without an array keep their initial values, and arrays without a parameter are left out. A
+            warning names them.
+
+        Raises:
+          ValueError: an array has another shape than its parameter, or is no float; a value is not finite; a name matches
+            nothing; or, unless ``partly``, a parameter has no array, or an array has no parameter. The message lists all.
+
+        >>> import fedsim
+        >>> old, new = fedsim.models.digits_dense(), fedsim.models.digits_dense().with_parts(frozen=["linear/*", "linear_1/*"])
+        >>> params = old.init(jax.random.key(0))
+        >>> start = new.starting_from(params).init_whole(jax.random.key(1))
+        >>> bool((start["linear"]["w"] == params["linear"]["w"]).all())
+        True
+        """
+        network, arrays = self._whole_network, renamed(dict(named(params)), names or {})
+        values, missing, extra = fitted(arrays, jax.eval_shape(network.init, jax.random.key(0)), partly=partly)
+        if missing or extra:
+            warnings.warn(
+                f"The model starts from {len(values)} given arrays. Parameters that keep their initial values: "
+                f"{', '.join(missing) or 'none'}. Arrays that are left out: {', '.join(extra) or 'none'}.",
+                stacklevel=2,
+            )
+        network = network._replace(init=init_with(network.init, values))
+        if self.roles is None:
+            return dataclasses.replace(self, init=network.init)
+        return dataclasses.replace(self, **divide(network, self.roles)._asdict(), network=network)
+
+    @property
+    def _whole_network(self) -> Network:
+        """The functions of the whole network, whose parameters have all parts."""
+        return self.network or Network(self.init, self.apply_for_train, self.apply_for_eval)
 
     def with_shardings(self, shardings: Shardings) -> Self:
         """Returns the model with parameters that are divided in this way where `fedsim.Sharded` trains it.

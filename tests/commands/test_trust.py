@@ -58,8 +58,11 @@ EVIL = [
     "buffered(size=1, concurrency=1, staleness_weight=\"{evil}:touch(path='{mark}')\")",
 ]
 
+# Their texts are names of files, which are only read.
+FILES = ("data", "init_from", "faults", "client_traces")
+
 PLACES = [
-    *(field.name for field in dataclasses.fields(RunConfig) if field.name not in ("data", "faults", "client_traces")),
+    *(field.name for field in dataclasses.fields(RunConfig) if field.name not in FILES),
     *(f"hyperparameters, {name}" for name in ("mu", "unknown")),
     *(f"varied, {name}" for name in ("client_learning_rate", "robust_mixing", "unknown")),
 ]

@@ -414,7 +414,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_deleted(arguments, algorith
     checkpoints = Checkpoints(tmp_path / "r/checkpoints")
     before = checkpoints.rounds()
     with monkeypatch.context() as patch:
-        patch.setattr("fedsim.experiment._checkpoint._checksums", lambda path: {"never": 0})
+        patch.setattr("fedsim.saved_arrays._checksums", lambda path: {"never": 0})
         with pytest.warns(UserWarning, match="damaged"), pytest.raises((ValueError, KeyError)):
             restore(tmp_path / "r", algorithm)
     assert checkpoints.rounds() == before

@@ -1,0 +1,224 @@
+"""Named arrays in files: the folders of checkpoints, ``.npz`` and ``.safetensors``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedsim.data import FormatError
+from fedsim.durable_files import replace_text, sync_files, sync_folder
+from fedsim.text_files import read_json
+
+Leaves = dict[str, np.ndarray]
+
+# The list of the files of a checkpoint.
+FILES = "files.json"
+# Of safetensors; names of JAX, which has bfloat16.
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_DTYPES |= {"BOOL": "bool", **{f"{kind}{bits}": f"{name}{bits}" for kind, name in {"I": "int", "U": "uint"}.items()
+                               for bits in (8, 16, 32, 64)}}  # fmt: skip
+
+
+def read_params(path: str | os.PathLike[str]) -> Leaves:
+    """Returns the parameters in a file or of a run, by name.
+
+    Args:
+      path: an ``.npz`` file, a ``.safetensors`` file, the folder of a run, whose last checkpoint is read, or the folder of one
+        checkpoint. The parameters of a run are those that it evaluates, ``state.params``, with all parts of the model.
+
+    Returns:
+      NumPy arrays by name, such as ``"linear/w"``, for `fedsim.Model.starting_from` or for a file:
+      ``safetensors.numpy.save_file(arrays, path)``, ``numpy.savez(path, **arrays)``.
+
+    Raises:
+      OSError: the file is missing or cannot be read.
+      FormatError: it is no such file, or it is damaged; or the run has no checkpoint, or one of another kind of state.
+      ImportError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.npz"
+    >>> np.savez(path, **{"linear/w": np.ones([2, 3], np.float32)})
+    >>> read_params(path)["linear/w"].shape
+    (2, 3)
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _params_of(read_arrays(newest_checkpoint(path)), path)
+    readers: dict[str, Callable[[Path], Leaves]] = {".npz": _read_npz, ".safetensors": _read_safetensors}
+    if path.suffix not in readers:
+        raise FormatError(f"Expected an .npz file, a .safetensors file or a run folder, got {path}: convert it to one of them.")
+    return readers[path.suffix](path)
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Returns the folder of the last checkpoint of a run; the folder itself if it is that of a checkpoint.
+
+    Raises:
+      FormatError: there is none.
+
+    >>> newest_checkpoint(Path("no such run"))
+    Traceback (most recent call last):
+    ...
+    fedsim.data._errors.FormatError: Expected a run with a checkpoint, got no such run, which has none: name the folder of a \
+run that has saved one.
+    """
+    if (folder / FILES).exists():
+        return folder
+    rounds = checkpoint_rounds(folder / "checkpoints")
+    if not rounds:
+        raise FormatError(
+            f"Expected a run with a checkpoint, got {folder}, which has none: name the folder of a run that has saved one."
+        )
+    return checkpoint_folder(folder / "checkpoints", rounds[-1])
+
+
+def checkpoint_folder(folder: Path, round: int) -> Path:
+    """Returns the folder of the checkpoint of a round, in a folder of checkpoints.
+
+    >>> checkpoint_folder(Path("checkpoints"), 12).as_posix()
+    'checkpoints/00000012'
+    """
+    return folder / f"{round:08d}"
+
+
+def checkpoint_rounds(folder: Path) -> list[int]:
+    """Returns the rounds that have a checkpoint in a folder, in increasing order.
+
+    >>> checkpoint_rounds(Path("no such folder"))
+    []
+    """
+    return sorted(int(path.parent.name) for path in folder.glob(f"*/{FILES}") if path.parent.name.isdigit())
+
+
+def write_arrays(path: Path, leaves: Mapping[str, Any]) -> None:
+    """Writes arrays to a folder of orbax. The list of its files is written last, when they are on the disk.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    _orbax().save(path, leaves or {"": np.zeros(1)}, force=True)
+    sync_files(path)
+    sync_folder(path.parent)
+    replace_text(path / FILES, json.dumps(_checksums(path)))
+
+
+def read_arrays(path: Path) -> Leaves:
+    """Returns the arrays in a folder that `write_arrays` has written.
+
+    Raises:
+      OSError: a file cannot be read.
+      FormatError: the folder is not complete, or a file of it is damaged.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp()) / "a"
+    >>> write_arrays(folder, {"w": np.ones(2)})
+    >>> read_arrays(folder)["w"].tolist(), is_complete(folder)
+    ([1.0, 1.0], True)
+    """
+    expected = read_json(path / FILES, '{"manifest.ocdbt": 123}')
+    # orbax never reads damaged files: it raises many kinds of errors for them, some of them in threads.
+    for name, checksum in _checksums(path).items():
+        if expected.pop(name, None) != checksum:
+            raise FormatError(f"{name} is truncated or changed")
+    if expected:
+        raise FormatError(f"{', '.join(expected)} is missing")
+    return {name: np.asarray(leaf) for name, leaf in _orbax().restore(path.absolute()).items() if name}
+
+
+def is_complete(path: Path) -> bool:
+    """Returns whether a folder has all files that `write_arrays` has written, unchanged.
+
+    >>> is_complete(Path("no such folder"))
+    False
+    """
+    try:
+        return read_json(path / FILES) == _checksums(path)
+    except (OSError, ValueError):
+        return False
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Returns the CRC-32 of each file except the list of files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(FILES))
+    return {path.relative_to(folder).as_posix(): zlib.crc32(path.read_bytes()) for path in files}
+
+
+def _orbax() -> Any:
+    import orbax.checkpoint as ocp  # takes half a second to import, and is optional
+
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+def _params_of(leaves: Leaves, path: Path) -> Leaves:
+    """Returns the parameters of a state, whose leaves are named as in a checkpoint; see `fedsim.rounds.FederatedState`."""
+    own = [start for start in (".average.params", ".server.params", ".params") if any(_is_in(name, start) for name in leaves)]
+    if not own:
+        raise FormatError(
+            f"Expected a run whose server has parameters, got {path}, whose state has none: use a run of another algorithm, or "
+            "write state.params to a file."
+        )
+    of_parts = {tuple(_keys(name)[:2]) for name in leaves if _is_in(name, ".parts")}
+    sources = [(own[0], own[0].count("."))] + [(f".{'.'.join(part)}", 2) for part in sorted(of_parts)]
+    return {
+        "/".join(_keys(name)[depth:]): array
+        for start, depth in sources
+        for name, array in leaves.items()
+        if _is_in(name, start)
+    }
+
+
+def _is_in(name: str, start: str) -> bool:
+    return name.startswith((f"{start}[", f"{start}."))
+
+
+def _keys(name: str) -> list[str]:
+    """Returns the keys in the name of a leaf.
+
+    >>> _keys(".params['linear/~/a']['w'].layers[0]")
+    ['params', 'linear/~/a', 'w', 'layers', '0']
+    """
+    node: Any = ast.parse(f"state{name}", mode="eval").body
+    keys = []
+    while not isinstance(node, ast.Name):
+        keys.append(node.attr if isinstance(node, ast.Attribute) else str(ast.literal_eval(node.slice)))
+        node = node.value
+    return keys[::-1]
+
+
+def _read_npz(path: Path) -> Leaves:
+    try:
+        with np.load(path) as arrays:
+            return dict(arrays)
+    except (ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
+        raise FormatError(f"{path} is no .npz file of arrays of numbers ({error}): write it again by numpy.savez.") from None
+
+
+def _read_safetensors(path: Path) -> Leaves:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(f"Reading {path} needs safetensors: pip install 'fedsim-jax[run]'.") from error
+    content = path.read_bytes()
+    try:
+        arrays = safetensors.deserialize(content)
+    except safetensors.SafetensorError as error:
+        raise FormatError(f"{path} is no .safetensors file ({error}): restore it, or write it again.") from None
+    result = {}
+    for name, array in arrays:
+        if array["dtype"] not in _DTYPES:
+            raise FormatError(
+                f"{path} has {name} of dtype {array['dtype']}, which is none of {', '.join(_DTYPES)}: convert it to F32."
+            )
+        # safetensors.numpy reads bfloat16 in some versions only.
+        dtype = jnp.dtype(_DTYPES[array["dtype"]])
+        result[name] = np.frombuffer(array["data"], dtype).reshape(array["shape"])
+    return result
