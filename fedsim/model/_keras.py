@@ -1,27 +1,31 @@
 """Networks of Keras 3 with its JAX backend, https://keras.io.
 
 A Keras model is an object with variables. Here it is made once, in a scope in which its variables keep their initializers, and
-``stateless_call`` calls it with other values for them. Its random draws (dropout) come from variables, too, the states of its
-seed generators. They get new values from the key of every step.
+``stateless_call`` calls it with other values for them, and returns the new values of those that are not trained. Its random
+draws (dropout) come from variables, too, the states of its seed generators. They get new values from the key of every step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from fedsim.model import _network
-from fedsim.model._network import Call, Network, Params
+from fedsim.model._network import Call, Examples, Network, Params
+from fedsim.model._parts import mask_for
 
 _REMEDY = "give a function that makes it, such as lambda: keras.Sequential([...])"
 
 
 def network(make: Callable[[], Any], call: Call) -> Network:
-    """Returns the functions of the Keras model that ``make`` makes. Parameters are ``{layer: {variable: array}}``."""
+    """Returns the functions of the Keras model that ``make`` makes.
+
+    Parameters and statistics are ``{layer: {variable: array}}``.
+    """
     keras = _network.imported("keras", extra="keras", constructor="from_keras")
     if keras.backend.backend() != "jax":
         raise ValueError(
@@ -31,57 +35,96 @@ def network(make: Callable[[], Any], call: Call) -> Network:
     _network.check_maker(make, "keras", _REMEDY)
     read, _, train_kwargs, eval_kwargs = call
     example = call.example()
-    with keras.StatelessScope(), _names_of_one_model():
+    with keras.StatelessScope() as scope, _names_of_one_model():
         model = make()
         if not isinstance(model, keras.Model):
             raise _network.unexpected("make", model, "a function that returns a keras.Model", "keras", _REMEDY)
+        assigned = {each.path: scope.get_current_value(each) for each in model.variables}  # such as weights from a file
         if not model.built:
             model(*example)
-        initializers = [each._initializer for each in model.trainable_variables]
-    variables, others = model.trainable_variables, model.non_trainable_variables
-    _network.refuse_state(
-        "keras",
-        [each.path for each in others if each.name != "seed_generator_state"],
-        "GroupNormalization or LayerNormalization, and no layers with trainable=False",
-    )
+        trainable, others = model.trainable_variables, model.non_trainable_variables
+        statistics = [each for each in others if not _is_seed(each)]
+        initializers = [_initializer(each, assigned.get(each.path)) for each in (*trainable, *statistics)]
+    frozen = [
+        each.path for layer in model._flatten_layers() if not layer.trainable for each in layer.variables if not _is_seed(each)
+    ]
+    if frozen:
+        raise ValueError(
+            f"Expected a Keras model whose layers are trainable, got trainable=False for {', '.join(dict.fromkeys(frozen))}: "
+            "leave these layers trainable, and freeze their parameters by model.with_parts(frozen=...)."
+        )
+    _network.check_statistics("keras", _by_layer(statistics, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in statistics]))
     # A functional model gets several inputs as one list, and another model as several arguments.
     as_list = isinstance(getattr(model, "input", None), list)
 
-    def apply(params: Params, inputs: tuple, key: jax.Array | None, kwargs: Mapping[str, Any]) -> tuple[Any, list[jax.Array]]:
-        values = [params[layer][name] for layer, name in map(_names, variables)]
-        keys = [jax.random.fold_in(jax.random.key(0) if key is None else key, number) for number in range(len(others))]
-        seeds = [jax.random.bits(key, each.shape, each.dtype) for key, each in zip(keys, others, strict=True)]
+    # The argument mask of Keras's own models is about other axes.
+    takes_mask = bool(statistics) and not type(model).call.__module__.startswith("keras.")
+
+    def apply(whole: Params, inputs: tuple, key: jax.Array | None, kwargs: Mapping[str, Any]) -> tuple[Any, Any, list[Any]]:
+        """Returns the outputs, the values of all variables that are not trained after the call, and losses."""
+
+        def value(variable: Any, number: int) -> jax.Array:
+            if _is_seed(variable):
+                seed = jax.random.fold_in(jax.random.key(0) if key is None else key, number)
+                return jax.random.bits(seed, variable.shape, variable.dtype)
+            layer, name = _names(variable)
+            return whole[layer][name]
+
+        values = [[value(each, number) for number, each in enumerate(each)] for each in (trainable, others)]
         arguments = (list(inputs),) if as_list else inputs
-        outputs, _, losses = model.stateless_call(
-            values, seeds, *arguments, training=key is not None, return_losses=True, **kwargs
-        )
-        return outputs, losses
+        mask = mask_for(model.call) if takes_mask and key is not None else {}
+        return model.stateless_call(*values, *arguments, training=key is not None, return_losses=True, **mask, **kwargs)
 
     def init(key: jax.Array) -> Params:
-        params: dict[str, dict[str, jax.Array]] = {}
-        for number, (variable, initializer) in enumerate(zip(variables, initializers, strict=True)):
-            layer, name = _names(variable)
-            draw = _seeded(initializer, jax.random.fold_in(key, number))
-            params.setdefault(layer, {})[name] = draw(variable.shape, dtype=variable.dtype)
-        return params
+        variables = [*trainable, *statistics]
+        draws = [_seeded(each, jax.random.fold_in(key, number)) for number, each in enumerate(initializers)]
+        return _by_layer(variables, [draw(x.shape, dtype=x.dtype) for draw, x in zip(draws, variables, strict=True)])
 
-    _, losses = jax.eval_shape(lambda key: apply(init(key), example, key, train_kwargs), jax.random.key(0))
+    *_, losses = jax.eval_shape(lambda key: apply(init(key), example, key, train_kwargs), jax.random.key(0))
     if losses:
         raise ValueError(
             f"Expected a Keras model without losses of its own, got {len(losses)}, from regularizers or add_loss, "
             "which clients would not minimize: add them to the argument loss or to client_loss."
         )
+
+    def train(whole: Params, examples: Examples, key: jax.Array) -> Any:
+        outputs, new, _ = apply(whole, read(examples), key, train_kwargs)
+        if not statistics:
+            return outputs
+        after = [x for x, variable in zip(new, others, strict=True) if not _is_seed(variable)]
+        return outputs, _by_layer([*trainable, *statistics], [*(None for _ in trainable), *after])
+
     return Network(
         init=init,
-        train=lambda params, examples, key: apply(params, read(examples), key, train_kwargs)[0],
-        evaluate=lambda params, examples: apply(params, read(examples), None, eval_kwargs)[0],
+        train=train,
+        evaluate=lambda whole, examples: apply(whole, read(examples), None, eval_kwargs)[0],
+        is_statistic=_by_layer([*trainable, *statistics], [*(False for _ in trainable), *(True for _ in statistics)])
+        if statistics
+        else None,
     )
+
+
+def _is_seed(variable: Any) -> bool:
+    return variable.name == "seed_generator_state"
+
+
+def _by_layer(variables: Sequence[Any], values: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Returns the values of variables by layer and name."""
+    by_layer: dict[str, dict[str, Any]] = {}
+    for variable, x in zip(variables, values, strict=True):
+        layer, name = _names(variable)
+        by_layer.setdefault(layer, {})[name] = x
+    return by_layer
 
 
 def _names(variable: Any) -> tuple[str, str]:
     """Returns the path of the variable's layer, and its own name."""
     layer, _, name = variable.path.rpartition("/")
     return layer, name
+
+
+def _initializer(variable: Any, assigned: jax.Array | None) -> Any:
+    return variable._initializer if assigned is None else lambda shape, dtype: assigned.astype(dtype)
 
 
 def _seeded(initializer: Any, key: jax.Array) -> Any:

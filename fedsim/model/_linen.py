@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from fedsim.model._network import Call, Examples, Network, accepts, check_same_form, check_statistics, imported, unexpected
-from fedsim.model._parts import current_scope
+from fedsim.model._network import Call, Examples, Network, check_same_form, check_statistics, imported, joined, unexpected
+from fedsim.model._parts import mask_for
 
 
 def network(module: Any, call: Call) -> Network:
@@ -28,7 +28,7 @@ def network(module: Any, call: Call) -> Network:
 
     def init(key: jax.Array) -> Any:
         drawn = nn.meta.unbox(variables(key))
-        return _joined(*(drawn[name] for name in ("params", *state) if name in drawn))
+        return joined(*(drawn[name] for name in ("params", *state) if name in drawn))
 
     def divided(whole: Any) -> dict[str, Any]:
         """Returns the collections: "params", and those of the state."""
@@ -37,29 +37,20 @@ def network(module: Any, call: Call) -> Network:
     def train(whole: Any, examples: Examples, key: jax.Array) -> Any:
         if not state:
             return module.apply(divided(whole), *read(examples), rngs=key, **train_kwargs)
-        mask = {"mask": current_scope().mask} if accepts(module.__call__, "mask") else {}
+        mask = mask_for(module.__call__)
         outputs, new = module.apply(divided(whole), *read(examples), rngs=key, mutable=list(state), **mask, **train_kwargs)
         check_same_form(state, new)
         none = jax.tree.map(lambda _: None, shapes.get("params", {}))
-        return outputs, _joined(none, *(new[name] for name in state))
+        return outputs, joined(none, *(new[name] for name in state))
 
     return Network(
         init=init,
         train=train,
         evaluate=lambda whole, examples: module.apply(divided(whole), *read(examples), **eval_kwargs),
-        is_statistic=_joined(*(jax.tree.map(lambda _, name=name: name in state, each) for name, each in shapes.items()))
+        is_statistic=joined(*(jax.tree.map(lambda _, name=name: name in state, each) for name, each in shapes.items()))
         if state
         else None,
     )
-
-
-def _joined(*collections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts as one, which has the leaves of all of them."""
-    joined: dict[str, Any] = {}
-    for collection in collections:
-        for name, value in collection.items():
-            joined[name] = _joined(joined.get(name, {}), value) if isinstance(value, Mapping) else value
-    return joined
 
 
 def _chosen(whole: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,8 @@ class Model:
           statistics: for a network with state (``hk.transform_with_state``), such as the running statistics of
             `fedsim.models.BatchNorm`. With ``"average"``, clients receive them, change them in their local steps, and send the
             change; the server takes the mean with the clients' weights. With ``"client"``, every client keeps its own, and with
-            ``"frozen"`` they stay as they were initialized, and `fedsim.models.BatchNorm` normalizes by them in training, too.
+            ``"frozen"`` they stay as they were initialized, and normalizations use them in training, too:
+            `fedsim.models.BatchNorm`, ``nnx.BatchNorm`` and ``eqx.nn.BatchNorm`` do.
 
         Raises:
           ValueError: ``transformed`` is not the result of ``hk.transform`` or ``hk.transform_with_state``, but for example of
@@ -115,8 +116,10 @@ class Model:
     def from_flax(cls, module: Any, **options: Unpack[Options]) -> Model:
         """Returns a model from a module of Flax Linen. It needs the extra ``flax``.
 
-        Parameters are the collection "params", a nested dict with the names of the modules. Every stream of random numbers,
-        such as "dropout", draws from the key of the step. There is none in evaluation.
+        Parameters are the collection "params", a nested dict with the names of the modules, and all other collections, such as
+        "batch_stats", are running statistics. Every stream of random numbers, such as "dropout", draws from the key of the
+        step. There is none in evaluation. If a module with statistics has an argument ``mask``, it gets which rows of the batch
+        are real in training, ``bool [n]``.
 
         Args:
           module: an instance of ``flax.linen.Module``.
@@ -124,8 +127,8 @@ class Model:
 
         Raises:
           ImportError: flax is not installed.
-          ValueError: ``module`` is no instance of ``flax.linen.Module``, or it has state, such as batch statistics, whose
-            variables the message names.
+          ValueError: ``module`` is no instance of ``flax.linen.Module``, or it has state other than floats, which the message
+            names.
 
         >>> import flax.linen as nn
         >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -144,7 +147,9 @@ class Model:
         Parameters are the values of ``nnx.Param``, a nested dict with the names of the attributes;
         ``nnx.update(module, params)`` writes them into a module. Random streams of the module draw from the key of the step. If
         its ``__call__`` has an argument ``rngs``, it gets an ``nnx.Rngs`` of this key in training. ``module.train()`` and
-        ``module.eval()`` are called before training and evaluation.
+        ``module.eval()`` are called before training and evaluation. All other variables, such as ``nnx.BatchStat``, are running
+        statistics. If a module with statistics has an argument ``mask``, it gets which rows of the batch are real in training,
+        ``bool [n]``.
 
         Args:
           make: ``rngs -> module``, for an ``nnx.Rngs``, such as the class of the module.
@@ -152,8 +157,7 @@ class Model:
 
         Raises:
           ImportError: flax is not installed.
-          ValueError: ``make`` does not make an ``nnx.Module``, or this has other variables than parameters and random streams,
-            such as batch statistics, which the message names.
+          ValueError: ``make`` does not make an ``nnx.Module``, or this has state other than floats, which the message names.
 
         >>> from flax import nnx
         >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -166,7 +170,7 @@ class Model:
         return cls._of(functools.partial(_nnx.network, make), **options)
 
     @classmethod
-    def from_equinox(cls, make: Callable[[jax.Array], Any], **options: Unpack[Options]) -> Model:
+    def from_equinox(cls, make: Callable[[jax.Array], Any], *, axis_name: str = "batch", **options: Unpack[Options]) -> Model:
         """Returns a model from modules of Equinox. It needs the extra ``equinox``.
 
         As usual in Equinox, a module is a function of one example, which is mapped over the batch by ``jax.vmap``. Parameters
@@ -174,23 +178,35 @@ class Model:
         with these parameters. If the module has an argument ``key``, it gets a key for each example in training. In evaluation
         ``eqx.nn.inference_mode`` switches dropout off.
 
+        A module with state is called with the inputs of one example and the state, and returns the outputs and the new state.
+        Its running statistics are in the module of parameters, in the fields ``init`` of its ``eqx.nn.StateIndex``. That of
+        ``batch_counter`` of ``eqx.nn.BatchNorm(mode="batch")`` is ``1 - momentum ** count``, ``float32 []``, and the averages
+        of the batches are ``batch_state_index`` divided by it.
+
         Args:
-          make: ``key -> module``.
+          make: ``key -> module``, or ``key -> (module, state)`` as ``eqx.nn.make_with_state`` returns them.
+          axis_name: of the batch in ``jax.vmap``, the one that ``eqx.nn.BatchNorm`` was given.
           **options: see `from_flax`.
 
         Raises:
           ImportError: equinox is not installed.
-          ValueError: ``make`` does not make an ``eqx.Module``, or this has state (``eqx.nn.State``), which the message names.
+          ValueError: ``make`` does not make an ``eqx.Module``, this has state other than floats, such as that of
+            ``eqx.nn.BatchNorm(mode="ema")``, which the message names, its state is missing, or its ``eqx.nn.BatchNorm`` has
+            another axis name.
 
         >>> import equinox as eqx
         >>> spec = {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
         >>> model = Model.from_equinox(lambda key: eqx.nn.Linear(2, 3, key=key), features=spec)
         >>> model.init(jax.random.key(0)).weight.shape
         (3, 2)
+        >>> norm = eqx.nn.make_with_state(lambda key: eqx.nn.BatchNorm(2, "batch", mode="batch"))
+        >>> model = Model.from_equinox(norm, features=spec)
+        >>> [values.shape for values in model.init_parts(jax.random.key(0)).statistics.batch_state_index.init]
+        [(2,), (2,)]
         """
         from fedsim.model import _equinox
 
-        return cls._of(functools.partial(_equinox.network, make), **options)
+        return cls._of(functools.partial(_equinox.network, make, axis_name), **options)
 
     @classmethod
     def from_keras(cls, make: Callable[[], Any], **options: Unpack[Options]) -> Model:
@@ -199,7 +215,10 @@ class Model:
         Parameters are ``{layer: {variable: array}}`` with Keras's paths, such as ``{"sequential/dense": {"kernel": ...}}``.
         Automatic names are numbered as in a process that makes no other model. The model is called with ``training=True`` or
         ``False``, and its seed generators (dropout) get new states from the key of the step. An initializer that has a seed
-        of its own gives the same values for every key.
+        of its own gives the same values for every key, and so do weights that ``make`` sets. Other variables that are not
+        trained, such as ``moving_mean``, are running statistics. If a model with statistics has a ``call`` of its own, not
+        that of a functional or sequential model, with an argument ``mask``, this gets which rows of the batch are real in
+        training, ``bool [n]``.
 
         Args:
           make: a function without arguments that returns a ``keras.Model``.
@@ -207,8 +226,8 @@ class Model:
 
         Raises:
           ImportError: keras is not installed.
-          ValueError: Keras has another backend; ``make`` does not make a ``keras.Model``; this has variables that are not
-            trained, such as moving averages, which the message names; or it has losses of its own.
+          ValueError: Keras has another backend; ``make`` does not make a ``keras.Model``; this has state other than floats, or
+            layers with ``trainable=False``, which the message names; or it has losses of its own.
         """
         from fedsim.model import _keras
 
@@ -506,8 +525,8 @@ class Model:
             names = [name for name, role in named(self.roles) if "statistics" in role]
             raise ValueError(
                 f"The last batch of {len(partial)} of {len(sizes)} clients is filled up with padding, which would enter the "
-                f"running statistics ({', '.join(names[:4])}): normalize with fedsim.models.BatchNorm, which leaves padding "
-                "out, or set drop_remainder=True in Batches."
+                f"running statistics ({', '.join(names[:4])}): set drop_remainder=True in Batches, or leave padding out of "
+                "them, as fedsim.models.BatchNorm in Haiku does, and BatchNorm of Flax and Keras with an argument mask."
             )
 
     def dummy_examples(self, count: int) -> dict[str, np.ndarray]:

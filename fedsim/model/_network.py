@@ -23,6 +23,11 @@ _CONSTRUCTORS = {
     "keras": "from_keras(lambda: ...)",
 }
 
+_INSTEAD_OF_COUNTS = {
+    "haiku": "use fedsim.models.BatchNorm in place of hk.BatchNorm, or ",
+    "equinox": "use eqx.nn.BatchNorm(mode='batch') or eqx.nn.GroupNorm, or ",
+}
+
 
 class Network(NamedTuple):
     """A network as pure functions.
@@ -161,32 +166,6 @@ def check_maker(make: Any, library: str, remedy: str) -> None:
         raise unexpected("make", make, f"a function that makes a network of {library}", library, remedy)
 
 
-def refuse_state(library: str, variables: list[str], remedy: str) -> None:
-    """Raises ``ValueError`` if a network has variables that are no parameters, which are given by name.
-
-    >>> refuse_state("flax.linen", path_names({"batch_stats": {"norm": {"mean": 0.0}}}), "nn.GroupNorm")
-    Traceback (most recent call last):
-    ...
-    ValueError: Expected a network of flax.linen without state, got the variables batch_stats/norm/mean, which are no \
-parameters: algorithms train parameters only, so use nn.GroupNorm.
-    """
-    if variables:
-        raise ValueError(
-            f"Expected a network of {library} without state, got the variables {', '.join(variables)}, which are no "
-            f"parameters: algorithms train parameters only, so use {remedy}."
-        )
-
-
-def path_names(a: Any, only: Callable[[Any], bool] | None = None) -> list[str]:
-    """Returns the paths of a pytree's leaves, or only of those nodes for which a function is true.
-
-    >>> path_names({"a": [1, 2]})
-    ['a/0', 'a/1']
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(a, is_leaf=only)
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in leaves if only is None or only(leaf)]
-
-
 def check_statistics(library: str, state: Any) -> None:
     """Raises ``ValueError`` unless all variables of a network's state are floats, which can be averaged.
 
@@ -199,10 +178,10 @@ ema/counter of dtype int32: use fedsim.models.BatchNorm in place of hk.BatchNorm
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
+            remedy = _INSTEAD_OF_COUNTS.get(library, "")
             raise ValueError(
                 f"Expected the state of a network of {library} to be floats, which can be averaged over clients, got "
-                f"{name} of dtype {leaf.dtype}: use fedsim.models.BatchNorm in place of hk.BatchNorm, or keep counts out of "
-                "the state."
+                f"{name} of dtype {leaf.dtype}: {remedy}keep counts out of the state."
             )
 
 
@@ -229,3 +208,16 @@ float32[2]: keep a state of fixed shapes.
                 f"Expected the state of a network to have the same shapes after a step, got {name} of {new} after {old}: keep "
                 "a state of fixed shapes."
             )
+
+
+def joined(*collections: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns nested dicts as one, which has the leaves of all of them.
+
+    >>> joined({"norm": {"scale": 1.0}}, {"norm": {"mean": 0.5}})
+    {'norm': {'scale': 1.0, 'mean': 0.5}}
+    """
+    whole: dict[Any, Any] = {}
+    for collection in collections:
+        for name, value in collection.items():
+            whole[name] = joined(whole.get(name, {}), value) if isinstance(value, Mapping) else value
+    return whole

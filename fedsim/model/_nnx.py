@@ -16,17 +16,22 @@ from fedsim.model._network import (
     Params,
     accepts,
     check_maker,
+    check_same_form,
+    check_statistics,
     imported,
-    path_names,
-    refuse_state,
+    joined,
     unexpected,
 )
+from fedsim.model._parts import current_scope, mask_for
 
 _REMEDY = "give a function that makes it, such as lambda rngs: CNN(rngs=rngs)"
 
 
 def network(make: Callable[[Any], Any], call: Call) -> Network:
-    """Returns the functions of the modules that ``make`` makes. Parameters are nested dicts of the values of ``nnx.Param``."""
+    """Returns the functions of the modules that ``make`` makes.
+
+    Parameters are nested dicts of the values of ``nnx.Param``, and statistics those of all other variables but random streams.
+    """
     nnx = imported("flax.nnx", extra="flax", constructor="from_nnx")
     read, _, train_kwargs, eval_kwargs = call
     check_maker(make, "flax.nnx", _REMEDY)
@@ -41,9 +46,14 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
     module.eval()
     evaluated = nnx.graphdef(module)
     module.train()
-    trained, _, streams, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
-    refuse_state("flax.nnx", path_names(nnx.to_pure_dict(others)), "nnx.GroupNorm or nnx.LayerNorm")
-    streams = nnx.to_pure_dict(streams)
+    trained, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    params, streams, statistics = map(nnx.to_pure_dict, states)
+    check_statistics("flax.nnx", statistics)
+    # A call may add variables of other types, such as nnx.Intermediate, which are no state.
+    kinds = {type(each) for _, each in nnx.iter_graph(module) if isinstance(each, nnx.Variable)}
+    # With frozen statistics, normalizations use the running ones in training, too.
+    module.set_attributes(use_running_average=True, raise_if_not_found=False)
+    trained_with_frozen = nnx.graphdef(module)
 
     def with_key(key: jax.Array) -> Any:
         """Returns the state of the module's random streams: a key of its own for each, and a count of 0."""
@@ -56,15 +66,29 @@ def network(make: Callable[[Any], Any], call: Call) -> Network:
         ]
         return jax.tree.unflatten(structure, values)
 
-    def train(params: Params, examples: Examples, key: jax.Array) -> Any:
-        module = nnx.merge(trained, params, with_key(key))
+    def parts(module: Any) -> tuple[Any, Any]:
+        """Returns the module's parameters and statistics."""
+        first, _, second, _ = nnx.state(module, nnx.Param, nnx.RngState, nnx.Any(*kinds), ...)
+        return nnx.to_pure_dict(first), nnx.to_pure_dict(second)
+
+    def train(whole: Params, examples: Examples, key: jax.Array) -> Any:
+        module = nnx.merge(trained_with_frozen if current_scope().frozen_statistics else trained, whole, with_key(key))
         rngs = {"rngs": nnx.Rngs(rng.stream(key, "rngs"))} if accepts(module.__call__, "rngs") else {}
-        return module(*read(examples), **rngs, **train_kwargs)
+        mask = mask_for(module.__call__) if statistics else {}
+        outputs = module(*read(examples), **rngs, **mask, **train_kwargs)
+        if not statistics:
+            return outputs
+        _, new = parts(module)
+        check_same_form(statistics, new)
+        return outputs, joined(jax.tree.map(lambda _: None, params), new)
 
     return Network(
-        init=lambda key: nnx.to_pure_dict(nnx.state(made(key), nnx.Param)),
+        init=lambda key: joined(*parts(made(key))),
         train=train,
-        evaluate=lambda params, examples: nnx.merge(evaluated, params, with_key(jax.random.key(0)))(
+        evaluate=lambda whole, examples: nnx.merge(evaluated, whole, with_key(jax.random.key(0)))(
             *read(examples), **eval_kwargs
         ),
+        is_statistic=joined(jax.tree.map(lambda _: False, params), jax.tree.map(lambda _: True, statistics))
+        if statistics
+        else None,
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from fedsim import tree
-from fedsim.model._network import Network
+from fedsim.model._network import Network, accepts
 from fedsim.names import did_you_mean
 
 
@@ -129,6 +129,15 @@ def scope_of(parts: Any, mask: jax.Array | None = None, trained: Any = None) -> 
 def current_scope() -> Scope:
     """Returns the scope of the innermost context; outside of all, one without parts."""
     return _SCOPE.get() or Scope(ModelParts())
+
+
+def mask_for(call: Callable) -> dict[str, Any]:
+    """Returns the mask of the batch as a keyword argument of a network, {} if the network has no argument ``mask``.
+
+    >>> mask_for(lambda x, mask=None: x), mask_for(lambda x: x)
+    ({'mask': None}, {})
+    """
+    return {"mask": current_scope().mask} if accepts(call, "mask") else {}
 
 
 # The parts that the leaves of a model belong to: "params" are the parameters of the algorithm.

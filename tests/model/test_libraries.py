@@ -272,37 +272,6 @@ def test_several_inputs_and_outputs_that_are_dicts(name):
     assert np.isfinite(model.train_loss(params, given._replace(examples=examples)))
 
 
-def batch_norm_in(name, module):
-    if name == "nnx":
-
-        class Net(module.Module):
-            def __init__(self, rngs):
-                self.norm = module.BatchNorm(3, rngs=rngs)
-
-        return lambda: Model.from_nnx(Net, features=FEATURES)
-    if name == "equinox":
-        norm = lambda key: module.nn.make_with_state(module.nn.BatchNorm)(3, "batch", mode="batch")  # noqa: E731
-        return lambda: Model.from_equinox(norm, features=FEATURES)
-    layers = module.layers
-    return lambda: Model.from_keras(
-        lambda: module.Sequential([layers.BatchNormalization(), layers.Dropout(0.5)]), features=FEATURES
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "variables"),
-    [
-        ("nnx", "norm/mean, norm/var"),
-        ("equinox", "batch_counter, batch_state_index"),
-        ("keras", "sequential/batch_normalization/moving_mean, sequential/batch_normalization/moving_variance"),
-    ],
-)
-def test_state_is_refused_by_name(name, variables):
-    make = batch_norm_in(name, pytest.importorskip(IMPORTS[name]))
-    with pytest.raises(ValueError, match=f"Expected a network of .* without state, got the variables {variables}.*use .*Norm"):
-        make()
-
-
 def test_state_of_haiku_is_refused_by_name():
     network = hk.transform_with_state(lambda examples: hk.BatchNorm(True, True, 0.9)(examples["x"], is_training=True))
     with pytest.raises(ValueError, match="got batch_norm/~/mean_ema/counter of dtype int32: use fedsim.models.BatchNorm"):
