@@ -233,7 +233,9 @@ def test_every_number_is_checked_when_it_is_passed(name):
 @pytest.mark.parametrize("name", fedsim.models.MODELS)
 def test_every_number_of_a_model_is_checked(name):
     function = fedsim.models.MODELS[name]
-    needed = {"shape": (2,), "num_classes": 3} if name in ("dense", "logistic") else {}
+    sizes = {"vocabulary": 9, "length": 4, "width": 8, "layers": 1, "heads": 2, "hidden": 8}
+    needed = {"dense": {"shape": (2,), "num_classes": 3}, "decoder": sizes}
+    needed = (needed | {"logistic": needed["dense"]}).get(name, {})
     for argument, kind in typing.get_type_hints(function).items():
         kinds = {*typing.get_args(kind), kind} & {*WRONG}
         sequence = typing.get_origin(kind) is not None and kinds and argument in ("hidden", "shape")

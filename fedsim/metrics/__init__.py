@@ -57,6 +57,7 @@ from fedsim.metrics._statistics import is_sparse as is_sparse
 from fedsim.metrics._statistics import masked_mean as masked_mean
 from fedsim.metrics._statistics import per_example as per_example
 from fedsim.metrics._tokens import OOVRate as OOVRate
+from fedsim.metrics._tokens import Perplexity as Perplexity
 from fedsim.metrics._tokens import SequenceCount as SequenceCount
 from fedsim.metrics._tokens import SequenceCrossEntropy as SequenceCrossEntropy
 from fedsim.metrics._tokens import SequenceLength as SequenceLength

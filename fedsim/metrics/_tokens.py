@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from fedsim.metrics._statistics import Better, Examples, Mean, Sum
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
     masked_labels: tuple[int, ...] = (0,)
+    # The feature ``[n, length]`` that is positive where a token counts, besides; None: all count.
+    counted_where: str | None = dataclasses.field(default=None, kw_only=True)
 
     def counted(self, examples: Examples) -> tuple[jax.Array, jax.Array]:
         """Returns the labels ``int32 [n, length]``, and which of them count, of the same shape."""
@@ -23,6 +26,8 @@ class _Tokens:
         counted = jnp.ones(labels.shape, bool)
         for label in self.masked_labels:
             counted &= labels != label
+        if self.counted_where is not None:
+            counted &= examples[self.counted_where] > 0
         return labels, counted
 
 
@@ -44,6 +49,33 @@ class TokenCrossEntropy(_Tokens):
     def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
         labels, counted = self.counted(examples)
         return _mean(jnp.where(counted, token_losses(labels, outputs), 0.0), counted, self.per_position, "lower")
+
+
+class _Exponential(Mean):
+    better = "lower"
+
+    def result(self) -> Any:
+        return jnp.exp(super().result())
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity(_Tokens):
+    """The exponential of the mean softmax cross-entropy of tokens, over all tokens that it is the perplexity of.
+
+    Attributes:
+      masked_labels: labels that do not count, such as the id of padding.
+      counted_where: a feature ``[n, length]`` that is positive where a token counts, such as ``"document"`` of
+        `fedsim.text.pack`.
+
+    >>> found = Perplexity()({"y": jnp.array([[1, 2, 0]])}, jnp.zeros([1, 3, 4]))
+    >>> found.result().round(4).tolist()  # of 4 equally likely ids
+    [4.0]
+    """
+
+    def __call__(self, examples: Examples, outputs: jax.Array) -> Mean:
+        labels, counted = self.counted(examples)
+        losses = jnp.sum(jnp.where(counted, token_losses(labels, outputs), 0.0), axis=1)
+        return _Exponential(losses, jnp.sum(counted, axis=1, dtype=jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,13 @@ from fedsim.models._cifar import cifar100_resnet18 as cifar100_resnet18
 from fedsim.models._convolution import Conv2D as Conv2D
 from fedsim.models._convolution import DepthwiseConv2D as DepthwiseConv2D
 from fedsim.models._convolution import conv2d as conv2d
+from fedsim.models._decoder import decoder as decoder
+from fedsim.models._decoder import decoder_of as decoder_of
+from fedsim.models._decoder import decoder_params as decoder_params
+from fedsim.models._decoder import lm_1b as lm_1b
+from fedsim.models._decoder import lm_8b as lm_8b
+from fedsim.models._decoder import lm_350m as lm_350m
+from fedsim.models._decoder import lm_tiny as lm_tiny
 from fedsim.models._dense import dense as dense
 from fedsim.models._dense import logistic as logistic
 from fedsim.models._digits import digits_dense as digits_dense

@@ -8,6 +8,7 @@ from typing import Any
 from fedsim.model import Model
 from fedsim.models._autoencoder import digits_autoencoder, emnist_autoencoder
 from fedsim.models._cifar import cifar10_cnn, cifar100_logistic, cifar100_resnet18
+from fedsim.models._decoder import decoder, lm_1b, lm_8b, lm_350m, lm_tiny
 from fedsim.models._dense import dense, logistic
 from fedsim.models._digits import digits_dense, digits_logistic, digits_split
 from fedsim.models._emnist import emnist_cnn, emnist_dense, emnist_logistic
@@ -26,6 +27,7 @@ MODELS: dict[str, Callable[..., Model]] = {
         cifar10_cnn,
         cifar100_logistic,
         cifar100_resnet18,
+        decoder,
         dense,
         digits_autoencoder,
         digits_dense,
@@ -35,6 +37,10 @@ MODELS: dict[str, Callable[..., Model]] = {
         emnist_cnn,
         emnist_dense,
         emnist_logistic,
+        lm_1b,
+        lm_8b,
+        lm_350m,
+        lm_tiny,
         logistic,
         mnist_2nn,
         mnist_cnn,
