@@ -15,6 +15,7 @@ from fedsim import checks, rng, tree
 from fedsim.algorithm import map_clients
 from fedsim.data import Batch, Batches, ClientRows, Cohort, FederatedData
 from fedsim.evaluation._evaluate import Evaluation, evaluation_of
+from fedsim.evaluation._recalibration import batches_of_pass, check_recalibration, recalibrated
 from fedsim.evaluation._statistics import Statistics, add_batch, on_host, statistics, sum_forms, zeros
 from fedsim.execution import Execution, check_alike, num_remembered, row_shapes
 from fedsim.model import Model, ModelParts, Params, keeps_parts, scope_of
@@ -44,6 +45,7 @@ def evaluate_personalized(
     test: FederatedData,
     *,
     fine_tune: Any = None,
+    recalibrate: bool = False,
     seed: int | jax.Array = 0,
     execution: Execution | None = None,
     batch_size: int | None = None,
@@ -58,6 +60,9 @@ def evaluate_personalized(
     - If ``fine_tune`` is given, the result of its local steps on the training examples, which start from the parameters above
       (``fine_tune.train(shared, client).params``).
 
+    With ``recalibrate``, running statistics are then replaced by those of the client's training examples (AdaBN, Li et al.
+    2016), with the network in training mode and unchanged parameters.
+
     The server's parameters are ``state.params``, which are averaged over rounds if the algorithm has ``averaging``. A client
     that is not in ``train`` gets the parameters of a client without memory and training examples, in most algorithms the
     server's model. If no client of ``test`` is in ``train``, a warning says so. Clients run in chunks, by `fedsim.map_clients`.
@@ -70,6 +75,9 @@ def evaluate_personalized(
       fine_tune: `FedAvg` or a subclass, with its batches and client optimizer. If it has the same class as the algorithm, its
         local steps are those of the client's next round. If it has another class, they are those of a first round that starts
         from the parameters above.
+      recalibrate: whether each client computes the running statistics of its own training examples: the mean over the batches
+        of one pass, weighted by their numbers of examples. The batches have the size of those of ``fine_tune``, or otherwise of
+        the algorithm. A client without any keeps the statistics.
       seed: the seed of shuffling and dropout.
       execution: how clients are run; default: the algorithm's execution.
       batch_size: test examples per step. It affects speed and memory only. The default depends on the clients' sizes.
@@ -80,7 +88,9 @@ def evaluate_personalized(
 
     Raises:
       ValueError: the algorithm has no parameters per client, the state belongs to another population or algorithm, the data
-        does not fit the model, an argument has the wrong type, or a metric does not return one entry per example.
+        does not fit the model, an argument has the wrong type, or a metric does not return one entry per example; with
+        ``recalibrate``, the model has no running statistics, has some that are no averages over batches, or does not leave out
+        the padding of partial batches.
 
     >>> import optax, fedsim
     >>> data = FederatedData.from_arrays(
@@ -96,7 +106,8 @@ def evaluate_personalized(
     checks.whole(1, or_none=True, batch_size=batch_size)
     checks.instance(FederatedData, "data.train", train=train, test=test)
     checks.instance(Execution, "fedsim.Jit()", or_none=True, execution=execution)
-    _check_algorithms(algorithm, fine_tune)
+    checks.truth(recalibrate=recalibrate)
+    _check_algorithms(algorithm, fine_tune, recalibrate)
     parts = parts_of(state)
     if parts.clients != () and (known := num_remembered(parts.clients)) != train.num_clients:
         raise ValueError(
@@ -107,7 +118,10 @@ def evaluate_personalized(
     for data in (train, test):
         data.check_dtypes()
         algorithm.model.check(data, unlabelled=data is train and algorithm.capabilities.unlabelled)
-    work = _work(algorithm, fine_tune, batch_size or _suitable_batch_size(test.sizes))
+    work = _work(algorithm, fine_tune, recalibrate, batch_size or _suitable_batch_size(test.sizes))
+    if recalibrate:
+        check_recalibration(algorithm.model)
+        algorithm.model.check_padding(batches_of_pass(work.batches), train.sizes)
     shared = algorithm.broadcast(_evaluated(parts))
     first, root = work.first_round(shared), rng.stream(rng.root(seed), "personal")
     clients = np.flatnonzero(test.sizes)
@@ -157,6 +171,7 @@ class _Work:
 
     algorithm: Any
     fine_tune: Any
+    recalibrate: bool
     batch_size: int
 
     @property
@@ -187,7 +202,10 @@ class _Work:
         start = first_memory(self.algorithm, shared, parts)
         kept = tree.select(seen[client.slot], jax.tree.map(lambda rows: rows[client.slot], memories), start)
         memory, parts = with_memory_of(parts, kept)
-        return self._params(shared, first, dataclasses.replace(client, memory=memory, parts=parts))
+        whole = self._params(shared, first, dataclasses.replace(client, memory=memory, parts=parts))
+        if not self.recalibrate:
+            return whole
+        return recalibrated(self.algorithm.model, whole, client, batches_of_pass(self.batches))
 
     def absent_params(self, arguments: tuple[Shared, Any, Any], client: Client) -> Params:
         """Returns the parameters of a client without memory and training examples."""
@@ -230,15 +248,15 @@ class _Work:
         return client.for_each_batch(Batches(size=self.batch_size, shuffle=False), add, none)
 
 
-def _work(algorithm: Any, fine_tune: Any, batch_size: int) -> _Work:
+def _work(algorithm: Any, *settings: Any) -> _Work:
     """Returns the same object for the same arguments, because `map_clients` compiles every new function."""
     kept = kept_with(algorithm).setdefault("personal", {})
-    if (fine_tune, batch_size) not in kept:
-        kept[fine_tune, batch_size] = _Work(algorithm, fine_tune, batch_size)
-    return kept[fine_tune, batch_size]
+    if settings not in kept:
+        kept[settings] = _Work(algorithm, *settings)
+    return kept[settings]
 
 
-def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
+def _check_algorithms(algorithm: Any, fine_tune: Any, recalibrate: bool) -> None:
     """Raises ``ValueError`` unless the algorithms define each client's own parameters."""
     for name, value in {"algorithm": algorithm, "fine_tune": fine_tune}.items():
         trains = all(hasattr(value, part) for part in ("model", "client_update", "broadcast")) and not isinstance(value, type)
@@ -246,7 +264,8 @@ def _check_algorithms(algorithm: Any, fine_tune: Any) -> None:
             raise ValueError(
                 f"Expected {name} to be an algorithm that trains a model, such as FedAvg(...), got {name}={value!r}."
             )
-    if fine_tune is None and not hasattr(algorithm, "personal_params") and not keeps_parts(algorithm.model):
+    has_own = hasattr(algorithm, "personal_params") or recalibrate or keeps_parts(algorithm.model)
+    if fine_tune is None and not has_own:
         raise ValueError(
             f"{type(algorithm).__name__} has no personal_params, so every client's model is the server's. Use fedsim.evaluate, "
             "or set fine_tune to an algorithm such as FedAvg, whose local steps train a model for each client."

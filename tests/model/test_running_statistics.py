@@ -81,6 +81,11 @@ def in_nnx(nnx):
         "train": train,
         "evaluate": evaluate,
         "statistics": ["['norm']['mean']", "['norm']['var']"],
+        "weights": lambda p: [
+            p[layer][name]
+            for layer, names in {"body": ("kernel", "bias"), "norm": ("scale", "bias"), "head": ("kernel", "bias")}.items()
+            for name in names
+        ],
     }
 
 
@@ -141,6 +146,7 @@ def in_equinox(eqx):
         "train": train,
         "evaluate": evaluate,
         "statistics": [".norm.batch_counter.init", *(f".norm.batch_state_index.init[{i}]" for i in range(2))],
+        "weights": lambda p: [p.body.weight.T, p.body.bias, p.norm.weight, p.norm.bias, p.head.weight.T, p.head.bias],
     }
 
 
@@ -189,6 +195,11 @@ def in_keras(keras):
         "train": train,
         "evaluate": lambda values, x: model_with(values)(x, training=False),
         "statistics": [f"['net/norm']['moving_{name}']" for name in ("mean", "variance")],
+        "weights": lambda p: [
+            p[f"net/{layer}"][name]
+            for layer, names in {"body": ("kernel", "bias"), "norm": ("gamma", "beta"), "head": ("kernel", "bias")}.items()
+            for name in names
+        ],
     }
 
 
@@ -367,3 +378,19 @@ def test_values_that_a_keras_model_is_made_with_are_the_first_ones():
     assert {name: values.tolist() for name, values in norm.items()} == {
         name: [value] * 4 for name, value in zip(("gamma", "beta", "moving_mean", "moving_variance"), (1, 2, 3, 4), strict=True)
     }
+
+
+def test_recalibration_takes_the_statistics_of_a_client(library, data):
+    """The network in NumPy, with the means of the batches' means and variances: the momentum has no influence."""
+    algorithm = fedavg(library.model(), execution=fedsim.Jit())
+    state, _ = algorithm.apply(algorithm.init(jax.random.key(0)), cohort(data))
+    found = fedsim.evaluate_personalized(algorithm, state, data, data, recalibrate=True).clients["loss"].result()
+    w, b, scale, offset, v, c = (np.asarray(x, np.float64) for x in library.weights(state.params))
+    for client in (0, 1):
+        hidden = [x @ w + b for x, _ in batches_of(data, client)]
+        mean, var = np.mean([h.mean(0) for h in hidden], 0), np.mean([h.var(0) for h in hidden], 0)
+        normal = (np.concatenate(hidden) - mean) / np.sqrt(var + 1e-5) * scale + offset
+        logits = np.maximum(normal, 0) @ v + c
+        y = examples_of(data, client)[1]
+        expected = np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
+        np.testing.assert_allclose(found[client], expected, rtol=1e-5)
