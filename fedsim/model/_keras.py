@@ -44,7 +44,8 @@ def network(make: Callable[[], Any], call: Call) -> Network:
             model(*example)
         trainable, others = model.trainable_variables, model.non_trainable_variables
         statistics = [each for each in others if not _is_seed(each)]
-        initializers = [_initializer(each, assigned.get(each.path)) for each in (*trainable, *statistics)]
+        variables = [*trainable, *statistics]
+        initializers = [_initializer(each, assigned.get(each.path)) for each in variables]
     frozen = [
         each.path for layer in model._flatten_layers() if not layer.trainable for each in layer.variables if not _is_seed(each)
     ]
@@ -70,13 +71,12 @@ def network(make: Callable[[], Any], call: Call) -> Network:
             layer, name = _names(variable)
             return whole[layer][name]
 
-        values = [[value(each, number) for number, each in enumerate(each)] for each in (trainable, others)]
+        values = [[value(variable, number) for number, variable in enumerate(group)] for group in (trainable, others)]
         arguments = (list(inputs),) if as_list else inputs
         mask = mask_for(model.call) if takes_mask and key is not None else {}
         return model.stateless_call(*values, *arguments, training=key is not None, return_losses=True, **mask, **kwargs)
 
     def init(key: jax.Array) -> Params:
-        variables = [*trainable, *statistics]
         draws = [_seeded(each, jax.random.fold_in(key, number)) for number, each in enumerate(initializers)]
         return _by_layer(variables, [draw(x.shape, dtype=x.dtype) for draw, x in zip(draws, variables, strict=True)])
 
@@ -92,13 +92,13 @@ def network(make: Callable[[], Any], call: Call) -> Network:
         if not statistics:
             return outputs
         after = [x for x, variable in zip(new, others, strict=True) if not _is_seed(variable)]
-        return outputs, _by_layer([*trainable, *statistics], [*(None for _ in trainable), *after])
+        return outputs, _by_layer(variables, [*(None for _ in trainable), *after])
 
     return Network(
         init=init,
         train=train,
         evaluate=lambda whole, examples: apply(whole, read(examples), None, eval_kwargs)[0],
-        is_statistic=_by_layer([*trainable, *statistics], [*(False for _ in trainable), *(True for _ in statistics)])
+        is_statistic=_by_layer(variables, [number >= len(trainable) for number in range(len(variables))])
         if statistics
         else None,
     )
