@@ -38,6 +38,8 @@ class Capabilities:
       model_parts: clients may change other parts of the model than the parameters that the algorithm sees, such as running
         statistics, or parameters that each client keeps, see `fedsim.Model.with_parts`. Frozen parts are no such parts.
         Clients train by `LocalTraining.run` from what the server sent, and return the parts in `fedsim.ClientUpdate`.
+      microbatches: clients compute gradients by `LocalTraining` alone, of losses that are means over examples, so
+        ``batches.microbatch`` may divide a batch. Other algorithms refuse it.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
         algorithms refuse them.
 
@@ -52,6 +54,7 @@ class Capabilities:
     scalable: bool = False
     unlabelled: bool = False
     model_parts: bool = False
+    microbatches: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,9 +128,22 @@ class Algorithm:
         checks.instance(Compressor, "Eden(bits=2)", or_none=True, downlink=self.downlink)
         checks.instance(Staleness, "fedsim.Staleness(bound=10)", or_none=True, staleness=self.staleness)
         checks.instance(Batches, "fedsim.Batches(size=20)", batches=self.batches)
+        if self.batches.microbatch is not None:
+            self._check_microbatches()
         for field in dataclasses.fields(self):
             if field.name == "aggregator" and callable(field.default_factory) and not self.capabilities.aggregators:
                 self._check_aggregator(field.default_factory())
+
+    def _check_microbatches(self) -> None:
+        """Raises ``ValueError`` if gradients cannot be summed over microbatches."""
+        what = "" if self.capabilities.microbatches else type(self).__name__
+        if {"statistics", "own_statistics"} & set(jax.tree.leaves(getattr(getattr(self, "model", None), "roles", None))):
+            what = "a model with running statistics, which are those of whole batches"
+        if what:
+            raise ValueError(
+                f"Expected batches without microbatches for {what}, got microbatch={self.batches.microbatch}: leave it out; a "
+                "smaller batch size also takes less memory."
+            )
 
     @property
     def not_differentiable(self) -> str:
@@ -327,6 +343,8 @@ def _map_of(work: Callable[[Shared, Client], Any], batches: Batches, execution: 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Map(Algorithm):
     """A round that maps ``work`` over its clients and changes nothing."""
+
+    capabilities = Capabilities(microbatches=True)  # Whether they are summed is up to the work.
 
     work: Callable[[Shared, Client], Any]
     has_memory = False

@@ -77,7 +77,7 @@ class AdaptiveFedProx(FedAvg):
     ValueError: Expected patience >= 1, got patience=0: give a positive whole number.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)  # The loss must not be multiplied.
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)  # The loss must not be multiplied.
 
     mu: float = 0.0
     mu_step: float = 0.1

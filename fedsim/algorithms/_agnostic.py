@@ -95,7 +95,7 @@ class AgnosticFedAvg(FedAvg):
     ([[1.0, 5.0]], [0.5, 0.5])
     """
 
-    capabilities = Capabilities(aggregators=False, scalable=False)
+    capabilities = Capabilities(aggregators=False, scalable=False, microbatches=True)
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     num_domains: int

@@ -69,7 +69,7 @@ class APFL(FedAvg):
     ValueError: Expected 0 <= alpha <= 1, got alpha=1.5.
     """
 
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, microbatches=True)
     train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     alpha: float = 0.5

@@ -44,7 +44,7 @@ class Ditto(FedAvg):
     1.0
     """
 
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, microbatches=True)
     train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     lam: float = 1.0

@@ -99,7 +99,7 @@ class DSSGD(FedAvg):
     ValueError: Expected 0 < theta_u <= 1, got theta_u=0.0.
     """
 
-    capabilities = Capabilities(quadratic={"theta_u": 1.0}, aggregators=False, scalable=False)
+    capabilities = Capabilities(quadratic={"theta_u": 1.0}, aggregators=False, scalable=False, microbatches=True)
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     theta_u: float = 0.1

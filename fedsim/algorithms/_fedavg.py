@@ -52,7 +52,7 @@ class FedAvg(Algorithm):
     ([2, 1], [4.0, 2.0])
     """
 
-    capabilities = Capabilities(scalable=True, model_parts=True)
+    capabilities = Capabilities(scalable=True, model_parts=True, microbatches=True)
 
     model: Model
     client_optimizer: optax.GradientTransformation | Schedule

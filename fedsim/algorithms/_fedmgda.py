@@ -37,7 +37,7 @@ class FedMGDA(FedAvg):
     MinNorm(epsilon=0.5)
     """
 
-    capabilities = Capabilities(minimizes=False, scalable=False, model_parts=True)
+    capabilities = Capabilities(minimizes=False, scalable=False, model_parts=True, microbatches=True)
 
     aggregator: Aggregator = dataclasses.field(default_factory=MinNorm)
     epsilon: float | None = None

@@ -54,7 +54,7 @@ class FedNova(FedAvg):
     ['0.9049', '0.2900']
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
     mu: float = 0.0
 

@@ -75,7 +75,7 @@ class FedAdagrad(FedAvg):
     0.0
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True)
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.3}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.0
@@ -102,7 +102,7 @@ class FedAdam(FedAvg):
     ValueError: Expected 0 <= b2 < 1, got b2=1.5.
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True)
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9
@@ -132,7 +132,7 @@ class FedYogi(FedAvg):
     0.99
     """
 
-    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True)
+    capabilities = Capabilities(quadratic={"server_learning_rate": 0.03}, scalable=True, model_parts=True, microbatches=True)
 
     server_learning_rate: float = 1e-2
     b1: float = 0.9

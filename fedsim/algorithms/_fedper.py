@@ -57,7 +57,7 @@ class OwnHead(Base):
       head: see `FedPer`.
     """
 
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, microbatches=True)
 
     head: Head | None = None
 

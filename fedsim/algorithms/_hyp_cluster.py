@@ -49,7 +49,9 @@ class SeveralModels(Base):
 
     not_differentiable = "lets each client choose the model with the smallest loss"
 
-    capabilities = Capabilities(minimizes=False, scalable=True)  # There are several models, each for a part of the clients.
+    capabilities = Capabilities(
+        minimizes=False, scalable=True, microbatches=True
+    )  # There are several models, each for a part of the clients.
 
     num_clusters: int = 2
 

@@ -132,10 +132,22 @@ class LocalTraining:
     def loss_and_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         """Returns ``loss`` and its gradient with respect to ``params``, without any other term.
 
+        With ``batches.microbatch``, both are the means of those of the microbatches, which are computed one after another.
+
         Raises:
           ValueError: ``loss`` does not return a scalar.
         """
+        mask = getattr(batch, "mask", None)
+        if mask is None or (parts := self.batches.num_microbatches(len(mask))) == 1:
+            return self._of_whole_batch(params, batch)
 
+        def add(sums: _Sums, part: Batch) -> tuple[_Sums, None]:
+            with current_scope().inner():
+                return sums.add(*self._of_whole_batch(params, part), part.mask), None
+
+        return jax.lax.scan(add, _Sums.zero(params), divided(batch, parts))[0].means(params)
+
+    def _of_whole_batch(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         outer = current_scope()
 
         def loss(params: Params) -> tuple[jax.Array, Any]:
@@ -186,6 +198,11 @@ class LocalTraining:
             (loss, gradient), extra = self.step_gradient(params, batch), {}
             statistics = scope.new
             if needs_loss(self.optimizer, params):  # as Polyak steps and line searches do
+                if self.batches.microbatch is not None:
+                    raise ValueError(
+                        "Expected an optimizer that needs gradients alone, because the loss of a batch is computed at once, "
+                        f"got one that needs the loss and microbatch={self.batches.microbatch}: leave microbatch out."
+                    )
                 descended = _with_gradient(lambda params: self.step_value(params, batch), gradient, params)
                 extra = {"value": descended(params), "grad": gradient, "value_fn": descended}
             updates, opt_state = self.optimizer.update(gradient, local.opt_state, params, **extra)
@@ -221,20 +238,61 @@ class LocalTraining:
           purpose: of a pass over all examples. None takes the batches of the client's training in this round instead.
         """
 
-        def add(sums: tuple[metrics.MeanLoss, Params], batch: Batch) -> tuple[metrics.MeanLoss, Params]:
-            losses, total = sums
+        def add(sums: _Sums, batch: Batch) -> _Sums:
             with scope_of(client.parts, batch.mask):
-                loss, gradient = self.loss_and_gradient(params, batch)
-            count = jnp.sum(batch.mask, dtype=jnp.float32)
-            total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), total, gradient)
-            return losses.add(loss, count), total
+                return sums.add(*self.loss_and_gradient(params, batch), batch.mask)
 
         batches = self.batches if purpose is None else self.batches.one_pass()
+        return client.for_each_batch(batches, add, _Sums.zero(params), purpose).means(params)
+
+
+class _Sums(NamedTuple):
+    """Sums over examples of their losses and gradients."""
+
+    losses: metrics.MeanLoss
+    gradient: Params
+
+    @classmethod
+    def zero(cls, params: Params) -> _Sums:
         # Sums are at least float32. In bfloat16 a sum would stop growing after some hundred terms.
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, accumulation_dtype(p.dtype)), params)
-        losses, total = client.for_each_batch(batches, add, (metrics.MeanLoss.zero(), zeros), purpose)
-        mean = tree.scale(total, 1 / jnp.maximum(losses.num_examples.value(), 1))
-        return losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
+        return cls(metrics.MeanLoss.zero(), zeros)
+
+    def add(self, loss: jax.Array, gradient: Params, mask: jax.Array) -> _Sums:
+        """Adds the mean loss of a batch and its gradient."""
+        count = jnp.sum(mask, dtype=jnp.float32)
+        total = jax.tree.map(lambda sum, g: sum + count.astype(sum.dtype) * g.astype(sum.dtype), self.gradient, gradient)
+        return _Sums(self.losses.add(loss, count), total)
+
+    def means(self, params: Params) -> tuple[jax.Array, Params]:
+        """Returns the mean loss and its gradient, in the dtypes of the parameters."""
+        mean = tree.scale(self.gradient, 1 / jnp.maximum(self.losses.num_examples.value(), 1))
+        return self.losses.result(), jax.tree.map(lambda g, p: g.astype(p.dtype), mean, params)
+
+
+def divided(batch: Batch, parts: int) -> Batch:
+    """Distributes a batch's examples over parts in turn, so that the parts of a partial batch have similar sizes.
+
+    Each device of those that a batch is divided over then has rows of every part.
+
+    Returns:
+      A batch with leaves ``[parts, rows, ...]``, whose remaining rows are padding. Each part has a key of its own.
+
+    >>> batch = Batch({"x": jnp.arange(5)}, jnp.array([True, True, True, True, False]), jax.random.key(0), 0)
+    >>> part = divided(batch, 2)
+    >>> part.examples["x"].tolist(), part.mask.tolist()
+    ([[0, 2, 4], [1, 3, 4]], [[True, True, False], [True, True, False]])
+    """
+    rows = len(batch.mask)
+    size = -(-rows // parts)
+
+    def cut(x: jax.Array, **padding: Any) -> jax.Array:
+        x = jnp.pad(x, [(0, size * parts - rows)] + [(0, 0)] * (x.ndim - 1), **padding)
+        return jnp.swapaxes(x.reshape(size, parts, *x.shape[1:]), 0, 1)
+
+    examples = jax.tree.map(lambda x: cut(x, mode="edge"), batch.examples)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(batch.key, jnp.arange(parts))
+    return Batch(examples, cut(batch.mask), keys, jnp.broadcast_to(batch.step, (parts,)))
 
 
 def _with_kept(params: Params, parts: ModelParts | tuple[()]) -> Params:

@@ -88,7 +88,7 @@ class MimeLite(FedAvg):
     True
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
@@ -137,7 +137,7 @@ class Mime(FedAvg):
     [[20800, 20800], [41600, 41600]]
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
     def check(self, data: FederatedData) -> None:
         super().check(data)

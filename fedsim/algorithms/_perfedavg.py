@@ -21,11 +21,10 @@ import dataclasses
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from fedsim import checks, tree
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._local_training import LocalTraining
+from fedsim.algorithms._local_training import LocalTraining, divided
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Params
 from fedsim.rounds import Client
@@ -96,7 +95,8 @@ class PerFedAvg(FedAvg):
             def moved(by: jax.Array | float, along: Params) -> Params:
                 return tree.add(params, tree.scale(along, by))
 
-            parts = split_batch(batch, self._parts)
+            split = divided(batch, self._parts)
+            parts = [jax.tree.map(lambda x, i=i: x[i], split) for i in range(self._parts)]
             loss, gradient = slope(moved(-self.alpha, slope(params, 0)[1]), 1)
             if self.variant == "first_order":
                 return loss, gradient
@@ -104,23 +104,3 @@ class PerFedAvg(FedAvg):
             return loss, tree.add(gradient, tree.scale(tree.subtract(ahead, behind), -self.alpha / (2 * self.delta)))
 
         return dataclasses.replace(training, gradient=gradient)
-
-
-def split_batch(batch: Batch, parts: int) -> list[Batch]:
-    """Distributes a batch's examples over the parts in turn, so that the parts of a partial batch have similar sizes.
-
-    The remaining rows of a part are padding.
-
-    >>> batch = Batch({"x": jnp.arange(5)}, jnp.array([True, True, True, True, False]), jax.random.key(0), 0)
-    >>> [part.examples["x"][part.mask].tolist() for part in split_batch(batch, 2)]
-    [[0, 2], [1, 3]]
-    """
-    size = -(-len(batch.mask) // parts)
-    row = jnp.arange(size) * parts
-
-    def part(i: int) -> Batch:
-        at = jnp.minimum(row + i, len(batch.mask) - 1)
-        mask = batch.mask[at] & (row + i < len(batch.mask))
-        return Batch(jax.tree.map(lambda x: x[at], batch.examples), mask, jax.random.fold_in(batch.key, i), batch.step)
-
-    return [part(i) for i in range(parts)]

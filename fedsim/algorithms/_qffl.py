@@ -110,7 +110,7 @@ class QFedAvg(FedAvg):
     True
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
     q: float = 1.0
     lipschitz: float | None = None

@@ -81,7 +81,7 @@ class SCAFFOLD(FedAvg):
     ValueError: Expected option to be 'I' or 'II', got option=2.
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
 
     option: Literal["I", "II"] = "II"
     weighting: Literal["examples", "uniform"] = "uniform"

@@ -482,6 +482,7 @@ def _batches(config: RunConfig, field: dataclasses.Field[Any]) -> Batches:
         max_steps=config.max_steps,
         shuffle=own.shuffle and config.shuffle,
         drop_remainder=config.drop_remainder,
+        microbatch=config.microbatch,
     )
 
 

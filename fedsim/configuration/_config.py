@@ -287,6 +287,12 @@ class RunConfig:
         10, "training", "Clients per round. Without a server all take part, but for adpsgd.", of_sampler=True
     )
     batch_size: int = _option(20, "training", "Examples per client step.", builds="batches", of_sampler=True)
+    microbatch: int | None = _option(
+        None,
+        "training",
+        "Examples of a client step whose gradient is computed at a time, so that large batches fit in memory; default: all.",
+        builds="batches",
+    )
     epochs: int = _option(1, "training", "Passes of a client over its examples per round.", builds="batches", of_sampler=True)
     steps: int | None = _option(
         None, "training", "Steps of a client per round, instead of epochs.", builds="batches", of_sampler=True
@@ -337,7 +343,8 @@ class RunConfig:
         counts = ("rounds", "clients", "batch_size", "epochs", "evaluate_every", "client_schedule_every")
         checks.whole(1, **{name: getattr(self, name) for name in counts})
         checks.whole(1, or_none=True, steps=self.steps, max_steps=self.max_steps)
-        Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps)  # raises ValueError for epochs and steps together
+        # Raises ValueError for epochs and steps together, and for a microbatch that is larger than the batch.
+        Batches(size=self.batch_size, epochs=self.epochs, steps=self.steps, microbatch=self.microbatch)
         checks.whole(0, seed=self.seed)
         rates: dict[str, Any] = {name: value for name, value in self.hyperparameters.items() if name == "server_learning_rate"}
         checks.positive(client_learning_rate=self.client_learning_rate, **rates, remedy="give a step size, e.g. 0.1")

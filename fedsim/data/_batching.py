@@ -48,9 +48,14 @@ class Batches:
         if they are given both ``num_epochs`` and ``num_steps``.
       shuffle: whether to shuffle; False reads the examples in stored order.
       drop_remainder: whether to drop a partial last batch.
+      microbatch: number of examples whose gradient is computed at a time, so that large batches fit in memory. The gradient of
+        a step is the mean of those of its microbatches, weighted by their numbers of examples. For a loss that is a mean over
+        examples it is that of the whole batch, up to rounding and to random draws, such as dropout, which each microbatch has
+        of its own. A loss that compares the examples of a batch, such as a contrastive one, compares those of a microbatch.
+        None computes the gradient of a batch at once.
 
     Raises:
-      ValueError: a number is not positive, or both ``epochs`` and ``steps`` are given.
+      ValueError: a number is not positive, ``microbatch`` is larger than ``size``, or both ``epochs`` and ``steps`` are given.
 
     >>> [Batches(size=20).num_steps(n) for n in (0, 19, 20, 21)]
     [0, 1, 1, 2]
@@ -66,6 +71,7 @@ class Batches:
     max_steps: int | None = None
     shuffle: bool = True
     drop_remainder: bool = False
+    microbatch: int | None = None
 
     def __post_init__(self) -> None:
         meanings = {
@@ -73,16 +79,22 @@ class Batches:
             "epochs": "the number of passes over a client's examples",
             "steps": "a number of batches, or None to count epochs",
             "max_steps": "a largest number of batches, or None for no limit",
+            "microbatch": "a number of examples, or None for whole batches",
         }
         for name, meaning in meanings.items():
             value = getattr(self, name)
-            checks.whole(1, or_none=name in ("steps", "max_steps"), **{name: value}, remedy=f"give {meaning}")
+            checks.whole(1, or_none=name in ("steps", "max_steps", "microbatch"), **{name: value}, remedy=f"give {meaning}")
             object.__setattr__(self, name, value if value is None else int(value))
         if self.steps is not None and self.epochs != 1:
             raise ValueError(
                 f"Expected epochs or steps, got epochs={self.epochs} and steps={self.steps}: leave out steps to make "
                 "passes over the examples, leave out epochs to take a number of steps, or give epochs and max_steps for the "
                 "smaller of the two."
+            )
+        if self.microbatch is not None and self.microbatch > self.size:
+            raise ValueError(
+                f"Expected microbatch <= size, got microbatch={self.microbatch} and size={self.size}: leave it out to compute "
+                "the gradient of a batch at once."
             )
         checks.truth(shuffle=self.shuffle, drop_remainder=self.drop_remainder)
 
@@ -111,12 +123,20 @@ class Batches:
         return np.zeros(len(sizes), bool) if self.steps is not None else self.num_steps(sizes) * self.size > sizes * self.epochs
 
     def one_pass(self) -> Batches:
-        """Returns batches of the same size that read every example once, in stored order.
+        """Returns batches that read every example once, in stored order. They have the size of a microbatch, if there is one.
 
-        >>> Batches(size=20, epochs=5, max_steps=7).one_pass()
-        Batches(size=20, epochs=1, steps=None, max_steps=None, shuffle=False, drop_remainder=False)
+        >>> Batches(size=20, epochs=5, max_steps=7).one_pass() == Batches(size=20, shuffle=False)
+        True
         """
-        return Batches(size=self.size, shuffle=False)
+        return Batches(size=self.microbatch or self.size, shuffle=False)
+
+    def num_microbatches(self, rows: int) -> int:
+        """Returns the number of microbatches of a batch with so many rows.
+
+        >>> Batches(size=20, microbatch=8).num_microbatches(20), Batches(size=20).num_microbatches(20)
+        (3, 1)
+        """
+        return 1 if self.microbatch is None else -(-rows // self.microbatch)
 
     def check(self, sizes: np.ndarray) -> None:
         """Checks that clients of these sizes, ``int [clients]``, can be trained; warns of clients that can never take a step.

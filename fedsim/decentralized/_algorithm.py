@@ -136,7 +136,7 @@ class DecentralizedAlgorithm(Algorithm):
     (4, True)
     """
 
-    capabilities = Capabilities(aggregators=False)
+    capabilities = Capabilities(aggregators=False, microbatches=True)
     # Whether cohorts may have attackers. They may where messages are the values that are mixed.
     attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.

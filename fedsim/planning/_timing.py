@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim import rng
-from fedsim.algorithm import Algorithm
+from fedsim.algorithm import Algorithm, Capabilities
 from fedsim.data import Cohort
 from fedsim.planning._flops import flops_of
 from fedsim.rounds import Client, Clients, ClientUpdate, TracedCall
@@ -30,6 +30,8 @@ class _Steps(Algorithm):
     Execution compiles these loops and the aggregation in the same way as those of the algorithm. The state is a number that
     depends on all results, so that the compiler keeps them, and for each loop its constants and its first state.
     """
+
+    capabilities = Capabilities(microbatches=True)  # The steps of the algorithm have its microbatches.
 
     calls: Sequence[TracedCall]
     memory: Any
