@@ -99,8 +99,8 @@ def assert_close(ours, theirs, tolerance=1e-5):
 
 @pytest.mark.parametrize(
     "execution",
-    [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Debug()],
-    ids=["jit", "lanes", "two", "debug"],
+    [fedsim.Jit(), fedsim.Jit(lanes=3), fedsim.Pmap(devices=2), fedsim.Pmap(devices=8), fedsim.Debug()],
+    ids=["jit", "lanes", "two", "eight", "debug"],
 )
 def test_fedavg_with_batch_normalization_against_numpy(execution, data):
     """Sizes are no multiples of the batch size, and a client has a single example."""
