@@ -50,8 +50,8 @@ def main() -> None:
         )
         count = max(3, rounds // factor)
         made = scheduled(algorithm, sampler, rounds=count, synchronization=FEDBUFF, devices=PHONES)
-        runs = {"synchronous": _timed(algorithm, sampler, count), "FedBuff": _timed(made.algorithm, made.sampler, count)}
-        record["us_per_step"][name] = {kind: min(times) * 1e6 for kind, times in _by_turns(runs, 5).items()}
+        runs = {"synchronous": timed(algorithm, sampler, count), "FedBuff": timed(made.algorithm, made.sampler, count)}
+        record["us_per_step"][name] = {kind: min(times) * 1e6 for kind, times in by_turns(runs, 5).items()}
         print(f"{name}: {record['us_per_step'][name]}", flush=True)
 
     def simulate(faults: systems.Faults | None) -> Callable[[], float]:
@@ -63,13 +63,13 @@ def main() -> None:
 
         return run
 
-    times = _by_turns({"without": simulate(None), "with Faults()": simulate(systems.Faults())}, 5)
+    times = by_turns({"without": simulate(None), "with Faults()": simulate(systems.Faults())}, 5)
     record["seconds of 2,000 simulated server steps"] = {kind: min(found) for kind, found in times.items()}
     print(record)
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _timed(algorithm: Any, sampler: Any, rounds: int) -> Callable[[], float]:
+def timed(algorithm: Any, sampler: Any, rounds: int) -> Callable[[], float]:
     """Returns a function that runs the rounds and returns the seconds per client step."""
     cohorts = list(sampler.rounds(rounds))
     steps = sum(int(cohort.num_steps(algorithm.batches).sum()) for cohort in cohorts)
@@ -84,7 +84,7 @@ def _timed(algorithm: Any, sampler: Any, rounds: int) -> Callable[[], float]:
     return run
 
 
-def _by_turns(runs: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+def by_turns(runs: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(turns):
         for name, run in runs.items():
