@@ -352,28 +352,70 @@ def test_rounds_run_without_compilation_if_jax_says_so():
     np.testing.assert_array_equal(state.server, expected.server)
 
 
-@pytest.mark.parametrize("wrong", [np.nan, np.inf])
-def test_a_client_with_a_weight_that_is_not_finite_does_not_count(wrong):
+def one_round(round, **options):
+    """Returns the state and the info of one round of an algorithm with this ``round``, which starts from zero."""
+
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-    class Sizes(fedsim.Algorithm):
+    class OneRound(fedsim.Algorithm):
+        capabilities = fedsim.Capabilities(scalable=True)
+
         def init(self, key):
-            return jnp.zeros(())
+            return jnp.zeros((8,))
 
         def round(self, state, clients):
-            def work(shared, client):
-                size = jnp.asarray(client.num_examples, jnp.float32)
-                return fedsim.ClientUpdate(size, weight=jnp.where(size == 12, wrong, 1.0))
+            return round(state, clients)
 
-            return clients.aggregate(work, ())
+    algorithm = OneRound(batches=fedsim.Batches(size=4), execution=fedsim.Jit(), **options)
+    return algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
 
-    algorithm = Sizes(batches=fedsim.Batches(size=4), execution=fedsim.Jit())
 
-    def first_of_two_rounds():  # The second one reports the first.
-        results = algorithm.apply(algorithm.init(jax.random.key(0)), federation.cohort())
-        algorithm.apply(results[0], federation.cohort(round=1))
-        return results
+def test_calls_of_a_round_have_random_draws_of_their_own():
+    def draw(shared, client):
+        return jax.random.normal(client.key)
 
-    with pytest.warns(UserWarning, match="1 client update"):
-        state, info = first_of_two_rounds()
+    def round(state, clients):
+        first, second, again = (clients.map(draw, (), name=name) for name in ("a", "b", "update"))
+        return state, (first, second, again)
+
+    _, (first, second, of_root) = one_round(round)
+    drawn = np.concatenate([draws[:8] for draws in (first, second, of_root)])
+    assert len(set(drawn.tolist())) == 24
+    # The call "update" has the keys that the cohort gives its clients.
+    np.testing.assert_allclose(of_root[:8], jax.vmap(jax.random.normal)(federation.cohort().keys()), rtol=1e-6)
+
+
+def test_a_map_does_not_run_with_staleness():
+    with pytest.raises(ValueError, match="cannot run with staleness, .*: its round has other calls"):
+        one_round(
+            lambda state, clients: (state, clients.map(lambda shared, client: client.num_examples, ())),
+            staleness=fedsim.Staleness(bound=1),
+        )
+
+
+@pytest.mark.filterwarnings("ignore:1 client update")
+def test_messages_that_are_not_finite_are_dropped_and_clients_without_steps_send_nothing():
+    class Overflowing(aggregators.Mean):
+        def send(self, update, state, memory, key):
+            return aggregators.Sent(jnp.where(update == 12, jnp.inf, update), memory, jnp.uint32(7), jnp.float32(5))
+
+    def work(shared, client):
+        return fedsim.ClientUpdate(jnp.asarray(client.num_examples, jnp.float32) * jnp.ones(8), weight=1.0)
+
+    state, info = one_round(lambda state, clients: clients.aggregate(work, ()), aggregator=Overflowing())
+    assert info.num_dropped == 1
+    np.testing.assert_allclose(state, np.full(8, (7 + 3 + 1 + 5 + 9 + 2) / 6), rtol=1e-6)
+    took_part = np.array(federation.data().sizes) > 0
+    np.testing.assert_array_equal(info.clients["bits_up"][:8], 7 * took_part)
+    np.testing.assert_array_equal(info.clients["entropy_bits_up"][:8], 5 * took_part)
+
+
+@pytest.mark.filterwarnings("ignore:1 client update")
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_client_with_a_weight_that_is_not_finite_does_not_count(wrong):
+    def work(shared, client):
+        size = jnp.asarray(client.num_examples, jnp.float32)
+        return fedsim.ClientUpdate(size * jnp.ones(8), weight=jnp.where(size == 12, wrong, 1.0))
+
+    state, info = one_round(lambda state, clients: clients.aggregate(work, ()))
     assert info.num_dropped == 1 and info.clients["weight"].sum() == 6
-    np.testing.assert_allclose(state, (7 + 3 + 1 + 5 + 9 + 2) / 6, rtol=1e-6)
+    np.testing.assert_allclose(state, np.full(8, (7 + 3 + 1 + 5 + 9 + 2) / 6), rtol=1e-6)
