@@ -14,7 +14,7 @@ from fedsim.aggregators import Aggregator, Mean
 from fedsim.compressors import Compressor
 from fedsim.data import Batches, Cohort, FederatedData
 from fedsim.execution import Auto, Execution, cut_rows, remembered, watch_problems
-from fedsim.model import Model, ModelParts
+from fedsim.model import PARTS_IN_WORDS, Model, ModelParts
 from fedsim.rounds import Client, Clients, ClientUpdate, FederatedState, RoundInfo, Staleness
 
 State = Any
@@ -37,7 +37,9 @@ class Capabilities:
         `server_update`, `broadcast` or `round` must declare it again.
       model_parts: clients may change other parts of the model than the parameters that the algorithm sees, such as running
         statistics, or parameters that each client keeps, see `fedsim.Model.with_parts`. Frozen parts are no such parts.
-        Clients train by `LocalTraining.run` from what the server sent, and return the parts in `fedsim.ClientUpdate`.
+        Clients train from what the server sent and from `Client.parts`, as `LocalTraining.run` does, and return the parts in
+        `fedsim.ClientUpdate`.
+      refused_parts: why the algorithm nevertheless takes no models with some parts, by the names of `fedsim.model.ModelParts`.
       microbatches: clients compute gradients by `LocalTraining` alone, of losses that are means over examples, so
         ``batches.microbatch`` may divide a batch. Other algorithms refuse it.
       unlabelled: it also learns from examples whose label is hidden, which is -1, see `fedsim.partitioners.hide_labels`. Other
@@ -55,6 +57,7 @@ class Capabilities:
     unlabelled: bool = False
     model_parts: bool = False
     microbatches: bool = False
+    refused_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -222,14 +225,21 @@ class Algorithm:
         if isinstance(model, Model):
             model.check(data, unlabelled=self.capabilities.unlabelled)
             model.check_trainable()
-            if model.has_changing_parts and not self.capabilities.model_parts:
-                raise ValueError(
-                    f"{type(self).__name__} takes models whose other parts are frozen, got one with {model.parts_in_words}: "
-                    "use FedAvg, for example, or a model without them, such as one with GroupNorm."
-                )
+            self._check_parts(model)
             model.check_padding(self.batches, data.sizes)
         else:
             data.check_range(data.columns)
+
+    def _check_parts(self, model: Model) -> None:
+        """Raises ``ValueError`` if the algorithm takes no models with the parts that this one has."""
+        for role, reason in self.capabilities.refused_parts.items():
+            if role in model.part_names:
+                raise ValueError(f"{type(self).__name__} takes no model with {PARTS_IN_WORDS[role]}: {reason}.")
+        if model.has_changing_parts and not self.capabilities.model_parts:
+            raise ValueError(
+                f"{type(self).__name__} takes models whose other parts are frozen, got one with {model.parts_in_words}: "
+                "use FedAvg, for example, or a model without them, such as one with GroupNorm."
+            )
 
     @property
     def has_memory(self) -> bool:

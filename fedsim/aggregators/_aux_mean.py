@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fedsim import tree
 from fedsim.aggregators._aggregator import Accumulator, Aggregator, Mean, Memory, Sent, Update, Wrapper, inherits_aggregation
+from fedsim.aggregators._grouped import Member
 
 _MEAN = Mean()
 
@@ -112,9 +113,11 @@ class AuxMean(Wrapper):
 def with_aux_of(other: Update, update: Update) -> Update:
     """Returns ``update`` with the auxiliary data of ``other``. Updates without auxiliary data are returned unchanged.
 
-    It restores the auxiliary data of an attacker, because attacks change only the update.
+    It restores the auxiliary data of an attacker, because attacks change only the update. The update may be that of a `Member`.
 
     >>> with_aux_of(WithAux(1.0, aux=7.0), WithAux(-1.0, aux=-7.0))
     WithAux(update=-1.0, aux=7.0)
     """
+    if isinstance(update, Member):
+        return update._replace(update=with_aux_of(other.update, update.update))
     return WithAux(with_aux_of(other.update, update.update), other.aux) if isinstance(update, WithAux) else update

@@ -95,7 +95,16 @@ class AgnosticFedAvg(FedAvg):
     ([[1.0, 5.0]], [0.5, 0.5])
     """
 
-    capabilities = Capabilities(aggregators=False, scalable=False, microbatches=True)
+    capabilities = Capabilities(
+        aggregators=False,
+        scalable=False,
+        microbatches=True,
+        model_parts=True,
+        refused_parts={
+            "statistics": "its clients weight their updates by domains themselves, and the server adds these, so that running "
+            "statistics would have other weights; use statistics='client' or a model with GroupNorm"
+        },
+    )
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     num_domains: int
@@ -141,7 +150,7 @@ class AgnosticFedAvg(FedAvg):
         beta = jnp.vdot(shared.alpha, losses.weight)
         scaled = shared._replace(alpha=shared.alpha * divide(client.num_examples, beta))
         result = super().client_update(scaled, client)
-        return ClientUpdate((tree.scale(result.update, beta), beta, losses), jnp.float32(1), result.info)
+        return ClientUpdate((tree.scale(result.update, beta), beta, losses), jnp.float32(1), result.info, parts=result.parts)
 
     def client_loss(self, shared: AgnosticShared, params: Params, batch: Batch) -> jax.Array:
         return metrics.masked_mean(self._losses(params, batch) * shared.alpha[batch.examples[self.domain]], batch.mask)

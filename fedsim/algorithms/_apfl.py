@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
+from fedsim.algorithms._local_training import parts_of
 from fedsim.algorithms._personal_model import Models, train_both
 from fedsim.data import Batch
-from fedsim.model import Params
+from fedsim.model import ModelParts, Params, current_scope
 from fedsim.rounds import Client, ClientUpdate
 
 
@@ -36,10 +37,12 @@ class Mixture(NamedTuple):
     Attributes:
       params: v.
       alpha: the weight, ``float32 []``.
+      parts: the running statistics of the mixture.
     """
 
     params: Params
     alpha: jax.Array
+    parts: ModelParts = ModelParts()
 
     def mixed(self, others: Params) -> Params:
         """Returns ``alpha * own + (1 - alpha) * others``."""
@@ -50,8 +53,8 @@ class Mixture(NamedTuple):
 class APFL(FedAvg):
     """FedAvg with mixtures: every client also trains a personal model v, such that alpha v + (1 - alpha) w fits its data.
 
-    The global model w is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the mixtures. A step computes two
-    gradients.
+    The global model w is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the mixtures, which have
+    running statistics of their own. A step computes two gradients.
 
     Attributes:
       alpha: each client's weight of its own model, in [0, 1]. It is the initial weight if ``adaptive``. 0 uses only the global
@@ -69,7 +72,12 @@ class APFL(FedAvg):
     ValueError: Expected 0 <= alpha <= 1, got alpha=1.5.
     """
 
-    capabilities = Capabilities(scalable=True, microbatches=True)
+    capabilities = Capabilities(
+        scalable=True,
+        microbatches=True,
+        model_parts=True,
+        refused_parts={"kept": "clients mix their models with the server's, which lacks these; use Ditto, for example"},
+    )
     train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     alpha: float = 0.5
@@ -81,11 +89,11 @@ class APFL(FedAvg):
         checks.truth(adaptive=self.adaptive)
 
     def client_memory(self, shared: Any) -> Mixture:
-        return Mixture(shared.params, jnp.float32(self.alpha))
+        return Mixture(shared.params, jnp.float32(self.alpha), current_scope().parts._replace(frozen=()))
 
     def personal_params(self, shared: Any, client: Client) -> Params:
         """Returns the parameters of the client's mixture."""
-        return client.memory.mixed(shared.params)
+        return client.memory.parts.join(client.memory.mixed(shared.params))
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         training = self.local_training(shared, client)
@@ -109,5 +117,8 @@ class APFL(FedAvg):
             alpha = jnp.clip(after.params.alpha, 0, 1) if self.adaptive else own.params.alpha
             return training.step(copy, batch), after._replace(params=after.params._replace(alpha=alpha))
 
-        result = train_both(self, shared, client, step, (training.start(shared.params), training.start(client.memory)))
-        return result._replace(info={**result.info, "alpha": result.memory.alpha})
+        statistics = client.memory.parts._replace(frozen=parts_of(client).frozen)
+        mixed = training.start(client.memory._replace(parts=ModelParts()), statistics)
+        result, own = train_both(self, shared, client, step, (training.start(shared.params, client.parts), mixed))
+        memory = own.params._replace(parts=parts_of(own)._replace(frozen=()))
+        return result._replace(info={**result.info, "alpha": memory.alpha}, memory=memory)

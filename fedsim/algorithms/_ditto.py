@@ -15,7 +15,7 @@ from typing import Any
 from fedsim import checks
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._personal_model import Models, train_both
+from fedsim.algorithms._personal_model import Models, first_model, model_of, start_of, train_both
 from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate
@@ -24,6 +24,9 @@ from fedsim.rounds import Client, ClientUpdate
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Ditto(FedAvg):
     """FedAvg in which every client k also trains a personal model v close to the server's x: min F_k(v) + lam/2 ||v - x||².
+
+    The personal model has running statistics of its own, and of the parameters that clients keep (`fedsim.Model.with_parts`),
+    which have no distance from x, both models have their own.
 
     The global model is the same as in FedAvg. `fedsim.evaluate_personalized` evaluates the personal models. A step computes two
     gradients. The ``personal_loss`` in a round's info is F_k(v) alone.
@@ -44,7 +47,7 @@ class Ditto(FedAvg):
     1.0
     """
 
-    capabilities = Capabilities(scalable=True, microbatches=True)
+    capabilities = Capabilities(scalable=True, model_parts=True, microbatches=True)
     train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     lam: float = 1.0
@@ -54,7 +57,7 @@ class Ditto(FedAvg):
         checks.number(least=0, lam=self.lam)
 
     def client_memory(self, shared: Any) -> Params:
-        return shared.params
+        return first_model(shared)
 
     def personal_params(self, shared: Any, client: Client) -> Params:
         """Returns the parameters of the client's personal model."""
@@ -68,4 +71,6 @@ class Ditto(FedAvg):
             copy, own = models
             return training.step(copy, batch), personal.step(own, batch)
 
-        return train_both(self, shared, client, step, (training.start(shared.params), personal.start(client.memory)))
+        start = training.start(shared.params, client.parts), start_of(personal, client.memory, client)
+        result, own = train_both(self, shared, client, step, start)
+        return result._replace(memory=model_of(own))

@@ -99,7 +99,17 @@ class DSSGD(FedAvg):
     ValueError: Expected 0 < theta_u <= 1, got theta_u=0.0.
     """
 
-    capabilities = Capabilities(quadratic={"theta_u": 1.0}, aggregators=False, scalable=False, microbatches=True)
+    capabilities = Capabilities(
+        quadratic={"theta_u": 1.0},
+        aggregators=False,
+        scalable=False,
+        microbatches=True,
+        model_parts=True,
+        refused_parts={
+            "statistics": "its participants select, clip and perturb what they send, and running statistics would be sent "
+            "whole; use statistics='client' or a model with GroupNorm"
+        },
+    )
 
     aggregator: Aggregator = dataclasses.field(default_factory=Sum)
     theta_u: float = 0.1
@@ -174,7 +184,7 @@ class DSSGD(FedAvg):
         bits = number.astype(dtype) * jnp.asarray(bits_of_each, dtype)
         info = {"loss": local.loss.result(), "bits_up": bits, "entropy_bits_up": bits.astype(jnp.float32)}
         aux, memory = ((), ()) if self.theta_d == 1 else (sent.astype(jnp.float32), local.params)
-        return ClientUpdate(WithAux(change, aux), jnp.float32(1), info, memory)
+        return ClientUpdate(WithAux(change, aux), jnp.float32(1), info, memory, local.parts)
 
     def selected(self, change: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the changes ``[size]``, clipped and with noise, and which of them are uploaded, ``bool [size]``."""

@@ -127,7 +127,14 @@ class FedMatch(FedAvg):
     True
     """
 
-    capabilities = Capabilities(minimizes=False, unlabelled=True)
+    capabilities = Capabilities(
+        minimizes=False,
+        unlabelled=True,
+        refused_parts=dict.fromkeys(
+            ("statistics", "own_statistics", "kept"),
+            "its clients label examples by the models of other clients, of which they would not have these; use FixMatch",
+        ),
+    )
     not_differentiable = "chooses pseudo-labels by a threshold and by votes"
 
     threshold: float = 0.75

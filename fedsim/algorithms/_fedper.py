@@ -22,7 +22,7 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local
 from fedsim.algorithms._server_step import first_state
 from fedsim.data import FederatedData
-from fedsim.model import Params
+from fedsim.model import PARTS_IN_WORDS, Params
 from fedsim.rounds import Client, ClientUpdate
 from fedsim.transfer import Head, head_of, module_names
 
@@ -57,7 +57,15 @@ class OwnHead(Base):
       head: see `FedPer`.
     """
 
-    capabilities = Capabilities(scalable=True, microbatches=True)
+    capabilities = Capabilities(
+        scalable=True,
+        microbatches=True,
+        refused_parts=dict.fromkeys(
+            PARTS_IN_WORDS,
+            "it divides a model by its own field head; use a model without, or FedAvg with model.with_parts(frozen=..., "
+            "kept=...), where clients keep parameters, too",
+        ),
+    )
 
     head: Head | None = None
 
@@ -68,11 +76,6 @@ class OwnHead(Base):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
-        if self.model.init_parts is not None:
-            raise ValueError(
-                f"{type(self).__name__} divides a model by its own field head, got one with {self.model.parts_in_words}: use a "
-                "model without, or FedAvg with model.with_parts(frozen=..., kept=...), where clients keep parameters, too."
-            )
         modules = module_names(self.model)
         if self.head is None and len(modules) == 1:
             raise ValueError(

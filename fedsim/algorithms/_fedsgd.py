@@ -22,6 +22,8 @@ from fedsim.data import Batch, Batches, FederatedData
 from fedsim.model import Model, Params
 from fedsim.rounds import Client, ClientUpdate, RoundInfo
 
+_REFUSED = {"kept": "clients take no local steps, which would train these; use FedAvg, for example"}
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FedSGD(Algorithm):
@@ -45,7 +47,7 @@ class FedSGD(Algorithm):
     [1, 1]
     """
 
-    capabilities = Capabilities(ordered=False, scalable=True)
+    capabilities = Capabilities(ordered=False, scalable=True, model_parts=True, refused_parts=_REFUSED)
 
     model: Model
     server_optimizer: optax.GradientTransformation = dataclasses.field(default_factory=lambda: optax.sgd(1.0))
@@ -74,8 +76,8 @@ class FedSGD(Algorithm):
 
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
         training = LocalTraining(functools.partial(self.client_loss, shared), self.batches)
-        loss, gradient = training.full_gradient(client, shared.params, purpose=None)
-        return ClientUpdate(gradient, self.weight(client), {"loss": loss})
+        loss, gradient, parts = training.gradient_and_parts(client, shared.params)
+        return ClientUpdate(gradient, self.weight(client), {"loss": loss}, parts=parts)
 
     def weight(self, client: Client) -> jax.Array:
         """Returns a client's weight in the aggregate, ``float32 []``, as ``weighting`` determines it."""

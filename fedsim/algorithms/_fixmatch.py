@@ -74,7 +74,7 @@ class FixMatch(FedAvg):
     [1.0, 1.0]
     """
 
-    capabilities = Capabilities(minimizes=False, scalable=True, unlabelled=True)
+    capabilities = Capabilities(minimizes=False, scalable=True, unlabelled=True, model_parts=True)
     not_differentiable = "chooses pseudo-labels by a threshold"
 
     threshold: float = 0.95
@@ -95,6 +95,11 @@ class FixMatch(FedAvg):
 
     def check(self, data: FederatedData) -> None:
         super().check(data)
+        if self.server_examples is not None and self.model.has_changing_parts:
+            raise ValueError(
+                f"{type(self).__name__} with server_examples takes no model with {self.model.parts_in_words}: the server "
+                "trains parameters alone; use a model without, or leave server_examples out."
+            )
         self.pseudo_labels.check(data, self.server_examples)
 
     def init(self, key: jax.Array) -> FixMatchState:
@@ -102,10 +107,12 @@ class FixMatch(FedAvg):
 
     def client_loss(self, shared: Any, params: Params, batch: Batch) -> jax.Array:
         labels_of = self.pseudo_labels
+        # Running statistics are those of the last call, and so of weakly augmented examples.
+        strong = labels_of.logits(params, batch, "strong")
         logits, labelled = labels_of.logits(params, batch, "weak"), batch.examples["y"] >= 0
         supervised = metrics.masked_mean(self.model.losses(batch.examples, logits), batch.mask & labelled)
         labels, confident = labels_of.predicted(logits)
-        losses = metrics.cross_entropy({"y": labels}, labels_of.logits(params, batch, "strong"))
+        losses = metrics.cross_entropy({"y": labels}, strong)
         unsupervised = metrics.masked_mean(jnp.where(confident, losses, 0.0), batch.mask & ~labelled)
         return supervised + self.unlabelled_weight * unsupervised
 

@@ -188,11 +188,11 @@ class LocalTraining:
           parts: the other parts of the model, see `Client.parts`. Those that the client keeps are trained with the parameters:
             ``loss``, ``gradient``, ``objective`` and ``optimizer`` get both in one pytree, and ``terms`` the parameters alone.
         """
-        return Local(params, self.optimizer.init(_with_kept(params, parts)), metrics.MeanLoss.zero(), parts)
+        return Local(params, self.optimizer.init(with_kept(params, parts)), metrics.MeanLoss.zero(), parts)
 
     def step(self, local: Local, batch: Batch) -> Local:
         """Takes one step of the optimizer on a batch."""
-        params = _with_kept(local.params, local.parts)
+        params = with_kept(local.params, local.parts)
         # Steps from parameters that the client keeps may have no parts of their own: then these are frozen ones.
         with scope_of(local.parts or current_scope().parts, batch.mask, params) as scope:
             (loss, gradient), extra = self.step_gradient(params, batch), {}
@@ -229,21 +229,34 @@ class LocalTraining:
 
         return client.for_each_batch(self.batches.one_pass(), add, metrics.MeanLoss.zero(), "preview").result()
 
-    def full_gradient(self, client: Client, params: Params, purpose: str | None = "preview") -> tuple[jax.Array, Params]:
+    def full_gradient(self, client: Client, params: Params) -> tuple[jax.Array, Params]:
         """Returns a client's mean loss over its examples at these parameters, and the gradient of this loss, without terms.
 
-        Args:
-          client: the client.
-          params: the parameters.
-          purpose: of a pass over all examples. None takes the batches of the client's training in this round instead.
+        Other parts of the model are those with which the client started.
         """
+        loss, gradient, _ = self._full_pass(client, params, "preview")
+        return loss, gradient
 
-        def add(sums: _Sums, batch: Batch) -> _Sums:
-            with scope_of(client.parts, batch.mask):
-                return sums.add(*self.loss_and_gradient(params, batch), batch.mask)
+    def gradient_and_parts(self, client: Client, params: Params) -> tuple[jax.Array, Params, ModelParts | tuple[()]]:
+        """Returns what `full_gradient` returns, over the batches of the client's training in this round, and the parts of the
+        model after it, with new running statistics.
+        """
+        return self._full_pass(client, params, None)
+
+    def _full_pass(
+        self, client: Client, params: Params, purpose: str | None
+    ) -> tuple[jax.Array, Params, ModelParts | tuple[()]]:
+        changes = purpose is None and isinstance(client.parts, ModelParts)
+
+        def add(before: tuple[_Sums, Any], batch: Batch) -> tuple[_Sums, Any]:
+            sums, parts = before
+            with scope_of(parts if changes else client.parts, batch.mask) as scope:
+                sums = sums.add(*self.loss_and_gradient(params, batch), batch.mask)
+            return sums, parts.after_step(params, scope.new) if changes else parts
 
         batches = self.batches if purpose is None else self.batches.one_pass()
-        return client.for_each_batch(batches, add, _Sums.zero(params), purpose).means(params)
+        sums, parts = client.for_each_batch(batches, add, (_Sums.zero(params), client.parts if changes else ()), purpose)
+        return *sums.means(params), parts
 
 
 class _Sums(NamedTuple):
@@ -295,8 +308,21 @@ def divided(batch: Batch, parts: int) -> Batch:
     return Batch(examples, cut(batch.mask), keys, jnp.broadcast_to(batch.step, (parts,)))
 
 
-def _with_kept(params: Params, parts: ModelParts | tuple[()]) -> Params:
-    """Returns all parameters that a client trains: those that are sent, and those that it keeps."""
+def parts_of(holder: Local | Client) -> ModelParts:
+    """Returns the parts of the model that it has, in one form also if there are none.
+
+    >>> parts_of(Local(params={"w": 1.0}, opt_state=(), loss=metrics.MeanLoss.zero())) == ModelParts()
+    True
+    """
+    return holder.parts or ModelParts()
+
+
+def with_kept(params: Params, parts: ModelParts | tuple[()]) -> Params:
+    """Returns all parameters that a client trains: those that are sent, and those that it keeps.
+
+    >>> with_kept({"w": 1.0, "b": None}, ModelParts(kept={"w": None, "b": 2.0}))
+    {'b': 2.0, 'w': 1.0}
+    """
     return tree.merge(params, parts.kept) if isinstance(parts, ModelParts) and parts.kept != () else params
 
 

@@ -33,9 +33,14 @@ from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import LocalTraining, optimizer_of_round
 from fedsim.algorithms._server_step import ServerState
-from fedsim.data import Batch, FederatedData
+from fedsim.data import Batch
 from fedsim.model import Params
 from fedsim.rounds import Client, Clients, ClientUpdate, RoundInfo
+
+_REFUSED = {
+    "kept": "clients train with statistics of the server's optimizer, which has none of these; use another algorithm, such as "
+    "SCAFFOLD"
+}
 
 
 class MimeState(NamedTuple):
@@ -88,11 +93,7 @@ class MimeLite(FedAvg):
     True
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
-
-    def check(self, data: FederatedData) -> None:
-        super().check(data)
-        _check_parts(self)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, refused_parts=_REFUSED)
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
@@ -137,11 +138,7 @@ class Mime(FedAvg):
     [[20800, 20800], [41600, 41600]]
     """
 
-    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True)
-
-    def check(self, data: FederatedData) -> None:
-        super().check(data)
-        _check_parts(self)
+    capabilities = Capabilities(scalable=False, model_parts=True, microbatches=True, refused_parts=_REFUSED)
 
     def init(self, key: jax.Array) -> MimeState:
         return _first_state(self, super().init(key))
@@ -151,7 +148,7 @@ class Mime(FedAvg):
 
     def round(self, state: MimeState, clients: Clients) -> tuple[MimeState, RoundInfo]:
         shared = self.broadcast(state)
-        gradient, _ = clients.aggregate(self.client_full_gradient, shared, name="gradient")
+        gradient, _ = clients.aggregate(self.client_full_gradient, shared, name="gradient", trains=False)
         movement, info = clients.aggregate(self.client_update, shared._replace(gradient=gradient))
         return self.server_update(state, (movement, gradient), info), info
 
@@ -174,15 +171,6 @@ class Mime(FedAvg):
     def server_update(self, state: MimeState, update: Any, info: RoundInfo) -> MimeState:
         movement, gradient = update
         return super().server_update(state, movement, info)._replace(statistics=_new_statistics(self, state, gradient))
-
-
-def _check_parts(algorithm: FedAvg) -> None:
-    """Raises ``ValueError`` if clients keep parameters, which the server's statistics do not have."""
-    if "kept" in jax.tree.leaves(algorithm.model.roles):
-        raise ValueError(
-            f"{type(algorithm).__name__} trains with statistics of the server, which parameters that clients keep do not "
-            "have: use a model without kept parameters, or another algorithm, such as SCAFFOLD."
-        )
 
 
 def _first_state(algorithm: FedAvg, state: ServerState) -> MimeState:

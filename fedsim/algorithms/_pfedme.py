@@ -22,9 +22,10 @@ import jax
 from fedsim import checks, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._personal_model import Models, train_both
+from fedsim.algorithms._local_training import parts_of, with_kept
+from fedsim.algorithms._personal_model import Models, first_model, model_of, train_both
 from fedsim.data import Batch
-from fedsim.model import Params
+from fedsim.model import Params, scope_of
 from fedsim.rounds import Client, ClientUpdate
 
 
@@ -48,7 +49,7 @@ class PFedMe(FedAvg):
     ValueError: Expected lam > 0 and finite, got lam=0.0.
     """
 
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, model_parts=True)
     train = None  # type: ignore[assignment]  # There is no single local model, because clients train two.
 
     lam: float = 15.0
@@ -61,7 +62,7 @@ class PFedMe(FedAvg):
         checks.whole(1, personal_steps=self.personal_steps)
 
     def client_memory(self, shared: Any) -> Params:
-        return shared.params
+        return first_model(shared)
 
     def personal_params(self, shared: Any, client: Client) -> Params:
         """Returns the client's last theta."""
@@ -75,19 +76,26 @@ class PFedMe(FedAvg):
             near = training.with_proximal_term(self.lam, copy.params)
 
             def nearer(_: jax.Array, theta: Params) -> Params:
-                return tree.subtract(theta, tree.scale(near.step_gradient(theta, batch)[1], self.personal_learning_rate))
+                with scope_of(own.parts, batch.mask):
+                    gradient = near.step_gradient(theta, batch)[1]
+                return tree.subtract(theta, tree.scale(gradient, self.personal_learning_rate))
 
-            theta = jax.lax.fori_loop(0, self.personal_steps, nearer, own.params)
+            theta = jax.lax.fori_loop(0, self.personal_steps, nearer, with_kept(own.params, own.parts))
+            sent = tree.masked(theta, like=own.params)
 
             def envelope(w: Params, batch: Batch) -> jax.Array:
-                return training.loss(theta, batch) + self.lam / 2 * tree.squared_norm(tree.subtract(theta, w))
+                return training.loss(theta, batch) + self.lam / 2 * tree.squared_norm(tree.subtract(sent, w))
 
             def gradient(w: Params, batch: Batch) -> tuple[jax.Array, Params]:
-                return training.loss(theta, batch), tree.scale(tree.subtract(w, theta), self.lam)
+                return training.loss(theta, batch), tree.scale(tree.subtract(w, sent), self.lam)
 
             copy = dataclasses.replace(training, gradient=gradient, objective=envelope, terms=()).step(copy, batch)
-            return copy, own._replace(params=theta, loss=copy.loss)
+            parts = parts_of(copy)._replace(kept=parts_of(own).kept).after_step(theta, None)
+            return copy, own._replace(params=sent, loss=copy.loss, parts=parts)
 
-        # In each round theta starts from the server's parameters, and not from the client's memory.
-        start = training.start(shared.params)
-        return train_both(self, shared, client, step, (start, start))
+        # In each round theta starts from the server's parameters, and not from the client's memory. Only theta has the
+        # parameters that the client keeps, and all running statistics are those of theta.
+        parts = parts_of(client)
+        start = training.start(shared.params, parts._replace(kept=())), training.start(shared.params, parts)
+        result, own = train_both(self, shared, client, step, start)
+        return result._replace(memory=model_of(own), parts=own.parts)

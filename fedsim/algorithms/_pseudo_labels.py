@@ -15,7 +15,7 @@ from fedsim.algorithms._local_training import LocalTraining
 from fedsim.augmentations import Augmentation
 from fedsim.data import Batch, Batches, FederatedData
 from fedsim.metrics import divide
-from fedsim.model import Model, Params
+from fedsim.model import Model, Params, current_scope, scope_of
 from fedsim.primitives import bounded_loop
 from fedsim.rounds import Client, streams
 
@@ -65,7 +65,8 @@ class PseudoLabels:
 
         def add(total: tree.Total, batch: Batch) -> tree.Total:
             unlabelled = batch.mask & (batch.examples["y"] < 0)
-            reached = unlabelled & self.predicted(self.logits(params, batch, "weak"))[1]
+            with scope_of(current_scope().parts, batch.mask):
+                reached = unlabelled & self.predicted(self.logits(params, batch, "weak"))[1]
             return total.add(tuple(jnp.sum(each, dtype=jnp.float32) for each in (reached, unlabelled)))
 
         none = tree.Total.of((jnp.float32(0), jnp.float32(0)))

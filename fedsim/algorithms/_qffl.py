@@ -65,7 +65,9 @@ class QFedSGD(FedSGD):
     ValueError: Expected lipschitz > 0 and finite, got lipschitz=0.0.
     """
 
-    capabilities = Capabilities(ordered=False, scalable=False)
+    capabilities = Capabilities(
+        ordered=False, scalable=False, model_parts=True, refused_parts=FedSGD.capabilities.refused_parts
+    )
 
     q: float = 1.0
     lipschitz: float = 1.0

@@ -10,7 +10,7 @@ https://arxiv.org/abs/1812.00564. Deviations: a compressor; a client takes as ma
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from fedsim import checks, metrics, rng, tree
 from fedsim.algorithm import Capabilities
 from fedsim.algorithms._fedavg import FedAvg
-from fedsim.algorithms._local_training import Local, LocalTraining
+from fedsim.algorithms._local_training import Local, LocalTraining, parts_of
 from fedsim.compressors import Compressor, Identity
 from fedsim.data import Batch
-from fedsim.model import Params, SplitModel
+from fedsim.model import Params, SplitModel, current_scope
 from fedsim.rounds import Client, ClientUpdate
 
 
@@ -66,7 +66,7 @@ class SplitFed(FedAvg):
     """
 
     # A model in parts for the digits, whose default model has none.
-    capabilities = Capabilities(scalable=True)
+    capabilities = Capabilities(scalable=True, model_parts=True)
     default_models: ClassVar[Mapping[str, str]] = {"digits": "digits_split"}
 
     cut_compressor: Compressor = dataclasses.field(default_factory=Identity)
@@ -89,20 +89,26 @@ class SplitFed(FedAvg):
 
         def step(state: tuple[Local, Traffic], batch: Batch) -> tuple[Local, Traffic]:
             local, traffic = state
-            loss, gradient, sent = self.gradient_through_cuts(training, local.params, batch)
-            local = dataclasses.replace(training, gradient=lambda params, batch: (loss, gradient)).step(local, batch)
-            return local, tree.add(traffic, sent)
+            sent: list[Traffic] = []
 
-        start = training.start(shared.params), Traffic(jnp.float32(0), jnp.float32(0))
+            def gradient(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+                loss, gradient, of_step = self.gradient_through_cuts(training, params, batch)
+                sent.append(of_step)
+                return loss, gradient
+
+            local = dataclasses.replace(training, gradient=gradient).step(local, batch)  # calls it once
+            return local, tree.add(traffic, sent[0])
+
+        start = training.start(shared.params, client.parts), Traffic(jnp.float32(0), jnp.float32(0))
         local, traffic = client.for_each_batch(self.batches, step, start)
         steps = client.num_steps.astype(jnp.float32)
         parts = self.model.parts if isinstance(self.model, SplitModel) else {}
         own = {part: shared.params[part] for part in parts if part != "server"} or shared.params
-        model_bits = jnp.where(steps > 0, jnp.float32(tree.num_bits(own)), 0.0)
+        model_bits = jnp.where(steps > 0, jnp.float32(tree.num_bits((own, parts_of(client).statistics))), 0.0)
         info = {f"step_bits_{way}": bits / jnp.maximum(steps, 1) for way, bits in traffic._asdict().items()}
         info |= {f"device_bits_{way}": bits + model_bits for way, bits in traffic._asdict().items()}
         movement = tree.subtract(shared.params, local.params)
-        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result(), **info})
+        return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result(), **info}, parts=local.parts)
 
     def local_training(self, shared: Any, client: Client) -> LocalTraining:
         training = super().local_training(shared, client)
@@ -116,17 +122,22 @@ class SplitFed(FedAvg):
         """Returns the loss of a batch, the gradient of each part as its place computes it, and what was sent for this."""
         model = self.model
         if not isinstance(model, SplitModel):
-            return *training.step_gradient(params, batch), Traffic(jnp.float32(0), jnp.float32(0))
+            return *training.loss_and_gradient(params, batch), Traffic(jnp.float32(0), jnp.float32(0))
         first, *others = model.parts
         sent: list[list[jax.Array]] = [[], []]  # up and down
+        frozen = current_scope().parts.frozen
+
+        def part_of(name: str) -> Callable[..., Any]:
+            """Returns the part as a function of those of its parameters that are trained."""
+            return lambda own, value: model.parts[name](own if frozen == () else tree.merge(own, frozen[name]), value)
 
         # Forward: the first part is on the device, and every message goes to the other side.
-        value, pull = jax.vjp(lambda own: model.parts[first](own, batch.examples), params[first])
+        value, pull = jax.vjp(lambda own: part_of(first)(own, batch.examples), params[first])
         pulls = [pull]
         for cut, name in enumerate(others):
             value, bits = self._send(value, batch, f"to {name}")
             sent[cut % 2].append(bits)
-            value, pull = jax.vjp(model.parts[name], params[name], value)
+            value, pull = jax.vjp(part_of(name), params[name], value)
             pulls.append(pull)
 
         def mean_loss(outputs: Any) -> jax.Array:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedsim import checks, rng, tree
 from fedsim.data import Batches, Cohort, FederatedData
-from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState, consensus_distance
+from fedsim.decentralized._algorithm import WITHOUT_MIXING_WEIGHTS, DecentralizedAlgorithm, NodesState, consensus_distance
 from fedsim.model import Params
 from fedsim.rounds import Clients
 from fedsim.systems import Devices
@@ -52,6 +52,7 @@ class ADPSGD(DecentralizedAlgorithm):
     (True, {'simulated_seconds': 20.0})
     """
 
+    capabilities = WITHOUT_MIXING_WEIGHTS
     attackable: ClassVar[bool] = False
     divisible: ClassVar[bool] = False  # Which nodes average is known only at run time, one pair after another.
 
@@ -98,7 +99,7 @@ class ADPSGD(DecentralizedAlgorithm):
 
         models, memory = jax.lax.fori_loop(0, clients.num_clients, finish, (state.models, state.memory))
         size = tree.num_bits(state.models) / self.topology.nodes
-        return NodesState(models, memory, state.round + 1, trained.personal), {
+        return NodesState(models, memory, state.round + 1, trained.personal, trained.statistics), {
             **trained.info,
             "consensus_distance": consensus_distance(models),
             "bits_up": 2 * size * clients.num_clients.astype(jnp.float32),

@@ -23,7 +23,7 @@ from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
 from fedsim.decentralized._mixing import Matrix, Weights, is_doubly_stochastic
 from fedsim.decentralized._robust_mixing import RobustMixing
 from fedsim.decentralized._topology import Topology
-from fedsim.model import Model, Params
+from fedsim.model import Model, ModelParts, Params
 from fedsim.rounds import Client, Clients
 from fedsim.samplers import Sampler, UniformSampler
 from fedsim.systems import Devices
@@ -38,6 +38,8 @@ class NodesState(NamedTuple):
       memory: what the algorithm keeps of every node, leaves ``[nodes, ...]``.
       round: the number of rounds so far, ``int32 []``.
       personal: the other parameters of every node, which it never sends, leaves ``[nodes, ...]``; () if there are none.
+      statistics: the running statistics of every node's model, as the fields ``statistics``, which nodes mix, and
+        ``own_statistics`` of `fedsim.model.ModelParts`, leaves ``[nodes, ...]``.
 
     >>> state = NodesState(models={"w": jnp.array([[1.0], [5.0]])}, memory=(), round=jnp.int32(0))
     >>> state.params["w"].tolist()
@@ -48,6 +50,7 @@ class NodesState(NamedTuple):
     memory: Any
     round: jax.Array
     personal: Any = ()
+    statistics: ModelParts = ModelParts()
 
     @property
     def params(self) -> Params:
@@ -58,7 +61,7 @@ class NodesState(NamedTuple):
                 return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
             return _mean(x).astype(x.dtype)
 
-        return jax.tree.map(mean, _joined(self.models, self.personal))
+        return jax.tree.map(mean, self.statistics.join(_joined(self.models, self.personal)))
 
 
 class Trained(NamedTuple):
@@ -68,11 +71,13 @@ class Trained(NamedTuple):
       movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters;
         zeros for a node that is not in the cohort, or whose training is not finite.
       personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
+      statistics: the running statistics of all nodes after the local steps, see `NodesState`.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
     """
 
     movement: Params
     personal: Params
+    statistics: ModelParts
     info: dict[str, jax.Array]
 
 
@@ -82,6 +87,7 @@ class NodeResult(NamedTuple):
     Attributes:
       movement: its model minus the result, without personal parameters.
       personal: the same of personal parameters.
+      statistics: the same of running statistics, see `NodesState`.
       loss: the mean training loss, ``float32 []``.
       trained: whether it took a step, ``bool []``; False for nodes that are not in the cohort.
       diverged: whether ``movement`` is not finite, ``bool []``.
@@ -89,9 +95,24 @@ class NodeResult(NamedTuple):
 
     movement: Params
     personal: Params
+    statistics: ModelParts
     loss: jax.Array
     trained: jax.Array
     diverged: jax.Array
+
+
+_REFUSED = {"kept": "nodes keep the parameters of the field personal; use personal=lambda module, name: ... in its place"}
+
+# Of algorithms that do not mix by weights.
+WITHOUT_MIXING_WEIGHTS = Capabilities(
+    aggregators=False,
+    model_parts=True,
+    refused_parts={
+        **_REFUSED,
+        "statistics": "it has no mixing weights, by which nodes would mix them; use statistics='client', or another algorithm, "
+        "such as DPSGD",
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,6 +123,9 @@ class DecentralizedAlgorithm(Algorithm):
     exchange values with their neighbours. Subclasses define `exchange` and, if they keep more than a model, `node_memory`. The
     parameters that are evaluated are the mean of the nodes' models, and ``personal_`` metrics are those of each node's own
     model on its client's test examples.
+
+    Running statistics are mixed with the weights of the models, whatever else an algorithm does with parameters; attacks,
+    robust rules and noise see parameters alone.
 
     If a cohort has attackers, they train on what `fedsim.attacks.Attack.poison` returns, and send to their neighbours what
     `fedsim.attacks.Attack.corrupt_all` returns of the values that they would send, which are whole models in most algorithms:
@@ -136,7 +160,7 @@ class DecentralizedAlgorithm(Algorithm):
     (4, True)
     """
 
-    capabilities = Capabilities(aggregators=False, microbatches=True)
+    capabilities = Capabilities(aggregators=False, model_parts=True, microbatches=True, refused_parts=_REFUSED)
     # Whether cohorts may have attackers. They may where messages are the values that are mixed.
     attackable: ClassVar[bool] = True
     # Whether the sender keeps what is lost; otherwise the receiver uses its own value in its place.
@@ -239,12 +263,19 @@ class DecentralizedAlgorithm(Algorithm):
         return UniformSampler(data, clients=data.num_clients, seed=seed)
 
     def init(self, key: jax.Array) -> NodesState:
-        nodes = self.topology.nodes
-        models = jax.tree.map(lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), self.model.init(key))
+        nodes, parts = self.topology.nodes, super().model_parts(key) or ModelParts()
+        models, statistics = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (nodes, *x.shape)), (self.model.init(key), parts._replace(frozen=()))
+        )
         models, personal = self._split(models)
         if not jax.tree.leaves(models):
             raise ValueError("All parameters are personal, so nodes would exchange nothing: let personal be False for some.")
-        return NodesState(models, self.node_memory(models), jnp.int32(0), personal)
+        return NodesState(models, self.node_memory(models), jnp.int32(0), personal, statistics)
+
+    def model_parts(self, key: jax.Array) -> ModelParts | tuple[()]:
+        """Returns the frozen parts of the model, which all nodes have in common. The others are in `NodesState`."""
+        parts = super().model_parts(key) or ModelParts()
+        return () if parts.frozen == () else ModelParts(frozen=parts.frozen)
 
     def _split(self, params: Params) -> tuple[Params, Params]:
         """Returns the parameters that nodes exchange, and those that they keep to themselves."""
@@ -277,7 +308,11 @@ class DecentralizedAlgorithm(Algorithm):
         neighbours = Neighbours(
             self.mixer(clients.rows_mesh), state.round, key, loss, self._corrupt(clients), self.robust_mixing
         )
-        new = self.exchange(state, trained.movement, neighbours)._replace(round=state.round + 1, personal=trained.personal)
+        statistics = trained.statistics
+        if statistics.statistics != ():
+            statistics = statistics._replace(statistics=self.mix_statistics(state, statistics.statistics, neighbours))
+        new = self.exchange(state, trained.movement, neighbours)
+        new = new._replace(round=state.round + 1, personal=trained.personal, statistics=statistics)
         return new, {
             **trained.info,
             "consensus_distance": consensus_distance(self.node_models(new)),
@@ -296,16 +331,17 @@ class DecentralizedAlgorithm(Algorithm):
                 "DPSGD."
             )
         models = _joined(self.training_models(state), state.personal)
-        result = clients.map_rows(self.node_update, state.round, models, divisible=self.divisible)
+        rows = models, state.statistics
+        result = clients.map_rows(self.node_update, state.round, rows, divisible=self.divisible)
         info = {
             "loss": jnp.mean(result.loss, where=result.trained & ~result.diverged),
             "dropped": jnp.sum(result.diverged, dtype=jnp.int32),
         }
-        movement, moved = (
+        movement, moved, changed = (
             jax.tree.map(lambda x: jnp.where(tree.per_row(result.diverged, x), 0, x), values)
-            for values in (result.movement, result.personal)
+            for values in (result.movement, result.personal, result.statistics)
         )
-        return Trained(movement, tree.subtract(state.personal, moved), info)
+        return Trained(movement, tree.subtract(state.personal, moved), tree.subtract(state.statistics, changed), info)
 
     def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
         """Returns the function with which attackers change what they send, if there are some."""
@@ -324,14 +360,18 @@ class DecentralizedAlgorithm(Algorithm):
         """Returns how a node trains, see `fedsim.algorithms.FedAvg.local_training`."""
         return LocalTraining.of(self, shared)
 
-    def node_update(self, round: jax.Array, own: Params, client: Client) -> NodeResult:
-        """Runs a node's local steps from its own model, personal parameters included."""
+    def node_update(self, round: jax.Array, row: tuple[Params, ModelParts], client: Client) -> NodeResult:
+        """Runs a node's local steps from its own model, personal parameters included, and its running statistics."""
+        own, statistics = row
+        parts = statistics._replace(frozen=(client.parts or ModelParts()).frozen)
+        client = dataclasses.replace(client, parts=parts)
         local = self.local_training(Shared(own, round), client).run(client, own)
         movement, moved = self._split(tree.subtract(own, local.params))
         if self.local_noise is not None:
             movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
-        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(movement)])
-        return NodeResult(movement, moved, local.loss.result(), client.num_steps > 0, ~finite)
+        changed = tree.subtract(statistics, (local.parts or parts)._replace(frozen=()))
+        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((movement, changed))])
+        return NodeResult(movement, moved, changed, local.loss.result(), client.num_steps > 0, ~finite)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.
@@ -345,9 +385,20 @@ class DecentralizedAlgorithm(Algorithm):
         """
         raise NotImplementedError(f"{type(self).__name__} must define exchange.")
 
+    def mix_statistics(self, state: NodesState, statistics: Any, neighbours: Neighbours) -> Any:
+        """Returns the running statistics after the nodes have exchanged them, leaves ``[nodes, ...]``.
+
+        Args:
+          state: before the round.
+          statistics: after the local steps.
+          neighbours: see `exchange`.
+        """
+        return neighbours.mix(statistics, trusted=True)
+
     def personal_params(self, shared: Any, client: Client) -> Params:
         """Returns the parameters of a node's own model."""
-        return jax.tree.map(lambda x: x[client.position], _joined(self.node_models(shared), shared.personal))
+        models = shared.statistics.join(_joined(self.node_models(shared), shared.personal))
+        return jax.tree.map(lambda x: x[client.position], models)
 
 
 def _joined(models: Params, personal: Params) -> Params:

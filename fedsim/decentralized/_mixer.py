@@ -266,8 +266,9 @@ class Neighbours:
         self.key, self.message_loss, self.bits, self._calls = key, message_loss, jnp.float32(0), 0
 
     def mix(
-        self, values: Any, bits: jax.Array | float | None = None, *, keeps_sum: bool = False, difference: bool = False
-    ) -> Any:
+        self, values: Any, bits: jax.Array | float | None = None, *, keeps_sum: bool = False, difference: bool = False,
+        trusted: bool = False,
+    ) -> Any:  # fmt: skip
         """Sends values to neighbours, and returns for every node i the sum over j of W_ij times the value of j.
 
         Attackers send something else, and robust mixing replaces the sum. If several values are mixed in a round, the same
@@ -279,17 +280,19 @@ class Neighbours:
           keeps_sum: whether the sum over nodes must not change, for values that nodes keep for ever. If the columns of the
             matrix sum to 1, the sender then keeps what is lost, whatever the algorithm does with other values.
           difference: whether to return the difference to the own value, which is more exact than to subtract it afterwards.
+          trusted: whether attackers send these values as they are, and nothing replaces the sum, as for running statistics.
         """
         receivers = jnp.asarray(self._mixer.receivers)[self._round % len(self._mixer.receivers)]
         bits = tree.num_bits(values) / len(receivers) if bits is None else bits
         self.count(jnp.sum(receivers * jnp.asarray(bits, jnp.float32)))
         sent = None
-        if self._corrupt is not None:
+        if self._corrupt is not None and not trusted:
             sent = self._corrupt(values, jax.random.fold_in(rng.stream(self.key, "attack"), self._calls))
             self._calls += 1
         loss = self.message_loss
         loss = loss._replace(stays_with_sender=loss.stays_with_sender or keeps_sum) if loss is not None else None
-        return self._mixer(values, self._round, loss, sent, self._robust, difference=difference)
+        robust = None if trusted else self._robust
+        return self._mixer(values, self._round, loss, sent, robust, difference=difference)
 
     def count(self, bits: jax.Array | float) -> None:
         """Adds the bits of messages that are sent in another way than by `mix`."""

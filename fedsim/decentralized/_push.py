@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,13 @@ class StochasticGradientPush(DecentralizedAlgorithm):
             return (x.astype(wide) / tree.per_row(state.memory, x).astype(wide)).astype(x.dtype)
 
         return jax.tree.map(debiased, state.models)
+
+    def mix_statistics(self, state: NodesState, statistics: Any, neighbours: Neighbours) -> Any:
+        # The weights w_i are sent with the models, so their bits count there.
+        weighted = jax.tree.map(lambda x: x * tree.per_row(state.memory, x).astype(x.dtype), statistics)
+        bits = tree.num_bits(statistics) / self.topology.nodes
+        sums, weights = neighbours.mix((weighted, state.memory), bits, trusted=True)
+        return jax.tree.map(lambda x: x / tree.per_row(weights, x).astype(x.dtype), sums)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         return state._replace(models=neighbours.mix(tree.subtract(state.models, movement)), memory=neighbours.mix(state.memory))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedsim import checks, tree
 from fedsim.aggregators import accumulation_dtype
-from fedsim.decentralized._algorithm import DecentralizedAlgorithm, NodesState
+from fedsim.decentralized._algorithm import WITHOUT_MIXING_WEIGHTS, DecentralizedAlgorithm, NodesState
 from fedsim.decentralized._mixer import Neighbours, numbered_links
 from fedsim.model import Params
 
@@ -58,6 +58,7 @@ class RelaySGD(DecentralizedAlgorithm):
     [1.0, 3.0, 2.0, 2.0, 3.0, 1.0]
     """
 
+    capabilities = WITHOUT_MIXING_WEIGHTS
     attackable: ClassVar[bool] = False
     divisible: ClassVar[bool] = False  # Most of the state is messages, two for each edge, which belong to two nodes.
     default_topology: ClassVar[str] = "binary_tree"

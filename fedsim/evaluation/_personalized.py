@@ -210,7 +210,8 @@ class _Work:
     def absent_params(self, arguments: tuple[Shared, Any, Any], client: Client) -> Params:
         """Returns the parameters of a client without memory and training examples."""
         shared, first, parts = arguments
-        none, memory = jnp.zeros_like(client.num_examples), self.algorithm.client_memory(shared)
+        none = jnp.zeros_like(client.num_examples)
+        memory, parts = with_memory_of(parts, first_memory(self.algorithm, shared, parts))
         client = dataclasses.replace(client, num_examples=none, num_steps=none, memory=memory, parts=parts)
         return self._params(shared, first, client)
 
@@ -226,6 +227,9 @@ class _Work:
             params = personal(shared, client) if personal else shared.params
             if self.fine_tune is None:
                 return whole(params, client.parts)
+            if isinstance(client.parts, ModelParts):
+                params, own = client.parts.of_model(client.parts.join(params))
+                client = dataclasses.replace(client, parts=own)
             sent = first._replace(params=params)
             local = self.fine_tune.train(sent, dataclasses.replace(client, memory=self.fine_tune.client_memory(sent)))
             return whole(local.params, local.parts)

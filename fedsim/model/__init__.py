@@ -6,6 +6,7 @@ from fedsim.model._model import default_metrics as default_metrics
 from fedsim.model._network import Examples as Examples
 from fedsim.model._network import Feature as Feature
 from fedsim.model._network import Params as Params
+from fedsim.model._parts import PARTS_IN_WORDS as PARTS_IN_WORDS
 from fedsim.model._parts import ModelParts as ModelParts
 from fedsim.model._parts import current_scope as current_scope
 from fedsim.model._parts import keeps_parts as keeps_parts

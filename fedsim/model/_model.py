@@ -18,7 +18,7 @@ from fedsim import metrics as metrics_lib
 from fedsim.model import _haiku, _precision
 from fedsim.model._initial import fitted, init_with, renamed
 from fedsim.model._network import Call, Examples, Feature, Network, Params, accepted, zeros
-from fedsim.model._parts import ModelParts, Names, assigned, divide, named, scope_of
+from fedsim.model._parts import PARTS_IN_WORDS, ModelParts, Names, assigned, divide, named, scope_of
 from fedsim.model._shardings import Division, Shardings, division_of
 
 if TYPE_CHECKING:
@@ -490,17 +490,19 @@ class Model:
                 )
 
     @property
+    def part_names(self) -> frozenset[str]:
+        """The names of the fields of `fedsim.model.ModelParts` that the model has."""
+        return frozenset(jax.tree.leaves(self.roles)) - {"params"}
+
+    @property
     def has_changing_parts(self) -> bool:
         """Whether clients change other parts of the model than the parameters: not if it has frozen ones only."""
-        return not set(jax.tree.leaves(self.roles)) <= {"params", "frozen"}
+        return not self.part_names <= {"frozen"}
 
     @property
     def parts_in_words(self) -> str:
         """The other parts of the model, for messages; "" if there are none."""
-        words = {"statistics": "running statistics", "own_statistics": "running statistics that clients keep"}
-        words |= {"frozen": "frozen parts", "kept": "parameters that clients keep"}
-        present = set(jax.tree.leaves(self.roles))
-        return " and ".join(text for role, text in words.items() if role in present)
+        return " and ".join(words for name, words in PARTS_IN_WORDS.items() if name in self.part_names)
 
     def check_padding(self, batches: Batches, sizes: np.ndarray) -> None:
         """Raises ``ValueError`` if running statistics would contain the padding of the last batches of clients.
@@ -509,7 +511,7 @@ class Model:
           batches: how clients cut their examples into batches.
           sizes: the clients' numbers of examples, ``int [clients]``.
         """
-        if not {"statistics", "own_statistics"} & set(jax.tree.leaves(self.roles)):
+        if not {"statistics", "own_statistics"} & self.part_names:
             return
         partial = np.flatnonzero(batches.has_padding(sizes))
         if not len(partial):

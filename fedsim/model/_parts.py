@@ -14,6 +14,14 @@ from fedsim import tree
 from fedsim.model._network import Network, accepts
 from fedsim.names import did_you_mean
 
+# What each part is called in messages.
+PARTS_IN_WORDS = {
+    "statistics": "running statistics",
+    "own_statistics": "running statistics that clients keep",
+    "frozen": "frozen parts",
+    "kept": "parameters that clients keep",
+}
+
 
 class ModelParts(NamedTuple):
     """The arrays of a model that are not among the parameters of an algorithm, which the server sends and clients train.
@@ -41,6 +49,20 @@ class ModelParts(NamedTuple):
     def join(self, params: Any) -> Any:
         """Returns the whole model with these parameters, some of which may be those of a part."""
         return tree.merge(params, *(part for part in self if part != ()))
+
+    def of_model(self, model: Any) -> tuple[Any, ModelParts]:
+        """Returns the parameters of a model, and these parts with its values; a model may lack frozen parts.
+
+        >>> parts = ModelParts(statistics={"w": None, "mean": 0.5})
+        >>> parts.of_model({"w": 2.0, "mean": 0.25})
+        ({'mean': None, 'w': 2.0}, ModelParts(frozen=(), kept=(), statistics={'mean': 0.25, 'w': None}, own_statistics=()))
+        """
+        params, found = model, self
+        for name, part in self._asdict().items():
+            if part != ():
+                params = tree.masked(params, part, inverted=True)
+                found = found if name == "frozen" else found._replace(**{name: tree.masked(model, like=part)})
+        return params, found
 
     def after_step(self, params: Any, statistics: Any) -> ModelParts:
         """Returns the parts after a local step.

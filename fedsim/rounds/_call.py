@@ -30,6 +30,7 @@ class Call(NamedTuple):
       work_name: the name of the clients' work, for error messages.
       key: the root key of the call.
       shared: what the clients receive.
+      statistics: the running statistics of the model that they receive besides, and send; () if there are none.
       bits_down: the size of that message.
       aggregator: of the updates; None for `Clients.map`.
       downlink: compresses what the clients receive; None sends it as it is.
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     work_name: str
     key: jax.Array
     shared: Shared
+    statistics: Any
     bits_down: jax.Array
     aggregator: Aggregator | None
     downlink: Any

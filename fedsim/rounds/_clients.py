@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedsim import primitives, rng, tree
-from fedsim.aggregators import Aggregator, AuxMean, WithAux
+from fedsim.aggregators import Aggregator, AuxMean, Grouped, Groups, Member, WithAux
 from fedsim.attacks import Attack
 from fedsim.data import Batch
 from fedsim.model import ModelParts, scope_of
@@ -118,6 +119,7 @@ class Clients:
         name: str | None = None,
         aggregator: Aggregator | None = None,
         downlink: Any = None,
+        trains: bool = True,
     ) -> tuple[Any, RoundInfo]:
         """Sends ``shared`` to every client, runs ``work`` on each, and aggregates the updates that they send back.
 
@@ -128,6 +130,8 @@ class Clients:
             the downlink are stored under it. Default: ``"update"``, then ``"update 2"`` and so on.
           aggregator: combines the updates; default: the algorithm's.
           downlink: a compressor of ``shared.params``; default: the algorithm's.
+          trains: whether clients receive running statistics of the model and send what they become. False for a call without
+            training, in a round that has another call with it.
 
         Returns:
           The aggregate, and the round's info so far.
@@ -137,8 +141,9 @@ class Clients:
             the algorithm has ``staleness`` and its round has another call.
         """
         aggregator, downlink = aggregator or self.algorithm.aggregator, downlink or self.algorithm.downlink
-        aggregator = AuxMean(inner=aggregator) if self._statistics != () else aggregator
-        call = self._begin(self._name("update", name), work, shared, aggregator, downlink)
+        statistics = self._statistics if trains else ()
+        aggregator = _with_aux_mean(aggregator) if statistics != () else aggregator
+        call = self._begin(self._name("update", name), work, shared, aggregator, downlink, statistics)
         return self._aggregate(call, work), self.info  # type: ignore[return-value]
 
     def map(self, work: Callable[[Shared, Client], Any], shared: Shared, *, name: str | None = None) -> Any:
@@ -225,13 +230,16 @@ class Clients:
         self.names.append(name)
         return name
 
-    def _begin(self, name: str, work: Callable[..., Any], shared: Shared, aggregator: Aggregator | None, downlink: Any) -> Call:
+    def _begin(
+        self, name: str, work: Callable[..., Any], shared: Shared, aggregator: Aggregator | None, downlink: Any,
+        statistics: Any = (),
+    ) -> Call:  # fmt: skip
         key = self.key if name == "update" else rng.stream(self.key, name)
         memory = () if downlink is None else self._downlink_memory(name, downlink, shared)
         received, memory, bits_down = send_down(downlink, shared, memory, rng.round_key(key, self.plan.round, "downlink"))
         if jax.tree.leaves(memory):
             self.downlink_states[name] = memory
-        bits_down = tree.add_bits(bits_down, tree.num_bits(self._statistics), most=tree.num_bits((shared, self._statistics)))
+        bits_down = tree.add_bits(bits_down, tree.num_bits(statistics), most=tree.num_bits((shared, statistics)))
         fold = aggregator
         if aggregator is not None and self.attack is not None:
             fold = self.attack.wrap_aggregator(aggregator, jnp.asarray(self.plan.attacker))
@@ -240,7 +248,7 @@ class Clients:
             self._check_staleness(aggregator)
             key_rounds = self.plan.key_round
             self._current = received
-            self._keep_sent(received if self._statistics == () else (received, self._statistics))
+            self._keep_sent(received if statistics == () else (received, statistics))
         # Keys are derived for the whole cohort at once, which takes as long as for a single client.
         clients = client_plans(self.plan, rng.client_keys(key, key_rounds, self.plan.client))
         return Call(
@@ -248,6 +256,7 @@ class Clients:
             work_name=getattr(work, "__name__", "work"),
             key=key,
             shared=received,
+            statistics=statistics,
             bits_down=bits_down,
             aggregator=aggregator,
             downlink=downlink,
@@ -303,10 +312,11 @@ class Clients:
         if jax.tree.leaves(memory):
             self.aggregator_states[call.name] = memory
         self.info = self._round_info(call, tree.num_bits(update), entries)
-        if self._statistics == ():
+        if call.statistics == ():
             return aggregate
-        self.new_statistics = tree.add(self._statistics, aggregate.aux)
-        return aggregate.update
+        aggregate, moved = _without_aux(aggregate)
+        self.new_statistics = tree.add(call.statistics, moved)
+        return aggregate
 
     def result_of(
         self, call: Call, work: Callable[..., Any], own: ClientPlan, columns: Any, kept: Kept, row: Any = None
@@ -340,13 +350,17 @@ class Clients:
             result = work(received, client)
         check_update(call.work_name, result)
         self.returns_parts |= result.parts is not None
-        if self._statistics != ():  # What is sent is the difference, which a staleness weight may scale.
-            trained = client.parts if result.parts is None else result.parts
-            moved = tree.subtract(trained.statistics, client.parts.statistics)
+        if call.statistics != ():  # What is sent is the difference, which a staleness weight may scale.
+            before = client.parts.statistics
+            if isinstance(result.update, Member):  # They are those of each group.
+                before = jax.tree.map(lambda x: x[result.update.group], before)
+            moved = jax.tree.map(jnp.zeros_like, before)
+            if result.parts is not None:
+                moved = tree.subtract(result.parts.statistics, before)
             memory = result.memory
             if callable(memory):  # It is a function of what arrives of the algorithm's own update.
-                memory = lambda arrived, of_update=memory: of_update(arrived.update)  # noqa: E731
-            result = result._replace(update=WithAux(result.update, moved), memory=memory)
+                memory = lambda arrived, of_update=memory: of_update(_without_aux(arrived)[0])  # noqa: E731
+            result = result._replace(update=_with_aux(result.update, moved), memory=memory)
         of_server = kept("server memory", call.aggregator.init(jax.tree.map(jnp.zeros_like, result.update)))
         of_client = kept("aggregator memory", call.aggregator.client_memory(tree.shapes(result.update)))
         message = send_up(call, client, result, of_server, of_client, self.attack, own.attacker)
@@ -354,11 +368,11 @@ class Clients:
         if (staleness := self.algorithm.staleness) is not None:
             entries = {**entries, "weight": entries["weight"] * own.weight}
             scale = jnp.where(entries["weight"] != 0, own.scale, 0)
-            if self._statistics == ():
+            if call.statistics == ():
                 arrived = staleness.arrived(arrived, scale, self._current, received)
             else:
-                update = staleness.arrived(arrived.update, scale, self._current, received)
-                arrived = WithAux(update, tree.scale(arrived.aux, scale))
+                update, moved = _without_aux(arrived)
+                arrived = _with_aux(staleness.arrived(update, scale, self._current, received), tree.scale(moved, scale))
         return arrived, entries, message.memory, message.aggregator_memory, result.update
 
     def _received(self, call: Call, own: ClientPlan) -> tuple[Shared, ModelParts | tuple[()]]:
@@ -366,7 +380,7 @@ class Clients:
         received, statistics = call.shared, self._statistics
         if self.algorithm.staleness is not None:
             received = self.algorithm.staleness.started(self.past, self.plan.round, own.staleness)
-            if self._statistics != ():
+            if call.statistics != ():
                 received, statistics = received
         return received, self.parts._replace(statistics=statistics) if isinstance(self.parts, ModelParts) else ()
 
@@ -383,7 +397,7 @@ class Clients:
         plan, before = self.plan, self.info
         # The largest number of bits that a client may send and receive determines the dtype of these counts.
         self._most_up += plain
-        self._most_down += tree.num_bits((call.shared, self._statistics))
+        self._most_down += tree.num_bits((call.shared, call.statistics))
         num_steps = training_steps(self.algorithm.batches, jnp.asarray(plan.size), plan.most_steps)
         took_part, placement = num_steps > 0, Placement("clients", len(num_steps))
         if "bits_up" not in entries:
@@ -410,3 +424,24 @@ class Clients:
             num_population=jnp.asarray(plan.population[0]),
             population_examples=jnp.asarray(plan.population[1]),
         )
+
+
+def _with_aux_mean(aggregator: Aggregator) -> Aggregator:
+    """Returns the aggregator with the mean of the running statistics, of each group if it is of groups."""
+    if isinstance(aggregator, Grouped):
+        return dataclasses.replace(aggregator, inner=AuxMean(inner=aggregator.inner))
+    return AuxMean(inner=aggregator)
+
+
+def _with_aux(update: Any, aux: Any) -> Any:
+    """Returns an update with auxiliary data; that of a group is still a `Member`."""
+    return update._replace(update=WithAux(update.update, aux)) if isinstance(update, Member) else WithAux(update, aux)
+
+
+def _without_aux(update: Any) -> tuple[Any, Any]:
+    """Returns an update, or an aggregate, and its auxiliary data: the inverse of `_with_aux`."""
+    if isinstance(update, Member):
+        return update._replace(update=update.update.update), update.update.aux
+    if isinstance(update, Groups):
+        return update._replace(updates=update.updates.update), update.updates.aux
+    return update.update, update.aux

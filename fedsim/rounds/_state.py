@@ -12,7 +12,7 @@ import jax
 from fedsim import primitives, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import Batches, FederatedData
-from fedsim.model import ModelParts
+from fedsim.model import ModelParts, scope_of
 from fedsim.rounds._staleness import Staleness
 
 # Pytrees of arrays: the state of the server, or a `FederatedState`; and what the server sends to clients.
@@ -216,7 +216,8 @@ def first_memory(algorithm: Any, shared: Shared, parts: Any) -> Any:
     >>> first_memory(fedsim.algorithms.Histogram(bins=2, batches=Batches(size=1)), (), ())
     ()
     """
-    memory = algorithm.client_memory(shared)
+    with scope_of(parts):
+        memory = algorithm.client_memory(shared)
     return (memory, parts.of_client) if isinstance(parts, ModelParts) and jax.tree.leaves(parts.of_client) else memory
 
 

@@ -188,7 +188,7 @@ class _TracedClients(Clients):
         traced = TracedCall(
             name=call.name,
             shared=tree.shapes(call.shared),
-            statistics=tree.shapes(self._statistics),
+            statistics=tree.shapes(call.statistics),
             downlink=call.downlink,
             update=update,
             arrived=arrived,

@@ -460,3 +460,71 @@ def test_frozen_parameters_are_constants_of_the_model(name):
     federation.assert_trees_close(info.clients, expected_info.clients)
     federation.assert_trees_equal(jax.device_get(frozen.params["first"]), jax.device_get(drawn["first"]))
     assert np.abs(np.asarray(expected.params["second"]["w"]) - np.asarray(drawn["second"]["w"])).max() > 1e-4
+
+
+def model_with(part):
+    """Returns a model with batch normalization whose clients change this part of `fedsim.model.ModelParts`."""
+
+    def network(examples, is_training):
+        hidden = fedsim.models.BatchNorm(name="norm")(hk.Linear(5, name="body")(examples["x"]), is_training)
+        return hk.Linear(federation.NUM_CLASSES, name="head")(jax.nn.tanh(hidden))
+
+    model = fedsim.Model.from_haiku(
+        hk.transform_with_state(network),
+        features=federation.FEATURES,
+        num_classes=federation.NUM_CLASSES,
+        statistics={"statistics": "average", "own_statistics": "client", "kept": "frozen"}[part],
+        train_kwargs={"is_training": True},
+        eval_kwargs={"is_training": False},
+    )
+    return model.with_parts(kept="head/*") if part == "kept" else model
+
+
+def takes(name, part):
+    capabilities = CASES[name][0].capabilities
+    return capabilities.model_parts and part not in capabilities.refused_parts
+
+
+TRAINING = [name for name, (cls, _) in CASES.items() if "model" in {field.name for field in dataclasses.fields(cls)}]
+PARTS = [(name, part) for name in TRAINING for part in ("statistics", "own_statistics", "kept")]
+# A personal model with parts of its own, statistics of each cluster, a pass without local steps.
+FAST_PARTS = [("ditto", "kept"), ("hypcluster", "statistics"), ("fedsgd", "own_statistics")]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST_PARTS)) for case in PARTS if takes(*case)],
+)
+def test_clients_change_parts_of_a_model(name, part):
+    """The result is the same on two devices and in Python, and what clients keep differs and is not the server's."""
+    population, results = federation.data(sizes=(5, 3, 4)), []
+    for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug()):
+        algorithm = make(name, model=model_with(part), execution=execution)
+        start = algorithm.init(jax.random.key(1))
+        state, infos = start, []
+        for cohort in rounds(population):
+            state, info = algorithm.apply(state, cohort)
+            infos.append(info)
+        results.append((federation.plain(state), jax.device_get(infos)))
+    for other in results[1:]:
+        federation.assert_trees_close(other, results[0], rtol=1e-4, atol=1e-5)
+    before, after = jax.device_get((start.params, state.params))
+    assert np.abs(after["body"]["w"] - before["body"]["w"]).max() > 1e-4
+    moved = np.abs(after["norm"]["mean"] - before["norm"]["mean"]).max()
+    if part == "statistics":
+        assert moved > 1e-4
+        return
+    own = results[0][0].clients[0][0][1]
+    of_clients = own.kept["head"]["w"] if part == "kept" else own.own_statistics["norm"]["mean"]
+    assert moved == 0 and np.ptp(of_clients, axis=0).max() > 1e-4
+    if part == "kept":
+        federation.assert_trees_equal(after["head"], before["head"])
+
+
+@pytest.mark.parametrize(("name", "part"), [case for case in PARTS if not takes(*case)])
+def test_other_parts_are_refused_with_a_reason(name, part):
+    algorithm, cohort = make(name, model=model_with(part)), federation.cohort(federation.data(sizes=(5, 3, 4)))
+    words = fedsim.model.PARTS_IN_WORDS
+    # The running statistics of the model with kept parameters are frozen, which may be refused before.
+    with pytest.raises(ValueError, match=rf"takes no model with ({words[part]}|{words['frozen']}): .*; use"):
+        algorithm.apply(algorithm.init(jax.random.key(0)), cohort)

@@ -50,6 +50,24 @@ def test_without_compression_it_is_fedavg_of_the_whole_model(head):
     assert sorted(state.params) == ["device", *(["head"] * head), "server"] and min(jax.tree.leaves(moved)) > 0.01
 
 
+@pytest.mark.parametrize("parts", [{"frozen": "device/*", "kept": "server/linear_1/*"}, {"frozen": ["server/*", "*/b"]}])
+def test_parts_that_are_frozen_or_kept_are_those_of_fedavg(parts):
+    split, whole = (cls(**settings(model=model().with_parts(**parts))) for cls in (SplitFed, FedAvg))
+    state, expected = (algorithm.init(jax.random.key(0)) for algorithm in (split, whole))
+    for round in range(2):
+        state, info = split.apply(state, federation.cohort(round=round))
+        expected, _ = whole.apply(expected, federation.cohort(round=round))
+    federation.assert_trees_close(federation.plain(state), federation.plain(expected))
+    of_device = tree_bits({"device": state.server.params["device"]})
+    took_part = np.asarray(info.clients["num_steps"]) > 0
+    sent = info.clients["device_bits_up"] - info.clients["step_bits_up"] * info.clients["num_steps"].astype(jnp.float32)
+    np.testing.assert_allclose(sent, np.where(took_part, of_device, 0), atol=1)
+
+
+def tree_bits(a):
+    return sum(32 * leaf.size for leaf in jax.tree.leaves(a))
+
+
 def largest(x, count):
     """Keeps some entries of each row of a matrix, those with the largest magnitude."""
     kept = np.zeros_like(x)

@@ -424,3 +424,42 @@ def test_frozen_parameters_are_constants_of_the_model(name):
     frozen, expected = (run(cls(model=each, **settings), 2)[0] for each in (whole.with_parts(frozen="first/*"), constant))
     federation.assert_trees_close(frozen.params["second"], expected.params["second"])
     federation.assert_trees_equal(jax.device_get(frozen.params["first"]), jax.device_get(drawn["first"]))
+
+
+def normalized(statistics):
+    def network(examples, is_training):
+        hidden = fedsim.models.BatchNorm(name="norm")(hk.Linear(5, name="body")(examples["x"]), is_training)
+        return hk.Linear(federation.NUM_CLASSES, name="head")(jax.nn.tanh(hidden))
+
+    return fedsim.Model.from_haiku(
+        hk.transform_with_state(network),
+        features=federation.FEATURES,
+        num_classes=federation.NUM_CLASSES,
+        statistics=statistics,
+        train_kwargs={"is_training": True},
+        eval_kwargs={"is_training": False},
+    )
+
+
+@pytest.mark.first(2)
+@pytest.mark.parametrize("name", ["DPSGD", "StochasticGradientPush", "RelaySGD", "ADPSGD", "ChocoSGD", "D2", "DFedAvg",
+                                  "GradientTracking", "QuasiGlobalMomentum"])  # fmt: skip
+def test_running_statistics_are_mixed_with_the_models(name):
+    """Parameters are the same whether or not nodes mix statistics, and mixed ones are the means of those that nodes have."""
+    options = {"topology": decentralized.line(6)} if name == "RelaySGD" else {}
+    own, info = run(make(name, model=normalized("client"), **options), 1)
+    trained = np.asarray(own.statistics.own_statistics["norm"]["mean"], np.float64)
+    assert trained.shape == (6, 5) and np.ptp(trained, axis=0).min() > 1e-4
+    mixing = make(name, model=normalized("average"), **options)
+    if "statistics" in mixing.capabilities.refused_parts:
+        with pytest.raises(ValueError, match="takes no model with running statistics: it has no mixing weights"):
+            run(mixing, 1)
+        return
+    for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())[: 3 if name == "DPSGD" else 1]:
+        state, mixed_info = run(dataclasses.replace(mixing, execution=execution), 1)
+        federation.assert_trees_close(state.models, own.models)
+        matrix = mixing.matrices[0]
+        expected = mixed(matrix, trained) / mixed(matrix, np.ones((6, 1)))
+        np.testing.assert_allclose(state.statistics.statistics["norm"]["mean"], expected, atol=1e-6)
+        messages = np.count_nonzero(matrix.toarray() - np.diag(matrix.diagonal()))
+        assert float(mixed_info["bits_up"]) - float(info["bits_up"]) == 32 * 10 * messages

@@ -49,8 +49,11 @@ def cohort(data, number):
     return fedsim.UniformSampler(data, clients=4, seed=0).cohort(number)
 
 
-def local_steps(params, mean, var, x, y, batch_size=4, rate=0.1):
-    """One client's epoch of SGD on the network, in float64. Returns the parameters and the running statistics."""
+def local_steps(params, mean, var, x, y, batch_size=4, rate=0.1, pull=0.0, center=None):
+    """One client's epoch of SGD on the network, in float64. Returns the parameters and the running statistics.
+
+    ``pull`` is the strength of a proximal term, for the parameters that ``center`` has.
+    """
     p = {module: {name: np.asarray(v, np.float64) for name, v in of.items() if v is not None} for module, of in params.items()}
     for start in range(0, len(x), batch_size):
         xb, yb = x[start : start + batch_size].astype(np.float64), y[start : start + batch_size]
@@ -75,6 +78,8 @@ def local_steps(params, mean, var, x, y, batch_size=4, rate=0.1):
         }
         for module, of in gradients.items():
             for name, gradient in of.items():
+                if center is not None and center[module][name] is not None:
+                    gradient = gradient + pull * (p[module][name] - center[module][name])
                 p[module][name] = p[module][name] - rate * gradient
         mean = 0.9 * mean + 0.1 * of_batch
         var = var if n == 1 else 0.9 * var + 0.1 * spread * n / (n - 1)
@@ -137,6 +142,122 @@ def test_statistics_that_are_not_sent(statistics, data):
     if statistics == "client":
         (memory, kept), _ = state.clients.rows
         assert memory == () and np.ptp(kept.own_statistics["norm"]["mean"], axis=0).min() > 0
+
+
+def float64(params):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+
+
+def test_personal_models_of_ditto_have_their_own_parts_against_numpy(data):
+    """The second round of a client: its copy of the global model and its personal model have different heads and statistics."""
+    model = make_model().with_parts(kept="head/*")
+    algorithm = fedavg(model, algorithms.Ditto, lam=0.5)
+    state = algorithm.init(jax.random.key(0))
+    start = float64(state.params)
+    copies, personal = [start] * 4, [start] * 4
+    for number in range(2):
+        before = float64(state.server.params)
+        mean, var = (float64(state.parts.statistics)["norm"][name] for name in ("mean", "var"))
+        state, _ = algorithm.apply(state, cohort(data, number))
+        results = []
+        for client in range(4):
+            own = data.client(client).examples
+            examples = np.asarray(own["x"]), np.asarray(own["y"])
+            sent = {**before, "head": copies[client]["head"]}
+            copies[client], *statistics = local_steps(sent, mean, var, *examples)
+            results.append((copies[client], *statistics))
+            old = personal[client]["norm"]
+            new, *of_personal = local_steps(personal[client], old["mean"], old["var"], *examples, pull=0.5, center=before)
+            new["norm"] = {**new["norm"], "mean": of_personal[0], "var": of_personal[1]}
+            personal[client] = new
+        weights = np.array(SIZES) / sum(SIZES)
+        mean, var = (sum(w * each[i] for w, each in zip(weights, results, strict=True)) for i in (1, 2))
+        assert_close(state.parts.statistics, {"norm": {"mean": mean, "var": var}})
+        body = sum(w * each[0]["body"]["w"] for w, each in zip(weights, results, strict=True))
+        np.testing.assert_allclose(state.server.params["body"]["w"], body, atol=1e-5)
+    (memory, kept), _ = state.clients.rows
+    for client in range(4):
+        assert_close(jax.tree.map(lambda x: x[client], memory), personal[client])  # noqa: B023
+        np.testing.assert_allclose(kept.kept["head"]["w"][client], copies[client]["head"]["w"], atol=1e-5)
+    evaluated = fedsim.evaluate_personalized(algorithm, state, data, data).clients["loss"].result()
+    x, y = (np.asarray(data.client(2).examples[name]) for name in ("x", "y"))
+    np.testing.assert_allclose(evaluated[2], loss_of(personal[2], x, y), atol=1e-5)
+
+
+def loss_of(p, x, y):
+    """Returns the mean cross-entropy in evaluation, in float64."""
+    norm = p["norm"]
+    hidden = (x @ p["body"]["w"] + p["body"]["b"] - norm["mean"]) / np.sqrt(norm["var"] + 1e-5) * norm["scale"] + norm["offset"]
+    logits = np.maximum(hidden, 0) @ p["head"]["w"] + p["head"]["b"]
+    return np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(y)), y])
+
+
+def test_clusters_have_their_own_running_statistics_against_numpy(data):
+    algorithm = fedavg(make_model(), algorithms.HypCluster, num_clusters=2)
+    state = algorithm.init(jax.random.key(0))
+    for number in range(2):
+        models = [jax.tree.map(lambda x: x[i], float64(state.params)) for i in range(2)]  # noqa: B023
+        state, info = algorithm.apply(state, cohort(data, number))
+        sums = [[], []]
+        for client, size in enumerate(SIZES):
+            x, y = (np.asarray(data.client(client).examples[name]) for name in ("x", "y"))
+            losses = [loss_of(model, x, y) for model in models]
+            slot = cohort(data, number).clients.tolist().index(client)
+            np.testing.assert_allclose(info.clients["cluster_losses"][slot], losses, atol=1e-5)
+            chosen = int(np.argmin(losses))
+            old = models[chosen]["norm"]
+            new, mean, var = local_steps(models[chosen], old["mean"], old["var"], x, y)
+            new["norm"] = {**new["norm"], "mean": mean, "var": var}
+            sums[chosen].append((size, new))
+        for i, of_cluster in enumerate(sums):
+            sizes, results = zip(*of_cluster, strict=True)
+            expected = jax.tree.map(lambda *x: np.average(x, axis=0, weights=sizes), *results)  # noqa: B023
+            assert_close(jax.tree.map(lambda x: x[i], state.params), expected)  # noqa: B023
+    whole = sum(x.size for x in jax.tree.leaves(models[0]))
+    assert info.clients["bits_up"][0] == 32 * whole + 32  # and the number of the model
+
+
+def test_clusters_start_from_models_with_statistics_of_one_client(data):
+    """Of each model; frozen parameters are common, and a client is evaluated with the statistics of the model it chooses."""
+    algorithm = fedavg(make_model().with_parts(frozen="head/*"), algorithms.HypCluster, num_clusters=2)
+    state = algorithm.init_from(data, seed=0)
+    models = [
+        {name: jax.tree.map(lambda x: x[i], of) for name, of in float64(state.params).items() if name != "head"}  # noqa: B023
+        | {"head": float64(state.params["head"])}
+        for i in range(2)
+    ]
+    assert np.abs(models[0]["norm"]["mean"] - models[1]["norm"]["mean"]).min() > 1e-4
+    losses = fedsim.evaluate_personalized(algorithm, state, data, data).clients["loss"].result()
+    for client in range(4):
+        x, y = (np.asarray(data.client(client).examples[name]) for name in ("x", "y"))
+        np.testing.assert_allclose(losses[client], min(loss_of(model, x, y) for model in models), atol=1e-5)
+    after, info = algorithm.apply(state, cohort(data, 0))
+    assert_close(after.params, {"head": state.params["head"]}, 0)
+    assert (np.asarray(info.clients["weight"][:4]) > 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"statistics": "client"}])
+def test_personal_models_are_fine_tuned_with_their_own_statistics(options, data):
+    """Fine-tuning for no step evaluates the personal models, and for some steps changes their running statistics."""
+    algorithm = fedavg(make_model(**options), algorithms.Ditto)
+    state, _ = trained(algorithm, data)
+    none = fedavg(algorithm.model, batches=fedsim.Batches(size=4, max_steps=1))
+    none = dataclasses.replace(none, client_optimizer=optax.sgd(1e-12))
+    once = fedsim.evaluate_personalized(algorithm, state, data, data).clients["loss"].result()
+    tuned = fedsim.evaluate_personalized(algorithm, state, data, data, fine_tune=none).clients["loss"].result()
+    memory = float64(state.clients.rows[0] if not options else state.clients.rows[0][0])
+    client = 3
+    x, y = (np.asarray(data.client(client).examples[name]) for name in ("x", "y"))
+    own = jax.tree.map(lambda x: x[client], memory)
+    np.testing.assert_allclose(once[client], loss_of(own, x, y), atol=1e-5)
+    assert abs(once[client] - tuned[client]) > 1e-5
+
+
+def test_mime_sends_running_statistics_once(data):
+    state, info = trained(fedavg(make_model(), algorithms.Mime), data)
+    params, statistics = (sum(x.size for x in jax.tree.leaves(a)) for a in (state.server.params, state.parts.statistics))
+    assert info.clients["bits_up"][0] == 32 * (2 * params + statistics)
+    assert info.clients["bits_down"][0] == 32 * (3 * params + statistics + 2)  # the gradient, and the round twice
 
 
 ALGORITHMS = [
@@ -217,9 +338,17 @@ def test_state_that_is_not_a_statistic_is_refused():
 
 
 def test_algorithms_without_parts_refuse_them(data):
-    algorithm = algorithms.FedSGD(model=make_model(), batches=fedsim.Batches(size=4))
-    with pytest.raises(ValueError, match="FedSGD takes models whose other parts are frozen.*running statistics: use FedAvg"):
-        algorithm.apply(algorithm.init(jax.random.key(0)), cohort(data, 0))
+    @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+    class Own(algorithms.FedAvg):
+        capabilities = fedsim.Capabilities()
+
+    with pytest.raises(ValueError, match="Own takes models whose other parts are frozen.*running statistics: use FedAvg"):
+        trained(fedavg(make_model(), Own), data)
+    few = {"x": np.zeros([2, 4], np.float32), "y": np.zeros(2, np.int32)}
+    options = {"weak": fedsim.augmentations.noise, "strong": fedsim.augmentations.noise, "server_examples": few}
+    classifier = dataclasses.replace(make_model(), num_classes=3)
+    with pytest.raises(ValueError, match="FixMatch with server_examples takes no model with running statistics"):
+        trained(fedavg(classifier, algorithms.FixMatch, **options), data)
 
 
 def test_frozen_parts_are_neither_sent_nor_differentiated(data):
@@ -245,7 +374,9 @@ def test_frozen_layers_are_not_differentiated(data):
     assert products(dense()) == 5
     assert products(dense().with_parts(frozen="body/*")) == 3
     assert products(dense().with_parts(frozen="head/*")) == 4
-    with pytest.raises(ValueError, match="FedPer divides a model by its own field head, got one with frozen parts: use"):
+    with pytest.raises(
+        ValueError, match="FedPer takes no model with frozen parts: it divides a model by its own field head; use"
+    ):
         trained(fedavg(dense().with_parts(frozen="body/*"), algorithms.FedPer), data)
 
 
@@ -378,7 +509,9 @@ def test_functions_and_algorithms_that_do_not_fit_parts_are_refused(data):
     with pytest.raises(ValueError, match="The function for frozen is False for all parameters, which are body/b"):
         dense().with_parts(frozen=lambda name: name.startswith("Body"))
     algorithm = fedavg(dense().with_parts(kept="head/*"), algorithms.Mime)
-    with pytest.raises(ValueError, match="Mime trains with statistics of the server, which parameters that clients keep"):
+    with pytest.raises(
+        ValueError, match="Mime takes no model with parameters that clients keep: clients train with statistics"
+    ):
         trained(algorithm, data)
 
     @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
