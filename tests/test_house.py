@@ -53,7 +53,7 @@ LAYER = {component: number for number, components in enumerate(LAYERS) for compo
 
 # So many imports are of a private module of another package. The number may only fall: export the name from the package's
 # __init__, with an example, or move the code to where it belongs.
-MOST_PRIVATE_IMPORTS = 10
+MOST_PRIVATE_IMPORTS = 9
 
 PUBLIC_MODULES = [
     "fedsim",

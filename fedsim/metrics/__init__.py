@@ -66,3 +66,4 @@ from fedsim.metrics._tokens import TokenCount as TokenCount
 from fedsim.metrics._tokens import TokenCrossEntropy as TokenCrossEntropy
 from fedsim.metrics._tokens import TokenTopKAccuracy as TokenTopKAccuracy
 from fedsim.metrics._tokens import TruncationRate as TruncationRate
+from fedsim.metrics._tokens import token_losses as token_losses

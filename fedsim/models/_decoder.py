@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from fedsim import checks, metrics
-from fedsim.metrics import Examples
-from fedsim.metrics._tokens import token_losses
+from fedsim.metrics import Examples, token_losses
 from fedsim.model import Model
 
 
@@ -291,6 +290,15 @@ def decoder_params(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any
 
     Raises:
       KeyError: an array is missing.
+
+    >>> config = {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": True}
+    >>> shapes = {f"self_attn.{name}_proj": (4, 4) for name in "qkvo"}
+    >>> shapes |= {"input_layernorm": (4,), "post_attention_layernorm": (4,)}
+    >>> shapes |= {"mlp.gate_proj": (6, 4), "mlp.up_proj": (6, 4), "mlp.down_proj": (4, 6)}
+    >>> tensors = {f"model.layers.0.{name}.weight": np.zeros(shape) for name, shape in shapes.items()}
+    >>> tensors |= {"model.embed_tokens.weight": np.zeros((9, 4)), "model.norm.weight": np.zeros(4)}
+    >>> decoder_params(config, tensors)["layers/down"]["w"].shape  # [layers, inputs, outputs]
+    (1, 6, 4)
     """
     read = {name: np.asarray(value) for name, value in tensors.items()}
     if config["model_type"] == "gpt2":

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fedsim import metrics
-from fedsim.metrics import Examples
-from fedsim.metrics._tokens import token_losses
+from fedsim.metrics import Examples, token_losses
 from fedsim.model import Model
 
 PAD, BOS, EOS = 0, 1, 2
