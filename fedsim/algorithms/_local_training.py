@@ -138,16 +138,8 @@ class LocalTraining:
           ValueError: ``loss`` does not return a scalar.
         """
         mask = getattr(batch, "mask", None)
-        if mask is None or (parts := self.batches.num_microbatches(len(mask))) == 1:
-            return self._of_whole_batch(params, batch)
-
-        def add(sums: _Sums, part: Batch) -> tuple[_Sums, None]:
-            with current_scope().inner():
-                return sums.add(*self._of_whole_batch(params, part), part.mask), None
-
-        return jax.lax.scan(add, _Sums.zero(params), divided(batch, parts))[0].means(params)
-
-    def _of_whole_batch(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
+        if mask is not None and (parts := self.batches.num_microbatches(len(mask))) > 1:
+            return self._over_microbatches(params, divided(batch, parts))
         outer = current_scope()
 
         def loss(params: Params) -> tuple[jax.Array, Any]:
@@ -165,6 +157,13 @@ class LocalTraining:
         (value, new), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         outer.record(params, new)
         return value, gradient
+
+    def _over_microbatches(self, params: Params, parts: Batch) -> tuple[jax.Array, Params]:
+        def add(sums: _Sums, part: Batch) -> tuple[_Sums, None]:
+            with current_scope().inner():
+                return sums.add(*self.loss_and_gradient(params, part), part.mask), None
+
+        return jax.lax.scan(add, _Sums.zero(params), parts)[0].means(params)
 
     def step_gradient(self, params: Params, batch: Batch) -> tuple[jax.Array, Params]:
         """Returns the loss of a batch, which is reported, and the gradient of a step, which has all terms."""
