@@ -75,7 +75,7 @@ PAPERS = {
     **dict.fromkeys(["coordinate_median", "trimmed_mean"], "1803.01498"),
     **dict.fromkeys(["krum", "gaussian_noise"], "1703.02757"),
     **dict.fromkeys(["uniform_quantizer", "rotated_uniform_quantizer"], "1611.00429"),
-    **dict.fromkeys(["mean", "sum", "identity", "cast"], "–"),
+    **dict.fromkeys(["mean", "partly_uniform", "sum", "identity", "cast"], "–"),
     "fedavgm": "1909.06335",
     "fednova": "2007.07481",
     "scaffold": "1910.06378",

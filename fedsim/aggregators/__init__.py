@@ -25,11 +25,12 @@ from fedsim.aggregators._grouped import Member as Member
 from fedsim.aggregators._krum import Krum as Krum
 from fedsim.aggregators._min_norm import MinNorm as MinNorm
 from fedsim.aggregators._noised import Noised as Noised
+from fedsim.aggregators._partly_uniform import PartlyUniform as PartlyUniform
 from fedsim.aggregators._stack import StackAggregator as StackAggregator
 from fedsim.aggregators._trimmed_mean import TrimmedMean as TrimmedMean
 from fedsim.names import by_name
 
 # Aggregators that can be chosen by name. Wrappers need another aggregator as `inner`, so they are not listed.
 AGGREGATORS: dict[str, type[Aggregator]] = by_name(
-    Mean, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
+    Mean, PartlyUniform, Sum, CoordinateMedian, TrimmedMean, GeometricMedian, Krum, Bulyan, CentredClipping, MinNorm
 )

@@ -24,6 +24,7 @@ AGGREGATORS = {
     "clipped": aggregators.Clipped(1.0),
     "clipped median": aggregators.Clipped(1.0, inner=aggregators.CoordinateMedian()),
     "centred": aggregators.CentredClipping(1.0),
+    "partly uniform": aggregators.PartlyUniform("x"),
     "noised": aggregators.Noised(0.1, inner=aggregators.Clipped(1.0)),
 }
 MEAN, JIT = aggregators.Mean(), fedsim.Jit()

@@ -21,6 +21,7 @@ BATCHES = fedsim.Batches(size=4, epochs=2)
 # Functions from a number to an aggregator, and the number. Derivatives are by this number, too.
 DIFFERENTIABLE = {
     "mean": (lambda _: aggregators.Mean(), 1.0),
+    "partly uniform": (lambda _: aggregators.PartlyUniform("*/w"), 1.0),
     "sum": (lambda _: aggregators.Sum(), 1.0),
     "clipped": (lambda norm: aggregators.Clipped(norm), 0.1),
     "centred clipping": (lambda radius: aggregators.CentredClipping(radius), 0.1),

@@ -253,6 +253,25 @@ def test_personal_models_are_fine_tuned_with_their_own_statistics(options, data)
     assert abs(once[client] - tuned[client]) > 1e-5
 
 
+def test_some_parameters_are_averaged_with_equal_weights(data):
+    """Against the aggregates with weights by examples and with equal weights, of the same local steps; bits are the same."""
+    by_name = {}
+    for name, options in {
+        "examples": {},
+        "uniform": {"weighting": "uniform"},
+        "partly": {"aggregator": aggregators.PartlyUniform(["head/*"])},
+    }.items():
+        by_name[name] = trained(fedavg(make_model(), execution=fedsim.Pmap(devices=2), **options), data)
+    params = {name: jax.tree.map(np.asarray, state.server.params) for name, (state, _) in by_name.items()}
+    assert_close(params["partly"], {"head": params["uniform"]["head"], "body": params["examples"]["body"]}, 1e-6)
+    assert np.abs(params["uniform"]["head"]["w"] - params["examples"]["head"]["w"]).max() > 1e-3
+    assert by_name["partly"][1].clients["bits_up"].tolist() == by_name["examples"][1].clients["bits_up"].tolist()
+    with pytest.raises(ValueError, match=r"no parameter 'haed/\*' to be averaged with equal weights. Did you mean 'head/w'"):
+        trained(fedavg(make_model(), aggregator=aggregators.PartlyUniform("haed/*")), data)
+    with pytest.raises(ValueError, match="AgnosticFedAvg needs the aggregator Sum"):
+        fedavg(make_model(), algorithms.AgnosticFedAvg, num_domains=3, aggregator=aggregators.PartlyUniform("head/*"))
+
+
 def test_mime_sends_running_statistics_once(data):
     state, info = trained(fedavg(make_model(), algorithms.Mime), data)
     params, statistics = (sum(x.size for x in jax.tree.leaves(a)) for a in (state.server.params, state.parts.statistics))
