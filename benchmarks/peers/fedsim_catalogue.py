@@ -107,6 +107,7 @@ def aggregators_and_compressors(model: fedsim.Model, task: workload.Task) -> dic
     kinds: dict[str, aggregators.Aggregator] = {
         "Clipped": clipped,
         "Noised(Clipped)": aggregators.Noised(1e-3, norm=1.0, inner=clipped),
+        "PartlyUniform": aggregators.PartlyUniform("linear/*"),
         "CentredClipping": aggregators.CentredClipping(1.0),
         "CoordinateMedian": aggregators.CoordinateMedian(),
         "TrimmedMean": aggregators.TrimmedMean(0.2),
