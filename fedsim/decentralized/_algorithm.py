@@ -107,6 +107,7 @@ _REFUSED = {"kept": "nodes keep the parameters of the field personal; use person
 WITHOUT_MIXING_WEIGHTS = Capabilities(
     aggregators=False,
     model_parts=True,
+    microbatches=True,
     refused_parts={
         **_REFUSED,
         "statistics": "it has no mixing weights, by which nodes would mix them; use statistics='client', or another algorithm, "

@@ -168,7 +168,7 @@ def _form(leaf: Any) -> Hashable:
 
 
 def _with_shardings(function: Callable[..., Any], mesh: Mesh, division: Division) -> Callable[..., Any]:
-    """Returns the function with results that are divided like the arguments they take the place of."""
+    """Returns the function with results that are divided as ``division`` says, for the next call gets them."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:

@@ -252,7 +252,7 @@ class Jit(Execution):
         while True:
             layout = self._layout(traced, cohorts[0], mesh)
             try:
-                return self._dispatch_as(layout, traced, numbers, mesh, algorithm, state, cohorts, rounds)
+                return self._dispatch_as(layout, division, traced, numbers, mesh, algorithm, state, cohorts, rounds)
             except jax.errors.JaxRuntimeError as error:
                 lanes = max(layout.widths)
                 if "RESOURCE_EXHAUSTED" not in str(error) or lanes <= 1:
@@ -265,11 +265,10 @@ class Jit(Execution):
                 )
 
     def _dispatch_as(
-        self, layout: Layout, traced: TracedRounds, numbers: Any, mesh: Mesh, algorithm: FederatedAlgorithm, state: State,
-        cohorts: Sequence[Cohort], rounds: int | None,
+        self, layout: Layout, division: Division, traced: TracedRounds, numbers: Any, mesh: Mesh,
+        algorithm: FederatedAlgorithm, state: State, cohorts: Sequence[Cohort], rounds: int | None,
     ) -> tuple[State, Any, int]:  # fmt: skip
         first, data, clients = cohorts[0], cohorts[0].data, parts_of(state).clients
-        division = self.division(getattr(algorithm, "model", None))
         is_gathered = isinstance(clients, ClientRows)
         # Gathered memories are written back after each round.
         may_split = mesh.devices.flat[0].platform == "cpu" and not self.differentiable

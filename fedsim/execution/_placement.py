@@ -200,15 +200,17 @@ def shardings_of(state: Any, mesh: Mesh, block: int | None = None, division: Div
     """
     everywhere, divided = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
 
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        if block is not None:
-            return divided if np.shape(leaf)[:1] == (block * mesh.size,) else everywhere
-        if not division.parameters:
-            return everywhere
+    def of_model(path: Any, leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         return NamedSharding(mesh, division.spec_of(name, tuple(np.shape(leaf))))
 
-    return jax.tree_util.tree_map_with_path(sharding, state)
+    def of_clients(leaf: Any) -> NamedSharding:
+        is_divided = block is not None and np.shape(leaf)[:1] == (block * mesh.size,)
+        return divided if is_divided else everywhere
+
+    if division.parameters:
+        return jax.tree_util.tree_map_with_path(of_model, state)
+    return jax.tree.map(of_clients, state)
 
 
 def in_lockstep(mesh: Mesh) -> bool:

@@ -35,22 +35,21 @@ class Division(NamedTuple):
     def spec_of(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
         """Returns the specification of an array.
 
-        An array whose name ends with that of a parameter, such as a moment of an optimizer, is divided like it. Other arrays
-        are divided like the parameters of their shape, if these are all divided alike. In both cases the array may have more
-        axes before those of the parameter. All others are whole on every device.
+        An array whose name ends with that of a parameter, such as a moment of an optimizer, is divided like this parameter.
+        Other arrays are divided like the parameters of their shape, if these are all divided alike. In both cases the array may
+        have more axes before those of the parameter. All others are whole on every device.
 
         Args:
           name: its path, such as ``"params/linear/w"``.
           shape: its shape.
         """
         alike = [each for each in self.parameters if each[1] and shape[len(shape) - len(each[1]) :] == each[1]]
-        of_name = [spec for known, _, spec in alike if f"/{name}".endswith(f"/{known}")]
-        specs = of_name or list(dict.fromkeys(spec for _, known, spec in alike if len(known) > 1))
-        if len(specs) != 1 and not of_name:
+        of_name = [each for each in alike if f"/{name}".endswith(f"/{each[0]}")]
+        of_shape = [each for each in alike if len(each[1]) > 1]
+        if not of_name and len({(known, spec) for _, known, spec in of_shape}) != 1:
             return PartitionSpec()
-        spec = specs[0]
-        axes = next(len(known) for _, known, each in alike if each == spec)
-        return PartitionSpec(*[None] * (len(shape) - axes), *spec)
+        _, known, spec = max(of_name, key=lambda each: len(each[0])) if of_name else of_shape[0]
+        return PartitionSpec(*[None] * (len(shape) - len(known)), *spec)
 
 
 # Every array is whole on every device.

@@ -308,7 +308,7 @@ def decoder_params(config: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any
     def stacked(name: str) -> np.ndarray:
         return np.stack([read[f"model.layers.{layer}.{name}.weight"] for layer in layers])
 
-    linear = {f"{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")}
+    linear = {name: f"self_attn.{name[0]}_proj" for name in ("query", "key", "value", "output")}
     linear |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     scales = {"attention_norm": "input_layernorm", "feedforward_norm": "post_attention_layernorm"}
     if config["model_type"] == "qwen3":

@@ -173,7 +173,7 @@ def run_fedavg(model, batches, way):
     run(fedsim.algorithms.FedAvg(model=model, client_optimizer=optax.sgd(0.1), batches=batches, execution=WAYS[way]))
 
 
-def test_members_of_a_population_run_one_after_another():
+def test_why_members_of_a_population_do_not_share_a_program_is_said():
     algorithm = make("FedAvg", WAYS["2 x 2"])
     state = jax.eval_shape(algorithm.init, jax.random.key(0))
     assert fedsim.execution.obstacle(algorithm, state, federation.cohort()) == "several devices train each of their clients"
