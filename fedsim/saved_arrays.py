@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -155,7 +156,15 @@ def _checksums(folder: Path) -> dict[str, int]:
 def _orbax() -> Any:
     import orbax.checkpoint as ocp  # takes half a second to import, and is optional
 
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    if jax.process_count() == 1:
+        return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+    # Otherwise each call would wait for the same call in all processes, and process 0 writes alone.
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"process_{own}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _params_of(leaves: Leaves, path: Path) -> Leaves:

@@ -166,13 +166,36 @@ def psum(a: Tree, axis: str) -> Tree:
     groups = [indices for indices in small.values() if len(indices) > 1]
     joined = [flat([leaves[index] for index in indices]) for indices in groups]
     separate = sorted(set(range(len(leaves))).difference(*groups))
-    sums, separate_sums = jax.lax.psum((joined, [leaves[index] for index in separate]), axis)
+    sums, separate_sums = _all_reduced((joined, [leaves[index] for index in separate]), axis)
     for index, leaf in zip(separate, separate_sums, strict=True):
         leaves[index] = leaf
     for indices, vector in zip(groups, sums, strict=True):
         for index, leaf in zip(indices, unflat(vector, [leaves[index] for index in indices]), strict=True):
             leaves[index] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def _all_reduced(arrays: Tree, axis: str) -> Tree:
+    """`jax.lax.psum`, with the bits of one process also where CPU devices belong to several.
+
+    Within a process, XLA's CPU devices add in the order of the devices. Between processes they add each part of an array in
+    another order. So each device then adds one part of the array, in order.
+    """
+    is_divided_further = len(jax.sharding.get_abstract_mesh().axis_names) > 1
+    if jax.process_count() == 1 or jax.default_backend() != "cpu" or is_divided_further:
+        return jax.lax.psum(arrays, axis)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jax.lax.psum(x, axis)
+        devices = jax.lax.axis_size(axis)
+        parts = jnp.pad(x.ravel(), (0, -x.size % devices)).reshape(devices, -1)
+        own, *others = jax.lax.all_to_all(parts, axis, 0, 0)
+        for of_device in others:
+            own = own + of_device
+        return jax.lax.all_gather(own, axis, tiled=True)[: x.size].reshape(x.shape)
+
+    return jax.tree.map(in_order, arrays)
 
 
 def dot(a: Tree, b: Tree) -> jax.Array:

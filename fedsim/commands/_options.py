@@ -43,6 +43,18 @@ HOW = Option(
     "devices; default: devices on a CPU, vmap on a GPU or TPU.",
 )
 
+_SEVERAL = "several processes, each with its own devices"
+PROCESSES = {
+    "distributed": Option(
+        _SEVERAL, bool, False, "Share the run with the other processes that SLURM, Open MPI, GKE or a TPU pod has started."
+    ),
+    "coordinator_address": Option(
+        _SEVERAL, str | None, None, "Elsewhere: host and port of process 0, such as node-1:1234; with the next two options."
+    ),
+    "num_processes": Option(_SEVERAL, int | None, None, "The number of processes."),
+    "process_id": Option(_SEVERAL, int | None, None, "The number of this process, from 0."),
+}
+
 
 def options_of(cls: type, defaults: Mapping[str, Any], leave_out: Sequence[str] = ()) -> dict[str, Option]:
     """Returns the fields of `RunConfig` or `Settings` as options, with these defaults or else those of the fields.

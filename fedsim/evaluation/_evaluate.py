@@ -230,19 +230,21 @@ def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterat
     per_device = batch_size * max(1, _CHUNK_BYTES // (devices * row_bytes * batch_size))
     per_device = min(per_device, max(1, -(-data.num_examples // devices)))  # A single chunk needs no padding.
     chunk, sharded = per_device * devices, NamedSharding(mesh, P(AXIS))
+
+    def owner(first: int, last: int) -> np.ndarray:
+        return np.searchsorted(data.offsets, np.arange(first, last), side="right").astype(np.int32) - np.int32(1)
+
     for start in range(0, max(1, data.num_examples), chunk):
         stop = min(start + chunk, data.num_examples)
         share = -(-(stop - start) // devices)
 
-        def divided(rows: np.ndarray, share: int = share) -> np.ndarray:
-            if len(rows) == chunk:
-                return rows
-            padded = np.zeros((devices, per_device, *rows.shape[1:]), rows.dtype)
-            for device in range(devices):
-                own = rows[device * share : (device + 1) * share]
-                padded[device, : len(own)] = own
-            return padded.reshape(chunk, *rows.shape[1:])
+        def placed(read: Callable[[int, int], Any], start: int = start, stop: int = stop, share: int = share) -> jax.Array:
+            def of_device(device: int) -> np.ndarray:
+                first = min(start + device * share, stop)
+                rows = np.asarray(read(first, min(first + share, stop)))
+                return np.pad(rows, [(0, per_device - len(rows)), *[(0, 0)] * (rows.ndim - 1)])
 
-        columns = {name: divided(np.asarray(column[start:stop])) for name, column in data.columns.items()}
-        owner = np.searchsorted(data.offsets, np.arange(start, stop), side="right").astype(np.int32) - 1
-        yield jax.device_put(columns, sharded), jax.device_put(divided(owner.astype(np.int32)), sharded), stop - start
+            return _placement.put_blocks(of_device, (devices, per_device, *np.shape(read(0, 0))[1:]), sharded)
+
+        columns = {name: placed(lambda first, last, c=column: c[first:last]) for name, column in data.columns.items()}
+        yield columns, placed(owner), stop - start

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedsim import distributed
 from fedsim.metrics import Mean, Metric, Sparse, is_sparse, per_example
 from fedsim.model import Model, Params
 from fedsim.tree import compensated_add
@@ -170,7 +171,7 @@ def on_host(sums: Any) -> Any:
     def wide(total: np.ndarray) -> np.ndarray:
         return total.sum(1, dtype=np.float64) if _is_float(total) else total.astype(np.int64)
 
-    return jax.tree.map(wide, jax.device_get(sums))
+    return jax.tree.map(wide, distributed.on_host(sums))
 
 
 def of_all_clients(sums: Any, present: np.ndarray) -> Any:

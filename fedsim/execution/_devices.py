@@ -62,3 +62,32 @@ def is_gpu(mesh: Mesh) -> bool:
     True
     """
     return mesh.devices.flat[0].platform in _GPUS
+
+
+def first_devices(count: int | None = None) -> tuple[jax.Device, ...]:
+    """Returns devices of all processes, equally many of each.
+
+    Args:
+      count: how many; None: all.
+
+    Raises:
+      ValueError: there are fewer, or the processes cannot have equally many.
+
+    >>> first_devices() == tuple(jax.devices())
+    True
+    """
+    everything, processes = jax.devices(), jax.process_count()
+    if count is None:
+        return tuple(everything)
+    if count > len(everything):
+        raise ValueError(
+            f"Expected at most {len(everything)} devices, which JAX has, got devices={count}. Use fewer, or on a CPU call "
+            f"fedsim.use_all_cores({-(-count // processes)}) before JAX is first used."
+        )
+    each, rest = divmod(count, processes)
+    if rest:
+        raise ValueError(
+            f"Expected the same number of devices in each of {processes} processes, got devices={count}: use a multiple of "
+            f"{processes}."
+        )
+    return tuple(device for process in range(processes) for device in jax.local_devices(process)[:each])

@@ -19,6 +19,7 @@ from fedsim import checks, rng
 from fedsim.data import Batches, ClientRows, Cohort
 from fedsim.execution import _memory, _placement
 from fedsim.execution._device_round import CompileOptions
+from fedsim.execution._devices import first_devices
 from fedsim.execution._layout import Layout, lanes_for, num_steps, overhead_of, plan_round, rounded_slots, widths_for, windows
 from fedsim.execution._memory import remembered
 from fedsim.execution._placement import AXIS, Memory
@@ -227,7 +228,8 @@ class Jit(Execution):
         overhead = 0.0 if lanes == 1 else overhead_of(state_bytes)
         most_examples = self._most_examples(cohort)
         block, rest = divmod(cohort.data.num_clients, devices)
-        is_divided = devices == mesh.size > 1 and rest == 0 and len(calls) > 0 and all(call.is_divisible for call in calls)
+        can_be_divided = devices == mesh.size > 1 and rest == 0 and not mesh.is_multi_process
+        is_divided = can_be_divided and len(calls) > 0 and all(call.is_divisible for call in calls)
         return Layout(slots, devices, widths_for(lanes), overhead, most_examples, block if is_divided else None)
 
     def _dispatch(
@@ -347,12 +349,13 @@ def cut_rows(rows: Any, slots: int, *, stacked: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pmap(Jit):
-    """Runs compiled rounds, with the cohort divided among several local devices (`jax.shard_map`, the successor of pmap).
+    """Runs compiled rounds, with the cohort divided among several devices (`jax.shard_map`, the successor of pmap).
 
-    There is one all-reduce per round. On a CPU, first call `fedsim.use_all_cores`, which makes every core a device.
+    There is one all-reduce per round. On a CPU, first call `fedsim.use_all_cores`, which makes every core a device. The devices
+    are those of all processes of the run, see `fedsim.distributed`.
 
     Attributes:
-      devices: the number of local devices, or a sequence of devices; None uses all local devices.
+      devices: the number of devices, equally many of each process, or a sequence of devices; None uses all.
 
     Raises:
       ValueError: there are fewer devices than requested.
@@ -369,7 +372,7 @@ class Pmap(Jit):
         if isinstance(devices, Sequence) and devices and all(isinstance(device, jax.Device) for device in devices):
             object.__setattr__(self, "devices", tuple(devices))
         else:
-            checks.whole(1, or_none=True, devices=devices, remedy="None uses all local devices")
+            checks.whole(1, or_none=True, devices=devices, remedy="None uses all devices")
         if self.differentiable and not isinstance(self, Auto):
             raise ValueError(
                 f"{type(self).__name__} does not support differentiable=True, which runs on one device: use "
@@ -379,20 +382,14 @@ class Pmap(Jit):
     def mesh(self) -> Mesh:
         if isinstance(self.devices, tuple):
             return _mesh(self.devices)
-        available = jax.local_device_count()
-        if self.devices is not None and self.devices > available:  # type: ignore[operator]
-            raise ValueError(
-                f"Expected at most {available} devices, which JAX has, got devices={self.devices}. Use fewer, or on a CPU call "
-                f"fedsim.use_all_cores({self.devices}) before JAX is first used."
-            )
-        return _mesh(tuple(jax.local_devices()[: self.devices or available]))
+        return _mesh(first_devices(self.devices))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Auto(Pmap):
-    """Runs compiled rounds on all local devices, like `Pmap`, or on a single one if ``differentiable``.
+    """Runs compiled rounds on all devices, like `Pmap`, or on a single one if ``differentiable``.
 
-    >>> Auto().mesh().size == jax.local_device_count(), Auto(differentiable=True).mesh().size
+    >>> Auto().mesh().size == jax.device_count(), Auto(differentiable=True).mesh().size
     (True, 1)
     """
 

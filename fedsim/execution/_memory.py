@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from fedsim import distributed
 from fedsim.data import ClientRows, FederatedData
 from fedsim.execution._placement import Memory, memory_limit, moved, shardings_of
 from fedsim.execution._traced_rounds import traced_rounds
@@ -182,7 +183,9 @@ def placed(state: State, mesh: Mesh, memory: Memory, division: Division = WHOLE)
     elif memory == "stream":
         seen = np.asarray(clients.seen)
         return state._replace(
-            clients=ClientRows.empty(row_shapes(clients), len(seen)).written(np.arange(len(seen)), clients.rows, seen)
+            clients=ClientRows.empty(row_shapes(clients), len(seen)).written(
+                np.arange(len(seen)), distributed.on_host(clients.rows), seen
+            )
         )
     return state._replace(clients=moved(clients, shardings_of(clients, mesh, division=division)))
 
@@ -206,5 +209,5 @@ def gathered(
 
 def written_back(clients: ClientRows, table: Any, plan: RoundPlan, count: int) -> ClientRows:
     """Waits for the round, and writes the table that was `gathered` back."""
-    rows, seen = jax.tree.map(np.asarray, tuple(table))
+    rows, seen = distributed.on_host(tuple(table))
     return clients.written(plan.client[:count].astype(np.int64), rows, seen[:count])

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedsim import tree
+from fedsim import distributed, tree
 from fedsim.aggregators import Aggregator
 from fedsim.data import FederatedData
 from fedsim.model import WHOLE, Division
@@ -28,7 +28,8 @@ def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
 
     Args:
       data: the population.
-      mesh: the devices. Those of a CPU share its memory, of which only what is free counts.
+      mesh: the devices. Those of a CPU share its memory, of which only what is free counts. If they are those of several
+        processes, ``"auto"`` streams, so that each process reads the examples of its own clients only.
       memory: ``"resident"``, ``"stream"``, or ``"auto"``, which decides once for a population and devices.
 
     >>> import fedsim
@@ -40,6 +41,8 @@ def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
 
     if memory != "auto":
         return memory == "resident"
+    if mesh.is_multi_process:
+        return False
 
     def fits() -> bool:
         device = mesh.devices.flat[0]
@@ -126,16 +129,39 @@ def streamed_columns(
             clients[device].append(plan.client[slots])
         new_plans.append(plan._replace(start=start))
     capacity = _capacity(data, int(rows.max()), len(plans[0].client), max_rounds, devices)
-    columns = {}
     # On a single device all arrays have the same sharding. Otherwise it would be propagated to results, and programs that get
     # these would be compiled again.
     divided = NamedSharding(mesh, P(AXIS) if devices > 1 else P())
-    for name, column in data.columns.items():
-        host = np.zeros((devices, capacity, *column.shape[1:]), column.dtype)
-        for device, of_device in enumerate(clients):
-            data.gather(name, np.concatenate(of_device), out=host[device])
-        columns[name] = jax.device_put(host.reshape(-1, *column.shape[1:]), divided)
-    return columns, new_plans
+
+    def placed(name: str, column: Any) -> jax.Array:
+        def of_device(device: int) -> np.ndarray:
+            host = np.zeros((capacity, *column.shape[1:]), column.dtype)
+            data.gather(name, np.concatenate(clients[device]), out=host)
+            return host
+
+        return put_blocks(of_device, (devices, capacity, *column.shape[1:]), divided)
+
+    return {name: placed(name, column) for name, column in data.columns.items()}, new_plans
+
+
+def put_blocks(block: Callable[[int], np.ndarray], shape: tuple[int, ...], divided: NamedSharding) -> jax.Array:
+    """Returns an array ``[blocks * rows, ...]`` on the devices, of which a process makes the blocks of its own devices only.
+
+    Args:
+      block: returns the rows of a block by its number.
+      shape: ``[blocks, rows, ...]``.
+      divided: how the blocks are divided over the devices.
+    """
+    blocks, rows = shape[:2]
+    made: dict[int, np.ndarray] = {}  # Devices that train a client together have the same block.
+
+    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        number = (index[0].start or 0) // rows
+        if number not in made:
+            made[number] = block(number)
+        return made[number]
+
+    return jax.make_array_from_callback((blocks * rows, *shape[2:]), divided, of_device)
 
 
 def _capacity(data: FederatedData, needed: int, slots: int, max_rounds: int, devices: int) -> int:
@@ -250,7 +276,28 @@ def moved(values: Any, shardings: Any) -> Any:
     if not missing:
         return values
     with jax.ensure_compile_time_eval():  # Otherwise constants would become tracers inside a trace.
-        new = jax.device_put([leaves[at] for at in missing], [targets[at] for at in missing])
+        new = _put([leaves[at] for at in missing], [targets[at] for at in missing])
         for at, leaf in zip(missing, new, strict=True):
             leaves[at] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def _put(leaves: list[Any], shardings: list[NamedSharding]) -> list[jax.Array]:
+    """Moves arrays, of which each process gives all and places the parts of its own devices."""
+    # An array of several processes is moved by way of the host.
+    leaves = [distributed.on_host(leaf) if _is_shared(leaf) else leaf for leaf in leaves]
+    if all(sharding.is_fully_addressable for sharding in shardings):
+        return jax.device_put(leaves, shardings)
+
+    def placed(leaf: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(placed(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        host = np.asarray(leaf)
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return [placed(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+
+
+def _is_shared(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedsim import checks
+from fedsim.execution._devices import first_devices
 from fedsim.execution._execution import Pmap
 from fedsim.execution._placement import AXIS
 from fedsim.model import WHOLE, Division, Model
@@ -59,7 +60,8 @@ class Sharded(Pmap):
                 f"clients={self.clients}, model={self.model}, data={self.data}: use fewer, or on a CPU call "
                 f"fedsim.use_all_cores({needed}) before JAX is first used."
             )
-        return _mesh(devices[:needed], clients, self.data, self.model)
+        used = devices[:needed] if isinstance(self.devices, tuple) else first_devices(needed)
+        return _mesh(used, clients, self.data, self.model)
 
     def division(self, model: Model | None) -> Division:
         if model is None:

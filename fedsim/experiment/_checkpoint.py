@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedsim import distributed
 from fedsim.data import ClientRows, FormatError, is_rows
 from fedsim.data._row_store import RowFile
 from fedsim.durable_files import writing
@@ -51,6 +52,9 @@ class Checkpoints:
       rows_identity: the algorithm and population that the rows belong to. It is written into the row file, and a file with
         another one is refused.
 
+    If several processes share a run, each has an object of this class, and calls the same methods. Process 0 writes, and all
+    read, so that the folder is on a file system that they share.
+
     >>> import tempfile
     >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()))
     >>> checkpoints.save(3, {"w": jax.numpy.ones(2)})
@@ -84,7 +88,7 @@ class Checkpoints:
         """
 
         def moved(leaf: Any) -> Any:
-            if not isinstance(leaf, ClientRows) or leaf.store is self._file:
+            if not isinstance(leaf, ClientRows) or leaf.store is self._file or not distributed.is_first():
                 return leaf
             return leaf.copied(self._row_file(leaf))
 
@@ -96,6 +100,10 @@ class Checkpoints:
         Raises:
           OSError: a file cannot be written.
         """
+        if jax.process_count() > 1:
+            state = distributed.joined(state)
+            if not distributed.is_first():
+                return
         path, state = self._path(round), self.with_row_file(state)
         rows = [leaf for leaf in jax.tree.leaves(state, is_leaf=is_rows) if is_rows(leaf)]
         if is_complete(path) and _same_rows(rows, self._referenced.get(round, [])):
@@ -136,6 +144,7 @@ class Checkpoints:
         Raises:
           ValueError: there are checkpoints and none can be read, or they hold another structure than ``like``.
         """
+        separate_rows = separate_rows or not distributed.is_first()
         self._open_row_file(like)
         rounds = [round for round in self.rounds() if until is None or round <= until]
         for round in reversed(rounds):
@@ -159,6 +168,8 @@ class Checkpoints:
 
     def keep_only(self, rounds: set[int]) -> None:
         """Deletes all other checkpoints, and files that a killed process left incomplete."""
+        if not distributed.is_first():
+            return
         for path in self.folder.iterdir():
             if path.name != _ROWS and not (path.name.isdigit() and int(path.name) in rounds):
                 (path / FILES).unlink(missing_ok=True)  # first, so that it is never an incomplete checkpoint

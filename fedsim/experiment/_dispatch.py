@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from fedsim import distributed
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import runs_with
@@ -138,7 +139,8 @@ class Rounds:
 
     def dispatch(self) -> DispatchedRounds:
         """Sends the next rounds to the devices of the algorithm's execution."""
-        together = self.next_cohorts(self.lengths.next(self.position))
+        # The time of rounds is not the same in all processes.
+        together = self.next_cohorts(distributed.from_first(self.lengths.next(self.position)))
         self.state, infos = self.algorithm.apply_rounds(self.state, together, max_rounds=self.lengths.limit)
         dispatch = DispatchedRounds(together, self.state, infos)
         self.position = dispatch.stop

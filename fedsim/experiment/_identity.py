@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from fedsim.algorithm import Algorithm
 from fedsim.data import FederatedData, client_ids_hash
 from fedsim.descriptions import SIMPLE, call_text, fields_of, hash_of, text_of
 from fedsim.execution import Execution
+from fedsim.experiment._environment import jax_settings, versions
 from fedsim.model import Model
 from fedsim.samplers import Sampler, checked_cohort
 from fedsim.systems import Schedule
@@ -24,6 +26,23 @@ _COHORTS = 8
 _CLOCK = ("synchronization", "devices", "faults", "policy", "bytes_down", "bytes_up")
 # They consist of functions, or do not belong to the identity.
 _OPAQUE = (Execution, Model, FederatedData)
+
+
+def process_identity(
+    described: Mapping[str, Any], populations: Mapping[str, Mapping[str, Any]], code: Mapping[str, str]
+) -> dict[str, Any]:
+    """Returns what has to be the same in all processes that share a run, by name.
+
+    Args:
+      described: what `describe` returns.
+      populations: what identifies the data, by ``"population"`` and ``"test population"``.
+      code: the hashes of the user's own code.
+
+    >>> process_identity({"seed": 3}, {"population": {"clients": 20}}, {})["population, clients"]
+    20
+    """
+    data = {f"{of}, {name}": value for of, values in populations.items() for name, value in values.items()}
+    return json.loads(json.dumps({**described, **data, **versions(), **jax_settings(), **code}, default=str))
 
 
 def describe(algorithm: Algorithm, sampler: Sampler, config: Any, *, rounds: int, **arguments: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from fedsim import rng
+from fedsim import distributed, rng
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import Experiment, RunConfig, Settings
 from fedsim.data import FederatedData
@@ -133,9 +133,14 @@ def run(
         rounds_per_dispatch=rounds_per_dispatch,
     )
     log, watch, start = current.log, Stopwatch(), current.position
+    progress = progress and distributed.is_first()
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
 
     def dispatch() -> DispatchedRounds | None:
+        if jax.process_count() > 1:
+            current.wait_for_others()
+            signals = [number for number in distributed.of_all(interruption.signal) if number]
+            interruption.signal = signal.Signals(signals[0]) if signals else None
         return current.dispatch() if current.position < rounds and not interruption.signal else None
 
     def finish(dispatch: DispatchedRounds) -> None:
@@ -154,7 +159,9 @@ def run(
     current.draw()
     position = current.position
     stopped_by = interruption.signal if position < rounds else None
-    if stopped_by:
+    if not distributed.is_first():
+        pass  # Process 0 says what follows.
+    elif stopped_by:
         print(f"\n{stopped_by.name}: stopped after round {position} of {rounds}.", file=sys.stderr)
         print(current.how_to_resume(), file=sys.stderr)
     elif progress if table is None else table:

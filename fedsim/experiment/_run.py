@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 
-from fedsim import checks, rng
+from fedsim import checks, distributed, rng
 from fedsim.algorithm import Algorithm
 from fedsim.configuration import RunConfig
 from fedsim.data import Cohort, FederatedData, is_rows, population_identity
@@ -26,7 +27,7 @@ from fedsim.experiment._dispatch import DispatchedRounds, DispatchLength, Rounds
 from fedsim.experiment._divergence import LossMonitor
 from fedsim.experiment._environment import code_of
 from fedsim.experiment._folder import RunFolder, resume_command
-from fedsim.experiment._identity import describe, rows_identity, title
+from fedsim.experiment._identity import describe, process_identity, rows_identity, title
 from fedsim.experiment._lines import clients_table, evaluation_line, round_lines
 from fedsim.experiment._report import devices_of
 from fedsim.experiment._run_log import Callback, RunLog
@@ -99,13 +100,16 @@ class Run(Rounds):
         self._described = describe(algorithm, sampler, config, rounds=rounds, evaluate_every=evaluate_every)
         self.paths = None if folder is None else RunFolder(Path(folder))
         self.devices = devices_of(algorithm.execution)
-        if self.paths:
+        if self.paths or jax.process_count() > 1:
             with self.write_errors():
                 recorded = dataclasses.asdict(settings) if settings is not None else {}
                 compared = {"population": _drawn(config) | population_identity(first.data)}
                 compared |= {"test population": population_identity(test_data)} if test_data is not None else {}
                 code = code_of(algorithm, sampler, evaluate, *imported_modules(config))
-                self.paths.initialize(self._described, compared, recorded, self.devices, code)
+                distributed.check_alike(process_identity(self._described, compared, code), "configuration")
+                if self.paths:
+                    write = functools.partial(self.paths.initialize, self._described, compared, recorded, self.devices, code)
+                    distributed.in_first(write)
 
         full = algorithm.with_memory(like, first.data)
         has_rows = any(map(is_rows, jax.tree.leaves(full, is_leaf=is_rows)))
@@ -118,6 +122,7 @@ class Run(Rounds):
             )
             checkpoints = None
         self.state, self.position = newest_state(algorithm, first, checkpoints)
+        distributed.check_alike({"newest checkpoint": self.position}, "run folder")
         with self.write_errors():
             self.log = RunLog(self.paths, self.position, checkpoints, callbacks, self._is_evaluated)
             try:
@@ -139,9 +144,22 @@ class Run(Rounds):
         is_scored = self._compute_scores is not None and self._is_evaluated(stop)
         return stop == self.rounds or is_scored or self.log.is_due(stop, self._checkpoint_every)
 
+    def dispatch(self) -> DispatchedRounds:
+        self.wait_for_others()
+        return super().dispatch()
+
+    def wait_for_others(self) -> None:
+        """Waits for the rounds that are running if several processes share them, before what all processes do together.
+
+        A CPU cannot run two programs with collectives at a time.
+        """
+        if jax.process_count() > 1:
+            jax.block_until_ready(self.state)
+
     def finish(self, dispatch: DispatchedRounds, seconds: float, *, members: int = 1) -> None:
         """Evaluates and writes the results of a dispatch, while the next one runs; see `Rounds.finish`."""
         infos, stop, length = dispatch.infos, dispatch.stop, len(dispatch.cohorts)
+        self.wait_for_others()
         lines = len(self.log.history)
         self.lengths.record(length, seconds)
         if isinstance(infos, RoundInfo):
@@ -180,12 +198,16 @@ class Run(Rounds):
         if self.paths:
             with self.write_errors():
                 self._write_clients(self.paths.clients)
+                if not distributed.is_first():
+                    return
                 self.log.draw(self.paths.path, title(self._described), self.sampler)
 
     def _write_clients(self, path: Path) -> None:
         """Writes a row for each client of the test data, if the evaluation has results for each of them."""
-        if self.evaluation is None and self.position == self.rounds and not path.exists():
+        if self.evaluation is None and self.position == self.rounds and not distributed.from_first(path.exists()):
             self.evaluation = self.evaluate()  # The process that evaluated the last round was killed.
+        if not distributed.is_first():
+            return
         evaluation, data = self.evaluation, self._test_data
         if isinstance(evaluation, Evaluation) and data is not None and (text := clients_table(evaluation, data)):
             replace_text(path, text)

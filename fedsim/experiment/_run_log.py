@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedsim import distributed
 from fedsim.durable_files import writing
 from fedsim.experiment._checkpoint import Checkpoints
 from fedsim.experiment._folder import RunFolder
@@ -28,7 +29,8 @@ class RunLog:
     """The history, metrics file, TensorBoard files, checkpoints and callbacks of one run.
 
     Args:
-      paths: the run folder; without one, only the history is recorded.
+      paths: the run folder; without one, only the history is recorded. If several processes share the run, process 0 writes
+        and calls the callbacks, and all record the history.
       start: the number of finished rounds at the start. Lines of later rounds, written by a process that was killed, are
         deleted.
       checkpoints: None writes no checkpoints.
@@ -48,6 +50,7 @@ class RunLog:
         callbacks: Sequence[Callback],
         evaluated: Callable[[int], bool],
     ) -> None:
+        paths = paths if distributed.is_first() else None
         self.history: list[Line] = []
         self.written: list[str] = []
         self._callbacks, self.checkpoints = callbacks, checkpoints
@@ -60,6 +63,7 @@ class RunLog:
             except BaseException:
                 self.close()
                 raise
+        self.history = distributed.from_first(self.history)
         self._best_score: float | None = None
         self._best: tuple[int, State | None] | None = None
         for line in self.history:
@@ -88,13 +92,14 @@ class RunLog:
         for line in lines:
             state_of_line = state if line is lines[-1] else None
             self._update_best(line, state_of_line)
-            for callback in self._callbacks:
+            for callback in self._callbacks if distributed.is_first() else ():
                 callback(line, state_of_line)
 
     def is_due(self, round: int, every: int | None) -> bool:
         """Returns whether a checkpoint is due after a round: after every ``every`` rounds, or else about every ten seconds."""
-        due = round % every == 0 if every else time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT
-        return due and self.checkpoints is not None
+        if self.checkpoints is None or every:
+            return self.checkpoints is not None and round % (every or 1) == 0
+        return distributed.from_first(time.monotonic() - self._saved_at > _SECONDS_PER_CHECKPOINT)
 
     def save(self, round: int, state: State, every: int | None, final: bool) -> None:
         """Writes a checkpoint if it is due, when the lines up to this round are on the disk."""
