@@ -6,8 +6,11 @@ devices of all processes. JAX is what connects them, see `jax.distributed`.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -18,6 +21,7 @@ from fedsim import checks
 
 T = TypeVar("T")
 
+_heartbeat_seconds = 30
 _MESSAGE_BYTES = 256  # of the first part of a message, which has its length
 
 
@@ -26,7 +30,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    heartbeat_seconds: int = 30,
+    heartbeat_seconds: int = _heartbeat_seconds,
 ) -> None:
     """Connects this process with the others of a run. Call it before JAX is first used, in every process.
 
@@ -57,6 +61,8 @@ def initialize(
             f"Expected process_id < num_processes, got process_id={process_id}, num_processes={num_processes}: processes are "
             "counted from 0."
         )
+    global _heartbeat_seconds
+    _heartbeat_seconds = heartbeat_seconds
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -69,9 +75,31 @@ def initialize(
         if None not in (coordinator_address, num_processes, process_id):
             raise
         raise ValueError(
-            f"The processes of this run cannot be detected ({error}): give coordinator_address, num_processes and process_id, or "
-            "start them with SLURM, Open MPI or on a TPU pod."
+            f"The processes of this run cannot be detected ({error}): give coordinator_address, num_processes and process_id, "
+            "or start them with SLURM, Open MPI or on a TPU pod."
         ) from error
+
+
+@contextlib.contextmanager
+def losses_named(how_to_resume: Callable[[], str]) -> Iterator[None]:
+    """A context in which the error of a message between processes waits until JAX has named the process that was lost.
+
+    JAX then ends this process, with ``tasks are unhealthy`` and the numbers of the lost processes.
+
+    Args:
+      how_to_resume: returns a sentence that is printed first.
+
+    >>> with losses_named(lambda: ""):
+    ...     pass
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() > 1:
+            first_line = str(error).partition("\n")[0]
+            print(f"\nA message between processes failed ({first_line}). {how_to_resume()}", file=sys.stderr, flush=True)
+            time.sleep(2 * _heartbeat_seconds)
+        raise
 
 
 def is_first() -> bool:

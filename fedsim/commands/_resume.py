@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from fedsim import experiment
+from fedsim import distributed, experiment
 from fedsim.commands._options import HOW, PROCESSES, RUNS_CODE, TRUST, Option, options_of, parse
-from fedsim.commands._training import train, use_devices
+from fedsim.commands._training import connected, train
 from fedsim.experiment import Settings
 from fedsim.experiment.driving import check_trusted, stored_run
 from fedsim.sweeps import change_rounds
@@ -34,7 +34,9 @@ def main(arguments: list[str]) -> int:
     folder, *rest = arguments
     stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     stored_run(folder, stored)
-    options = {"rounds": _ROUNDS} | options_of(Settings, stored["settings"], leave_out=["folder"]) | {"trust": TRUST} | PROCESSES
+    options = (
+        {"rounds": _ROUNDS} | options_of(Settings, stored["settings"], leave_out=["folder"]) | {"trust": TRUST} | PROCESSES
+    )
     if "seeds" in stored:
         options["how"] = HOW._replace(default=stored.get("how"))
     chosen = parse(options, rest, "fedsim resume FOLDER", f"Continue the run or the sweep in a folder. {RUNS_CODE}")
@@ -42,12 +44,9 @@ def main(arguments: list[str]) -> int:
         check_trusted(folder, stored)
     how, rounds = chosen.pop("how", None), chosen.pop("rounds")
     processes = {name: chosen.pop(name) for name in PROCESSES}
-    settings = Settings(**chosen, folder=folder)
+    settings = connected(Settings(**chosen, folder=folder), processes)
     if rounds is not None:
-        if any(processes.values()):
-            raise ValueError("Expected --rounds or several processes, got both: change the number in one process first.")
-        use_devices(settings.num_devices)
-        change_rounds(folder, rounds, settings)
+        distributed.in_first(lambda: change_rounds(folder, rounds, settings))
         stored = experiment.read_sweep(folder) or experiment.read_config(folder)
     config, _ = stored_run(folder, stored)
-    return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how, processes)
+    return train(config, settings, stored.get("varied", {}), stored.get("seeds"), how)

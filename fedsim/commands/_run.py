@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from fedsim.commands._configuration import configured
-from fedsim.commands._training import train
+from fedsim.commands._training import connected, train
 from fedsim.names import parse_call
 
 
@@ -19,4 +19,4 @@ def main(arguments: list[str]) -> int:
         parts = [parse_call(part)[0].rpartition(":")[2].lower() for part in (config.dataset, config.algorithm)]
         name = "-".join([*parts, *(["sweep"] if varied or seeds else []), time.strftime("%Y%m%d-%H%M%S")])
         settings = dataclasses.replace(settings, folder=str(Path("runs") / name))
-    return train(config, settings, varied, seeds, how, processes)
+    return train(config, connected(settings, processes), varied, seeds, how)

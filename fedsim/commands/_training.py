@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 import fedsim
 from fedsim import experiment
 from fedsim.experiment import RunConfig, Settings, run_experiment
@@ -21,36 +23,42 @@ def use_devices(count: int | None = None) -> None:
         fedsim.use_all_cores(count)
 
 
+def connected(settings: Settings, processes: Mapping[str, Any]) -> Settings:
+    """Makes JAX use the devices of the settings, and those of other processes if there are any.
+
+    Args:
+      settings: of the run. Their number of devices is that of all processes together.
+      processes: the values of `PROCESSES`.
+
+    Returns:
+      The settings, with the folder of process 0.
+    """
+    count, number = settings.num_devices, processes["num_processes"] or 1
+    if count is not None and count % number:
+        raise ValueError(
+            f"Expected the same number of devices in each of {number} processes, got {count}: use a multiple of {number}."
+        )
+    use_devices(None if count is None else count // number)
+    addresses = {name: value for name, value in processes.items() if name != "distributed"}
+    if not processes["distributed"] and set(addresses.values()) == {None}:
+        return settings
+    fedsim.distributed.initialize(**addresses)
+    if not fedsim.distributed.is_first():
+        warnings.simplefilter("ignore")  # Process 0 says the same.
+    return dataclasses.replace(settings, folder=fedsim.distributed.from_first(settings.folder))
+
+
 def train(
     config: RunConfig, settings: Settings, varied: Mapping[str, Sequence[Any]], seeds: int | Sequence[int] | None,
-    how: experiment.How | None, processes: Mapping[str, Any],
+    how: experiment.How | None,
 ) -> int:  # fmt: skip
     """Trains a run, or a sweep if options have several values or there are several seeds; returns the exit status."""
-    if any(value is not None and value is not False for value in processes.values()):
-        if varied or seeds:
-            raise ValueError("Expected a single run in several processes, got several values or seeds: start one run for each.")
-        settings = _shared(settings, **processes)
-    else:
-        use_devices(settings.num_devices)
     result: Any
     if varied or seeds:
+        if jax.process_count() > 1:
+            raise ValueError("Expected a single run in several processes, got several values or seeds: start each run alone.")
         result = sweep(config, settings, varied, seeds or 1, how, table=True)
     else:
         built = experiment.build(config, settings)
         result = run_experiment(built, config, settings, progress=settings.progress, table=True)
     return 128 + result.interrupted if result.interrupted else 0
-
-
-def _shared(settings: Settings, *, distributed: bool, num_processes: int | None, **given: Any) -> Settings:
-    """Connects this process with the others; returns the settings, with the folder of process 0."""
-    count = settings.num_devices
-    if count is not None and num_processes is not None and count % num_processes:
-        raise ValueError(
-            f"Expected the same number of devices in each of {num_processes} processes, got {count} devices: use a multiple of "
-            f"{num_processes}."
-        )
-    use_devices(None if count is None else count // (num_processes or 1))
-    fedsim.distributed.initialize(num_processes=num_processes, **given)
-    if not fedsim.distributed.is_first():
-        warnings.simplefilter("ignore")  # Process 0 says the same.
-    return dataclasses.replace(settings, folder=fedsim.distributed.from_first(settings.folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -220,6 +221,10 @@ def _resident_owner(data: FederatedData, mesh: Mesh) -> jax.Array:
     return _placement.kept_with_data(data, "_resident_owner", mesh, owner)
 
 
+def _rows(column: Any, first: int, last: int) -> Any:
+    return column[first:last]
+
+
 def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterator[_Chunk]:
     """Yields all examples in stored order, in chunks of one shape: columns, the client of each row, and the number of rows.
 
@@ -246,5 +251,5 @@ def _streamed_chunks(data: FederatedData, mesh: Mesh, batch_size: int) -> Iterat
 
             return _placement.put_blocks(of_device, (devices, per_device, *np.shape(read(0, 0))[1:]), sharded)
 
-        columns = {name: placed(lambda first, last, c=column: c[first:last]) for name, column in data.columns.items()}
+        columns = {name: placed(functools.partial(_rows, column)) for name, column in data.columns.items()}
         yield columns, placed(owner), stop - start

@@ -382,7 +382,7 @@ class Pmap(Jit):
     def mesh(self) -> Mesh:
         if isinstance(self.devices, tuple):
             return _mesh(self.devices)
-        return _mesh(first_devices(self.devices))
+        return _mesh(first_devices(self.devices))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

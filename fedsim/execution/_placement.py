@@ -155,7 +155,7 @@ def put_blocks(block: Callable[[int], np.ndarray], shape: tuple[int, ...], divid
     blocks, rows = shape[:2]
     made: dict[int, np.ndarray] = {}  # Devices that train a client together have the same block.
 
-    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+    def of_device(index: Any) -> np.ndarray:
         number = (index[0].start or 0) // rows
         if number not in made:
             made[number] = block(number)

@@ -133,16 +133,19 @@ def run(
         rounds_per_dispatch=rounds_per_dispatch,
     )
     log, watch, start = current.log, Stopwatch(), current.position
+    stopped_by: signal.Signals | None = None
     progress = progress and distributed.is_first()
     bar = tqdm(total=rounds, initial=start, unit="round", disable=not progress, dynamic_ncols=True, leave=True)
 
+    @distributed.losses_named(current.how_to_resume)
     def dispatch() -> DispatchedRounds | None:
-        if jax.process_count() > 1:
-            current.wait_for_others()
-            signals = [number for number in distributed.of_all(interruption.signal) if number]
-            interruption.signal = signal.Signals(signals[0]) if signals else None
-        return current.dispatch() if current.position < rounds and not interruption.signal else None
+        nonlocal stopped_by
+        current.wait_for_others()
+        numbers = [number for number in distributed.of_all(interruption.signal) if number]
+        stopped_by = signal.Signals(numbers[0]) if numbers else None
+        return current.dispatch() if current.position < rounds and not stopped_by else None
 
+    @distributed.losses_named(current.how_to_resume)
     def finish(dispatch: DispatchedRounds) -> None:
         dispatch = dispatch._replace(infos=jax.device_get(dispatch.infos))
         current.finish(dispatch, watch.lap(dispatch.stop))
@@ -158,7 +161,7 @@ def run(
             current.close()
     current.draw()
     position = current.position
-    stopped_by = interruption.signal if position < rounds else None
+    stopped_by = stopped_by if position < rounds else None
     if not distributed.is_first():
         pass  # Process 0 says what follows.
     elif stopped_by:
