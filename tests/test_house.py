@@ -24,7 +24,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # "fedsim" is the __init__ of the package.
 LAYERS: list[set[str]] = [
     {"_version", "checks"},
-    {"descriptions", "durable_files", "names", "rng", "tree"},
+    {"descriptions", "distributed", "durable_files", "names", "rng", "tree"},
     {"augmentations", "metrics", "primitives"},
     {"model", "data", "compressors"},
     {"text_files"},

@@ -34,6 +34,7 @@ from fedsim.models._group_norm import GroupNorm as GroupNorm
 from fedsim.models._mnist import mnist_2nn as mnist_2nn
 from fedsim.models._mnist import mnist_cnn as mnist_cnn
 from fedsim.models._mobilenet import mobilenet_v2 as mobilenet_v2
+from fedsim.models._pipeline import pipelined as pipelined
 from fedsim.models._pooling import max_pool as max_pool
 from fedsim.models._recurrent import LSTM as LSTM
 from fedsim.models._registry import MODELS as MODELS
