@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -81,6 +82,52 @@ def rounds(populations: list[int], cohort: int, turns: int, rounds: int) -> list
         row = {"memory": memory, "population": clients, "ms_per_round": 1e3 * median(mine)}
         rows.append(row | {"relative_to_smallest": median(a / b for a, b in zip(mine, smallest, strict=True))})
     return rows
+
+
+def cohort(model: str, clients: int, population: int, steps: int) -> Figures:
+    """Measures rounds of ``clients`` of a population with 20 images each, at least two of them and ``steps`` local steps."""
+    import fedsim
+
+    fedsim.use_all_cores()
+    draw = np.random.default_rng(0)
+    columns = {
+        "x": draw.integers(0, 256, (population * 20, 28, 28, 1), np.uint8),
+        "y": draw.integers(0, 62, population * 20, np.int32),
+    }
+    data = fedsim.FederatedData.from_arrays(columns, sizes=np.full(population, 20))
+    network = {"logistic": fedsim.models.emnist_logistic, "cnn": fedsim.models.emnist_cnn}[model]()
+    run, _ = _timed_rounds(network, data, "resident", clients, size=10)
+    rounds = max(2, steps // (2 * clients))
+    seconds = run(rounds)
+    return {"model": model, "clients": clients, "us_per_step": 1e6 * seconds / (rounds * 2 * clients), "peak_mib": _peak_mib()}
+
+
+def write_images(path: str, clients: int) -> Figures:
+    """Writes a packed file of clients with one to three images of 8 by 8 pixels."""
+    import fedsim
+
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(1, 4, clients)
+    columns = {"x": draw.integers(0, 17, (sizes.sum(), 8, 8, 1), np.uint8), "y": draw.integers(0, 10, sizes.sum(), np.int32)}
+    fedsim.FederatedData.from_arrays(columns, sizes=sizes).save(path)
+    return {"clients": clients, "file_mb": Path(path).stat().st_size / 1e6}
+
+
+def first_rounds(path: str, clients: int) -> Figures:
+    """Measures the seconds from opening the file to the end of two rounds of 1,000 clients, the time of a round, and memory."""
+    import fedsim
+
+    fedsim.use_all_cores()
+    start = time.perf_counter()
+    data = fedsim.FederatedData.open(path)
+    run, _ = _timed_rounds(fedsim.models.digits_logistic(), data, "stream", 1_000, size=10)
+    seconds = time.perf_counter() - start
+    assert data.num_clients == clients
+    return {"seconds_to_first_rounds": seconds, "ms_per_round": 100 * run(10), "peak_mib": _peak_mib()}
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def _digits(memory: Any, clients: int, cohort: int) -> Callable[[int], float]:

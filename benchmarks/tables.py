@@ -255,6 +255,18 @@ def data(args: argparse.Namespace) -> Iterator[Record]:
     yield {"rows": measured(args, "memory", source=str(args.emnist.resolve()), cohort=10, turns=args.repeats, rounds=2)}
 
 
+def cohorts(args: argparse.Namespace) -> Iterator[Record]:
+    """Large cohorts, each in a process of its own, of clients with 20 random images; and a file of ten million clients."""
+    for model, sizes in {"logistic": (1_000, 100_000), "cnn": (1_000, 10_000)}.items():
+        steps = 2 * sizes[-1]
+        found = [measured(args, "cohort", model=model, clients=clients, population=sizes[-1], steps=steps) for clients in sizes]
+        ratio = {name: found[1][name] / found[0][name] for name in ("us_per_step", "peak_mib")}
+        yield {"rows": [*found, {"model": model, "clients": "ratio"} | ratio]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = {"path": f"{folder}/clients.fedsim", "clients": 10_000_000}
+        yield {"rows": [measured(args, "write_images", **file) | measured(args, "first_rounds", **file)]}
+
+
 def memory(args: argparse.Namespace) -> Iterator[Record]:
     """Client memories: SCAFFOLD over 342,477 clients, 1 MB each: time, memory, disk; gathering and writing a cohort's rows."""
     population = populations.STACK_OVERFLOW["clients"]
@@ -279,5 +291,5 @@ def measured(args: argparse.Namespace, name: str, **arguments: Any) -> Any:
 
 
 TABLES: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
-    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, conversion, memory)
+    table.__name__: table for table in (rounds, lstm, scale, mnist, femnist, evaluation, data, cohorts, conversion, memory)
 }
