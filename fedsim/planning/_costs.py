@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,10 +82,19 @@ def plan(algorithm: Algorithm, cohort: Cohort, *, measure: bool = True) -> Plan:
     calls, memory = program.calls, program.first.clients[0] if program.first.clients != () else ()
     fields = _messages(calls, cohort.num_steps(algorithm.batches) > 0) | _computation(algorithm, calls, cohort)
     if isinstance(execution, Jit):
-        fields |= _compiled(algorithm, execution, cohort, mesh)
+        fields |= _compiled(algorithm, execution, cohort, mesh) | _division(execution, getattr(algorithm, "model", None))
     if measure:
         fields["seconds"] = seconds_of_round(algorithm, calls, memory, cohort, mesh.shape[AXIS])
     return dataclasses.replace(known, **fields)
+
+
+def _division(execution: Jit, model: Any) -> dict[str, Any]:
+    """Returns how a model is divided over the devices of a client, and what is not."""
+    division = execution.division(model)
+    if not any(any(spec) for _, _, spec in division.parameters) and getattr(execution, "model", 1) == 1:
+        return {}
+    whole = {name: math.prod(shape) for name, shape, spec in division.parameters if not any(spec)}
+    return {"divided_by": "largest axes" if model.shardings is None else "the rule of the model", "whole": whole}
 
 
 def _messages(calls: Sequence[TracedCall], takes_part: np.ndarray) -> dict[str, Any]:

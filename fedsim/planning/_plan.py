@@ -39,6 +39,9 @@ class Plan:
       passes: the number of times that a round aggregates or maps its clients, without divisible calls of ``clients.map_rows``.
         On several devices, an all-reduce follows each of them: one if everything that is exchanged has the same dtype and the
         aggregator is a mean.
+      divided_by: how the model is divided over the devices of a client: ``"the rule of the model"``, or ``"largest axes"``; None
+        if it is not.
+      whole: then the names of the parameters that are whole on every device of a client, each with its number of elements.
       largest_cohort: the largest number of clients whose round fits the memory, at most ``population``.
       seconds: estimated time of a round, without compilation and evaluation.
 
@@ -68,6 +71,8 @@ class Plan:
     collectives: Mapping[str, int] | None = None
     collectives_in_loops: Mapping[str, int] | None = None
     passes: int | None = None
+    divided_by: str | None = None
+    whole: Mapping[str, int] = dataclasses.field(default_factory=dict)
     largest_cohort: int | None = None
     seconds: float | None = None
 
@@ -93,9 +98,18 @@ class Plan:
             "largest cohort": self._largest_cohort(),
             "time": "unknown" if self.seconds is None else f"about {duration(self.seconds)} per round",
         }
+        if self.divided_by:
+            rows = {"model": self._division()} | rows
         title = f"{self.algorithm} with {self.clients:,} of {self.population:,} clients per round, on {devices}"
         width = max(map(len, rows)) + 2
         return "\n".join([title, *(f"  {name:<{width}}{text}" for name, text in rows.items())])
+
+    def _division(self) -> str:
+        if not self.whole:
+            return f"divided by {self.divided_by}"
+        largest = sorted(self.whole, key=lambda name: -self.whole[name])[:3]
+        more = f" and {len(self.whole) - 3} others" if len(self.whole) > 3 else ""
+        return f"divided by {self.divided_by}; whole: {', '.join(largest)}{more}, {sum(self.whole.values()):,} parameters"
 
     def _steps(self) -> str:
         if self.steps_per_client is None:

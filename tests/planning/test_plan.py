@@ -221,3 +221,24 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path, monkeypatch, cap
     shown = capsys.readouterr().out
     assert shown.startswith("FedProx with 3 of 100 clients per round, on 1 CPU device\n  parameters      650\n")
     assert "\n40 rounds: about " in shown and list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_says_what_stays_whole_on_the_devices_of_a_client():
+    data = fedsim.datasets.load("digits(clients=20)").train
+    cohort = fedsim.UniformSampler(data, clients=4, seed=0).cohort(0)
+
+    def planned(model, execution):
+        algorithm = fedsim.algorithms.FedAvg(
+            model=model, client_optimizer=optax.sgd(0.1), batches=fedsim.Batches(size=10), execution=execution
+        )
+        return fedsim.plan(algorithm, cohort, measure=False)
+
+    model, mesh = fedsim.models.digits_dense(hidden=(8, 7)), fedsim.Sharded(clients=1, model=4)
+    whole = {"linear_1/b": 7, "linear_2/b": 10, "linear_2/w": 70}
+    assert dict(planned(model, mesh).whole) == whole
+    assert "divided by largest axes; whole: linear_2/w, linear_2/b, linear_1/b, 87 parameters" in str(planned(model, mesh))
+    own = planned(model.with_shardings({"*/w": jax.P("model")}), fedsim.Sharded(clients=1, model=1, data=2))
+    assert own.divided_by is None
+    own = planned(model.with_shardings({"linear/w": jax.P("model")}), mesh)
+    assert own.divided_by == "the rule of the model" and "linear/w" not in own.whole and own.whole["linear_1/w"] == 56
+    assert planned(model, fedsim.Jit()).divided_by is None
