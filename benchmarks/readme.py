@@ -11,6 +11,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tpu_page
+
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parents[1]
 _NAMES = {
@@ -139,6 +141,7 @@ PAGES = {
     ("README.md", "speeds"): block,
     ("docs/primitives.md", "measured"): primitives,
     ("benchmarks/README.md", "decentralized"): decentralized,
+    ("docs/scale.md", "tpu"): tpu_page.section,
 }
 
 

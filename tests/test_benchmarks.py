@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import fedsim
-from benchmarks import gpu, workload
+from benchmarks import gpu, tpu, workload
 from benchmarks.peers import fedsim_catalogue
 
 
@@ -29,3 +29,9 @@ def test_the_script_for_gpus_runs_on_a_cpu_and_writes_nothing(capsys):
     assert all(row["ms a round"] > 0 and row["clients"] == 2 for row in (logistic, lstm))
     assert "ms a round" in capsys.readouterr().out
     assert gpu.RESULT.exists() == written
+
+
+def test_the_estimate_of_a_round_is_the_longer_of_two_times():
+    row = {"topology": "v5e:2x4", "cohort": 15, "clients": 8, "steps": 3, "flops_of_step": 197e12, "bytes_of_share": 0}
+    assert tpu.seconds(row) == 6  # two clients with three steps each
+    assert tpu.seconds(row | {"bytes_of_share": 819e9}) == 24

@@ -12,7 +12,7 @@ import tyro
 
 import fedsim
 from fedsim import checks, datasets, experiment
-from fedsim.commands._options import HOW, PROCESSES, TRUST, Option, options_of, parse
+from fedsim.commands._options import HOW, TRUST, Option, options_of, parse
 from fedsim.configuration import algorithm_hyperparameters, fields_that_name, options_that_build
 from fedsim.experiment import RunConfig, Settings
 from fedsim.experiment.driving import check_trusted, stored_run, warn_of_changed_code
@@ -41,7 +41,7 @@ class Configured(NamedTuple):
       varied: the options with several values, which make a sweep.
       seeds: the number of seeds or the seeds; None without ``--seeds`` and several values of ``--seed``.
       how: how the runs of a sweep run.
-      processes: the values of `PROCESSES`.
+      others: the values of the command's own options, such as those of `PROCESSES`.
     """
 
     config: RunConfig
@@ -49,7 +49,7 @@ class Configured(NamedTuple):
     varied: dict[str, list[Any]]
     seeds: int | list[int] | None
     how: experiment.How | None
-    processes: dict[str, Any]
+    others: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +65,14 @@ class Choices:
     trust: bool = False
 
 
-def configured(arguments: list[str], program: str, about: str) -> Configured:
+def configured(arguments: list[str], program: str, about: str, others: Mapping[str, Option]) -> Configured:
     """Returns what the arguments say, in two steps: the first reads `Choices`, which determine the options of the second.
 
     Args:
       arguments: what the user gave.
       program: the command, for the help.
       about: what the command does, for the help.
+      others: options of this command alone.
 
     Raises:
       SystemExit: after ``--help``, or for wrong options.
@@ -90,7 +91,7 @@ def configured(arguments: list[str], program: str, about: str) -> Configured:
         for name, (kind, default) in algorithm_hyperparameters(cls).items()
     }
     options = {"from": _FROM, "trust": TRUST} | of_config | {"seeds": _SEEDS} | own
-    options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | PROCESSES
+    options |= options_of(Settings, {**stored["settings"], "folder": None}) | {"how": HOW} | dict(others)
     arguments, varied = _several_values(arguments, of_config | own)
     values = parse(options, arguments, program, f"{about} {source} {_SWEEPS}")
     seeds, how = _seeds_and_how(values, varied)
@@ -102,7 +103,7 @@ def configured(arguments: list[str], program: str, about: str) -> Configured:
     general = {field.name: values[field.name] for field in dataclasses.fields(RunConfig) if field.name in values}
     config = RunConfig(**general, hyperparameters={name: values[name] for name in own})
     settings = Settings(**{field.name: values[field.name] for field in dataclasses.fields(Settings)})
-    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in PROCESSES})
+    return Configured(config, settings, varied, seeds, how, {name: values[name] for name in others})
 
 
 def _read_origin(chosen: Choices) -> dict[str, Any]:

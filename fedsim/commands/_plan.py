@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import fedsim
 from fedsim import experiment
 from fedsim.commands._configuration import configured
+from fedsim.commands._options import Option
 from fedsim.commands._training import use_devices
+from fedsim.execution import described_tpus
 from fedsim.planning import duration
+
+_TPU = Option(
+    "execution (speed only)",
+    str | None,
+    None,
+    "Plan the round on a TPU of this topology, such as v5e:4x8. It is compiled by libtpu, and no TPU is needed.",
+)
 
 
 def main(arguments: list[str]) -> int:
     """Runs ``fedsim plan`` with these arguments and returns the exit status."""
     about = "Print what a round of the run with these options costs, without running a round or writing a file."
-    config, settings, *_ = configured(arguments, "fedsim plan", about)
+    config, settings, *_, others = configured(arguments, "fedsim plan", about, {"tpu": _TPU})
     use_devices(settings.num_devices)
     algorithm, sampler, _ = experiment.build(config, settings)
-    plan = fedsim.plan(algorithm, sampler.cohort(0))
+    if (topology := others["tpu"]) is not None:
+        algorithm = _on_tpu(algorithm, topology)
+    plan = fedsim.plan(algorithm, sampler.cohort(0), measure=topology is None)
     print(plan)
     if plan.seconds is not None:
         total = duration(plan.seconds * config.rounds)
@@ -23,3 +36,14 @@ def main(arguments: list[str]) -> int:
     if type(algorithm).apply is fedsim.Algorithm.apply:
         print(fedsim.audit(algorithm, sampler.cohort(0)))
     return 0
+
+
+def _on_tpu(algorithm: fedsim.Algorithm, topology: str) -> fedsim.Algorithm:
+    """Returns the algorithm with the same execution, on chips that are only described."""
+    execution = algorithm.execution
+    if not isinstance(execution, fedsim.Pmap) or isinstance(execution.devices, int):
+        raise ValueError(
+            f"Expected an execution on all chips with --tpu, got {execution}: leave out --execution and --devices, or give "
+            "--mesh 'clients=8, model=4', for example."
+        )
+    return dataclasses.replace(algorithm, execution=dataclasses.replace(execution, devices=described_tpus(topology)))

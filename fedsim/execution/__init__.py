@@ -5,6 +5,7 @@ from fedsim.execution._debug import Debug as Debug
 from fedsim.execution._debug import StageError as StageError
 from fedsim.execution._debug import call_of_updates as call_of_updates
 from fedsim.execution._debug import run_client as run_client
+from fedsim.execution._devices import described_tpus as described_tpus
 from fedsim.execution._devices import is_gpu as is_gpu
 from fedsim.execution._devices import use_all_cores as use_all_cores
 from fedsim.execution._execution import Auto as Auto

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +17,11 @@ from fedsim import checks
 _TIMEOUT_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
     "xla_cpu_collective_call_terminate_timeout_seconds": 3600,
+}
+
+# Chips along each axis of the machines that have all chips of a topology; otherwise libtpu assumes machines with 2x2 chips.
+_ONE_MACHINE = {
+    f"{kind}:{shape}": (*sizes, 1) for kind in ("v5e", "v6e") for shape, sizes in {"1x1": (1, 1), "2x4": (2, 4)}.items()
 }
 
 _GPUS = {"gpu", "cuda", "rocm"}  # names of platforms
@@ -91,3 +98,43 @@ def first_devices(count: int | None = None) -> tuple[jax.Device, ...]:
             f"{processes}."
         )
     return tuple(device for process in range(processes) for device in jax.local_devices(process)[:each])
+
+
+def described_tpus(topology: str) -> tuple[jax.Device, ...]:
+    """Returns descriptions of the chips of a TPU, for which `fedsim.plan` and `Jit.lower` compile rounds without a TPU.
+
+    The compiler is libtpu: the file that the environment variable ``TPU_LIBRARY_PATH`` names; else that in the folder
+    ``tpu-compiler`` of the virtual environment, where ``make test-all`` installs it, because JAX looks for a TPU if it finds it
+    among the other packages; else one among these.
+
+    Args:
+      topology: the generation and the number of chips along each axis, such as ``"v5e:4x8"`` or ``"v5p:4x4x4"``.
+
+    Raises:
+      ValueError: there is no libtpu, or it knows no such topology.
+
+    >>> described_tpus("eight")
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected a generation and a shape, got topology='eight': use 'v5e:4x8' or 'v5p:4x4x4', for example.
+    """
+    from jax.experimental import topologies
+
+    if ":" not in topology:
+        raise ValueError(
+            f"Expected a generation and a shape, got topology={topology!r}: use 'v5e:4x8' or 'v5p:4x4x4', for example."
+        )
+    beside = Path(sys.prefix, "tpu-compiler", "libtpu", "libtpu.so")
+    if beside.exists():
+        os.environ.setdefault("TPU_LIBRARY_PATH", str(beside))
+    # Otherwise libtpu looks for a TPU on this machine and for other processes that use it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        machines = {"chips_per_host_bounds": _ONE_MACHINE[topology]} if topology in _ONE_MACHINE else {}
+        return tuple(topologies.get_topology_desc(topology, platform="tpu", **machines).devices)
+    except RuntimeError as error:  # JAX's own errors are of this class, too.
+        raise ValueError(
+            f"Expected a topology that libtpu knows, got topology={topology!r} ({error}): install libtpu by "
+            f"`pip install --target {beside.parent.parent} libtpu` if it is missing, or use 'v5e:4x8', for example."
+        ) from error

@@ -21,6 +21,8 @@ Memory = Literal["auto", "resident", "stream"]
 AXIS = "devices"  # the name of the axis of the meshes of all executions that clients are divided over
 _RESIDENT_SHARE = 0.25
 _ONE_SHAPE_BYTES = 256 * 2**20
+# The memory of chips that may be descriptions, in GiB, as published.
+_GIB_OF_TPU = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 
 
 def is_resident(data: FederatedData, mesh: Mesh, memory: Memory) -> bool:
@@ -63,12 +65,12 @@ def kept_with_data(data: FederatedData, name: str, key: Any, make: Callable[[], 
 
 
 def memory_limit(device: jax.Device) -> int:
-    """Returns the size of a device's memory in bytes; 8 GiB if the device does not report it.
+    """Returns the size of a device's memory in bytes; if it is not reported, that of its kind of TPU, or 8 GiB.
 
     >>> memory_limit(jax.devices()[0]) > 10**9
     True
     """
-    return _memory_stats(device).get("bytes_limit", 8 * 2**30)
+    return _memory_stats(device).get("bytes_limit", _GIB_OF_TPU.get(device.device_kind, 8) * 2**30)
 
 
 def _memory_stats(device: jax.Device) -> dict[str, int]:

@@ -80,7 +80,8 @@ def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
             "client_update instead."
         )
     check_cohorts(algorithm, [cohort])
-    function, args = federated_round(algorithm, algorithm.init(jax.random.key(0)), cohort)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0))  # A large model would take memory.
+    function, args = federated_round(algorithm, state, cohort)
     program = stages(function, *args)
     of_state = tuple(leak for leak in program.leaks if leak.result.startswith("result[0]"))
     named = [leak.result.removeprefix("result[1]").removeprefix(".clients") for leak in program.leaks if leak not in of_state]

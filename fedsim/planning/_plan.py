@@ -39,7 +39,7 @@ class Plan:
       passes: the number of times that a round aggregates or maps its clients, without divisible calls of ``clients.map_rows``.
         On several devices, an all-reduce follows each of them: one if everything that is exchanged has the same dtype and the
         aggregator is a mean.
-      divided_by: how the model is divided over the devices of a client: ``"the rule of the model"``, or ``"largest axes"``; None
+      divided_by: how the model is divided over the devices of a client: ``"the rule of the model"`` or ``"largest axes"``. None
         if it is not.
       whole: then the names of the parameters that are whole on every device of a client, each with its number of elements.
       largest_cohort: the largest number of clients whose round fits the memory, at most ``population``.

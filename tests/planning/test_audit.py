@@ -134,3 +134,12 @@ def test_leaks_of_programs():
         assert leak.equation == ("slice" if name == "broadcast" else "map")
     with pytest.raises(ValueError, match="outside of loops, conditions and .* found some in 'scan'"):
         fed.stages(lambda x: jax.lax.scan(lambda c, _: (c + fed.mean(x), None), 0.0, length=2)[0], x)
+
+
+def test_an_audit_makes_no_parameters():
+    class OfShapes(fedsim.algorithms.FedAvg):
+        def init(self, key):
+            assert isinstance(key, jax.core.Tracer)
+            return super().init(key)
+
+    assert fedsim.audit(fedavg(OfShapes), federation.cohort()).leaks == ()

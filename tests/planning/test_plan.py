@@ -242,3 +242,8 @@ def test_a_plan_says_what_stays_whole_on_the_devices_of_a_client():
     own = planned(model.with_shardings({"linear/w": jax.P("model")}), mesh)
     assert own.divided_by == "the rule of the model" and "linear/w" not in own.whole and own.whole["linear_1/w"] == 56
     assert planned(model, fedsim.Jit()).divided_by is None
+
+
+def test_a_plan_for_tpus_needs_an_execution_on_all_chips(capsys):
+    assert main(["plan", "--tpu", "v5e:2x4", "--execution", "jit"]) == 2
+    assert "Expected an execution on all chips with --tpu, got Jit(" in capsys.readouterr().err
