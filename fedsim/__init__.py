@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from fedsim.rounds import Staleness as Staleness
     from fedsim.samplers import UniformSampler as UniformSampler
     from fedsim.saved_arrays import read_params as read_params
+    from fedsim.saved_arrays import write_params as write_params
     from fedsim.sweeps import population as population
 else:  # At run time, `__getattr__` imports the submodules, and these names from them.
     _SUBMODULES = {module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")}
@@ -88,7 +89,7 @@ else:  # At run time, `__getattr__` imports the submodules, and these names from
         "planning": "Audit Plan audit plan",
         "rounds": "Client ClientUpdate Clients RoundInfo Staleness",
         "samplers": "UniformSampler",
-        "saved_arrays": "read_params",
+        "saved_arrays": "read_params write_params",
         "sweeps": "population",
     }
     _EXPORTED_BY = {name: module for module, names in _EXPORTS.items() for name in names.split()}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedsim.data import FormatError
-from fedsim.durable_files import replace_text, sync_files, sync_folder
+from fedsim.durable_files import atomic_write, replace_text, sync_files, sync_folder, writing
 from fedsim.text_files import read_json
 
 Leaves = dict[str, np.ndarray]
@@ -58,6 +58,45 @@ def read_params(path: str | os.PathLike[str]) -> Leaves:
     if path.suffix not in readers:
         raise FormatError(f"Expected an .npz file, a .safetensors file or a run folder, got {path}: convert it to one of them.")
     return readers[path.suffix](path)
+
+
+def write_params(path: str | os.PathLike[str], params: Any) -> None:
+    """Writes parameters to a file, by name, as `read_params` reads them.
+
+    Args:
+      path: ``.npz`` or ``.safetensors``.
+      params: a pytree of arrays, such as ``state.params``, or what `read_params` returns. Arrays of bfloat16 need safetensors.
+
+    Raises:
+      ValueError: the file has another suffix, or cannot hold a dtype.
+      OSError: the file cannot be written.
+      ImportError: safetensors is not installed.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "a.npz"
+    >>> write_params(path, {"linear": {"w": np.ones([2, 3], np.float32)}})
+    >>> read_params(path)["linear/w"].shape
+    (2, 3)
+    """
+    path = Path(path)
+    named = jax.tree_util.tree_leaves_with_path(params)
+    arrays = {"/".join(_keys(jax.tree_util.keystr(at))): np.ascontiguousarray(leaf) for at, leaf in named}
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"Expected a file with the suffix .npz or .safetensors, got {path}: name it so.")
+    if path.suffix == ".npz" and (unknown := [name for name, array in arrays.items() if array.dtype.kind == "V"]):
+        raise ValueError(
+            f"Expected dtypes of NumPy for {path}, got {arrays[unknown[0]].dtype} for {unknown[0]}: write a .safetensors file."
+        )
+    with writing(path), atomic_write(path) as part:
+        if path.suffix == ".npz":
+            with part.open("wb") as file:
+                np.savez(file, **arrays)
+        else:
+            try:
+                from safetensors.numpy import save_file
+            except ImportError as error:
+                raise ImportError(f"Writing {path} needs safetensors: pip install 'fedsim-jax[run]'.") from error
+            save_file(arrays, part)
 
 
 def newest_checkpoint(folder: Path) -> Path:

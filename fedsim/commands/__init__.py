@@ -26,6 +26,8 @@ usage: fedsim COMMAND ...
   resume FOLDER      continue a run or a sweep that was stopped; with --rounds N until round N, also if it was finished
   replay FOLDER --round R --client C
                      run one client's round of a run again, alone and in plain Python, for prints and a debugger
+  evaluate FOLDER    evaluate the model of a run, on its test data or on its training data
+  export FOLDER FILE write the parameters of a run to a file, .safetensors or .npz
   datasets           list the datasets; `fedsim datasets describe NAME` describes one, `... convert IN OUT` converts files
   models             list the models
   algorithms         list the algorithms
@@ -34,7 +36,7 @@ usage: fedsim COMMAND ...
 A first example, which takes a minute and needs no network: fedsim run
 """
 
-COMMANDS = ("run", "plan", "resume", "replay", "datasets", "models", "algorithms", "reproduce")
+COMMANDS = ("run", "plan", "resume", "replay", "evaluate", "export", "datasets", "models", "algorithms", "reproduce")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,10 +20,14 @@ from fedsim.experiment._loop import Result as Result
 from fedsim.experiment._loop import restore as restore
 from fedsim.experiment._loop import run as run
 from fedsim.experiment._loop import run_experiment as run_experiment
+from fedsim.experiment._loop import saved_round as saved_round
 from fedsim.experiment._replay import ReplayedClient as ReplayedClient
 from fedsim.experiment._replay import replay as replay
 from fedsim.experiment._report import closing_table as closing_table
 from fedsim.experiment._report import draw_learning_curve as draw_learning_curve
+from fedsim.experiment._report import evaluation_table as evaluation_table
 from fedsim.experiment._simulate import Simulation as Simulation
 from fedsim.experiment._simulate import simulate as simulate
+from fedsim.experiment._stored_run import StoredRun as StoredRun
+from fedsim.experiment._stored_run import load as load
 from fedsim.experiment._writers import read_metrics as read_metrics

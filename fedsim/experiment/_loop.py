@@ -277,12 +277,28 @@ def restore(
         data = FederatedData(examples, np.zeros(2, np.int64), ["client"])
     like = algorithm.with_memory(jax.eval_shape(algorithm.init, rng.root(0)), data)
     checkpoints = Checkpoints(paths.checkpoints, {"algorithm": type(algorithm).__name__})
-    if which == "last":
-        restored = checkpoints.newest(like, separate_rows=True)
-    else:
-        saved = checkpoints.rounds()
+    round = saved_round(folder, which)
+    if which == "last" and (restored := checkpoints.newest(like, separate_rows=True)):
+        return restored
+    return checkpoints.load(round, like, separate_rows=True), round
+
+
+def saved_round(folder: str | Path, which: Literal["last", "best"]) -> int:
+    """Returns the round of the newest checkpoint of a run, or of that of its best evaluation.
+
+    Raises:
+      ValueError: there is none.
+
+    >>> saved_round("no such folder", "best")
+    Traceback (most recent call last):
+    ...
+    ValueError: There is no best checkpoint in no such folder.
+    """
+    paths = RunFolder(Path(folder))
+    saved = Checkpoints(paths.checkpoints).rounds()
+    round = saved[-1] if saved else None
+    if which == "best":
         round = best_round([line for line in read_metrics(paths.metrics) if line["round"] in saved])
-        restored = None if round is None else (checkpoints.load(round, like, separate_rows=True), round)
-    if restored is None:
+    if round is None:
         raise ValueError(f"There is no {which} checkpoint in {folder}.")
-    return restored
+    return round

@@ -88,20 +88,7 @@ def closing_table(
     if test is not None:
         if test["round"] != round:
             rows[0] += f"; evaluated after round {test['round']}"
-        names = scalar_metrics(test)
-        width = max([16, *(len(name) - 3 for name in names)])
-        rows += [
-            f"{'test':<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
-            f"{'':<{width}}{'examples':>11}{'over clients':>16}",
-        ]
-        for name in names:
-            over = [test.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
-            mean, std, worst = (_number(value, 3) for value in over)
-            overall = _number(test[name], 4)
-            if is_diverged(test[name], warning is not None):
-                overall, mean, std, worst = "diverged", "-", "-", "-"
-            rows.append(f"{name.removeprefix('test_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
-        rows.append("")
+        rows += [evaluation_table(test, diverged=warning is not None), ""]
     rows.append(
         f"wall time  {seconds:.1f} s"
         + (f", {rate:,.0f} rounds/s" if rate and rate >= 10 else f", {rate:.2f} rounds/s" if rate else "")
@@ -118,6 +105,35 @@ def closing_table(
     rows += [f"{'written' if i == 0 else '':<11}{place}" for i, place in enumerate(written)]
     if warning:
         rows += ["", textwrap.fill(f"warning    {warning}", 100, subsequent_indent=" " * 11)]
+    return "\n".join(rows)
+
+
+def evaluation_table(line: Line, split: str = "test", *, diverged: bool = False) -> str:
+    """Returns a table of an evaluation, over all examples and over clients.
+
+    Args:
+      line: of the metrics, see ``metrics.jsonl``.
+      split: the name of the data.
+      diverged: whether the run had a loss that diverged.
+
+    >>> print(evaluation_table({"round": 1, "test_accuracy": 0.5}, "train"))
+    train                   all   mean   std  worst 10%
+                       examples    over clients
+    accuracy             0.5000      -     -          -
+    """
+    names = scalar_metrics(line)
+    width = max([16, *(len(name) - 3 for name in names)])
+    rows = [
+        f"{split:<{width}}{'all':>11}{'mean':>7}{'std':>6}{'worst 10%':>11}",
+        f"{'':<{width}}{'examples':>11}{'over clients':>16}",
+    ]
+    for name in names:
+        over = [line.get(f"{name}_clients_{key}") for key in ("mean", "std", "worst10")]
+        mean, std, worst = (_number(value, 3) for value in over)
+        overall = _number(line[name], 4)
+        if is_diverged(line[name], diverged):
+            overall, mean, std, worst = "diverged", "-", "-", "-"
+        rows.append(f"{name.removeprefix('test_'):<{width}}{overall:>11}{mean:>7}{std:>6}{worst:>11}")
     return "\n".join(rows)
 
 

@@ -1,0 +1,47 @@
+"""``fedsim evaluate``: evaluates the model of a run."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Literal
+
+from fedsim import experiment
+from fedsim.commands._options import RUNS_CODE, TRUST, Option, options_of, parse
+from fedsim.commands._training import use_devices
+from fedsim.experiment import Settings
+from fedsim.experiment.driving import check_trusted, evaluation_line, is_sweep
+
+_ABOUT = f"Evaluate the model of the run in FOLDER. Nothing is written into the folder. {RUNS_CODE}"
+_USAGE = f"""\
+usage: fedsim evaluate FOLDER [OPTIONS]
+
+{textwrap.fill(_ABOUT, 100)}
+`fedsim evaluate FOLDER --help` lists the options."""
+_OPTIONS = {
+    "split": Option("", Literal["test", "train"], "test", "The examples: those of the test data, or the training data."),
+    "which": Option("", Literal["last", "best"], "last", "The checkpoint: the newest one, or that of the best evaluation."),
+    "personalized": Option("", bool, False, "Evaluate each client's own model, if the algorithm has such models."),
+    "trust": TRUST,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Runs ``fedsim evaluate`` with these arguments and returns the exit status."""
+    if not arguments or arguments[0].startswith("-"):
+        print(_USAGE)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    folder, *rest = arguments
+    stored = {"settings": {}} if is_sweep(folder) else experiment.read_config(folder)
+    names = "execution", "devices", "mesh", "memory"
+    speed = {name: option for name, option in options_of(Settings, stored["settings"]).items() if name in names}
+    chosen = parse(_OPTIONS | speed, rest, "fedsim evaluate FOLDER", _ABOUT)
+    if "config" in stored and not chosen["trust"]:
+        check_trusted(folder, stored)
+    settings = Settings(**{name: chosen[name] for name in speed})
+    use_devices(settings.num_devices)
+    run = experiment.load(folder, which=chosen["which"], settings=settings)
+    data = run.test_data if chosen["split"] == "test" else run.train_data
+    evaluation = run.evaluate(data, personalized=chosen["personalized"])
+    print(f"{chosen['split']} data, {data.num_examples:,} examples of {data.num_clients:,} clients, after round {run.round}\n")
+    print(experiment.evaluation_table(evaluation_line(evaluation, run.round), chosen["split"]))
+    return 0
