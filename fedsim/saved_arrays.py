@@ -90,7 +90,7 @@ def write_params(path: str | os.PathLike[str], params: Any) -> None:
     with writing(path), atomic_write(path) as part:
         if path.suffix == ".npz":
             with part.open("wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, **arrays)  # type: ignore[arg-type]
         else:
             try:
                 from safetensors.numpy import save_file
