@@ -35,8 +35,8 @@ def initialize(
     """Connects this process with the others of a run. Call it before JAX is first used, in every process.
 
     Under SLURM, Open MPI, on GKE and on TPU pods, JAX detects all arguments. Elsewhere, all three are given. It is
-    `jax.distributed.initialize` with shorter timeouts: if a process is killed, all others end after about ``heartbeat_seconds``,
-    with a message that has its number.
+    `jax.distributed.initialize` with shorter timeouts: if a process is killed, all others end after about
+    ``heartbeat_seconds``, with a message that has its number.
 
     Args:
       coordinator_address: host and port of process 0, such as ``"node-1:1234"``.

@@ -181,8 +181,7 @@ def _all_reduced(arrays: Tree, axis: str) -> Tree:
     Within a process, XLA's CPU devices add in the order of the devices. Between processes they add each part of an array in
     another order. So each device then adds one part of the array, in order.
     """
-    is_divided_further = len(jax.sharding.get_abstract_mesh().axis_names) > 1
-    if jax.process_count() == 1 or jax.default_backend() != "cpu" or is_divided_further:
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return jax.lax.psum(arrays, axis)
 
     def in_order(x: jax.Array) -> jax.Array:
