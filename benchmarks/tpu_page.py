@@ -48,6 +48,8 @@ def _bullets(found: Rows) -> list[str]:
     lines = []
     for model in dict.fromkeys(row["model"] for row in found):
         same = [row for row in found if row["model"] == model and row["topology"].startswith("v5e") and row["clients"] > 1]
+        if len(same) < 2:
+            continue
         spreads = (max(row[name] for row in same) / min(row[name] for row in same) for name in _CONSTANT)
         flops, memory = (f"{100 * (spread - 1):.2f} %" for spread in spreads)
         chips = f"{TOPOLOGIES[same[0]['topology']]} to {TOPOLOGIES[same[-1]['topology']]}"
@@ -96,6 +98,8 @@ def draw(file: Path) -> None:
     names = list(dict.fromkeys(row["model"] for row in rows("topologies")))
     for number, model in enumerate(names):
         same = [row for row in rows("topologies", model=model) if row["topology"].startswith("v5e") and "failed" not in row]
+        if len(same) < 2:
+            continue
         for at, (name, label) in enumerate(zip(_CONSTANT, ("FLOPs", "memory"), strict=True)):
             look = style(number) | {"linestyle": "-" if at == 0 else ":"}
             x, y = [TOPOLOGIES[row["topology"]] for row in same], [row[name] / same[0][name] for row in same]
@@ -104,10 +108,12 @@ def draw(file: Path) -> None:
     for number, (loop, label) in enumerate(_LOOPS.items()):
         same = [row for row in rows("loops", loop=loop) if "failed" not in row]
         loops.plot([row["cohort"] for row in same], [row["compile_processor_s"] for row in same], label=label, **style(number))
-    loops.set(title="EMNIST's CNN: compilation, s", xlabel="clients of a round, on one chip")
+    loops.set(title="EMNIST's CNN: compiler, s of processor", xlabel="clients of a round, on one chip")
     loops.set_ylim(bottom=0)
     for number, (topology, clients) in enumerate([("cpu", 1), ("cpu", 8), ("v5e:2x4", 1), ("v5e:2x4", 8)]):
         same = [row for row in rows("FedJAX", topology=topology, clients=clients) if "failed" not in row]
+        if not same:
+            continue
         y = [min(row["round_s"]) if topology == "cpu" else seconds(row) for row in same]
         label = f"virtual CPU devices: {clients}, measured" if topology == "cpu" else f"chips of v5e: {clients}, estimate"
         times.plot([row["cohort"] for row in same], y, label=label, **style(number))
