@@ -80,6 +80,7 @@ PAPERS = {
     "fednova": "2007.07481",
     "scaffold": "1910.06378",
     "feddyn": "2111.04263",
+    "diloco": "2311.08105",
     "agnosticfedavg": "2104.02748",
     "apfl": "2003.13461",
     "ditto": "2012.04221",

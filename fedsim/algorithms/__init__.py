@@ -5,6 +5,7 @@ from fedsim.algorithms._adaptive_fedprox import AdaptiveFedProx as AdaptiveFedPr
 from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
 from fedsim.algorithms._clusters import Clusters as Clusters
+from fedsim.algorithms._diloco import DiLoCo as DiLoCo
 from fedsim.algorithms._ditto import Ditto as Ditto
 from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg
@@ -49,6 +50,7 @@ from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
+    "Few rounds of many local steps": (DiLoCo,),
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),

@@ -344,9 +344,14 @@ def optimizer_of_round(
 
 
 def check_client_optimizer(
-    model: Model, client_optimizer: optax.GradientTransformation | Schedule, batches: Batches, data: FederatedData
+    model: Model,
+    client_optimizer: optax.GradientTransformation | Schedule,
+    batches: Batches | None = None,
+    data: FederatedData | None = None,
 ) -> None:
     """Raises ``ValueError`` if a client optimizer cannot train the model, and warns of gradients that it would lose.
+
+    Clients that keep the state of their optimizer lose none: then ``batches`` and ``data`` are left out.
 
     >>> import fedsim
     >>> data = fedsim.datasets.load("digits").train
@@ -356,7 +361,8 @@ def check_client_optimizer(
     scheduled = not isinstance(client_optimizer, optax.GradientTransformation)
     optimizer = optimizer_of_round(client_optimizer, jnp.int32(0))
     check_descent(model, client_optimizer=optimizer, may_be_zero=scheduled, has_loss=True)
-    warn_of_lost_gradients(model, batches.num_steps(data.sizes[data.sizes > 0]), client_optimizer=optimizer)
+    if batches is not None and data is not None:
+        warn_of_lost_gradients(model, batches.num_steps(data.sizes[data.sizes > 0]), client_optimizer=optimizer)
 
 
 def _with_gradient(objective: Callable[[Params], jax.Array], gradient: Params, at: Params) -> Callable[[Params], jax.Array]:

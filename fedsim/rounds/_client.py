@@ -93,6 +93,7 @@ class BatchReader(NamedTuple):
       most_steps: the most steps of a training loop, ``int32 []``; a straggler has fewer than it would need.
       loop: runs a loop.
       poison: maps a batch to the examples that are used in its place; None uses the batch as it is.
+      first_step: the number of the first batch that a training loop reads, ``int32 []``, see `Client.continued`; None for 0.
     """
 
     columns: Mapping[str, jax.Array]
@@ -101,6 +102,7 @@ class BatchReader(NamedTuple):
     most_steps: jax.Array
     loop: RunLoop
     poison: Callable[[Batch], dict[str, jax.Array]] | None = None
+    first_step: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,14 +158,15 @@ class Client:
         """
         state = jax.tree.map(jnp.asarray, state)
         reader, num_steps = self.reader, jnp.asarray(batches.num_steps(self.num_examples), jnp.int32)
+        first: jax.Array | None = None
         if purpose is None:
-            words, step_key = reader.streams
+            (words, step_key), first = reader.streams, reader.first_step
             num_steps = jnp.minimum(num_steps, reader.most_steps)
         else:
             words, step_key = streams(rng.stream(self.key, purpose))
 
         def batch_at(t: jax.Array) -> Batch:
-            index, mask = batches.indices(words, self.num_examples, t)
+            index, mask = batches.indices(words, self.num_examples, t if first is None else first + t)
             # The start of an empty client at the end of the population is one beyond the last row.
             rows = jnp.minimum(reader.start + index, len(next(iter(reader.columns.values()))) - 1)
             columns = {name: column.at[rows].get(mode="promise_in_bounds") for name, column in reader.columns.items()}
@@ -171,6 +174,38 @@ class Client:
             return batch._replace(examples=reader.poison(batch)) if reader.poison else batch
 
         return reader.loop(batches, purpose, num_steps, batch_at, step, state)
+
+    @property
+    def order(self) -> jax.Array:
+        """The words that key the shuffle of the training loops, ``uint32 [2]``, see `continued`."""
+        return self.reader.streams[0]
+
+    def continued(self, order: jax.Array, first_step: jax.Array, most_steps: jax.Array | None = None) -> Client:
+        """Returns the client with training loops that read its batches in the order of another round, from a later one on.
+
+        So a client with ``Batches(steps=...)`` reads all of its examples before it reads one again, over several rounds or
+        calls, if it keeps the order of its first round and the number of its steps so far. The keys of steps are still those of
+        this round.
+
+        Args:
+          order: `order` of that round, ``uint32 [2]``.
+          first_step: the number of the first batch that is read, ``int32 []``. Above 0, batches must have ``steps``, because
+            passes over the examples would end too early.
+          most_steps: the most steps of a training loop, ``int32 []``; None for as many as usual.
+
+        >>> import numpy as np, fedsim
+        >>> data = fedsim.FederatedData.from_arrays({"x": np.arange(6, dtype=np.float32)}, sizes=[6])
+        >>> def total(shared, client):
+        ...     def step(so_far, batch): return so_far + jnp.sum(batch.examples["x"])
+        ...     parts = [client.continued(client.order, jnp.int32(first)) for first in (0, 2)]
+        ...     return sum(part.for_each_batch(fedsim.Batches(size=1, steps=n), step, 0.0) for part, n in zip(parts, (2, 4)))
+        >>> fedsim.map_clients(total, (), fedsim.Cohort.of(data, ["0"])).tolist()  # 0 + 1 + ... + 5
+        [15.0]
+        """
+        reader = self.reader._replace(streams=(order, self.reader.streams[1]), first_step=first_step)
+        if most_steps is not None:
+            reader = reader._replace(most_steps=jnp.minimum(reader.most_steps, most_steps))
+        return dataclasses.replace(self, reader=reader)
 
 
 def client_plans(plan: RoundPlan, keys: jax.Array) -> ClientPlan:
