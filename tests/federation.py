@@ -1,5 +1,7 @@
 """A small population for tests, with empty clients and clients of different sizes, and a model that compiles quickly."""
 
+import re
+
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -150,3 +152,15 @@ def reads_of_states(patch):
 
     patch.setattr(Wave, "read_states", counted)
     return sizes
+
+
+def groups(line):
+    """Returns the groups of devices of a collective, which XLA writes as lists or as an array of devices."""
+    if match := re.search(r"replica_groups=(\{\{[\d,{}]*\}\})", line):
+        return match[1]
+    shape, devices = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\]", line).groups()
+    order = re.search(r"<=\[[\d,]+\]T\(([\d,]+)\)", line)
+    ids = np.arange(np.prod([int(d) for d in devices.split(",")])).reshape([int(d) for d in devices.split(",")])
+    ids = ids.transpose([int(d) for d in order[1].split(",")]) if order else ids
+    rows = ids.reshape([int(d) for d in shape.split(",")])
+    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows.tolist()) + "}"

@@ -107,6 +107,7 @@ def run_round(
     return after._replace(clients=written), info
 
 
+@primitives.without_mesh_of_context()
 def federated_round(
     algorithm: FederatedAlgorithm, state: State, cohort: Cohort
 ) -> tuple[Callable[..., tuple[State, Any, Any]], tuple[Any, ...]]:
@@ -136,6 +137,7 @@ def federated_round(
     row = jax.tree.map(lambda x: jnp.zeros((cohort.slots, *x.shape), x.dtype), round.program.first.clients)
     memories = ClientTable(row, jnp.zeros(cohort.slots, bool)) if jax.tree.leaves(row) else ()
 
+    @primitives.without_mesh_of_context()
     def program(numbers: Any, state: State, key: jax.Array, columns: Placed, memories: Any) -> tuple[State, Any, Any]:
         table, own = memories, round._replace(columns=columns.stacked)
 

@@ -10,7 +10,7 @@ from fedsim.aggregators import StackAggregator
 from fedsim.algorithm import Algorithm
 from fedsim.data import Cohort
 from fedsim.execution import check_cohorts, federated_round
-from fedsim.primitives import Leak, Program, stages
+from fedsim.primitives import Leak, Program, stages, without_mesh_of_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Audit:
         return "\n".join(lines)
 
 
+@without_mesh_of_context()
 def audit(algorithm: Algorithm, cohort: Cohort) -> Audit:
     """Checks that the server's state after a round depends on the clients only through reductions.
 

@@ -9,13 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-
-from fedsim.primitives._placement import without_mesh_of_context
+from jax.sharding import PartitionSpec as P
 
 T = TypeVar("T")
 
 
-@without_mesh_of_context()
+def with_axes(kind: Any, *sizes: int) -> Any:
+    """Returns a type with further axes, the first ones, that are not divided. Others stay as they are."""
+    sharding = kind.sharding.update(spec=P(*[None] * len(sizes), *kind.sharding.spec))
+    return jax.core.ShapedArray((*sizes, *kind.shape), kind.dtype, sharding=sharding)
+
+
+def zeros(kind: Any) -> jax.Array:
+    """Returns an array of zeros of a type."""
+    is_divided = any(axes is not None for axes in kind.sharding.spec)
+    return jax.lax.full(kind.shape, 0, kind.dtype, sharding=kind.sharding if is_divided else None)
+
+
 def closed(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
     """Traces a function; returns a jaxpr whose first arguments are what the function closes over, and these values.
 

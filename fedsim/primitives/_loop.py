@@ -22,7 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from fedsim import tree
-from fedsim.primitives._closed import closed
+from fedsim.primitives._closed import closed, with_axes, zeros
 
 T = TypeVar("T")
 Arrays = list[Any]
@@ -88,7 +88,7 @@ def _buffer(length: int, like: Any) -> jax.Array:
     """Returns memory for ``length`` values."""
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(like, (length, *like.shape))
-    return jnp.zeros((length, *like.shape), like.dtype)
+    return zeros(with_axes(jax.typeof(like), length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +180,7 @@ class _Loop:
             *values, t = values_and_t
             return of_lanes(t, *values) if steps_differ else of_lanes(t, None, *values)
 
-        shapes = [
-            jax.ShapeDtypeStruct((axis.size, *aval.shape) if mark else aval.shape, aval.dtype)
-            for aval, mark in zip(self.avals, marks, strict=True)
-        ]
+        shapes = [with_axes(aval, axis.size) if mark else with_axes(aval) for aval, mark in zip(self.avals, marks, strict=True)]
         if steps_differ:
             shapes.insert(0, jax.ShapeDtypeStruct((axis.size,), jnp.int32))
         jaxpr = jax.make_jaxpr(step)(*shapes, jnp.int32(0))
@@ -242,9 +239,9 @@ def _loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) ->
     moves = [type(tangent) is not ad.Zero for tangent in tangents[1:]]
     consts, leaves = loop.split(values)
     of_leaves = loop.reached(moves, only=_is_inexact)
-    zeros = [ad.Zero(jax.typeof(leaf).to_tangent_aval()) for leaf in leaves]
+    no_tangents = [ad.Zero(jax.typeof(leaf).to_tangent_aval()) for leaf in leaves]
     if not any(of_leaves):
-        return loop.bind(num_steps, consts, leaves), zeros
+        return loop.bind(num_steps, consts, leaves), no_tangents
     tangent = _Tangent(loop, (*loop.split(moves)[0], *of_leaves))
     stored: Arrays = []
     if loop.most_steps is None:
@@ -253,7 +250,7 @@ def _loop_jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) ->
         after, stored = tangent.run_and_store(num_steps, consts, leaves)
     moving = [ad.instantiate_zeros(dot) for dot, mark in zip(tangents[1:], tangent.marks, strict=True) if mark]
     moved = iter(tangent.bind(num_steps, values, stored, moving))
-    return after, [next(moved) if mark else zero for mark, zero in zip(of_leaves, zeros, strict=True)]
+    return after, [next(moved) if mark else zero for mark, zero in zip(of_leaves, no_tangents, strict=True)]
 
 
 def _is_inexact(aval: Any) -> bool:
@@ -311,7 +308,7 @@ class _Tangent:
     def needed(self) -> list[int]:
         """The leaves whose values before a step the derivative of the step depends on, and those that determine them."""
         avals, num_consts = self.loop.avals, self.loop.num_consts
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        shapes = [with_axes(aval) for aval in avals]
 
         def derivative(t: jax.Array, values: Arrays, tangents: Arrays) -> Arrays:
             return jax.jvp(lambda *moving: self.step(t, values, moving), tuple(self.moving(values)), tuple(tangents))[1]
@@ -391,9 +388,9 @@ class _Tangent:
 
         num_segments = -(-num_steps // interval)
         moving_consts = [aval for aval, mark in zip(loop.split(loop.avals)[0], self.marks, strict=False) if mark]
-        zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in moving_consts]
+        start_of_sums = [zeros(aval) for aval in moving_consts]
         of_consts, of_leaves = bounded_loop(
-            num_segments, segment, (zeros, cotangents), most_steps=-(-loop.most_steps // interval)
+            num_segments, segment, (start_of_sums, cotangents), most_steps=-(-loop.most_steps // interval)
         )
         return [*of_consts, *of_leaves]
 

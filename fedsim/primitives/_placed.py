@@ -107,7 +107,7 @@ def place(stacked: Any, placement: Placement) -> Placed:
                 f"shape {list(np.shape(leaf))} at stacked{jax.tree_util.keystr(path)}. To send one value to all clients, use "
                 "broadcast."
             )
-    return Placed(jax.tree.map(placement.divided, stacked), placement)
+    return Placed(jax.tree.map(placement.in_context().divided, stacked), placement)
 
 
 def broadcast(value: Any, placement: Placement) -> Placed:
@@ -127,8 +127,10 @@ def broadcast(value: Any, placement: Placement) -> Placed:
         if _is_placed(leaf):
             raise ValueError(f"Expected a value of the server, got {_described(leaf)}: reduce it first, for example with mean.")
 
+    here = placement.in_context()
+
     def send(x: Any) -> Any:
-        return placement.divided(broadcast_p.bind(jnp.asarray(x), placement=placement)[0])
+        return here.shown(broadcast_p.bind(jnp.asarray(x), placement=here)[0])
 
     return Placed(jax.tree.map(send, value), placement)
 
@@ -162,8 +164,9 @@ def map(function: Callable[..., Any], *values: Placed, side_by_side: bool | None
         out, out_structure = jax.tree.flatten(done)
         return [jnp.asarray(x) for x in out]
 
-    done = bind_map(work, [jnp.asarray(x) for x in leaves], placement, options=MapOptions(side_by_side))
-    return Placed(jax.tree.unflatten(out_structure, [placement.divided(x) for x in done]), placement)
+    here = placement.in_context()
+    done = bind_map(work, [jnp.asarray(x) for x in leaves], here, options=MapOptions(side_by_side))
+    return Placed(jax.tree.unflatten(out_structure, [here.shown(x) for x in done]), placement)
 
 
 def sum(value: Placed) -> Any:
@@ -272,13 +275,13 @@ def reduce(function: Callable[[Any], Any], value: Placed, *, name: str) -> Any:
     >>> reduce(lambda x: jnp.median(x, axis=0), x, name="median").item()
     3.0
     """
-    placement = _common_placement("reduce", value)
+    placement = _common_placement("reduce", value).in_context()
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, value.stacked))
     out_structure = None
 
     def flat(*leaves: Any) -> list[Any]:
         nonlocal out_structure
-        out, out_structure = jax.tree.flatten(function(jax.tree.unflatten(structure, leaves)))
+        out, out_structure = jax.tree.flatten(function(jax.tree.unflatten(structure, [placement.whole(x) for x in leaves])))
         return [jnp.asarray(x) for x in out]
 
     out = bind_reduction(flat, leaves, name, placement)
@@ -298,7 +301,7 @@ def count(condition: Placed) -> Any:
 
 
 def _reduced(primitive: Any, value: Placed, convert: Callable[[Any], Any]) -> Any:
-    placement = _common_placement(primitive.name, value)
+    placement = _common_placement(primitive.name, value).in_context()
     nested = [leaf for leaf in jax.tree.leaves(value.stacked, is_leaf=_is_placed) if _is_placed(leaf)]
     if nested:
         raise ValueError(

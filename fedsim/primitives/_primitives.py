@@ -29,8 +29,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 from fedsim import tree
-from fedsim.primitives._closed import closed
-from fedsim.primitives._placement import Placement, check_context, without_mesh_of_context
+from fedsim.primitives._closed import closed, with_axes, zeros
+from fedsim.primitives._placement import Placement, on_mesh
 
 Arrays = list[Any]
 
@@ -45,7 +45,15 @@ def _primitive(name: str, run: Callable[..., Any], avals: Callable[..., Any], ba
     # Outside of jit, calls with the same parameters share a program.
     compiled = functools.lru_cache(maxsize=64)(lambda **static: jax.jit(functools.partial(run, **static)))
     primitive.def_impl(lambda *args, **static: compiled(**static)(*args))
-    primitive.def_effectful_abstract_eval(avals)
+
+    def types(*args: Any, **static: Any) -> tuple[Arrays, Any]:
+        out, effects = avals(*args, **static)
+        if static["placement"].is_explicit or any(x.sharding.mesh.explicit_axes for x in args):
+            # The types say how arrays are divided. That is what the computation gives.
+            out = [x.update(weak_type=False) for x in jax.make_jaxpr(functools.partial(run, **static))(*args).out_avals]
+        return out, effects
+
+    primitive.def_effectful_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
 
     def batch_if_needed(axis: Any, args: Sequence[Any], dims: Sequence[Any], **static: Any) -> Any:
@@ -67,9 +75,10 @@ def _per_device(placement: Placement, run: Callable[..., Any], in_specs: Any, ou
     if placement.mesh is None:
         return run
     # Some loops take another number of steps on each device, so JAX cannot prove that results are equal on all of them.
-    check_context(placement)
-    on_devices = jax.shard_map(run, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return without_mesh_of_context()(on_devices)
+    on_devices = jax.shard_map(
+        run, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, axis_names={placement.name}, check_vma=False
+    )
+    return on_mesh(placement.mesh)(on_devices)
 
 
 # ---- Between the server and the clients.
@@ -170,7 +179,7 @@ ad.primitive_jvps[min_p] = functools.partial(_extremum_jvp, min_p)
 
 def bind_reduction(function: Callable[..., Sequence[Any]], stacked: Sequence[Any], name: str, placement: Placement) -> Arrays:
     """Runs a reduction of arrays ``[size, ...]`` to a sequence of arrays, with what it closes over as further arguments."""
-    jaxpr, consts = closed(function, [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in stacked])
+    jaxpr, consts = closed(function, [with_axes(jax.typeof(x)) for x in stacked])
     return reduce_p.bind(*consts, *stacked, jaxpr=jaxpr, name=name, placement=placement)
 
 
@@ -235,11 +244,17 @@ def bind_map(
       All clients' results, ``[size, ...]``, or their sums.
     """
     shared = [False] * len(args) if shared is None else list(shared)
-    one = [
-        jax.ShapeDtypeStruct(jnp.shape(x)[0 if whole else 1 :], jax.typeof(x).dtype)
-        for x, whole in zip(args, shared, strict=True)
-    ]
-    jaxpr, consts = closed(function, one)
+    one = [placement.type_in_client(x, axes=0 if whole else 1) for x, whole in zip(args, shared, strict=True)]
+    try:
+        with placement.of_client():
+            jaxpr, consts = closed(function, one)
+    except ValueError as error:
+        if placement.is_explicit and "should match the aval mesh" in str(error):
+            raise ValueError(
+                f"Expected the function of the {placement.name} to get all arrays as arguments, because the axes of the mesh "
+                "are explicit, got one that it closes over: broadcast this and pass it to map."
+            ) from error
+        raise
     return map_p.bind(
         *consts,
         *args,
@@ -269,8 +284,8 @@ def _map_run(
                 sums = [total + x.astype(total.dtype) for total, x in zip(sums, _only(out, summed), strict=True)]
                 return sums, _only(out, [not mark for mark in summed])
 
-            zeros = [jnp.zeros(aval.shape, _wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
-            sums, stacked = map(iter, jax.lax.scan(step, zeros, own, length=size))
+            nothing = [zeros(with_axes(aval)).astype(_wide(aval.dtype)) for aval in _only(jaxpr.out_avals, summed)]
+            sums, stacked = map(iter, jax.lax.scan(step, nothing, own, length=size))
         else:
             # The work of a single client is that of the function itself, without an axis of clients.
             alone = size == 1
@@ -386,8 +401,7 @@ def _map_transpose(
             new, old = iter(moving), iter(at)
             return _only(jaxpr_as_fun(jaxpr)(*[next(new) if mark else next(old) for mark in linear]), given)
 
-        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in _only(of_client, linear)]
-        return list(jax.linear_transpose(function, *shapes)(list(along)))
+        return list(jax.linear_transpose(function, *map(with_axes, _only(of_client, linear)))(list(along)))
 
     operands = [*_only(args, known), *_only(cotangents, given)]
     marks = [*_only(shared, known), *_only(summed, given)]

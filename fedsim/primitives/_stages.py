@@ -16,7 +16,7 @@ from fedsim.primitives._placement import Placement
 from fedsim.primitives._trace import Operation, Trace, Value, marked, source
 
 # Equations that JAX adds between values of clients, and that work client by client.
-_CLIENT_BY_CLIENT = {"add_any", "sharding_constraint"}
+_CLIENT_BY_CLIENT = {"add_any", "sharding_constraint", "reshard"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +159,9 @@ class Program:
         Args:
           *args: like those that the program was made from.
 
+        Raises:
+          ValueError: the clients are divided over an explicit axis of a mesh.
+
         >>> clients = Placement("clients", 2)
         >>> from fedsim import primitives as fed
         >>> def total(x): return fed.sum(fed.map(jnp.square, x))
@@ -213,6 +216,11 @@ def _listed(shapes: Sequence[str]) -> str:
 def _client_by_client(
     inputs: Sequence[Any], *, jaxpr: Any, shared: Any, summed: Any, placement: Placement, options: Any
 ) -> list[Any]:
+    if placement.is_explicit:
+        raise ValueError(
+            f"Expected the {placement.name} not to be divided over an explicit axis of a mesh, because clients are called one "
+            "by one: make the program outside of jax.set_mesh, or the axes of the mesh jax.sharding.AxisType.Auto."
+        )
     work = jax.jit(jaxpr_as_fun(jaxpr))
     results = [work(*[x if whole else x[i] for x, whole in zip(inputs, shared, strict=True)]) for i in range(placement.size)]
     if not results:

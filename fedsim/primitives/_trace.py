@@ -95,8 +95,7 @@ class Trace:
             return [jnp.asarray(x) for x in out]
 
         avals = [jax.typeof(x) if hasattr(x, "dtype") else jax.typeof(jnp.asarray(x)) for x in leaves]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in avals]
-        traced = jax.make_jaxpr(flat)(*shapes)
+        traced = jax.make_jaxpr(flat)(*avals)
         self._out_structure: Any = out_structure
         self.inputs = [Value(aval) for aval in traced.in_avals]
         self._consts: dict[Value, Any] = {}

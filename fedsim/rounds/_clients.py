@@ -392,6 +392,7 @@ class Clients:
         memory, parts = with_memory_of(parts, kept("memory", first_memory(self.algorithm, received, parts)))
         return client_of(own, self.algorithm.batches, columns, self.loop, memory, poison if self.attack else None, parts)
 
+    @primitives.without_mesh_of_context()
     def _round_info(self, call: Call, plain: int, entries: dict[str, Any]) -> RoundInfo:
         """Builds the info from the plan, the size of an update in bits, and all clients' entries ``[slots, ...]``."""
         plan, before = self.plan, self.info

@@ -177,6 +177,7 @@ class RoundInfo(NamedTuple):
     num_population: jax.Array
     population_examples: jax.Array
 
+    @primitives.without_mesh_of_context()
     def total(self, name: str) -> jax.Array:
         """Returns the sum over the cohort of an entry of ``clients``, for ``server_update``.
 

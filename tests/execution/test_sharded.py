@@ -6,7 +6,6 @@ import re
 import federation
 import haiku as hk
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -94,22 +93,11 @@ def test_clients_exchange_one_update_and_their_devices_what_local_steps_need():
     # The devices of a CPU agree on their numbers of steps, see `fedsim.execution._placement.in_lockstep`.
     in_loops = [line for line in messages if "while/body" in line and "/pmax" not in line]
     # Devices 0 and 1 train one client; 0 and 2 have the same part of the model.
-    assert in_loops and {groups(line) for line in in_loops} == {"{{0,1},{2,3}}"}
-    assert [groups(line) for line in messages if " all-reduce(" in line and "/psum" in line].count("{{0,2},{1,3}}") == 1
+    assert in_loops and {federation.groups(line) for line in in_loops} == {"{{0,1},{2,3}}"}
+    sums = [federation.groups(line) for line in messages if " all-reduce(" in line and "/psum" in line]
+    assert sums.count("{{0,2},{1,3}}") == 1
     # The sum of squares of an update, which tells whether it is finite, does not gather the update.
     assert not any("all-gather(" in line and "while/body/reshape" in line for line in in_loops)
-
-
-def groups(line):
-    """Returns the groups of devices of a collective, which XLA writes as lists or as an array of devices."""
-    if match := re.search(r"replica_groups=(\{\{[\d,{}]*\}\})", line):
-        return match[1]
-    shape, devices = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\]", line).groups()
-    order = re.search(r"<=\[[\d,]+\]T\(([\d,]+)\)", line)
-    ids = np.arange(np.prod([int(d) for d in devices.split(",")])).reshape([int(d) for d in devices.split(",")])
-    ids = ids.transpose([int(d) for d in order[1].split(",")]) if order else ids
-    rows = ids.reshape([int(d) for d in shape.split(",")])
-    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows.tolist()) + "}"
 
 
 def test_a_batch_is_divided_over_the_devices_of_its_client():
