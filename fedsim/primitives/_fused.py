@@ -64,7 +64,8 @@ def _run(trace: Trace, args: Sequence[Any], recompute: bool) -> Any:
             return x.val
         if x not in values:
             source, operation = sources[x]
-            (values[x],) = operation.run([source])
+            (copies,) = operation.run([source])
+            values[x] = operation.params["placement"].shown(copies)
         return values[x]
 
     def is_only_summed(x: Value) -> bool:
@@ -132,4 +133,5 @@ def _one_function(
     placement = group[0].params["placement"]
     ways = {operation.params["options"].side_by_side for operation in group} - {None}
     options = MapOptions(ways.pop() if len(ways) == 1 else None, recompute)  # no choice if two maps have different ones
-    return bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed, options)
+    done = bind_map(work, [jnp.asarray(x) for x, _ in operands.values()], placement, marks, summed, options)
+    return [placement.shown(x) for x in done]

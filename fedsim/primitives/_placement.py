@@ -166,12 +166,15 @@ class Placement:
             spec = self._spec(getattr(stacked, "sharding", None))
             return jax.device_put(stacked, spec if isinstance(self.mesh, AbstractMesh) else NamedSharding(self.mesh, spec))
 
-    def shown(self, stacked: Any) -> Any:
-        """Returns a result of a primitive, which is divided already, such that an enclosing `jax.jit` sees the devices.
+    def shown(self, x: Any) -> Any:
+        """Returns a result of a primitive, divided as it is, such that an enclosing `jax.jit` sees the devices.
 
         It does not look into primitives, but sees the mesh of `jax.set_mesh` and that of explicit types.
         """
-        return self.divided(stacked) if isinstance(self.mesh, Mesh) and not self.is_explicit else stacked
+        if not isinstance(self.mesh, Mesh) or self.is_explicit or not isinstance(x, jax.core.Tracer):
+            return x
+        with on_mesh(self.mesh):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
 
     def whole(self, stacked: Any) -> Any:
         """Returns an array ``[size, ...]`` that is not divided over the clients' axis, if types say how arrays are divided."""

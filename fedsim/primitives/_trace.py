@@ -99,6 +99,7 @@ class Trace:
         self._out_structure: Any = out_structure
         self.inputs = [Value(aval) for aval in traced.in_avals]
         self._consts: dict[Value, Any] = {}
+        self._federated: set[Value] = set()  # results of federated operations
         self.operations: list[Operation] = []
         self.outputs = self._flatten(traced, self.inputs)
         self._leave_out_unused()
@@ -119,10 +120,12 @@ class Trace:
         self._consts |= consts
         values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
         for equation in jaxpr.eqns:
-            own = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
+            own: list[Any] = [x if isinstance(x, Literal) else values[x] for x in equation.invars]
             inner = [x for x in equation.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
             name = equation.primitive.name
-            if name in _INLINED and _is_federated(inner[0]):
+            if name == "sharding_constraint" and isinstance(own[0], Value) and own[0] in self._federated:
+                outputs = own  # see `Placement.shown`
+            elif name in _INLINED and _is_federated(inner[0]):
                 outputs = self._flatten(inner[0] if hasattr(inner[0], "consts") else ClosedJaxpr(inner[0], []), own)
             elif "placement" not in equation.params and any(map(_is_federated, inner)):
                 raise ValueError(
@@ -130,8 +133,10 @@ class Trace:
                     f"some in {name!r} at {source(equation)}: put these around the program."
                 )
             else:
-                outputs = [Value(var.aval) for var in equation.outvars]
-                self.operations.append(Operation(equation, own, outputs))
+                new = [Value(var.aval) for var in equation.outvars]
+                self.operations.append(Operation(equation, own, new))
+                self._federated.update(new if "placement" in equation.params else [])
+                outputs = new
             values |= dict(zip(equation.outvars, outputs, strict=True))
         return [x if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 

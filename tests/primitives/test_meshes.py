@@ -203,6 +203,24 @@ def test_a_network_that_is_divided_over_the_devices_of_a_client():
     assert sorted(map(federation.groups, messages)) == ["{{0,1},{2,3}}", "{{0,2},{1,3}}"]
 
 
+@pytest.mark.parametrize("way", ["devices", "mesh", "context"])
+def test_a_program_is_one_pass_on_several_devices(way):
+    mesh = mesh_of(AUTO, clients=2, data=2)
+    options = {"devices": jax.devices()[:2]} if way == "devices" else {"mesh": mesh} if way == "mesh" else {}
+    clients = fed.Placement("clients", 8, **options)
+
+    @fed.program
+    def program(x):
+        copies = fed.broadcast(x, clients)
+        return fed.mean(fed.map(jnp.sin, fed.map(jnp.negative, copies))), fed.sum(copies)
+
+    with jax.set_mesh(mesh) if way == "context" else contextlib.nullcontext():
+        names = [equation.primitive.name for equation in jax.make_jaxpr(program)(1.0).eqns]
+        assert names.count("map") == 1 and "mean" not in names
+        np.testing.assert_allclose(jax.jit(program)(1.0), (-np.sin(1), 8), rtol=1e-6)
+        np.testing.assert_allclose(jax.jit(jax.grad(lambda x: program(x)[0]))(1.0), -np.cos(1), rtol=1e-6)
+
+
 def test_two_placements_on_two_axes():
     """Silos on one axis, and the clients of each silo on the other one."""
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
