@@ -81,6 +81,7 @@ PAPERS = {
     "scaffold": "1910.06378",
     "feddyn": "2111.04263",
     "diloco": "2311.08105",
+    "streamingdiloco": "2501.18512",
     "agnosticfedavg": "2104.02748",
     "apfl": "2003.13461",
     "ditto": "2012.04221",

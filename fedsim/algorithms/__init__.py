@@ -46,11 +46,12 @@ from fedsim.algorithms._server_step import ServerState as ServerState
 from fedsim.algorithms._server_step import Shared as Shared
 from fedsim.algorithms._splitfed import SplitFed as SplitFed
 from fedsim.algorithms._statistics import Statistics as Statistics
+from fedsim.algorithms._streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
 from fedsim.names import look_up
 
 FAMILIES: dict[str, tuple[type[Algorithm], ...]] = {
     "Server optimization": (FedSGD, FedAvg, FedAvgM, FedAdam, FedYogi, FedAdagrad, FedNova),
-    "Few rounds of many local steps": (DiLoCo,),
+    "Few rounds of many local steps": (DiLoCo, StreamingDiLoCo),
     "Drift correction": (FedProx, AdaptiveFedProx, SCAFFOLD, Mime, MimeLite, FedDyn),
     "Fairness": (QFedAvg, QFedSGD, AgnosticFedAvg, FedMGDA),
     "Personalization": (APFL, Ditto, FedPer, FedRep, HypCluster, IFCA, PerFedAvg, PFedMe, Reptile),

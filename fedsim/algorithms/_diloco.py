@@ -16,7 +16,7 @@ keeps the state of its optimizer.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,13 @@ from fedsim.algorithms._fedavg import FedAvg
 from fedsim.algorithms._local_training import Local, LocalTraining, check_client_optimizer
 from fedsim.algorithms._server_step import Weighting, from_fields
 from fedsim.data import Batches, FederatedData
+from fedsim.model import Params
 from fedsim.rounds import Client, ClientUpdate
+
+if TYPE_CHECKING:
+    Base = FedAvg
+else:  # A mixin: the classes that have it are subclasses of FedAvg.
+    Base = object
 
 
 class Worker(NamedTuple):
@@ -40,9 +46,9 @@ class Worker(NamedTuple):
     step: jax.Array
 
     @classmethod
-    def new(cls, algorithm: Any, shared: Any) -> Worker:
+    def new(cls, algorithm: Any, shared: Any, params: Params) -> Worker:
         """Returns what a worker has before its first round."""
-        start = LocalTraining.of(algorithm, shared).start(shared.params)
+        start = LocalTraining.of(algorithm, shared).start(params)
         return cls(start.opt_state, jnp.zeros(2, jnp.uint32), jnp.int32(0))
 
     def continuing(self, client: Client, batches: Batches, most_steps: jax.Array | None = None) -> tuple[Client, Worker]:
@@ -57,7 +63,33 @@ class Worker(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class DiLoCo(FedAvg):
+class OuterNesterov(Base):
+    """What `DiLoCo` and StreamingDiLoCo share: a server with Nesterov momentum, and clients that keep their optimizer's state.
+
+    Attributes:
+      server_learning_rate, momentum: see `DiLoCo`.
+    """
+
+    server_learning_rate: float = 0.7
+    momentum: float = 0.9
+    weighting: Weighting = "uniform"
+    server_optimizer: ClassVar[Any] = from_fields(  # type: ignore[misc]
+        lambda self: optax.sgd(self.server_learning_rate, self.momentum, nesterov=True)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.positive(server_learning_rate=self.server_learning_rate)
+        checks.number(least=0, below=1, momentum=self.momentum)
+
+    def check(self, data: FederatedData) -> None:
+        Algorithm.check(self, data)  # Gradients that an optimizer accumulates are not lost, of which FedAvg would warn.
+        check_descent(self.model, server_optimizer=self.server_optimizer)
+        check_client_optimizer(self.model, self.client_optimizer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DiLoCo(OuterNesterov, FedAvg):
     """FedAvg whose clients keep the state of their optimizer, and whose server has Nesterov momentum: few rounds of many steps.
 
     With ``Batches(steps=H)`` a client also continues to read its examples where it has stopped. So the rounds of one client,
@@ -93,25 +125,8 @@ class DiLoCo(FedAvg):
         },
     )
 
-    server_learning_rate: float = 0.7
-    momentum: float = 0.9
-    weighting: Weighting = "uniform"
-    server_optimizer: ClassVar[Any] = from_fields(  # type: ignore[misc]
-        lambda self: optax.sgd(self.server_learning_rate, self.momentum, nesterov=True)
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks.positive(server_learning_rate=self.server_learning_rate)
-        checks.number(least=0, below=1, momentum=self.momentum)
-
-    def check(self, data: FederatedData) -> None:
-        Algorithm.check(self, data)  # Gradients that an optimizer accumulates are not lost, of which FedAvg would warn.
-        check_descent(self.model, server_optimizer=self.server_optimizer)
-        check_client_optimizer(self.model, self.client_optimizer)
-
     def client_memory(self, shared: Any) -> Worker:
-        return Worker.new(self, shared)
+        return Worker.new(self, shared, shared.params)
 
     def train(self, shared: Any, client: Client) -> Local:
         training, worker = self.local_training(shared, client), client.memory
