@@ -13,7 +13,7 @@ from fedsim.experiment.driving import check_trusted, evaluation_line, is_sweep
 
 _ABOUT = f"Evaluate the model of the run in FOLDER. Nothing is written into the folder. {RUNS_CODE}"
 _USAGE = f"""\
-usage: fedsim evaluate FOLDER [OPTIONS]
+usage: fedsim evaluate FOLDER [--split test|train] [--which last|best] [--personalized] [OPTIONS]
 
 {textwrap.fill(_ABOUT, 100)}
 `fedsim evaluate FOLDER --help` lists the options."""
