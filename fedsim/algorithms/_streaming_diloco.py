@@ -227,8 +227,8 @@ class StreamingDiLoCo(OuterNesterov, FedAvg):
             )
         if self.staleness is not None:
             raise ValueError(
-                f"Expected no staleness, because workers of StreamingDiLoCo send fragments in turn, got {self.staleness}: "
-                "leave it out, or use DiLoCo."
+                "Expected no staleness and no virtual clock, because StreamingDiLoCo calls its clients several times in a "
+                f"round, got staleness={self.staleness}: run it in ordinary rounds, or use DiLoCo."
             )
         count, steps = len(self._fragments), self._steps
         if steps is None:
