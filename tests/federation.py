@@ -1,7 +1,5 @@
 """A small population for tests, with empty clients and clients of different sizes, and a model that compiles quickly."""
 
-import re
-
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -10,6 +8,7 @@ from tqdm import tqdm
 
 import fedsim
 from fedsim.execution._members import Wave
+from fedsim.planning import collectives_in
 
 NUM_CLASSES = 4
 FEATURES = {"x": jax.ShapeDtypeStruct((3,), jnp.float32), "y": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -155,12 +154,6 @@ def reads_of_states(patch):
 
 
 def groups(line):
-    """Returns the groups of devices of a collective, which XLA writes as lists or as an array of devices."""
-    if match := re.search(r"replica_groups=(\{\{[\d,{}]*\}\})", line):
-        return match[1]
-    shape, devices = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\]", line).groups()
-    order = re.search(r"<=\[[\d,]+\]T\(([\d,]+)\)", line)
-    ids = np.arange(np.prod([int(d) for d in devices.split(",")])).reshape([int(d) for d in devices.split(",")])
-    ids = ids.transpose([int(d) for d in order[1].split(",")]) if order else ids
-    rows = ids.reshape([int(d) for d in shape.split(",")])
-    return "{" + ",".join("{" + ",".join(map(str, row)) + "}" for row in rows.tolist()) + "}"
+    """Returns the groups of devices of a collective, such as ``"{{0,1},{2,3}}"``, from its line in a compiled program."""
+    [found] = collectives_in(line)
+    return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in found.groups) + "}"
