@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 Tree = Any
 
@@ -125,7 +129,7 @@ def flat(a: Tree, length: int | None = None) -> jax.Array:
     for leaf in leaves:
         vector = jax.lax.dynamic_update_slice(vector, leaf.astype(dtype), (at,))
         at += leaf.size
-    return vector
+    return _whole(vector)
 
 
 def unflat(vector: jax.Array, like: Tree) -> Tree:
@@ -137,18 +141,49 @@ def unflat(vector: jax.Array, like: Tree) -> Tree:
     [0, [[1, 2]]]
     """
     leaves, structure = jax.tree.flatten(like)
-    at = 0
+    vector, at = _whole(vector), 0
     for i, leaf in enumerate(leaves):
         size = math.prod(leaf.shape)
         leaves[i], at = vector[at : at + size].reshape(leaf.shape), at + size
     return jax.tree.unflatten(structure, leaves)
 
 
+# Where vectors of `flat` are while a round is traced in which several devices train each client.
+_WHOLE: contextvars.ContextVar[NamedSharding | None] = contextvars.ContextVar("whole", default=None)
+
+
+@contextlib.contextmanager
+def whole_vectors(on: NamedSharding | None) -> Iterator[None]:
+    """Keeps vectors of `flat` and `unflat` whole on every device of a client, in what is traced inside.
+
+    Otherwise XLA may divide a vector into unequal parts, if the leaves are divided. Of such a vector it returns wrong slices
+    under `jax.vmap` (observed with jax 0.10.2).
+
+    Args:
+      on: the devices of a client, with no axis divided; None if each client has one device.
+
+    >>> with whole_vectors(None):
+    ...     flat([jnp.ones(2), jnp.zeros(1)]).tolist()
+    [1.0, 1.0, 0.0]
+    """
+    token = _WHOLE.set(on)
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
+
+
+def _whole(vector: jax.Array) -> jax.Array:
+    on = _WHOLE.get()
+    return vector if on is None else jax.lax.with_sharding_constraint(vector, on)
+
+
 def psum(a: Tree, axis: str) -> Tree:
     """Sums over the devices of ``axis``, inside `jax.shard_map`, like `jax.lax.psum`, but joins small leaves into one array.
 
-    Leaves are numbers or arrays of any shape. Leaves of one dtype with up to 65,536 elements are summed as one array. Sums have
-    the shapes and dtypes of the leaves, except that sums of ``bool`` are ``int32``.
+    Leaves are numbers or arrays of any shape. Leaves of one dtype with up to 65,536 elements are summed as one array, unless
+    they may be divided over further axes of the mesh: these are summed where they are. Sums have the shapes and dtypes of the
+    leaves, except that sums of ``bool`` are ``int32``.
 
     >>> mesh = jax.sharding.Mesh(jax.devices()[:1], "devices")
     >>> total = jax.shard_map(lambda x: psum(x, "devices"), mesh=mesh, in_specs=jax.P("devices"), out_specs=jax.P())
@@ -161,7 +196,7 @@ def psum(a: Tree, axis: str) -> Tree:
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, a))
     small: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
-        if leaf.size <= _SMALL:
+        if leaf.size <= _SMALL and not _is_divided_further(axis):
             small.setdefault(leaf.dtype, []).append(index)
     groups = [indices for indices in small.values() if len(indices) > 1]
     joined = [flat([leaves[index] for index in indices]) for indices in groups]
@@ -175,13 +210,19 @@ def psum(a: Tree, axis: str) -> Tree:
     return jax.tree.unflatten(structure, leaves)
 
 
+def _is_divided_further(axis: str) -> bool:
+    """Returns whether arrays on a device of ``axis`` may be divided over further devices."""
+    # A round is traced without the mesh that it runs on.
+    return _WHOLE.get() is not None or jax.sharding.get_abstract_mesh().size > jax.lax.axis_size(axis)
+
+
 def _all_reduced(arrays: Tree, axis: str) -> Tree:
     """`jax.lax.psum`, with the bits of one process also where CPU devices belong to several.
 
     Within a process, XLA's CPU devices add in the order of the devices. Between processes they add each part of an array in
     another order. So each device then adds one part of the array, in order.
     """
-    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+    if jax.process_count() == 1 or jax.default_backend() != "cpu" or _is_divided_further(axis):
         return jax.lax.psum(arrays, axis)
 
     def in_order(x: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from fedsim import tree
 from fedsim.attacks import Attack
 from fedsim.execution._layout import Layout
-from fedsim.execution._placement import AXIS, batch_sharding, in_lockstep
+from fedsim.execution._placement import AXIS, batch_sharding, in_lockstep, whole_on_client
 from fedsim.model import WHOLE, Division
 from fedsim.primitives import bounded_loop
 from fedsim.primitives._closed import constant_unless_counted
@@ -76,6 +76,7 @@ class CompileOptions(NamedTuple):
             rows_mesh=self.mesh if self.is_divided else None,
             key=self.key,
             batch_sharding=batch_sharding(self.mesh),
+            whole=whole_on_client(self.mesh),
             lockstep=in_lockstep(self.mesh),
         )
 

@@ -214,6 +214,7 @@ class Jit(Execution):
             axis=(AXIS, mesh.shape[AXIS]) if mesh.shape[AXIS] > 1 else None,
             key=rng.typed(cohort.key).dtype,
             batch_sharding=_placement.batch_sharding(mesh),
+            whole=_placement.whole_on_client(mesh),
             lockstep=_placement.in_lockstep(mesh),
         )
 

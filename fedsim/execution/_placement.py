@@ -251,13 +251,20 @@ def in_lockstep(mesh: Mesh) -> bool:
     return mesh.size > mesh.shape[AXIS] > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
+def whole_on_client(mesh: Mesh) -> NamedSharding | None:
+    """Returns where an array of a client is whole on all of its devices; None if each client has one device."""
+    return _on_client(mesh, P()) if mesh.size > mesh.shape[AXIS] else None
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding | None:
     """Returns how the rows of a client's batches are divided over its devices; None if they are not."""
-    if mesh.shape.get("data", 1) == 1:
-        return None
+    return _on_client(mesh, P("data")) if mesh.shape.get("data", 1) > 1 else None
+
+
+def _on_client(mesh: Mesh, spec: P) -> NamedSharding:
     # In a `jax.shard_map` over clients, a constraint may name the other axes only.
     manual = {AXIS: jax.sharding.AxisType.Manual} if mesh.shape[AXIS] > 1 else {}
-    return NamedSharding(mesh.abstract_mesh.update_axis_types(manual) if manual else mesh, P("data"))
+    return NamedSharding(mesh.abstract_mesh.update_axis_types(manual) if manual else mesh, spec)
 
 
 def replicate(values: Any, mesh: Mesh) -> Any:

@@ -44,6 +44,7 @@ class TraceOptions(NamedTuple):
       rows_mesh: the devices that the rows of `Clients.map_rows` are divided over; None if they are on every device.
       key: the dtype of the root key; None for that of `fedsim.rng.root`.
       batch_sharding: how the rows of a client's batches are divided over devices; None leaves them whole.
+      whole: where an array is whole on all devices of a client; None if each client has one device.
       lockstep: whether all devices take as many steps as the one that takes most, and keep their state after their own.
 
     Rounds with equal options share one trace, for example cohorts of 8 and of 10 clients:
@@ -61,6 +62,7 @@ class TraceOptions(NamedTuple):
     rows_mesh: Mesh | None = None
     key: Any = None
     batch_sharding: NamedSharding | None = None
+    whole: NamedSharding | None = None
     lockstep: bool = False
 
 
@@ -309,7 +311,8 @@ def trace_round(
     plan = RoundPlan.shapes(options.slots)
     axes = [options.axis] if options.axis else []
     key = jax.eval_shape(lambda: rng.root(0)) if options.key is None else jax.ShapeDtypeStruct((), options.key)
-    jaxpr, results = jax.make_jaxpr(round, axis_env=axes, return_shape=True)(numbers, state, key, plan)
+    with tree.whole_vectors(options.whole):
+        jaxpr, results = jax.make_jaxpr(round, axis_env=axes, return_shape=True)(numbers, state, key, plan)
     (clients,) = seen
     names = [equation.params["call"].name for equation in jaxpr.eqns if equation.primitive is call_p]
     if names != clients.names:

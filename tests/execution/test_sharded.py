@@ -6,10 +6,12 @@ import re
 import federation
 import haiku as hk
 import jax
+import numpy as np
 import optax
 import pytest
 
 import fedsim
+from fedsim.execution._placement import whole_on_client
 
 BATCHES = fedsim.Batches(size=4, epochs=2)
 WAYS = {
@@ -43,6 +45,7 @@ ALGORITHMS = {
     ),
     "median": functools.partial(fedsim.algorithms.FedAvg, aggregator=fedsim.aggregators.CoordinateMedian()),
     "averaging": functools.partial(fedsim.algorithms.FedAvg, averaging=0.5),
+    "HypCluster": fedsim.algorithms.HypCluster,
 }
 
 
@@ -98,6 +101,34 @@ def test_clients_exchange_one_update_and_their_devices_what_local_steps_need():
     assert sums.count("{{0,2},{1,3}}") == 1
     # The sum of squares of an update, which tells whether it is finite, does not gather the update.
     assert not any("all-gather(" in line and "while/body/reshape" in line for line in in_loops)
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_joined_arrays_of_several_clients_are_right(clients):
+    """XLA divides the vector of 69 elements into parts of 35 and 34, and returns wrong slices of two such vectors."""
+    mesh, shapes = fedsim.Sharded(clients=clients, model=2).mesh(), [(2, 8), (2, 3, 8), (2, 4), (2, 8, 4), (2,)]
+    values = [1 + np.arange(np.prod(shape), dtype=np.float32).reshape(shape) for shape in shapes]
+    specs = [jax.P(None, "model"), jax.P(None, None, "model"), jax.P(None, "model"), jax.P(None, "model"), jax.P()]
+    places = [jax.NamedSharding(mesh, spec) for spec in specs]
+
+    def joined(leaves):
+        with fedsim.tree.whole_vectors(whole_on_client(mesh)):
+            return fedsim.tree.unflat(2 * fedsim.tree.flat(leaves), leaves)
+
+    for function in [joined, lambda leaves: fedsim.tree.psum(leaves, "devices")][:clients]:
+
+        def means(values, function=function):
+            *sums, weights = jax.vmap(function)(values)
+            return [x / weights.reshape(2, *[1] * (x.ndim - 1)) for x in sums]
+
+        if clients == 2:
+            means = jax.shard_map(
+                means, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), axis_names={"devices"}, check_vma=False
+            )
+        results = jax.jit(means, out_shardings=places[:-1])(jax.device_put(values, places))
+        *expected, weights = values
+        for x, y in zip(results, expected, strict=True):
+            np.testing.assert_allclose(x, y / weights.reshape(2, *[1] * (y.ndim - 1)), rtol=1e-6)
 
 
 def test_a_batch_is_divided_over_the_devices_of_its_client():
