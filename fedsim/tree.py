@@ -162,9 +162,10 @@ def whole_vectors(on: NamedSharding | None) -> Iterator[None]:
     Args:
       on: the devices of a client, with no axis divided; None if each client has one device.
 
-    >>> with whole_vectors(None):
-    ...     flat([jnp.ones(2), jnp.zeros(1)]).tolist()
-    [1.0, 1.0, 0.0]
+    >>> place = jax.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], "model"), jax.P())
+    >>> with whole_vectors(place):
+    ...     str(jax.make_jaxpr(flat)(jnp.ones([2, 3]))).count("sharding_constraint")
+    1
     """
     token = _WHOLE.set(on)
     try:

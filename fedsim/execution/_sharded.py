@@ -25,7 +25,7 @@ class Sharded(Pmap):
     each batch of a client is divided, and ``"model"``, over which its parameters are. So a model needs to fit ``model``
     devices, and not a single one. States and memories of clients are divided like the parameters.
     `fedsim.Model.with_shardings` says how these are divided; by default each is along its largest axis that is a multiple of
-    ``model``.
+    ``model``. With one device for each client, this is `Pmap`.
 
     XLA adds the messages that the local steps of a client need, between the devices of this client. There is one all-reduce of
     the update over the clients in a round. Results are those of one device up to the order of sums.
@@ -61,10 +61,11 @@ class Sharded(Pmap):
                 f"fedsim.use_all_cores({needed}) before JAX is first used."
             )
         used = devices[:needed] if isinstance(self.devices, tuple) else first_devices(needed)
-        return _mesh(used, clients, self.data, self.model)
+        # With one device for each client, the mesh is that of `Pmap`, whose devices may also have blocks of the population.
+        return _mesh(used, clients, self.data, self.model) if of_client > 1 else _mesh(used, clients)
 
     def division(self, model: Model | None) -> Division:
-        if model is None:
+        if model is None or self.model * self.data == 1:
             return WHOLE
         known = kept_with(model).setdefault("divisions", {})
         if (sizes := (self.data, self.model)) not in known:
@@ -74,4 +75,4 @@ class Sharded(Pmap):
 
 @functools.cache
 def _mesh(devices: tuple[jax.Device, ...], *sizes: int) -> Mesh:
-    return Mesh(np.array(devices).reshape(sizes), (AXIS, "data", "model"))
+    return Mesh(np.array(devices).reshape(sizes), (AXIS, "data", "model")[: len(sizes)])

@@ -46,6 +46,7 @@ ALGORITHMS = {
     "median": functools.partial(fedsim.algorithms.FedAvg, aggregator=fedsim.aggregators.CoordinateMedian()),
     "averaging": functools.partial(fedsim.algorithms.FedAvg, averaging=0.5),
     "HypCluster": fedsim.algorithms.HypCluster,
+    "D-PSGD": functools.partial(fedsim.decentralized.DPSGD, topology=fedsim.decentralized.ring(8)),
 }
 
 
