@@ -528,13 +528,19 @@ class Settings:
         """Returns the axes of the mesh with their sizes."""
         if self.mesh is None:
             return {}
-        axes = parse_call(f"mesh({self.mesh})")[1]
+        try:
+            axes = parse_call(f"mesh({self.mesh})")[1]
+        except ValueError as error:
+            raise ValueError(
+                f"Expected mesh to have numbers of devices by the names {', '.join(_AXES)}, got mesh={self.mesh!r}: separate "
+                "them by commas, as in mesh='clients=4, model=2'."
+            ) from error
         for name in axes:
             if name not in _AXES:
                 raise ValueError(
                     f"Expected mesh to name {', '.join(_AXES)}, got {name!r} in {self.mesh!r}.{did_you_mean(name, _AXES)}"
                 )
-        checks.whole(1, **axes, remedy="give the number of devices of each axis, as in mesh='clients=4, model=2'")
+        checks.whole(1, **axes, remedy="give a positive whole number of devices for each axis, as in mesh='clients=4, model=2'")
         return axes
 
     @classmethod

@@ -58,7 +58,7 @@ class Sharded(Pmap):
             raise ValueError(
                 f"Expected clients * model * data to be at most {len(devices)}, the number of devices, got "
                 f"clients={self.clients}, model={self.model}, data={self.data}: use fewer, or on a CPU call "
-                f"fedsim.use_all_cores({needed}) before JAX is first used."
+                f"fedsim.use_all_cores({needed}) before JAX is first used, which --mesh does if it names clients."
             )
         used = devices[:needed] if isinstance(self.devices, tuple) else first_devices(needed)
         # With one device for each client, the mesh is that of `Pmap`, whose devices may also have blocks of the population.

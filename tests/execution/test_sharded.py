@@ -180,6 +180,12 @@ def test_a_checkpoint_continues_on_another_mesh(tmp_path):
         ),
         (lambda: run_fedavg(model(), fedsim.Batches(size=3), "2 x data 2"), "multiples of data=2, .* got size=3"),
         (lambda: fedsim.experiment.Settings(mesh="clients=2, modle=2"), "got 'modle' in .* Did you mean 'model'"),
+        (
+            lambda: fedsim.experiment.Settings(mesh="clients=2 model=2"),
+            "separate them by commas, as in mesh='clients=4, model=2'",
+        ),
+        (lambda: fedsim.experiment.Settings(mesh="clients=two"), "numbers of devices by the names .* got mesh='clients=two'"),
+        (lambda: fedsim.experiment.Settings(mesh="clients=2.0"), "clients=2.0: give a positive whole number of devices"),
         (lambda: fedsim.experiment.Settings(mesh="model=0"), "model >= 1, got model=0"),
         (lambda: fedsim.experiment.Settings(mesh="model=2", execution="jit").executor(), "mesh without execution and devices"),
     ],
