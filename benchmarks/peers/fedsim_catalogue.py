@@ -57,6 +57,8 @@ def algorithms(model: fedsim.Model, task: workload.Task) -> dict[str, Entry]:
         "FedAdam": Entry(of.FedAdam(**common)),
         "FedYogi": Entry(of.FedYogi(**common)),
         "FedAdagrad": Entry(of.FedAdagrad(**common)),
+        "DiLoCo": Entry(of.DiLoCo(**common)),
+        "StreamingDiLoCo": Entry(of.StreamingDiLoCo(**common)),
         "FedNova": Entry(of.FedNova(**common)),
         "FedProx": Entry(of.FedProx(**common)),
         "AdaptiveFedProx": Entry(of.AdaptiveFedProx(**common), preview=FORWARD),
