@@ -16,8 +16,8 @@ This page is written by `fedsim reproduce NAME --data DIR --out docs/reproductio
 values of every seed, the machine, the date, the commit and the versions of each row are in `docs/reproductions/NAME.json`.
 *paper* is the number that the section's paper states, and a dash where it states none. The notes of a section say so if the
 column has another source: scikit-learn in `vertical`, a replication in `fedprox`, recalled numbers in `unus_dssgd`.
-`unus_faults`, `four_ways`, `data_parallel`, `few_labels` and `transfer` have no published numbers and compare methods with each
-other. *ours* is the mean and the standard deviation over seeds; the error of a result with a single seed is unknown.
+`unus_faults`, `four_ways`, `data_parallel`, `diloco`, `few_labels` and `transfer` have no published numbers and compare methods
+with each other. *ours* is the mean and the standard deviation over seeds; the error of a result with a single seed is unknown.
 *time* is the time of all runs of a row on the machine below the table, which did other work at the same time, so it does not
 measure speed. Experiments that are smaller than the paper's are marked REDUCED.
 """

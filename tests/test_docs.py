@@ -101,6 +101,7 @@ PAPERS = {
     "d2": "1803.07068",
     "stochasticgradientpush": "1811.10792",
     "quasiglobalmomentum": "2102.04761",
+    "decentralizeddiloco": "2311.08105",
     "chocosgd": "1902.00340",
     "relaysgd": "2110.04175",
     "adpsgd": "1710.06952",

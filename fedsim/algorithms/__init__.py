@@ -6,6 +6,7 @@ from fedsim.algorithms._agnostic import AgnosticFedAvg as AgnosticFedAvg
 from fedsim.algorithms._apfl import APFL as APFL
 from fedsim.algorithms._clusters import Clusters as Clusters
 from fedsim.algorithms._diloco import DiLoCo as DiLoCo
+from fedsim.algorithms._diloco import Worker as Worker
 from fedsim.algorithms._ditto import Ditto as Ditto
 from fedsim.algorithms._dssgd import DSSGD as DSSGD
 from fedsim.algorithms._fedavg import FedAvg as FedAvg

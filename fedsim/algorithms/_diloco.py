@@ -39,7 +39,15 @@ else:  # A mixin: the classes that have it are subclasses of FedAvg.
 
 
 class Worker(NamedTuple):
-    """What a worker keeps: the state of its optimizer, the order of its first round, and the number of its steps so far."""
+    """What a worker keeps: the state of its optimizer, the order of its first round, and the number of its steps so far.
+
+    >>> import fedsim
+    >>> model, batches = fedsim.models.digits_logistic(), fedsim.Batches(size=9)
+    >>> algorithm = DiLoCo(model=model, client_optimizer=optax.sgd(0.1), batches=batches)
+    >>> params = model.init(jax.random.key(0))
+    >>> int(Worker.new(algorithm, fedsim.algorithms.Shared(params, jnp.int32(0)), params).step)
+    0
+    """
 
     opt_state: optax.OptState
     order: jax.Array
@@ -60,6 +68,13 @@ class Worker(NamedTuple):
             return client, self
         order = jnp.where(self.step == 0, client.order, self.order)
         return client.continued(order, self.step, most_steps), self._replace(order=order)
+
+    def run(self, training: LocalTraining, client: Client, params: Params) -> tuple[Local, Worker]:
+        """Runs the local steps of a round from ``params``; returns their result, and the worker after them."""
+        client, worker = self.continuing(client, training.batches)
+        start = training.start(params, client.parts)._replace(opt_state=self.opt_state)
+        local = client.for_each_batch(training.batches, training.step, start)
+        return local, worker._replace(opt_state=local.opt_state, step=worker.step + client.num_steps)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,13 +143,7 @@ class DiLoCo(OuterNesterov, FedAvg):
     def client_memory(self, shared: Any) -> Worker:
         return Worker.new(self, shared, shared.params)
 
-    def train(self, shared: Any, client: Client) -> Local:
-        training, worker = self.local_training(shared, client), client.memory
-        start = training.start(shared.params, client.parts)._replace(opt_state=worker.opt_state)
-        return worker.continuing(client, self.batches)[0].for_each_batch(self.batches, training.step, start)
-
     def client_update(self, shared: Any, client: Client) -> ClientUpdate:
-        local, (_, worker) = self.train(shared, client), client.memory.continuing(client, self.batches)
-        worker = worker._replace(opt_state=local.opt_state, step=worker.step + client.num_steps)
+        local, worker = client.memory.run(self.local_training(shared, client), client, shared.params)
         movement = tree.subtract(shared.params, local.params)
         return ClientUpdate(movement, self.weight(client), {"loss": local.loss.result()}, worker, local.parts)

@@ -10,6 +10,7 @@ from fedsim.decentralized._algorithm import consensus_distance as consensus_dist
 from fedsim.decentralized._base_graph import base_graph as base_graph
 from fedsim.decentralized._choco import ChocoSGD as ChocoSGD
 from fedsim.decentralized._d2 import D2 as D2
+from fedsim.decentralized._diloco import DecentralizedDiLoCo as DecentralizedDiLoCo
 from fedsim.decentralized._dpsgd import DPSGD as DPSGD
 from fedsim.decentralized._dpsgd import DFedAvg as DFedAvg
 from fedsim.decentralized._gossip import gossip as gossip
@@ -54,5 +55,16 @@ from fedsim.decentralized._topology import Topology as Topology
 # Named as on the command line, ``fedsim run --algorithm dpsgd --topology ring``.
 ALGORITHMS: dict[str, type[Algorithm]] = {
     cls.__name__.lower(): cls
-    for cls in (DPSGD, DFedAvg, GradientTracking, D2, StochasticGradientPush, QuasiGlobalMomentum, ChocoSGD, RelaySGD, ADPSGD)
+    for cls in (
+        DPSGD,
+        DFedAvg,
+        GradientTracking,
+        D2,
+        StochasticGradientPush,
+        QuasiGlobalMomentum,
+        DecentralizedDiLoCo,
+        ChocoSGD,
+        RelaySGD,
+        ADPSGD,
+    )
 }

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from fedsim import checks, rng, tree
 from fedsim.aggregators import Mean
 from fedsim.algorithm import Algorithm, Capabilities
-from fedsim.algorithms import LocalTraining, Shared, check_client_optimizer
+from fedsim.algorithms import Local, LocalTraining, Shared, check_client_optimizer
 from fedsim.data import Batch, FederatedData
 from fedsim.decentralized._local_noise import LocalNoise
 from fedsim.decentralized._mixer import MessageLoss, Mixer, Neighbours
@@ -40,6 +40,8 @@ class NodesState(NamedTuple):
       personal: the other parameters of every node, which it never sends, leaves ``[nodes, ...]``; () if there are none.
       statistics: the running statistics of every node's model, as the fields ``statistics``, which nodes mix, and
         ``own_statistics`` of `fedsim.model.ModelParts`, leaves ``[nodes, ...]``.
+      training: what the local steps of every node keep from round to round, such as the state of an optimizer, leaves
+        ``[nodes, ...]``; () if they keep nothing.
 
     >>> state = NodesState(models={"w": jnp.array([[1.0], [5.0]])}, memory=(), round=jnp.int32(0))
     >>> state.params["w"].tolist()
@@ -51,6 +53,7 @@ class NodesState(NamedTuple):
     round: jax.Array
     personal: Any = ()
     statistics: ModelParts = ModelParts()
+    training: Any = ()
 
     @property
     def params(self) -> Params:
@@ -71,13 +74,14 @@ class Trained(NamedTuple):
       movement: the models from which nodes trained minus the results, leaves ``[nodes, ...]``, without personal parameters;
         zeros for a node that is not in the cohort, or whose training is not finite.
       personal: the personal parameters of all nodes after the local steps, leaves ``[nodes, ...]``.
-      statistics: the running statistics of all nodes after the local steps, see `NodesState`.
+      statistics, training: the running statistics of all nodes, and what their local steps keep, see `NodesState`.
       info: metrics of the round: the mean training loss, and the number of nodes whose training was not finite.
     """
 
     movement: Params
     personal: Params
     statistics: ModelParts
+    training: Any
     info: dict[str, jax.Array]
 
 
@@ -88,14 +92,16 @@ class NodeResult(NamedTuple):
       movement: its model minus the result, without personal parameters.
       personal: the same of personal parameters.
       statistics: the same of running statistics, see `NodesState`.
+      training: what its local steps keep, see `NodesState`.
       loss: the mean training loss, ``float32 []``.
       trained: whether it took a step, ``bool []``; False for nodes that are not in the cohort.
-      diverged: whether ``movement`` is not finite, ``bool []``.
+      diverged: whether ``movement`` or ``statistics`` are not finite, ``bool []``.
     """
 
     movement: Params
     personal: Params
     statistics: ModelParts
+    training: Any
     loss: jax.Array
     trained: jax.Array
     diverged: jax.Array
@@ -271,7 +277,8 @@ class DecentralizedAlgorithm(Algorithm):
         models, personal = self._split(models)
         if not jax.tree.leaves(models):
             raise ValueError("All parameters are personal, so nodes would exchange nothing: let personal be False for some.")
-        return NodesState(models, self.node_memory(models), jnp.int32(0), personal, statistics)
+        training = self.training_memory(_joined(models, personal))
+        return NodesState(models, self.node_memory(models), jnp.int32(0), personal, statistics, training)
 
     def model_parts(self, key: jax.Array) -> ModelParts | tuple[()]:
         """Returns the frozen parts of the model, which all nodes have in common. The others are in `NodesState`."""
@@ -288,6 +295,10 @@ class DecentralizedAlgorithm(Algorithm):
 
     def node_memory(self, models: Params) -> Any:
         """Returns what nodes keep besides their models before the first round, leaves ``[nodes, ...]``; default: nothing."""
+        return ()
+
+    def training_memory(self, models: Params) -> Any:
+        """Returns what nodes' local steps keep before the first round, leaves ``[nodes, ...]``; default: nothing."""
         return ()
 
     def node_models(self, state: NodesState) -> Params:
@@ -313,7 +324,7 @@ class DecentralizedAlgorithm(Algorithm):
         if statistics.statistics != ():
             statistics = statistics._replace(statistics=self.mix_statistics(state, statistics.statistics, neighbours))
         new = self.exchange(state, trained.movement, neighbours)
-        new = new._replace(round=state.round + 1, personal=trained.personal, statistics=statistics)
+        new = new._replace(round=state.round + 1, personal=trained.personal, statistics=statistics, training=trained.training)
         return new, {
             **trained.info,
             "consensus_distance": consensus_distance(self.node_models(new)),
@@ -332,7 +343,7 @@ class DecentralizedAlgorithm(Algorithm):
                 "DPSGD."
             )
         models = _joined(self.training_models(state), state.personal)
-        rows = models, state.statistics
+        rows = models, state.statistics, state.training
         result = clients.map_rows(self.node_update, state.round, rows, divisible=self.divisible)
         info = {
             "loss": jnp.mean(result.loss, where=result.trained & ~result.diverged),
@@ -342,7 +353,12 @@ class DecentralizedAlgorithm(Algorithm):
             jax.tree.map(lambda x: jnp.where(tree.per_row(result.diverged, x), 0, x), values)
             for values in (result.movement, result.personal, result.statistics)
         )
-        return Trained(movement, tree.subtract(state.personal, moved), tree.subtract(state.statistics, changed), info)
+        kept = jax.tree.map(
+            lambda new, old: jnp.where(tree.per_row(result.trained & ~result.diverged, new), new, old),
+            result.training,
+            state.training,
+        )
+        return Trained(movement, tree.subtract(state.personal, moved), tree.subtract(state.statistics, changed), kept, info)
 
     def _corrupt(self, clients: Clients) -> Callable[[Any, jax.Array], Any] | None:
         """Returns the function with which attackers change what they send, if there are some."""
@@ -361,18 +377,22 @@ class DecentralizedAlgorithm(Algorithm):
         """Returns how a node trains, see `fedsim.algorithms.FedAvg.local_training`."""
         return LocalTraining.of(self, shared)
 
-    def node_update(self, round: jax.Array, row: tuple[Params, ModelParts], client: Client) -> NodeResult:
+    def train_node(self, shared: Shared, client: Client, kept: Any) -> tuple[Local, Any]:
+        """Runs a node's local steps from ``shared.params``; returns their result, and what they keep of ``kept``."""
+        return self.local_training(shared, client).run(client, shared.params), kept
+
+    def node_update(self, round: jax.Array, row: tuple[Params, ModelParts, Any], client: Client) -> NodeResult:
         """Runs a node's local steps from its own model, personal parameters included, and its running statistics."""
-        own, statistics = row
+        own, statistics, kept = row
         parts = statistics._replace(frozen=(client.parts or ModelParts()).frozen)
         client = dataclasses.replace(client, parts=parts)
-        local = self.local_training(Shared(own, round), client).run(client, own)
+        local, kept = self.train_node(Shared(own, round), client, kept)
         movement, moved = self._split(tree.subtract(own, local.params))
         if self.local_noise is not None:
             movement = self.local_noise(movement, rng.stream(client.key, "local noise"))
         changed = tree.subtract(statistics, (local.parts or parts)._replace(frozen=()))
         finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((movement, changed))])
-        return NodeResult(movement, moved, changed, local.loss.result(), client.num_steps > 0, ~finite)
+        return NodeResult(movement, moved, changed, kept, local.loss.result(), client.num_steps > 0, ~finite)
 
     def exchange(self, state: NodesState, movement: Params, neighbours: Neighbours) -> NodesState:
         """Returns the state after the nodes have exchanged values.

@@ -11,6 +11,7 @@ from fedsim.reproductions._curve import Curve as Curve
 from fedsim.reproductions._curve import rounds_to_target as rounds_to_target
 from fedsim.reproductions._curve import train as train
 from fedsim.reproductions._data_parallel import DATA_PARALLEL
+from fedsim.reproductions._diloco import DILOCO
 from fedsim.reproductions._dropped_messages import DROPPED_MESSAGES
 from fedsim.reproductions._fedavg_mnist import FEDAVG
 from fedsim.reproductions._fedprox_stragglers import FEDPROX
@@ -55,6 +56,7 @@ REPRODUCTIONS: dict[str, Reproduction] = {
         DROPPED_MESSAGES,
         FOUR_WAYS,
         DATA_PARALLEL,
+        DILOCO,
         VERTICAL,
         FEW_LABELS,
         TRANSFER,

@@ -9,7 +9,7 @@ import numpy as np
 from fedsim import checks
 
 
-def pack(documents: Iterable[Sequence[int]], length: int) -> dict[str, np.ndarray]:
+def pack(documents: Iterable[Sequence[int] | np.ndarray], length: int) -> dict[str, np.ndarray]:
     """Packs a client's documents into sequences, one document after another, without gaps.
 
     A document of n tokens gives n - 1 positions, each with a token and the one that follows it in the document. A document that

@@ -104,6 +104,14 @@ def quasi_global(x, rounds, matrices):
     return x
 
 
+def diloco(x, rounds, matrices):
+    m = np.zeros_like(x)
+    for t in range(rounds):
+        m = 0.9 * m + RATE * gradients(x)
+        x = mixed(matrices[t % len(matrices)], x - 0.7 * (0.9 * m + RATE * gradients(x)))
+    return x
+
+
 def choco(x, rounds, matrices):
     h = x.copy()
     for t in range(rounds):
@@ -193,6 +201,7 @@ def test_nodes_finish_in_the_order_of_their_speeds():
         ("D2", d2, {"topology": decentralized.line(6), "weights": "lazy"}),
         ("StochasticGradientPush", push, {"topology": DIRECTED}),
         ("QuasiGlobalMomentum", quasi_global, {}),
+        ("DecentralizedDiLoCo", diloco, {}),
         ("ChocoSGD", choco, {"compressor": fedsim.compressors.TopK(fraction=0.5), "gamma": 0.5}),
     ],
 )
@@ -221,6 +230,21 @@ def test_the_complete_graph_is_centralized_sgd():
         x = x - RATE * gradients(np.stack([x] * 6)).mean(0)
     np.testing.assert_allclose(thetas(state.models), np.stack([x] * 6), rtol=1e-4, atol=1e-6)
     assert float(info["consensus_distance"]) < 1e-6
+
+
+def test_the_complete_graph_is_diloco():
+    """Nodes keep the state of the inner optimizer as DiLoCo's workers do, and together the momentum of its server."""
+    options = {"client_optimizer": optax.sgd(0.1, 0.9), "batches": fedsim.Batches(size=4, steps=3)}
+    data = federation.data([4] * 6)
+    without_server = make("DecentralizedDiLoCo", topology=decentralized.complete(6), **options)
+    state, _ = run(without_server, 4, data)
+    central = fedsim.algorithms.DiLoCo(model=without_server.model, **options)
+    served = central.init(jax.random.key(1))
+    for round in range(4):
+        served, _ = central.apply(served, everyone(round, data))
+    np.testing.assert_allclose(
+        thetas(state.models), np.tile(thetas(jax.tree.map(lambda x: x[None], served.params)), (6, 1, 1)), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.first(4)
@@ -342,7 +366,9 @@ def test_nodes_that_do_not_train_mix_nevertheless():
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("name", ["GradientTracking", "DFedAvg", "D2", "QuasiGlobalMomentum", "ChocoSGD"])
+@pytest.mark.parametrize(
+    "name", ["GradientTracking", "DFedAvg", "D2", "QuasiGlobalMomentum", "DecentralizedDiLoCo", "ChocoSGD"]
+)
 def test_devices_and_debug_give_the_same_answer(name):
     results = [
         run(make(name, execution=execution), 3)[0] for execution in (fedsim.Jit(), fedsim.Pmap(devices=2), fedsim.Debug())

@@ -17,6 +17,7 @@ import fedsim
 from fedsim import reproductions
 from fedsim.commands import main
 from fedsim.reproductions import Extent, Request, Row, _random_quadratics, rounds_to_target
+from fedsim.reproductions import _diloco as language
 from fedsim.reproductions import _fedprox_stragglers as stragglers
 from fedsim.reproductions import _qffl_fairness as fairness
 from fedsim.reproductions import _scaffold_emnist as drift
@@ -73,6 +74,13 @@ def data(tmp_path_factory):
     for name in ("a9a", "a9a.t"):
         lines = [f"{1 if i % 3 else -1} {1 + i % 67}:1 {68 + i % 56}:1 \n" for i in range(60)]
         (tables / f"{name}.gz").write_bytes(gzip.compress("".join(lines).encode()))
+    (folder / "stackexchange").mkdir()
+    (folder / "stackexchange" / "posts.word_count").write_text("".join(f"w{i} {9000 - i}\n" for i in range(language.WORDS)))
+    users = []
+    for user in range(80):  # of ten sites: site 0 has the longest paragraphs
+        texts = [{"tokens": " ".join(f"w{i}" for i in draw.integers(3000, size=90 - 8 * (user % 10)))} for _ in range(22)]
+        users.append(json.dumps({"client_id": f"site{user % 10}:{user}", "train": texts[:20], "test": texts[20:]}))
+    (folder / "stackexchange" / "posts.jsonl.gz").write_bytes(gzip.compress("\n".join(users).encode()))
     return folder
 
 
@@ -401,6 +409,7 @@ TINY = [
     ("dropped_messages", ["relaysgd"]),
     ("four_ways", ["stragglers-partial", "femnist"]),
     ("data_parallel", ["slow-1"]),
+    ("diloco", ["site-2"]),
     ("vertical", ["digits", "digits-overlap", "digits-missing", "breast", "adult", "a9a"]),
     ("few_labels", ["digits-clients-10", "digits-server-10"]),
     ("transfer", ["labels", "domain"]),
@@ -427,6 +436,20 @@ def test_every_reproduction_runs_in_a_tiny_setting(name, case, data, tmp_path, c
 
 def test_every_reproduction_has_a_tiny_setting():
     assert [name for name, _ in TINY] == list(reproductions.REPRODUCTIONS)
+
+
+def test_workers_of_a_language_model_have_the_sites_or_a_share_of_every_site(data, monkeypatch):
+    monkeypatch.setattr(language, "_EVALUATED", 64)
+    by_site, dealt = (language.load(Request(data=data), 4, by_site=own, seed=0) for own in (True, False))
+    tokens = [
+        sum(int((worker["document"] > 0).sum()) for worker in map(text.train.client, range(4))) for text in (by_site, dealt)
+    ]
+    # 18 of 20 training paragraphs, each of its words and two ids; a paragraph of n tokens has n - 1 positions.
+    assert tokens == [8 * 18 * sum(90 - 8 * site + 1 for site in range(10))] * 2
+    assert (
+        np.ptp(by_site.train.sizes) <= 0.2 * by_site.train.sizes.max()
+        and np.ptp(dealt.train.sizes) <= 0.1 * dealt.train.sizes.max()
+    )
 
 
 def test_random_quadratics_have_the_constants_of_the_paper_and_one_method_its_rounds():
